@@ -1,0 +1,35 @@
+"""Reserve a plan's slots as a Ray placement group. The only module here that imports ray."""
+
+import asyncio
+from collections.abc import Callable
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from placement.types import DoesNotFit, Node, Plan
+
+
+def cluster_nodes() -> list[Node]:
+    """Living nodes of the Ray cluster with what each has in all."""
+    return [
+        Node(n["NodeManagerHostname"], n["Resources"].get("CPU", 0.0), n["Resources"].get("GPU", 0.0))
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+
+
+async def reserve(plan: Plan, name: str, timeout_s: float, say: Callable[[str], None]) -> PlacementGroup:
+    """Wait until all slots are held. Raises DoesNotFit at the deadline, with what the cluster has free."""
+    group = placement_group([slot.resources for slot in plan.slots], strategy="PACK", name=name)
+    say(f"waiting for {len(plan.slots)} {plan.device} slot(s) (placement group {name}, at most {timeout_s:.0f} s)")
+    try:
+        await asyncio.wait_for(group.ready(), timeout_s)  # type: ignore[arg-type]
+    except TimeoutError:
+        remove_placement_group(group)
+        total, free = ray.cluster_resources(), ray.available_resources()
+        raise DoesNotFit(
+            f"placement group {name}: {len(plan.slots)} bundles of {plan.slots[0].resources} were not placed within {timeout_s:.0f} s; "
+            + "; ".join(f"{key}: {free.get(key, 0.0):g} free of {total.get(key, 0.0):g}" for key in ("CPU", "GPU"))
+            + "; stop what holds the rest, or ask for fewer ranks and engines"
+        ) from None
+    return group

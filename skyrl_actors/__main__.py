@@ -1,0 +1,65 @@
+"""The command line: demo, train, serve, status, stop, plan, doctor."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from skyrl_actors.messages.errors import SkyrlActorsError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Post-train language models by reinforcement learning on a Ray cluster. Every command has --help.",
+)
+Config = Annotated[Path, typer.Argument(help="a YAML file, e.g. configs/cpu_tiny.yaml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the file")]
+DEMO_CONFIG = Path(__file__).parent.parent / "configs" / "jobs" / "ppo_tiny.yaml"
+
+
+@app.command()
+def demo(overrides: Overrides = None) -> None:
+    """Watch PPO learn on this machine: a tiny model, real Ray and vLLM, a few minutes, no GPU."""
+    from skyrl_actors.commands.train import train as run
+
+    run(DEMO_CONFIG, overrides or [])
+
+
+@app.command()
+def train(config: Config, overrides: Overrides = None) -> None:
+    """Run a training job. Joins the Ray cluster in RAY_ADDRESS (set inside `ray job submit`), else starts its own."""
+    from skyrl_actors.commands.train import train as run
+
+    run(config, overrides or [])
+
+
+def main() -> None:
+    """Errors meant for people are printed without a traceback; Ctrl-C and SIGTERM clean up and end with 130."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        app(standalone_mode=False)
+    except SkyrlActorsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted: everything that was started has been ended", file=sys.stderr)
+        sys.exit(130)
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "show"):  # usage errors of the command line
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        raise
+
+
+if __name__ == "__main__":
+    main()

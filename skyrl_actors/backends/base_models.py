@@ -1,0 +1,76 @@
+"""The folder of a base model: found, downloaded by name, or (the tiny one) made once and kept in a cache."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from skyrl_actors.config.cluster import PretrainedBase, TinyBase
+from skyrl_actors.messages.errors import ConfigError, InternalError
+
+Chat = tuple[str, str]  # question, answer
+Progress = Callable[[int, int, float], None]  # step, steps, loss
+ROWS_A_STEP = 64
+LAYOUT = 1  # raise when the shape of the tiny model or its corpus changes
+
+
+def base_model_folder(
+    base: TinyBase | PretrainedBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None = None
+) -> Path:
+    """Raises ConfigError when there is no such model. `chats(n)` gives n warm-up chats for the tiny model."""
+    if isinstance(base, TinyBase):
+        return _tiny(base, chats, progress)
+    if base.path is not None:
+        folder = base.path.expanduser().resolve()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"base_model.path {folder}: no config.json there; give a folder in Hugging Face format")
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(base.name, revision=base.revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(f"base_model.name {base.name!r} cannot be fetched ({error}); set base_model.path to a local folder") from error
+
+
+def _tiny(base: TinyBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None) -> Path:
+    rows = list(chats(base.warmup_steps * ROWS_A_STEP))
+    digest = hashlib.sha256(json.dumps([LAYOUT, base.seed, base.warmup_steps, rows]).encode()).hexdigest()[:12]
+    folder = base.cache_dir.expanduser().resolve() / f"tiny-{digest}"
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False) as file:
+        file.writelines(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows)
+    command = [sys.executable, "-m", "skyrl_actors.workers.tiny_base", str(folder), file.name]
+    command += ["--steps", str(base.warmup_steps), "--seed", str(base.seed)]
+    try:
+        _run(command, progress)
+    finally:
+        os.unlink(file.name)
+    return folder
+
+
+def _run(command: list[str], progress: Progress | None) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_WAIT_POLICY": "passive"}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if progress and line.startswith("{"):
+                    note = json.loads(line)
+                    progress(note["step"], note["steps"], note["loss"])
+        finally:
+            if process.poll() is None:
+                process.terminate()
+        if process.wait() != 0:
+            errors.seek(0)
+            raise InternalError(f"making the tiny base model failed:\n{errors.read()[-2000:]}")

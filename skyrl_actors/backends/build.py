@@ -1,0 +1,13 @@
+"""The configured backend."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from skyrl_actors.backends.base import Backend
+from skyrl_actors.config.cluster import ClusterConfig
+
+
+def build_backend(config: ClusterConfig, base_folder: Path, say: Callable[[str], None]) -> Backend:
+    from skyrl_actors.backends.ray_backend import RayBackend
+
+    return RayBackend(config, base_folder, say)

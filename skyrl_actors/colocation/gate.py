@@ -1,0 +1,115 @@
+"""Turns at something that has one state at a time: who wants the same state shares it, who wants another waits.
+
+A holder of state A never sees it change. Once somebody waits for another state, newcomers wait too, so nobody starves;
+when the last holder leaves, the oldest waiter's state is entered together with every waiter of that same state.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Generic, TypeVar
+
+from skyrl_actors.messages.errors import InternalError
+
+K = TypeVar("K")
+
+
+class Gate(Generic[K]):
+    """`enter(old, new)` changes the state; if it raises, the gate is broken and says so to everybody from then on."""
+
+    def __init__(
+        self,
+        start: K,
+        enter: Callable[[K, K], Awaitable[None]],
+        serves: Callable[[K, K], bool] = lambda current, wanted: current == wanted,
+    ):
+        self.state = start
+        self.broken: str | None = None
+        self.num_holders = 0
+        self._enter = enter
+        self._serves = serves
+        self._waiters: deque[tuple[K, asyncio.Future[None]]] = deque()
+        self._changing: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
+    @asynccontextmanager
+    async def hold(self, wanted: K) -> AsyncIterator[None]:
+        await self._acquire(wanted)
+        try:
+            yield
+        finally:
+            self.num_holders -= 1
+            self._turn()
+
+    async def _acquire(self, wanted: K) -> None:
+        self._raise_if_broken()
+        if not self._waiters and self._changing is None and self._serves(self.state, wanted):
+            self.num_holders += 1
+            return
+        ticket = asyncio.get_running_loop().create_future()
+        self._waiters.append((wanted, ticket))
+        self._turn()
+        try:
+            await ticket
+        except asyncio.CancelledError:
+            if ticket.done() and not ticket.cancelled() and ticket.exception() is None:
+                self.num_holders -= 1
+            else:
+                self._waiters = deque((k, t) for k, t in self._waiters if t is not ticket)
+            self._turn()
+            raise
+
+    def _turn(self) -> None:
+        if self.num_holders or self._changing or not self._waiters or self.broken:
+            return
+        wanted = self._waiters[0][0]
+        if self._serves(self.state, wanted):
+            self._admit(wanted)
+        else:
+            self._changing = asyncio.create_task(self._change(wanted))
+
+    async def _change(self, wanted: K) -> None:
+        try:
+            await self._enter(self.state, wanted)
+            self.state = wanted
+        except Exception as error:  # noqa: BLE001  whoever waits must hear of it, whatever it was
+            self.broken = f"{wanted}: {error}"
+        finally:
+            self._changing = None
+        if self.broken:
+            while self._waiters:
+                _, ticket = self._waiters.popleft()
+                if not ticket.done():
+                    ticket.set_exception(self._error())
+            return
+        self._admit(wanted)
+        self._turn()
+
+    def _admit(self, wanted: K) -> None:
+        staying: deque[tuple[K, asyncio.Future[None]]] = deque()
+        for key, ticket in self._waiters:
+            if ticket.done():
+                continue
+            if key == wanted or self._serves(self.state, key):
+                self.num_holders += 1
+                ticket.set_result(None)
+            else:
+                staying.append((key, ticket))
+        self._waiters = staying
+
+    def forget(self, state: K) -> None:
+        """The state was lost from outside (dropped weights): it is now `state`. Nobody may hold."""
+        if self.num_holders or self._changing:
+            raise InternalError("the state changed under its holders")
+        self.state = state
+
+    def _error(self) -> InternalError:
+        return InternalError(f"could not enter {self.broken}")
+
+    def _raise_if_broken(self) -> None:
+        if self.broken:
+            raise self._error()

@@ -1,0 +1,113 @@
+"""Ray and the controller actor: started, joined, waited for, ended."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import ray
+from ray.actor import ActorHandle
+
+from skyrl_actors.api.client import NAMESPACE, actor_name
+from skyrl_actors.backends.base_models import base_model_folder
+from skyrl_actors.commands.terminal import bar, note
+from skyrl_actors.config.cluster import ClusterConfig, TinyBase
+from skyrl_actors.controller.actor import ControllerActor
+from skyrl_actors.jobs.envs import noisy_demonstrations
+from skyrl_actors.remote import settled
+
+STOP_TIMEOUT_S = 40.0
+OBJECT_STORE_BYTES = 256 * 2**20
+
+
+def prepare_base_model(config: ClusterConfig) -> Path:
+    """The folder of the base model; making the tiny one shows its progress."""
+    base = config.base_model
+    if not isinstance(base, TinyBase):
+        return base_model_folder(base, lambda count: [])
+    note(f"base model {base.name}: a small Qwen3-shaped network with its tokenizer, kept in {base.cache_dir}")
+    with bar("supervised warm-up", max(base.warmup_steps, 1)) as progress:
+        folder = base_model_folder(
+            base,
+            lambda count: [(task.question, task.answer) for task in noisy_demonstrations(count, base.seed)],
+            lambda step, steps, loss: progress.update(progress.task_ids[0], completed=step, note=f"loss {loss:.2f}"),
+        )
+    note(f"base model in {folder}")
+    return folder
+
+
+def start_local_ray(config: ClusterConfig) -> None:
+    """A Ray of our own that ends with this process."""
+    os.environ["RAY_worker_niceness"] = "0"
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    note("starting Ray (local, ends with this command)")
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, config.engine.num_engines),
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+
+
+def join_ray() -> None:
+    """Raises ConnectionError when no Ray runs here."""
+    ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+
+
+def ray_command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Ray's own command line, from this Python's environment."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(environment or {})}, check=False)
+
+
+def create_controller(config: ClusterConfig, base_folder: Path, detached: bool) -> ActorHandle:
+    options = {"lifetime": "detached"} if detached else {}
+    actor_class = ray.remote(ControllerActor).options(
+        name=actor_name(config.name), namespace=NAMESPACE, num_cpus=0, max_concurrency=100_000, **options
+    )
+    return actor_class.remote(config, str(base_folder))
+
+
+async def wait_until_started(controller: ActorHandle) -> None:
+    """Start the controller's backend, telling what it waits for."""
+    starting = asyncio.ensure_future(settled(controller.start.remote()))
+    told = 0
+    started = time.perf_counter()
+    while not starting.done():
+        await asyncio.wait([starting], timeout=0.5)
+        progress = await settled(controller.get_progress.remote())
+        for text in progress[told:]:
+            note(f"{text}  [dim]({time.perf_counter() - started:.0f} s)[/dim]")
+        told = len(progress)
+    await starting
+
+
+async def close_controller(controller: ActorHandle) -> None:
+    try:
+        await asyncio.wait_for(settled(controller.close.remote()), STOP_TIMEOUT_S)
+    finally:
+        ray.kill(controller)
+
+
+def remove_scratch(config: ClusterConfig) -> None:
+    """Exported weights in shared memory."""
+    shutil.rmtree(config.transfer.folder / config.name, ignore_errors=True)
+
+
+def end_children(timeout_s: float = 10.0) -> None:
+    """Whatever is left of this process's children: ask, wait, kill."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        if child.is_running():
+            child.terminate()
+    _, alive = psutil.wait_procs(children, timeout_s)
+    for child in alive:
+        child.kill()
+    psutil.wait_procs(alive, timeout_s)

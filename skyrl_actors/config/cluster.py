@@ -1,0 +1,160 @@
+"""The service as one object: base model, placement, trainer groups, engines, transfer, limits, HTTP edge.
+
+Every choice is a tagged union; rules that span sections are checked here, before any process starts.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from skyrl_actors.config.base import FrozenConfig
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+class TinyBase(FrozenConfig):
+    """A small Qwen3-shaped model and byte-level tokenizer, made on this machine and kept in a cache folder."""
+
+    type: Literal["tiny"] = "tiny"
+    name: str = "skyrl-actors/tiny"
+    seed: int = 0
+    warmup_steps: int = Field(100, ge=0, description="supervised steps on noisy demonstrations; 0 = random weights")
+    cache_dir: Path = Path("~/.cache/skyrl-actors")
+
+
+class PretrainedBase(FrozenConfig):
+    """A model in Hugging Face format: a folder, or a name that huggingface_hub can resolve."""
+
+    type: Literal["pretrained"] = "pretrained"
+    name: str
+    path: Path | None = None
+    revision: str | None = None
+
+
+BaseModelConfig = Annotated[TinyBase | PretrainedBase, Field(discriminator="type")]
+
+
+class PlacementConfig(FrozenConfig):
+    device: Literal["cpu", "gpu"] = "cpu"
+    layout: Literal["colocated", "split"] = "colocated"
+    colocated_share: float = Field(0.3, gt=0, le=0.33, description="of a slot, for each of policy, critic and engine")
+    timeout_s: float = Field(180.0, gt=0)
+
+
+class ReplicaStrategy(FrozenConfig):
+    """The whole base model on every rank; gradients of the trained weights are summed over ranks."""
+
+    type: Literal["replica"] = "replica"
+
+
+class GroupConfig(FrozenConfig):
+    """A group of training actors, one for each slot."""
+
+    num_ranks: int = Field(1, ge=1)
+    strategy: ReplicaStrategy = ReplicaStrategy()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    microbatch_tokens: int = Field(4096, ge=1, description="tokens of one packed pass; a longer row is a pass of its own")
+    num_threads: int = Field(1, ge=1, description="OpenMP threads of a CPU rank")
+    collective_timeout_s: float = Field(300.0, gt=0)
+    call_timeout_s: float = Field(900.0, gt=0, description="longest time one verb may take on a rank")
+
+
+class LoraConfig(FrozenConfig):
+    max_rank: int = 32
+    alpha: float = Field(32.0, gt=0)
+    max_adapters: int = Field(8, ge=1, description="LoRA models alive at once, in each role")
+    max_full_models: int = Field(1, ge=0, description="full fine-tunes alive at once, in each role")
+
+    @model_validator(mode="after")
+    def _engine_takes_rank(self) -> "LoraConfig":
+        if self.max_rank not in VLLM_LORA_RANKS:
+            raise ValueError(f"max_rank {self.max_rank}: vLLM serves adapters of at most one of {VLLM_LORA_RANKS}")
+        return self
+
+
+class EngineConfig(FrozenConfig):
+    num_engines: int = Field(1, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: int = Field(512, ge=8)
+    max_num_seqs: int = Field(128, ge=1)
+    max_num_batched_tokens: int = Field(4096, ge=8)
+    kv_cache_bytes: int = Field(128 * 2**20, ge=2**20, description="bytes of KV cache of an engine")
+    max_loras: int = Field(4, ge=1, description="different adapters in one batch")
+    max_logprobs: int = Field(20, ge=1)
+    enforce_eager: bool = True
+    sleep_level: Literal["auto", "1", "2"] = Field(
+        "auto", description="1 keeps weights in host memory, 2 drops them; auto drops what a full fine-tune sends again"
+    )
+    num_threads: int = Field(1, ge=1)
+    start_timeout_s: float = Field(300.0, gt=0)
+    call_timeout_s: float = Field(600.0, gt=0, description="longest time one sample or transfer may take")
+
+
+class ShmTransfer(FrozenConfig):
+    """Trainer and engine on one host: the trainer writes a file in shared memory, the engine maps it."""
+
+    type: Literal["shm"] = "shm"
+    folder: Path = Path("/dev/shm/skyrl-actors")
+
+
+class ObjectStoreTransfer(FrozenConfig):
+    """Trainer and engine on any hosts: through Ray's object store, then a file in shared memory beside the engine."""
+
+    type: Literal["object_store"] = "object_store"
+    folder: Path = Path("/dev/shm/skyrl-actors")
+
+
+TransferConfig = Annotated[ShmTransfer | ObjectStoreTransfer, Field(discriminator="type")]
+
+
+class LimitsConfig(FrozenConfig):
+    """What one client may ask. Over a bound the answer is 413, 422 or 429 and says what is allowed."""
+
+    body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also after decompression")
+    datums: int = Field(1024, ge=1)
+    num_samples: int = Field(256, ge=1)
+    open_requests: int = Field(20_000, ge=1)
+    samples_in_flight: int = Field(512, ge=1)
+    full_sampler_versions: int = Field(4, ge=1, description="unnamed full-weight samplers kept for a model; older ones are refused")
+    lora_sampler_versions: int = Field(256, ge=1, description="the same for a LoRA model")
+    result_ttl_s: float = Field(600.0, gt=0, description="how long an answer stays readable")
+    session_timeout_s: float = Field(600.0, gt=0, description="silence after which a session's models are freed")
+
+
+class HttpConfig(FrozenConfig):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+    replicas: int = Field(1, ge=1)
+    long_poll_s: float = Field(30.0, gt=0, le=40)
+    api_keys: tuple[str, ...] = Field((), description="allowed X-API-Key values; none = any key")
+    haproxy: bool = Field(True, description="Ray Serve's HAProxy edge instead of its Python proxy")
+
+
+class ClusterConfig(FrozenConfig):
+    """Everything `serve` starts."""
+
+    name: str = Field("skyrl-actors", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")
+    base_model: BaseModelConfig = TinyBase()
+    placement: PlacementConfig = PlacementConfig()
+    policy: GroupConfig = GroupConfig()
+    critic: GroupConfig | None = GroupConfig()
+    engine: EngineConfig = EngineConfig()
+    lora: LoraConfig = LoraConfig()
+    transfer: TransferConfig = ShmTransfer()
+    limits: LimitsConfig = LimitsConfig()
+    http: HttpConfig = HttpConfig()
+    checkpoint_dir: Path = Path("checkpoints")
+
+    @model_validator(mode="after")
+    def _slots_agree(self) -> "ClusterConfig":
+        if self.placement.layout != "colocated":
+            return self
+        slots = self.engine.num_engines
+        for role, group in (("policy", self.policy), ("critic", self.critic)):
+            if group is not None and group.num_ranks != slots:
+                raise ValueError(
+                    f"colocated layout: {role}.num_ranks is {group.num_ranks} and engine.num_engines is {slots}; "
+                    "they share slots one to one, so make them equal or set placement.layout=split"
+                )
+        return self

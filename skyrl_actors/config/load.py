@@ -1,0 +1,120 @@
+"""YAML files, `extends` and dotted overrides become one validated config object.
+
+`extends: other.yaml` (a path beside the file) may stand in any mapping; that file's content is merged below it.
+This is the only module that reads the environment.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from yaml import YAMLError
+
+from skyrl_actors.config.base import FrozenConfig
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.messages.errors import ConfigError
+
+C = TypeVar("C", bound=FrozenConfig)
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = ClusterConfig) -> C:
+    """Read `path`, apply `key.sub=value` overrides, validate against `schema`.
+
+    Raises ConfigError listing every fault with its key, what was given and what is allowed.
+    """
+    source = Path(path)
+    merged = OmegaConf.create(_read(source, ()))
+    for text in overrides:
+        if "=" not in text or text.startswith("="):
+            raise ConfigError(f"override {text!r}: write key.sub=value")
+    try:
+        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
+        plain = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{source}: {error}") from error
+    try:
+        return schema.model_validate(plain)
+    except ValidationError as error:
+        lines = [_explain(detail, schema) for detail in error.errors()]
+        raise ConfigError("\n".join([f"{source}: {len(lines)} fault(s)", *lines])) from None
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in seen:
+        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p.name) for p in seen)}")
+    try:
+        content = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (YAMLError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{path}: the top of a config file is a mapping")
+    plain = cast("dict[str, Any]", OmegaConf.to_container(content, resolve=False))
+    return _extended(plain, path, (*seen, path))
+
+
+def _extended(node: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    for key, value in node.items():
+        if key != "extends":
+            own[key] = _extended(cast("dict[str, Any]", value), path, seen) if isinstance(value, dict) else value
+    if "extends" not in node:
+        return own
+    below = _read(path.parent / str(node["extends"]), seen)
+    return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(below, own)))
+
+
+def _explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
+    key = ".".join(str(part) for part in detail["loc"]) or "(whole config)"
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        allowed = _fields_at(schema, detail["loc"][:-1])
+        message = "unknown key" + (f"; allowed here: {', '.join(allowed)}" if allowed else "")
+    elif detail["type"] not in ("value_error", "missing"):
+        message = f"{message} (got {detail['input']!r})"
+    return f"  {key}: {message}"
+
+
+def _fields_at(schema: type[FrozenConfig], loc: tuple[int | str, ...]) -> list[str]:
+    node: Any = schema
+    for part in loc:
+        options = _classes_in(node.model_fields[part].annotation) if part in getattr(node, "model_fields", {}) else []
+        tagged = [c for c in _classes_in(getattr(node, "__args__", None) and node) if _tag(c) == part]
+        if tagged:
+            node = tagged[0]
+        elif len(options) == 1:
+            node = options[0]
+        elif options:
+            names = sorted({name for option in options for name in option.model_fields})
+            if part == loc[-1]:
+                return names
+            node = next((o for o in options if _tag(o) == loc[-1]), options[0])
+            return sorted(node.model_fields)
+    return sorted(getattr(node, "model_fields", {}))
+
+
+def _classes_in(annotation: Any) -> list[type[FrozenConfig]]:
+    if isinstance(annotation, type) and issubclass(annotation, FrozenConfig):
+        return [annotation]
+    return [c for arg in getattr(annotation, "__args__", ()) for c in _classes_in(arg)]
+
+
+def _tag(schema: type[FrozenConfig]) -> str:
+    return str(schema.model_fields["type"].default) if "type" in schema.model_fields else ""
+
+
+def to_yaml(config: FrozenConfig) -> str:
+    """The resolved config as YAML that `load` reads back to an equal object."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def shell_environment() -> dict[str, str]:
+    """A copy of the process's environment, for starting child processes."""
+    return dict(os.environ)

@@ -1,0 +1,68 @@
+"""The controller as a detached, named Ray actor."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.build import build_backend
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.tenants import Model, Sampler
+from skyrl_actors.messages.requests import Request
+from skyrl_actors.messages.results import Result
+from skyrl_actors.observe.log import set_up_logging
+
+log = logging.getLogger(__name__)
+
+
+class ControllerActor:
+    """Methods are what ingress replicas and jobs may call; see `Controller` for what they do."""
+
+    def __init__(self, config: ClusterConfig, base_folder: str):
+        set_up_logging()
+        self.progress: list[str] = []
+        self.controller = Controller(config, build_backend(config, Path(base_folder), self._say))
+
+    def _say(self, text: str) -> None:
+        self.progress.append(text)
+        log.info(text)
+
+    async def start(self) -> Capabilities:
+        return await self.controller.start()
+
+    async def get_progress(self) -> list[str]:
+        return self.progress
+
+    async def get_capabilities(self) -> Capabilities:
+        return self.controller.able
+
+    async def create_session(self, user_metadata: dict[str, str]) -> str:
+        return self.controller.create_session(user_metadata)
+
+    async def heartbeat(self, session_id: str) -> None:
+        self.controller.heartbeat(session_id)
+
+    async def finish_session(self, session_id: str) -> None:
+        await self.controller.finish_session(session_id)
+
+    async def submit(self, request: Request) -> str:
+        return self.controller.submit(request)
+
+    async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
+        return await self.controller.retrieve(request_id, timeout_s)
+
+    async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str | None, path: str | None) -> Sampler:
+        return await self.controller.open_sampler(sampler_id, session_id, base_model, path)
+
+    async def get_sampler(self, sampler_id: str) -> Sampler:
+        return self.controller.tenants.sampler(sampler_id)
+
+    async def get_model(self, model_id: str) -> Model:
+        return self.controller.tenants.model(model_id)
+
+    async def status(self) -> dict[str, Any]:
+        return await self.controller.status()
+
+    async def close(self) -> None:
+        await self.controller.close()

@@ -1,0 +1,109 @@
+"""Is a request right? Decided when it arrives, before anything is queued (pure)."""
+
+import math
+import zlib
+
+import numpy as np
+
+from skyrl_actors import losses
+from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.messages.columns import TARGETS, Columns
+from skyrl_actors.messages.errors import CapacityError, InvalidRequest
+from skyrl_actors.messages.model import ROLES, AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.requests import ForwardBackward, Request, Sample
+
+MIN_TEMPERATURE = 0.0
+
+
+def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities, alive: list[ModelSpec]) -> None:
+    if spec.base_model != capabilities.base_model:
+        raise InvalidRequest(f"unknown base model {spec.base_model!r}; this service has {capabilities.base_model!r}")
+    if spec.role not in ROLES:
+        raise InvalidRequest(f"model_role {spec.role!r}: use one of {', '.join(ROLES)}")
+    if spec.role not in capabilities.roles:
+        raise InvalidRequest(f"this service has no {spec.role} group (its config sets it to null)")
+    if spec.lora and not 1 <= spec.lora.rank <= config.lora.max_rank:
+        raise InvalidRequest(f"lora rank {spec.lora.rank}: this service takes 1 to {config.lora.max_rank}, or 0 for a full fine-tune")
+    same_kind = [s for s in alive if s.role == spec.role and (s.lora is None) == (spec.lora is None)]
+    limit, what = (
+        (config.lora.max_adapters, "LoRA models (lora.max_adapters)")
+        if spec.lora
+        else (config.lora.max_full_models, "full fine-tunes (lora.max_full_models)")
+    )
+    if len(same_kind) >= limit:
+        raise CapacityError(f"{len(same_kind)} {spec.role} {what} are alive, the most this service takes; end a session first")
+
+
+def checked_batch(request: ForwardBackward, spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities) -> LossCall:
+    """The loss call with all options filled in. Raises InvalidRequest with what was wrong and what is allowed."""
+    name = "ppo_critic" if spec.role == "critic" and request.loss.name == "ppo" else request.loss.name
+    entry = losses.find(name)
+    call = entry.checked(request.loss.config)
+    losses.check_inputs(entry, spec.role, request.columns, request.forward_only)
+    columns = request.columns
+    if columns.num_rows > config.limits.datums:
+        raise InvalidRequest(f"{columns.num_rows} datums in one request; at most {config.limits.datums}")
+    longest = int(columns.lengths.max())
+    if longest > capabilities.max_context_tokens:
+        raise InvalidRequest(
+            f"datum {int(columns.lengths.argmax())} has {longest} tokens; {capabilities.base_model} takes {capabilities.max_context_tokens}"
+        )
+    _check_numbers(columns, capabilities.vocab_size)
+    return call
+
+
+def _check_numbers(columns: Columns, vocab_size: int) -> None:
+    for what, array in (("model_input", columns.tokens), (TARGETS, columns.fields.get(TARGETS))):
+        if array is not None and (int(array.min()) < 0 or int(array.max()) >= vocab_size):
+            raise InvalidRequest(f"{what} has a token id outside 0 to {vocab_size - 1}")
+    for name, array in columns.fields.items():
+        if name != TARGETS and not np.isfinite(array).all():
+            raise InvalidRequest(f"{name} has a value that is not finite")
+
+
+def check_adam(adam: AdamParams) -> None:
+    for name, value, good in (
+        ("learning_rate", adam.learning_rate, adam.learning_rate >= 0),
+        ("beta1", adam.beta1, 0 <= adam.beta1 < 1),
+        ("beta2", adam.beta2, 0 <= adam.beta2 < 1),
+        ("eps", adam.eps, adam.eps >= 0),
+        ("weight_decay", adam.weight_decay, adam.weight_decay >= 0),
+        ("grad_clip_norm", adam.grad_clip_norm, adam.grad_clip_norm >= 0),
+    ):
+        if not (math.isfinite(value) and good):
+            raise InvalidRequest(f"adam_params.{name} is {value}: out of range")
+
+
+def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilities) -> None:
+    params, length = request.params, len(request.prompt)
+    if not length:
+        raise InvalidRequest("the prompt is empty")
+    if min(request.prompt) < 0 or max(request.prompt) >= capabilities.vocab_size:
+        raise InvalidRequest(f"the prompt has a token id outside 0 to {capabilities.vocab_size - 1}")
+    if not 1 <= params.num_samples <= config.limits.num_samples:
+        raise InvalidRequest(f"num_samples {params.num_samples}: use 1 to {config.limits.num_samples}")
+    if params.max_tokens < 1 or length + params.max_tokens > capabilities.max_sample_tokens:
+        raise InvalidRequest(
+            f"prompt of {length} + max_tokens {params.max_tokens} tokens; together they may have {capabilities.max_sample_tokens}, "
+            "and max_tokens at least 1"
+        )
+    if not (math.isfinite(params.temperature) and params.temperature >= MIN_TEMPERATURE):
+        raise InvalidRequest(f"temperature {params.temperature}: use 0 (greedy) or more")
+    if not 0 < params.top_p <= 1:
+        raise InvalidRequest(f"top_p {params.top_p}: use more than 0, up to 1")
+    if params.top_k != -1 and params.top_k < 1:
+        raise InvalidRequest(f"top_k {params.top_k}: use -1 (off) or at least 1")
+    if not 0 <= params.topk_prompt_logprobs <= config.engine.max_logprobs:
+        raise InvalidRequest(f"topk_prompt_logprobs {params.topk_prompt_logprobs}: use 0 to {config.engine.max_logprobs}")
+
+
+def digest_of(request: Request) -> int:
+    """A checksum of all that a retry must repeat."""
+    if not isinstance(request, ForwardBackward):
+        return zlib.crc32(repr(request).encode())
+    columns = request.columns
+    total = zlib.crc32(repr((request.loss, request.forward_only, sorted(columns.fields))).encode())
+    for array in (columns.tokens, columns.offsets, *(columns.fields[name] for name in sorted(columns.fields))):
+        total = zlib.crc32(np.ascontiguousarray(array).tobytes(), total)
+    return total

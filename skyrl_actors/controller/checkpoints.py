@@ -1,0 +1,41 @@
+"""Where checkpoints lie, and what a checkpoint says of itself."""
+
+import json
+from pathlib import Path
+
+from skyrl_actors.messages.errors import Conflict, InternalError, NotFound
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.messages.paths import TinkerPath
+
+SPEC_FILE = "model_spec.json"
+
+
+class CheckpointFolders:
+    """tinker://<model id>/<kind>/<name> is <root>/<model id>/<kind>/<name>; ids and names were checked when parsed."""
+
+    def __init__(self, root: Path):
+        self.root = root.expanduser().resolve()
+
+    def folder(self, path: TinkerPath) -> Path:
+        folder = self.root / path.model_id.replace(":", "_") / path.kind / path.name
+        if not folder.is_relative_to(self.root):
+            raise InternalError(f"{path} leaves the checkpoint folder")
+        return folder
+
+    def new(self, path: TinkerPath, overwrite: bool) -> Path:
+        folder = self.folder(path)
+        if folder.exists() and not overwrite:
+            raise Conflict(f"{path} exists already; use another name" + (" or overwrite=true" if path.kind == "weights" else ""))
+        return folder
+
+    def existing(self, path: TinkerPath) -> Path:
+        folder = self.folder(path)
+        if not (folder / SPEC_FILE).is_file():
+            raise NotFound(f"no checkpoint {path}")
+        return folder
+
+    def spec(self, path: TinkerPath) -> ModelSpec:
+        """The model that was saved there."""
+        content = json.loads((self.existing(path) / SPEC_FILE).read_text())
+        lora = content.pop("lora")
+        return ModelSpec(**content, lora=LoraSpec(**lora) if lora else None)

@@ -1,0 +1,71 @@
+"""Which request may start now (pure).
+
+1. Requests of one model start in the order in which they were accepted, one at a time. A client sends the next request
+   only when the one before was acknowledged, so this is its own order; only the chunks of one forward_backward may
+   arrive in another order, and they commute.
+2. Requests of different models are independent.
+3. The same (stream, seq_id) with the same body is the same request: it gets the first request id and runs once. With
+   another body it is a Conflict.
+4. No more than `limit` requests are open; one more is a CapacityError, which clients try again.
+"""
+
+from collections import deque
+
+from skyrl_actors.messages.errors import CapacityError, Conflict
+
+StreamKey = tuple[str, int]  # a model or sampler id, and the client's sequence number in it
+
+
+class RequestQueue:
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._lines: dict[str, deque[str]] = {}
+        self._running: set[str] = set()
+        self._accepted: dict[StreamKey, tuple[int, str]] = {}
+        self._open: dict[str, StreamKey | None] = {}
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def lengths(self) -> dict[str, int]:
+        return {model_id: len(line) for model_id, line in self._lines.items() if line}
+
+    def known(self, stream: str, seq_id: int | None, digest: int) -> str | None:
+        """Rule 3: the id of the first request with this number, if there was one."""
+        if seq_id is None or (stream, seq_id) not in self._accepted:
+            return None
+        first_digest, request_id = self._accepted[stream, seq_id]
+        if first_digest != digest:
+            raise Conflict(f"{stream}: sequence number {seq_id} was used before with another body")
+        return request_id
+
+    def accept(self, request_id: str, stream: str, seq_id: int | None, digest: int, line: str | None) -> None:
+        """Take a new request; `line` is the model whose order it keeps, None for one that may start at once."""
+        if len(self._open) >= self.limit:
+            raise CapacityError(f"{self.limit} requests are open, the most this service takes; try again later")
+        key = None if seq_id is None else (stream, seq_id)
+        if key:
+            self._accepted[key] = (digest, request_id)
+        self._open[request_id] = key
+        if line is not None:
+            self._lines.setdefault(line, deque()).append(request_id)
+
+    def next(self, line: str) -> str | None:
+        """Rule 1: the request of this model that starts now, if none is running."""
+        waiting = self._lines.get(line)
+        if line in self._running or not waiting:
+            return None
+        self._running.add(line)
+        return waiting.popleft()
+
+    def finish(self, request_id: str, line: str | None) -> None:
+        self._open.pop(request_id, None)
+        if line is not None:
+            self._running.discard(line)
+
+    def forget(self, stream: str) -> None:
+        """A stream that ended: its sequence numbers are free again."""
+        self._accepted = {key: value for key, value in self._accepted.items() if key[0] != stream}
+        if not self._lines.get(stream):
+            self._lines.pop(stream, None)

@@ -1,0 +1,94 @@
+"""Who is here: sessions, their models, their samplers (pure tables, no effects)."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from skyrl_actors.messages.errors import InvalidRequest, NotFound
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.weights import SamplerWeights
+
+
+@dataclass(slots=True)
+class Session:
+    session_id: str
+    last_seen: float
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(slots=True)
+class Model:
+    spec: ModelSpec
+    session_id: str
+    user_metadata: dict[str, str]
+    ready: bool = False
+    steps: int = 0
+    versions: int = 0  # sampler versions made so far
+
+
+@dataclass(slots=True)
+class Sampler:
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+    weights: SamplerWeights
+    session_id: str | None
+    owner: str | None = None  # the model whose unnamed version this is
+
+
+class TenantTable:
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self.samplers: OrderedDict[str, Sampler] = OrderedDict()
+        self._expired: set[str] = set()
+
+    def session(self, session_id: str) -> Session:
+        if session_id not in self.sessions:
+            raise NotFound(f"unknown session {session_id!r}: it was never made, was finished, or fell silent for too long")
+        return self.sessions[session_id]
+
+    def model(self, model_id: str) -> Model:
+        if model_id not in self.models:
+            raise NotFound(f"unknown model {model_id!r}; alive: {', '.join(sorted(self.models)) or 'none'}")
+        return self.models[model_id]
+
+    def policy(self, model_id: str) -> Model:
+        """A model that can be sampled. Raises InvalidRequest for a critic."""
+        model = self.model(model_id)
+        if model.spec.role == "critic":
+            raise InvalidRequest(f"{model_id} is a critic: it has values, not tokens, and can not be sampled")
+        return model
+
+    def sampler(self, sampler_id: str) -> Sampler:
+        if sampler_id in self.samplers:
+            return self.samplers[sampler_id]
+        if sampler_id in self._expired:
+            raise NotFound(
+                f"sampler {sampler_id!r} was dropped: only the newest unnamed versions of a model are kept; "
+                "use save_weights_for_sampler with a name for one that stays"
+            )
+        raise NotFound(f"unknown sampler {sampler_id!r}")
+
+    def add_sampler(self, sampler: Sampler, keep: int) -> list[Sampler]:
+        """Returns the unnamed samplers of the same model that are now one too many, oldest first, already removed."""
+        self.samplers[sampler.sampler_id] = sampler
+        if sampler.owner is None:
+            return []
+        mine = [s for s in self.samplers.values() if s.owner == sampler.owner]
+        dropped = mine[: max(0, len(mine) - keep)]
+        for old in dropped:
+            self.remove_sampler(old.sampler_id)
+        return dropped
+
+    def remove_sampler(self, sampler_id: str) -> None:
+        if self.samplers.pop(sampler_id, None):
+            self._expired.add(sampler_id)
+
+    def models_of(self, session_id: str) -> list[Model]:
+        return [model for model in self.models.values() if model.session_id == session_id]
+
+    def samplers_of(self, session_id: str) -> list[Sampler]:
+        return [sampler for sampler in self.samplers.values() if sampler.session_id == session_id]
+
+    def silent_sessions(self, now: float, timeout_s: float) -> list[str]:
+        return [s.session_id for s in self.sessions.values() if now - s.last_seen > timeout_s]

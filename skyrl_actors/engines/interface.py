@@ -1,0 +1,65 @@
+"""What an engine offers, without vLLM: the pool calls these methods on actors."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import SampleOutput
+from skyrl_actors.messages.weights import WeightManifest
+
+BASE_VERSION = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All an engine actor needs to start."""
+
+    name: str
+    base_folder: str
+    device: Literal["cpu", "gpu"]
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int
+    max_loras: int
+    max_lora_rank: int
+    max_adapters: int
+    max_logprobs: int
+    enforce_eager: bool
+    call_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    loaded_version: str | None  # of the full weights; None when they were dropped
+    adapters: tuple[str, ...]
+    asleep: bool
+    rss_bytes: int
+    running: int
+
+
+class Engine(Protocol):
+    async def start(self) -> None: ...
+
+    async def sample(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, adapter: WeightManifest | None, version: str
+    ) -> SampleOutput: ...
+
+    async def load_full(self, version: str, parts: tuple[WeightManifest, ...]) -> float:
+        """Replace the engine's weights; returns seconds. No sample may be running."""
+        ...
+
+    async def receive(self, path: str, files: dict[str, bytes]) -> None: ...
+
+    async def discard(self, path: str) -> None: ...
+
+    async def drop_adapters(self, versions: tuple[str, ...]) -> None: ...
+
+    async def sleep(self, level: int) -> None: ...
+
+    async def wake(self, tag: Literal["weights", "kv_cache"]) -> None: ...
+
+    async def status(self) -> EngineStatus: ...
+
+    async def stop(self) -> None: ...

@@ -1,0 +1,243 @@
+"""One vLLM engine in an actor. It samples with the weights it is told to use and refuses any others."""
+
+import asyncio
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import SampleOutput, Sequence
+from skyrl_actors.messages.weights import WeightManifest
+
+LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
+EMPTY_CELL = (0, -99999.0)
+
+
+class VllmEngine:
+    def __init__(self, spec: EngineSpec):
+        self.spec = spec
+        self._llm: AsyncLLM | None = None
+        self._loaded: str | None = None
+        self._adapters: dict[str, int] = {}  # version -> vLLM's integer id; never reused
+        self._next_adapter = 1
+        self._adapter_lock = asyncio.Lock()
+        self._asleep = False
+        self._running = 0
+
+    async def start(self) -> None:
+        self._llm = AsyncLLM.from_engine_args(_engine_args(self.spec))
+        await self._llm.collective_rpc("skyrl_patch")
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        self._loaded = BASE_VERSION
+
+    @property
+    def llm(self) -> AsyncLLM:
+        if self._llm is None:
+            raise InternalError("the engine was not started")
+        return self._llm
+
+    async def sample(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, adapter: WeightManifest | None, version: str
+    ) -> SampleOutput:
+        """`version` names the weights the answer must come from; with an adapter these are the base's plus the adapter."""
+        needed = BASE_VERSION if adapter else version
+        if self._asleep or self._loaded != needed:
+            raise InternalError(f"engine {self.spec.name} holds {self._loaded} (asleep: {self._asleep}), not {needed}")
+        lora = await self._lora_request(adapter) if adapter else None
+        output: Any = None
+        self._running += 1
+        try:
+            async with asyncio.timeout(self.spec.call_timeout_s):
+                stream = self.llm.generate(
+                    {"prompt_token_ids": list(prompt)}, _vllm_params(params), request_id, lora_request=lora
+                )
+                async for output in stream:
+                    pass
+        except (VLLMValidationError, ValueError) as error:
+            raise InvalidRequest(str(error)) from None
+        except TimeoutError:
+            raise InternalError(
+                f"request {request_id} did not finish within {self.spec.call_timeout_s:.0f} s on engine {self.spec.name}"
+            ) from None
+        finally:
+            self._running -= 1
+        return _as_output(output, version, params)
+
+    async def _lora_request(self, manifest: WeightManifest) -> LoRARequest:
+        """An adapter is loaded before its first use, under an id and a path of its own version: never replaced."""
+        async with self._adapter_lock:
+            if manifest.version not in self._adapters:
+                number, self._next_adapter = self._next_adapter, self._next_adapter + 1
+                await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))
+                self._adapters[manifest.version] = number
+        return LoRARequest(manifest.version, self._adapters[manifest.version], manifest.path)
+
+    async def drop_adapters(self, versions: tuple[str, ...]) -> None:
+        async with self._adapter_lock:
+            for version in versions:
+                number = self._adapters.pop(version, None)
+                if number is not None:
+                    await self.llm.remove_lora(number)
+
+    async def load_full(self, version: str, parts: tuple[WeightManifest, ...]) -> float:
+        """Replace the engine's weights; returns seconds. No sample may be running."""
+        started = time.perf_counter()
+        self._loaded = None
+        async with asyncio.timeout(self.spec.call_timeout_s):
+            await self.llm.start_weight_update()
+            for part in parts:
+                await self.llm.update_weights(WeightTransferUpdateRequest(update_info=_update_info(part)))
+            await self.llm.finish_weight_update(version)
+        self._adapters.clear()  # vLLM drops all adapters with a weight update
+        if not self._asleep:
+            await self.llm.reset_prefix_cache()
+        self._loaded = version
+        return time.perf_counter() - started
+
+    async def receive(self, path: str, files: dict[str, bytes]) -> None:
+        """Write files that came through the object store: one file at `path` (key ""), or a folder of them."""
+        target = Path(path)
+        if target.exists():
+            return
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        if "" in files:
+            staging.write_bytes(files[""])
+        else:
+            staging.mkdir()
+            for name, content in files.items():
+                (staging / Path(name).name).write_bytes(content)
+        staging.rename(target)
+
+    async def discard(self, path: str) -> None:
+        target = Path(path)
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+
+    async def sleep(self, level: int) -> None:
+        await self.llm.sleep(level, mode="wait")
+        self._asleep = True
+        if level == 2:
+            self._loaded = None
+
+    async def wake(self, tag: Literal["weights", "kv_cache"]) -> None:
+        awake = await self.llm.wake_up([tag])
+        self._asleep = not awake
+
+    async def status(self) -> EngineStatus:
+        process = psutil.Process()
+        rss = sum(p.memory_info().rss for p in [process, *process.children(recursive=True)])
+        return EngineStatus(self._loaded, tuple(self._adapters), self._asleep, rss, self._running)
+
+    async def stop(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+
+
+def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
+    on_device: dict[str, Any] = (
+        {"worker_cls": "skyrl_actors.engines.worker_ext.SleepyCpuWorker"}
+        if spec.device == "cpu"
+        else {"enable_sleep_mode": True}
+    )
+    return AsyncEngineArgs(
+        model=spec.base_folder,
+        dtype=spec.dtype,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_model_len),
+        kv_cache_memory_bytes=spec.kv_cache_bytes,
+        enforce_eager=spec.enforce_eager,
+        enable_lora=True,
+        max_loras=spec.max_loras,
+        max_cpu_loras=max(spec.max_adapters, spec.max_loras),
+        max_lora_rank=spec.max_lora_rank,
+        lora_target_modules=LORA_LAYERS,
+        max_logprobs=spec.max_logprobs,
+        generation_config="vllm",
+        enable_log_requests=False,
+        disable_log_stats=True,
+        weight_transfer_config={"backend": "skyrl_actors_file"},
+        worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
+        **on_device,
+    )
+
+
+def _update_info(part: WeightManifest) -> dict[str, Any]:
+    return {
+        "path": part.path,
+        "num_bytes": part.num_bytes,
+        "names": [t.name for t in part.tensors],
+        "dtype_names": [t.dtype for t in part.tensors],
+        "shapes": [list(t.shape) for t in part.tensors],
+        "offsets": [t.offset_bytes for t in part.tensors],
+    }
+
+
+def _vllm_params(params: SamplingParams) -> VllmSamplingParams:
+    stop = params.stop
+    texts = [s for s in stop or () if isinstance(s, str)]
+    ids = [s for s in stop or () if isinstance(s, int)]
+    prompt_logprobs = None
+    if params.prompt_logprobs or params.topk_prompt_logprobs:
+        prompt_logprobs = params.topk_prompt_logprobs
+    return VllmSamplingParams(
+        n=params.num_samples,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k if params.top_k > 0 else 0,
+        top_p=params.top_p,
+        seed=params.seed,
+        stop=texts or None,
+        stop_token_ids=ids or None,
+        ignore_eos=stop is not None,
+        detokenize=bool(texts),
+        logprobs=0,
+        prompt_logprobs=prompt_logprobs,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput:
+    sequences = []
+    for choice in output.outputs:
+        if choice.finish_reason not in ("stop", "length"):
+            raise InternalError(f"vLLM ended a sample with {choice.finish_reason!r}")
+        tokens = np.asarray(choice.token_ids, np.int32)
+        logprobs = [step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+        sequences.append(Sequence(tokens, np.asarray(logprobs, np.float32), choice.finish_reason))
+    of_prompt: dict[str, Any] = {}
+    if output.prompt_logprobs is not None:
+        of_prompt = _prompt_fields(output.prompt_token_ids, output.prompt_logprobs, params.topk_prompt_logprobs)
+    return SampleOutput(tuple(sequences), version, cached_tokens=output.num_cached_tokens or 0, **of_prompt)
+
+
+def _prompt_fields(prompt: SequenceOf[int], rows: SequenceOf[Any], k: int) -> dict[str, Any]:
+    """[P] logprobs of the prompt's own tokens (first NaN), and with k > 0 the k most likely ones of each position."""
+    own = [math.nan if row is None else row[token].logprob for token, row in zip(prompt, rows, strict=True)]
+    fields: dict[str, Any] = {"prompt_logprobs": np.asarray(own, np.float32)}
+    if k:
+        best = [sorted(((e.rank, t, e.logprob) for t, e in (row or {}).items()))[:k] for row in rows]
+        padded = [[(t, lp) for _, t, lp in row] + [EMPTY_CELL] * (k - len(row)) for row in best]
+        fields["topk_prompt_ids"] = np.asarray([[t for t, _ in row] for row in padded], np.int32)
+        fields["topk_prompt_logprobs"] = np.asarray([[lp for _, lp in row] for row in padded], np.float32)
+    return fields

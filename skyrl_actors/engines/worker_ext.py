@@ -1,0 +1,135 @@
+"""Code that runs inside a vLLM worker process: the weight-transfer backend, and sleep for CPU workers.
+
+vLLM imports this module by name (`worker_extension_cls`), and importing it registers the backend "skyrl_actors_file":
+weights arrive as one mapped file (shared memory), named by a WeightManifest.
+"""
+
+import ctypes
+import gc
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from skyrl_actors.engines import vllm_patches
+
+BACKEND = "skyrl_actors_file"
+
+
+@dataclass
+class FileInit(WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    path: str
+    num_bytes: int
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    offsets: list[int]  # bytes
+
+
+class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
+    init_info_cls = FileInit
+    update_info_cls = FileUpdate
+
+    def init_transfer_engine(self, init_info: FileInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        self.model.load_weights(_mapped_tensors(update_info))  # type: ignore[operator]
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        vllm_patches.repack_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _mapped_tensors(update: FileUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+    # shared=True maps the pages without copying; nothing here writes to them.
+    buffer = torch.from_file(update.path, shared=True, size=update.num_bytes, dtype=torch.uint8)
+    for name, dtype_name, shape, offset in zip(
+        update.names, update.dtype_names, update.shapes, update.offsets, strict=True
+    ):
+        dtype = getattr(torch, dtype_name)
+        count = torch.Size(shape).numel()
+        yield name, buffer[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+
+
+class Extension:
+    """Mixed into the worker by vLLM. Its names must not collide with the worker's own."""
+
+    model_runner: Any
+
+    def skyrl_patch(self) -> list[str]:
+        """Apply the patches of this vLLM release to the running worker; returns their names."""
+        return vllm_patches.apply(self.model_runner)
+
+
+class SleepyCpuWorker(CPUWorker):
+    """Gives vLLM's sleep levels a meaning on CPUs: the pages of the KV cache, and at level 2 of the weights too, go back
+    to the operating system. vLLM's own CPU worker only logs that it can not sleep."""
+
+    _weights_dropped = False
+
+    def sleep(self, level: int = 1) -> None:
+        self.discard(("kv_cache",))
+        if level == 2:
+            self._drop_weights()
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Pages return when they are touched; dropped weights are filled by the weight update that must follow."""
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        if "kv_cache" in tags:
+            for storage in self._kv_storages():
+                drop_pages(storage)
+
+    def synchronize_device(self) -> None:
+        pass
+
+    def _kv_storages(self) -> list[torch.UntypedStorage]:
+        storages: dict[int, torch.UntypedStorage] = {}
+        for cache in self.model_runner.kv_caches:
+            for tensor in cache if isinstance(cache, list | tuple) else [cache]:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return list(storages.values())
+
+    def _drop_weights(self) -> None:
+        model: Any = self.model_runner.get_model()
+        for module in model.modules():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = None  # oneDNN's packed copy; the weight update packs again
+        for parameter in model.parameters():
+            if parameter.numel():
+                drop_pages(parameter.untyped_storage())
+
+
+def drop_pages(storage: torch.UntypedStorage) -> None:
+    """Return the whole pages of an anonymous mapping to the operating system; they read back as zeros."""
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end <= start:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if libc.madvise(start, end - start, mmap.MADV_DONTNEED) != 0:
+        raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, FileTransferEngine)

@@ -1,0 +1,104 @@
+"""The registry of losses: names, options, required inputs. The API validates against it, workers compute from it.
+
+A loss is a pure function of arrays and an `Ops` of array functions, so one source serves torch and any other array
+library. It returns one value for each token; the total is their SUM: averaging is the client's business.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skyrl_actors.messages.columns import TARGETS, Columns
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.model import LossCall, Role
+
+Array = Any  # [T] float32 or float64 of the library that `Ops` wraps
+
+
+class Ops(Protocol):
+    def exp(self, x: Array) -> Array: ...
+    def clip(self, x: Array, low: float, high: float) -> Array: ...
+    def clip_around(self, x: Array, centre: Array, radius: float) -> Array: ...
+    def minimum(self, x: Array, y: Array) -> Array: ...
+    def maximum(self, x: Array, y: Array) -> Array: ...
+    def detach(self, x: Array) -> Array: ...
+    def count(self, condition: Array, like: Array) -> Array: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    elementwise: Array  # [T]
+    sums: dict[str, Array]  # scalars that add up over rows, ranks and chunks
+
+
+LossFunction = Callable[..., LossTerms]  # (ops, predicted [T], inputs by name, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    name: str
+    role: Role
+    required: tuple[str, ...]
+    optional: Mapping[str, float]  # inputs that may be absent, with the value they then have
+    options: Mapping[str, float]
+    function: LossFunction
+
+    def checked(self, config: Mapping[str, Any]) -> LossCall:
+        """The call with every option filled in. Raises InvalidRequest for an unknown or unusable option."""
+        for key, value in config.items():
+            if key not in self.options:
+                allowed = ", ".join(self.options) or "none"
+                raise InvalidRequest(f"loss {self.name} has no option {key!r}; its options: {allowed}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise InvalidRequest(f"loss {self.name}: option {key} is {value!r}, a finite number is needed")
+        return LossCall(self.name, {**self.options, **{key: float(value) for key, value in config.items()}})
+
+
+REGISTRY: dict[str, Loss] = {}
+
+
+def loss(
+    name: str, *, role: Role, required: tuple[str, ...], optional: Mapping[str, float] | None = None
+) -> Callable[[LossFunction], LossFunction]:
+    """Register a loss. Its options are the keyword-only parameters of the function, with their defaults."""
+
+    def register(function: LossFunction) -> LossFunction:
+        parameters = inspect.signature(function).parameters.values()
+        options = {p.name: float(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+        REGISTRY[name] = Loss(name, role, required, dict(optional or {}), options, function)
+        return function
+
+    return register
+
+
+def find(name: str) -> Loss:
+    if name not in REGISTRY:
+        hint = " (its objective is not public; importance_sampling is the closest served one)" * (name == "stable_reinforce")
+        raise InvalidRequest(f"unknown loss {name!r}{hint}; served: {', '.join(sorted(REGISTRY))}")
+    return REGISTRY[name]
+
+
+def check_inputs(entry: Loss, role: Role, columns: Columns, forward_only: bool) -> None:
+    """Raise InvalidRequest if the loss does not belong to this role or an input is missing, unknown or not finite.
+
+    A forward on a critic needs neither values nor returns: it only reads values.
+    """
+    if entry.role != role:
+        allowed = ", ".join(sorted(e.name for e in REGISTRY.values() if e.role == role))
+        raise InvalidRequest(f"loss {entry.name} is for a {entry.role}, this model is a {role}; use {allowed}")
+    present = set(columns.fields)
+    if role == "critic" and forward_only and not present & set(entry.required):
+        return
+    needed = [*([TARGETS] if role == "policy" else []), *entry.required]
+    missing = [name for name in needed if name not in present]
+    if missing:
+        raise InvalidRequest(
+            f"loss {entry.name} needs loss_fn_inputs {', '.join(needed)}; missing: {', '.join(missing)}"
+        )
+    allowed_inputs = {TARGETS, *entry.required, *entry.optional}
+    if unknown := sorted(present - allowed_inputs):
+        raise InvalidRequest(
+            f"loss {entry.name} does not use {', '.join(unknown)}; its inputs: {', '.join(sorted(allowed_inputs))}"
+        )

@@ -1,0 +1,60 @@
+"""Ids and tinker paths, parsed in one place because they become parts of file paths.
+
+A checkpoint is `tinker://<model id>/<weights|sampler_weights>/<name>`; a model id is `<session>:train:<n>`, a sampler id
+`<session>:sample:<n>`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from skyrl_actors.messages.errors import InvalidRequest
+
+Kind = Literal["weights", "sampler_weights"]
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerPath:
+    model_id: str
+    kind: Kind
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model_id}/{self.kind}/{self.name}"
+
+
+def checked_id(text: str, what: str) -> str:
+    if not _ID.fullmatch(text):
+        raise InvalidRequest(f"{what} {text[:80]!r}: use up to 128 of A-Z a-z 0-9 . _ : - and begin with a letter or digit")
+    return text
+
+
+def checked_name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise InvalidRequest(
+            f"checkpoint name {text[:80]!r}: use up to 128 of A-Z a-z 0-9 . _ - and begin with a letter, digit or _"
+        )
+    return text
+
+
+def parse_path(text: str) -> TinkerPath:
+    """Raises InvalidRequest for anything that is not exactly tinker://<model id>/<kind>/<name>."""
+    match = _PATH.fullmatch(text)
+    if not match:
+        raise InvalidRequest(
+            f"{text[:200]!r} is not a tinker path: use tinker://<model id>/weights/<name> "
+            "or tinker://<model id>/sampler_weights/<name>"
+        )
+    model_id, kind, name = match.groups()
+    return TinkerPath(checked_id(model_id, "model id"), "weights" if kind == "weights" else "sampler_weights", checked_name(name))
+
+
+def model_id_for(session_id: str, seq: int) -> str:
+    return f"{session_id}:train:{seq}"
+
+
+def sampler_id_for(session_id: str, seq: int) -> str:
+    return f"{session_id}:sample:{seq}"

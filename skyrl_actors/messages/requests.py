@@ -1,0 +1,99 @@
+"""What the controller can be asked. Each request is frozen; `seq_id` orders the requests of one model."""
+
+from dataclasses import dataclass, field
+
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModel:
+    spec: ModelSpec
+    session_id: str
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+    from_path: str | None = None  # a tinker path of kind weights: start from that checkpoint
+    with_optimizer: bool = False  # with from_path: the moments too
+
+    @property
+    def model_id(self) -> str:
+        return self.spec.model_id
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    model_id: str
+    columns: Columns
+    loss: LossCall
+    forward_only: bool = False
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep:
+    model_id: str
+    adam: AdamParams
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeights:
+    """A training checkpoint (weights, optimizer) under tinker://<model_id>/weights/<name>."""
+
+    model_id: str
+    name: str
+    overwrite: bool = False
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveForSampler:
+    """Weights for sampling: with a name kept under tinker://<model_id>/sampler_weights/<name>, without one kept
+    as long as the session, for the sampler `sampler_id`."""
+
+    model_id: str
+    name: str | None = None
+    sampler_id: str | None = None
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    model_id: str
+    path: str
+    with_optimizer: bool
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """stop None = the model's own end-of-text tokens; an empty tuple = no stop at all; otherwise these only.
+    top_k -1 and top_p 1 mean off. The i-th of `num_samples` draws with seed + i."""
+
+    max_tokens: int
+    num_samples: int = 1
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] | tuple[int, ...] | None = None
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Generate from one prompt with the weights of `sampler_id`."""
+
+    sampler_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seq_id: int | None = None
+
+
+ModelRequest = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights | Unload | CreateModel
+Request = ModelRequest | Sample

@@ -1,0 +1,91 @@
+"""What the controller answers: one type for each verb, or a Failure."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_actors.messages.errors import Category, SkyrlActorsError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCreated:
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """Per-token outputs of a forward or forward_backward, in the caller's row order.
+
+    `fields`: logprobs, values or elementwise_loss, each [ΣT] float32. Metric names carry one colon and say how
+    chunks combine ("loss:sum").
+    """
+
+    offsets: NDArray[np.int64]  # [N+1]
+    fields: dict[str, NDArray[np.float32]]
+    metrics: dict[str, float]
+    compute_s: float = 0.0  # seconds inside the slowest rank
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    path: str
+    folder: str  # where the files are, for clients on the same machine (jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSaved:
+    sampler_id: str | None
+    path: str | None
+    version: str
+    num_bytes: int = 0
+    write_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    model_id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    model_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    tokens: NDArray[np.int32]  # [R], the stop token included
+    logprobs: NDArray[np.float32]  # [R], at temperature 1
+    stop_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    sequences: tuple[Sequence, ...]
+    version: str  # of the weights that answered
+    prompt_logprobs: NDArray[np.float32] | None = None  # [P], NaN first
+    topk_prompt_ids: NDArray[np.int32] | None = None  # [P, K]; empty cells id 0, logprob -99999
+    topk_prompt_logprobs: NDArray[np.float32] | None = None  # [P, K]
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    message: str
+    category: Category = "server"
+    kind: str = field(default="InternalError")
+
+    @staticmethod
+    def of(error: BaseException) -> "Failure":
+        category: Category = error.category if isinstance(error, SkyrlActorsError) else "server"
+        text = str(error) if isinstance(error, SkyrlActorsError) else f"{type(error).__name__}: {error}"
+        return Failure(text, category, type(error).__name__)
+
+
+Result = ModelCreated | LossOutput | StepDone | Saved | SamplerSaved | Loaded | Unloaded | SampleOutput | Failure

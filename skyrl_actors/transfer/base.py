@@ -1,0 +1,27 @@
+"""Moving a version of a policy's weights from its trainers to the engines.
+
+`publish` freezes the weights as they are now: what it writes is never changed again, so a sampler stays what it was.
+`deliver` makes them readable where an engine runs. The caller holds the phase in which both may happen.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+from ray.actor import ActorHandle
+
+from skyrl_actors.groups.actor_group import ActorGroup
+from skyrl_actors.messages.weights import WeightManifest
+
+
+class Transfer(Protocol):
+    async def publish(self, group: ActorGroup, model_id: str, version: str) -> WeightManifest: ...
+
+    async def deliver(self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle) -> None: ...
+
+    async def discard(self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]) -> None:
+        """Free what `publish` and `deliver` wrote. Manifests of named checkpoints are never given here."""
+        ...
+
+
+def export_path(folder: Path, version: str) -> str:
+    return str(folder / version.replace(":", "_"))

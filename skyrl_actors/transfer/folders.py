@@ -1,0 +1,35 @@
+"""Checkpoint folders as manifests: a safetensors file is a flat file with a header, so an engine can map it as it is."""
+
+import json
+import struct
+from pathlib import Path
+
+from skyrl_actors.messages.errors import NotFound
+from skyrl_actors.messages.weights import TensorEntry, WeightManifest
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def adapter_manifest(folder: Path, version: str) -> WeightManifest:
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    return WeightManifest(version, "lora", str(folder), size)
+
+
+def full_manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:
+    """One manifest for each safetensors file of a Hugging Face folder."""
+    files = sorted(file for file in folder.glob("model*.safetensors"))
+    if not files:
+        raise NotFound(f"{folder} has no model*.safetensors")
+    return tuple(_manifest_of(file, version) for file in files)
+
+
+def _manifest_of(file: Path, version: str) -> WeightManifest:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    tensors = tuple(
+        TensorEntry(name, tuple(entry["shape"]), DTYPES[entry["dtype"]], 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    )
+    return WeightManifest(version, "full", str(file), file.stat().st_size, tensors)

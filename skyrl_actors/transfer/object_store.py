@@ -1,0 +1,21 @@
+"""Any hosts: the trainer's files travel through Ray's object store into shared memory beside each engine."""
+
+from ray.actor import ActorHandle
+
+from skyrl_actors import remote
+from skyrl_actors.groups.actor_group import ActorGroup
+from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.transfer.shm import ShmTransfer
+
+DELIVERY_TIMEOUT_S = 600.0
+
+
+class ObjectStoreTransfer(ShmTransfer):
+    async def deliver(self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle) -> None:
+        content = group.read_files_ref(manifest.path)  # a reference: the bytes do not pass through this process
+        await remote.gather([engine.receive.remote(manifest.path, content)], ["engine"], "deliver weights", DELIVERY_TIMEOUT_S)
+
+    async def discard(self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]) -> None:
+        await super().discard(manifest, group, engines)
+        drops = [engine.discard.remote(manifest.path) for engine in engines]
+        await remote.gather(drops, [f"engine[{i}]" for i in range(len(drops))], "discard weights", DELIVERY_TIMEOUT_S)

@@ -1,0 +1,86 @@
+"""What a training rank offers, without torch: the groups call these methods on actors.
+
+All methods are collective: every rank of a group gets the same calls in the same order. Only rows differ.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec, Role
+from skyrl_actors.messages.weights import WeightManifest
+
+Part = Literal["weights", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """All a rank needs to start."""
+
+    role: Role
+    rank: int
+    world_size: int
+    base_folder: str
+    dtype: str
+    device: Literal["cpu", "gpu"]
+    num_threads: int
+    microbatch_tokens: int
+    collective_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelInfo:
+    num_parameters: int
+    vocab_size: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """One rank's share: `rows` as given, `values` [Σ lengths of rows] float32 in that order, `sums` over the rows."""
+
+    rows: tuple[int, ...]
+    field: str  # "logprobs" or "values"
+    values: NDArray[np.float32]
+    elementwise: NDArray[np.float32]  # [same], the loss of each token
+    sums: dict[str, float]
+    compute_s: float
+
+
+class TrainWorker(Protocol):
+    def rendezvous(self) -> int:
+        """A free port on this rank's machine, for the process group."""
+        ...
+
+    def setup(self, address: str, port: int) -> BaseModelInfo: ...
+
+    def create_model(self, spec: ModelSpec) -> int:
+        """Returns the number of trained parameters."""
+        ...
+
+    def delete_model(self, model_id: str) -> None: ...
+
+    def forward_backward(
+        self, rows: tuple[int, ...], model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool
+    ) -> RowOutput: ...
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]: ...
+
+    def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None: ...
+
+    def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None: ...
+
+    def export_weights(self, model_id: str, path: str, version: str) -> WeightManifest | None:
+        """Rank 0 writes and answers; the others answer None."""
+        ...
+
+    def read_files(self, path: str) -> dict[str, bytes]:
+        """A file (under the key "") or the files of a folder that this rank exported."""
+        ...
+
+    def discard_export(self, path: str) -> None: ...
+
+    def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> None: ...

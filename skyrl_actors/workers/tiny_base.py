@@ -1,0 +1,113 @@
+"""Make the tiny base model: a Qwen3-shaped network of two million weights, a byte-level tokenizer, a chat template, and
+a short supervised phase on given chats. Runs as a process of its own, so that its memory ends with it.
+
+    python -m skyrl_actors.workers.tiny_base FOLDER CHATS.jsonl --steps 100 --seed 0
+
+Progress goes to standard output, one JSON object a line: {"step": 10, "steps": 100, "loss": 1.2}.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+BATCH_ROWS = 64
+LEARNING_RATE = 2e-3
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte (ids 0 to 255), the chat marks, and the names of the roles."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (END_OF_TEXT, START, END)])
+    tokenizer.add_tokens([AddedToken(f"{role}\n", special=False) for role in ("system", "user", "assistant")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END_OF_TEXT, chat_template=CHAT_TEMPLATE, model_max_length=512
+    )
+
+
+def make_model(seed: int, vocab_size: int, end_id: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=-(-vocab_size // 64) * 64, hidden_size=192, intermediate_size=640, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
+        tie_word_embeddings=True, eos_token_id=end_id, bos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def warm_up(model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], int]], steps: int) -> None:
+    """Next-token prediction on the answers; each row is (tokens, length of the prompt)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    for step in range(steps):
+        tokens, targets = _batch(rows[step * BATCH_ROWS : (step + 1) * BATCH_ROWS])
+        rate = LEARNING_RATE * min(1.0, (step + 1) / 30) * (1 - 0.9 * step / steps)
+        optimizer.param_groups[0]["lr"] = rate
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 5 == 4 or step == steps - 1:
+            print(json.dumps({"step": step + 1, "steps": steps, "loss": round(loss.item(), 3)}), flush=True)
+
+
+def _batch(rows: Sequence[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
+    width = max(len(tokens) for tokens, _ in rows) - 1
+    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+    targets = torch.full((len(rows), width), -100)
+    for i, (row, prompt) in enumerate(rows):
+        tokens[i, : len(row) - 1] = torch.tensor(row[:-1])
+        targets[i, prompt - 1 : len(row) - 1] = torch.tensor(row[prompt:])
+    return tokens, targets
+
+
+def make(folder: Path, chats: Path, steps: int, seed: int) -> None:
+    tokenizer = make_tokenizer()
+    end_id = tokenizer.convert_tokens_to_ids(END)
+    assert isinstance(end_id, int)
+    model = make_model(seed, len(tokenizer), end_id)
+    rows = []
+    for line in chats.read_text().splitlines():
+        chat = json.loads(line)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": chat["question"]}], add_generation_prompt=True, tokenize=False
+        )
+        prompt_ids = tokenizer.encode(str(prompt), add_special_tokens=False)
+        answer_ids = tokenizer.encode(chat["answer"] + END, add_special_tokens=False)
+        rows.append((prompt_ids + answer_ids, len(prompt_ids)))
+    warm_up(model, rows, steps)
+    staging = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    model.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    staging.rename(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("chats", type=Path)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make(arguments.folder, arguments.chats, arguments.steps, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
