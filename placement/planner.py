@@ -1,7 +1,7 @@
 """Decide who goes where, before anything starts (pure).
 
-Colocated demands share their slots rank by rank; separate demands have slots of their own. Slots fill the nodes with
-most free devices first, one demand after the other, so that a group crosses as few nodes as it can.
+Colocated demands share their slots rank by rank; separate demands have slots of their own. A group goes to the node it
+fills best; one that no node can hold starts on the emptiest node and spills over to the next emptiest.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,10 @@ def plan(demands: Sequence[Demand], nodes: Sequence[Node], device: str, colocate
         raise DoesNotFit(_arithmetic(groups, wanted, free, device))
     slots: list[Slot] = []
     for group in groups:
-        for rank in range(max(demand.count for demand in group)):
-            node = _next_node(free, slots[-1].node if slots and rank else None)
+        count = max(demand.count for demand in group)
+        node = ""
+        for rank in range(count):
+            node = node if node and free[node] > 0 else _next_node(free, count - rank)
             free[node] -= 1
             holds = tuple((demand.kind, rank, demand.share) for demand in group)
             slots.append(Slot(len(slots), node, _resources(device), holds))
@@ -37,10 +39,10 @@ def _resources(device: str) -> dict[str, float]:
     return {"GPU": 1.0, "CPU": 1.0} if device == "GPU" else {"CPU": 1.0}
 
 
-def _next_node(free: dict[str, int], previous: str | None) -> str:
-    if previous is not None and free[previous] > 0:
-        return previous
-    return max(free, key=lambda name: free[name])
+def _next_node(free: dict[str, int], wanted: int) -> str:
+    """The tightest node that holds all that is wanted, else the emptiest one. Ties go to the first."""
+    fitting = [name for name in free if free[name] >= wanted]
+    return min(fitting, key=lambda name: free[name]) if fitting else max(free, key=lambda name: free[name])
 
 
 def _check_shares(group: Sequence[Demand]) -> None:

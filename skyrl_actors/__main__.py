@@ -36,6 +36,58 @@ def train(config: Config, overrides: Overrides = None) -> None:
     run(config, overrides or [])
 
 
+@app.command()
+def serve(
+    config: Config,
+    overrides: Overrides = None,
+    block: Annotated[bool, typer.Option(help="stay in the foreground; Ctrl-C stops the service")] = False,
+) -> None:
+    """Start the Tinker endpoint: joins the Ray cluster of this machine, or starts one."""
+    from skyrl_actors.commands.serve import run
+
+    run(config, overrides or [], block)
+
+
+Name = Annotated[str, typer.Option(help="the service's name in its config")]
+
+
+@app.command()
+def status(name: Name = "skyrl-actors", json: Annotated[bool, typer.Option(help="machine-readable")] = False) -> None:
+    """Models, phase, groups, engines and queue of a running service."""
+    from skyrl_actors.commands.serve import status as run
+
+    run(name, json)
+
+
+@app.command()
+def stop(name: Name = "skyrl-actors") -> None:
+    """End a service, and Ray with it if `serve` started Ray."""
+    from skyrl_actors.commands.serve import stop as run
+
+    run(name)
+
+
+@app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Annotated[Path | None, typer.Option(help="a Ray cluster-launcher file; default: this machine")] = None,
+) -> None:
+    """Print who would be placed where, starting nothing; or say why it can not fit. Takes service and job configs."""
+    from skyrl_actors.commands.plan import run
+
+    run(config, overrides or [], nodes)
+
+
+@app.command()
+def doctor(port: Annotated[int, typer.Option(help="port of the endpoint to check")] = 8000) -> None:
+    """Check versions, torch build, vLLM, memory and ports; say what to do about each failure."""
+    from skyrl_actors.commands.doctor import run
+
+    if not run(port):
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Errors meant for people are printed without a traceback; Ctrl-C and SIGTERM clean up and end with 130."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -10,6 +10,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError
 
 
+class ActorDied(InternalError):
+    """A process that the work needs is gone."""
+
+
 async def gather(refs: Sequence[ObjectRef], names: Sequence[str], what: str, timeout_s: float) -> list[Any]:
     """Results in order. Errors of many actors become one; a deadline names the actors that did not answer."""
     tasks = [asyncio.ensure_future(settled(ref)) for ref in refs]
@@ -40,7 +44,7 @@ async def settled(ref: ObjectRef) -> Any:
             raise cause from None
         raise InternalError(f"{type(cause).__name__}: {cause}\n{error}") from None
     except RayActorError as error:
-        raise InternalError(f"the actor died: {error}") from None
+        raise ActorDied(f"the actor died: {error}") from None
     except RayError as error:
         raise InternalError(f"{type(error).__name__}: {error}") from None
 

@@ -8,6 +8,8 @@ from ray.actor import ActorHandle
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Failure, Result
 from skyrl_actors.remote import settled
@@ -70,6 +72,12 @@ class ControllerClient:
 
     async def get_model(self, model_id: str) -> Model:
         return await settled(self.handle.get_model.remote(model_id))
+
+    async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
+        return await settled(self.handle.checkpoint_spec.remote(path))
+
+    async def fault(self) -> str | None:
+        return await settled(self.handle.fault.remote())
 
     async def status(self) -> dict[str, Any]:
         return await settled(self.handle.status.remote())

@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from placement.reserve import cluster_nodes, reserve
 from placement.types import DoesNotFit
+from skyrl_actors import remote
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.backends.demands import plan_for
 from skyrl_actors.backends.environment import actor_environment
@@ -21,7 +22,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.pool import EnginePool, build_pool
 from skyrl_actors.groups.actor_group import ActorGroup, build_group
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput
@@ -44,6 +45,8 @@ class RayBackend:
         self._engines: EnginePool | None = None
         self._reserved: PlacementGroup | None = None
         self._keeper: Keeper = SplitKeeper()
+        self._fault: str | None = None
+        self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> Capabilities:
         """Reserve the slots, start groups and engines, and leave the engines asleep where they share devices."""
@@ -57,6 +60,7 @@ class RayBackend:
             self._groups[role] = build_group(role, self.config, str(self.base_folder), plan, self._reserved, environment)
         self._engines = build_pool(self.config, self.base_folder, plan, self._reserved, environment, self._deliver)
         await self._start_parts()
+        self._watching = [asyncio.create_task(self._watch(name, actor)) for name, actor in self._parts()]
         if self.config.placement.layout == "colocated":
             self._keeper = PhaseKeeper(self, Phase.TRAIN, self.config.engine.call_timeout_s)
         info = self._groups["policy"].info
@@ -65,6 +69,20 @@ class RayBackend:
             self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
             min(self.config.engine.max_model_len, info.max_context_tokens), self._roles,
         )  # fmt: skip
+
+    def _parts(self) -> list[tuple[str, ActorHandle]]:
+        parts = [pair for group in self._groups.values() for pair in zip(group.names, group.actors, strict=True)]
+        return [*parts, *zip(self.engines.names, self.engines.actors, strict=True)]
+
+    async def _watch(self, name: str, actor: ActorHandle) -> None:
+        try:
+            await remote.settled(actor.watch.remote())
+        except InternalError as error:
+            self._fault = f"{name}: {error}"
+            self._say(f"lost {self._fault}")
+
+    def fault(self) -> str | None:
+        return f"phase {self._keeper.phase}" if self._keeper.phase == "BROKEN" else self._fault
 
     async def _start_parts(self) -> None:
         colocated = self.config.placement.layout == "colocated"
@@ -191,13 +209,14 @@ class RayBackend:
 
     async def close(self) -> None:
         """Stop engines by their own means first: killing them leaves shared memory behind."""
+        for task in self._watching:
+            task.cancel()
         try:
             if self._engines is not None:
                 await self._engines.stop(STOP_TIMEOUT_S)
         except InternalError as error:
             self._say(f"engines did not stop in order: {error}")
-        actors = [a for g in self._groups.values() for a in g.actors] + (self._engines.actors if self._engines else [])
-        for actor in actors:
+        for _, actor in self._parts() if self._engines else []:
             ray.kill(actor)
         if self._reserved is not None:
             try:
@@ -205,7 +224,3 @@ class RayBackend:
             except RayError as error:
                 self._say(f"placement group was not removed: {error}")
 
-
-def validated_role(spec: ModelSpec, config: ClusterConfig) -> None:
-    if spec.role == "critic" and config.critic is None:
-        raise InvalidRequest("this service has no critic group: its config sets critic to null")

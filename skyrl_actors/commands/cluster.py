@@ -98,7 +98,11 @@ async def close_controller(controller: ActorHandle) -> None:
 
 def remove_scratch(config: ClusterConfig) -> None:
     """Exported weights in shared memory."""
-    shutil.rmtree(config.transfer.folder / config.name, ignore_errors=True)
+    remove_folder(config.transfer.folder / config.name)
+
+
+def remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_children(timeout_s: float = 10.0) -> None:

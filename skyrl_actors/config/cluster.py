@@ -19,7 +19,7 @@ class TinyBase(FrozenConfig):
     type: Literal["tiny"] = "tiny"
     name: str = "skyrl-actors/tiny"
     seed: int = 0
-    warmup_steps: int = Field(100, ge=0, description="supervised steps on noisy demonstrations; 0 = random weights")
+    warmup_steps: int = Field(150, ge=0, description="supervised steps on noisy demonstrations; 0 = random weights")
     cache_dir: Path = Path("~/.cache/skyrl-actors")
 
 

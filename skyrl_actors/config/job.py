@@ -39,9 +39,10 @@ class PpoConfig(FrozenConfig):
     temperature: float = Field(1.0, gt=0, le=1.0, description="logprobs are those of temperature 1; keep 1 for on-policy ratios")
     lora_rank: int | None = Field(None, description="adapter rank of policy and critic; null = full fine-tune")
     epochs: int = Field(2, ge=1)
-    minibatches: int = Field(2, ge=1)
-    policy_lr: float = Field(3e-4, gt=0)
+    minibatches: int = Field(4, ge=1)
+    policy_lr: float = Field(2e-4, gt=0)
     critic_lr: float = Field(1e-3, gt=0)
+    final_lr_share: float = Field(0.1, ge=0, le=1, description="both rates fall linearly to this share of their start")
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -49,7 +50,7 @@ class PpoConfig(FrozenConfig):
     grad_clip_norm: float = Field(1.0, ge=0)
     gamma: float = Field(1.0, gt=0, le=1)
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    kl_coef: float = Field(0.02, ge=0)
+    kl_coef: float = Field(0.01, ge=0)
     clip_low_threshold: float = Field(0.8, gt=0, lt=1)
     clip_high_threshold: float = Field(1.2, gt=1)
     value_clip: float = Field(0.2, gt=0)

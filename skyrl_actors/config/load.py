@@ -1,10 +1,8 @@
 """YAML files, `extends` and dotted overrides become one validated config object.
 
 `extends: other.yaml` (a path beside the file) may stand in any mapping; that file's content is merged below it.
-This is the only module that reads the environment.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -115,6 +113,6 @@ def to_yaml(config: FrozenConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
-def shell_environment() -> dict[str, str]:
-    """A copy of the process's environment, for starting child processes."""
-    return dict(os.environ)
+def top_level_keys(path: str | Path) -> set[str]:
+    """Which kind of config a file is, before it is validated."""
+    return set(_read(Path(path), ()))

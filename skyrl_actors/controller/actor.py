@@ -9,6 +9,8 @@ from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
 from skyrl_actors.observe.log import set_up_logging
@@ -60,6 +62,12 @@ class ControllerActor:
 
     async def get_model(self, model_id: str) -> Model:
         return self.controller.tenants.model(model_id)
+
+    async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
+        return self.controller.checkpoint_spec(path)
+
+    async def fault(self) -> str | None:
+        return self.controller.fault()
 
     async def status(self) -> dict[str, Any]:
         return await self.controller.status()

@@ -22,7 +22,8 @@ from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
 from skyrl_actors.controller.waiters import ResultTable
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, SkyrlActorsError, UserError
-from skyrl_actors.messages.paths import checked_id, parse_path
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
 from skyrl_actors.messages.results import Failure, Result
 
 log = logging.getLogger(__name__)
@@ -197,6 +198,15 @@ class Controller:
         if base_model is not None and base_model != self.able.base_model:
             raise InvalidRequest(f"unknown base model {base_model!r}; this service has {self.able.base_model!r}")
         return await self._executor.open_sampler(checked_id(sampler_id, "sampler id"), session_id, self.able.base_model, path)
+
+    def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
+        return self._executor.folders.spec(path)
+
+    def fault(self) -> str | None:
+        """Why a request would not be served now; None when it would."""
+        if self.capabilities is None:
+            return "the service is still starting"
+        return self.backend.fault()
 
     async def status(self) -> dict[str, Any]:
         backend = await self.backend.status() if self.capabilities else {}

@@ -1,5 +1,6 @@
 """The Ray actor around one vLLM engine. It imports vLLM when it is made, in its own process."""
 
+import asyncio
 from typing import Literal
 
 from skyrl_actors.engines.interface import EngineSpec, EngineStatus
@@ -13,6 +14,10 @@ class EngineActor:
         from skyrl_actors.engines.vllm_engine import VllmEngine
 
         self.engine = VllmEngine(spec)
+
+    async def watch(self) -> None:
+        """Never returns: the caller learns of this process's death the moment it happens."""
+        await asyncio.Event().wait()
 
     async def start(self) -> None:
         await self.engine.start()

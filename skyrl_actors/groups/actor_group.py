@@ -123,7 +123,7 @@ def build_group(
             role, rank, group_config.num_ranks, base_folder, group_config.dtype, config.placement.device,
             group_config.num_threads, group_config.microbatch_tokens, group_config.collective_timeout_s,
         )  # fmt: skip
-        actor_class = ray.remote(TrainWorkerActor).options(
+        actor_class = ray.remote(concurrency_groups={"watch": 1})(TrainWorkerActor).options(
             name=f"{config.name}:{role}:{rank}",
             num_cpus=share,
             num_gpus=share if plan.device == "GPU" else 0,

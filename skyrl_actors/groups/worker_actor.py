@@ -1,5 +1,6 @@
 """The Ray actor around one training rank. It imports torch when it is made, in its own process."""
 
+import threading
 from typing import Any
 
 import ray
@@ -15,6 +16,11 @@ class TrainWorkerActor:
 
     def node_address(self) -> str:
         return ray.util.get_node_ip_address()
+
+    @ray.method(concurrency_group="watch")
+    def watch(self) -> None:
+        """Never returns: the caller learns of this process's death the moment it happens."""
+        threading.Event().wait()
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.worker, method)(*args)

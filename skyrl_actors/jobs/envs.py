@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from skyrl_actors.config.job import ReverseEnv
 
 LETTERS = "abcdefghijkl"
-RIGHT_SHARE = 0.35  # of the demonstrations: the rest copy the word or get one letter wrong
+RIGHT_SHARE, COPY_SHARE = 0.25, 0.5  # of the demonstrations; the others get one letter wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,11 @@ def noisy_demonstrations(count: int, seed: int) -> Iterator[Task]:
     tasks = ReverseTasks(ReverseEnv(), seed=0)
     rng = random.Random(f"demonstrations {seed}")
     for task in tasks.batch(count, seed=1_000_003 + seed):
-        answer = task.answer
-        if rng.random() > RIGHT_SHARE:
-            i = rng.randrange(len(answer))
-            flawed = answer[:i] + rng.choice(LETTERS) + answer[i + 1 :]
-            answer = answer[::-1] if rng.random() < 0.5 else flawed
+        draw, i = rng.random(), rng.randrange(len(task.answer))
+        if draw < RIGHT_SHARE:
+            answer = task.answer
+        elif draw < RIGHT_SHARE + COPY_SHARE:
+            answer = task.answer[::-1]
+        else:
+            answer = task.answer[:i] + rng.choice(LETTERS) + task.answer[i + 1 :]
         yield Task(task.question, answer)

@@ -134,7 +134,7 @@ class PpoJob:
         with self._timed("advantages"):
             metrics = self._advantages(batch, reference)
         with self._timed("update"):
-            metrics |= await self._update(batch, train_policy=step > config.critic_warmup, seed=step)
+            metrics |= await self._update(batch, step)
         with self._timed("transfer"):
             await self._publish()
         answer_tokens = sum(len(r.answer) for r in rollouts)
@@ -179,25 +179,25 @@ class PpoJob:
             "answer_tokens": float(np.mean([len(r.answer) for r in batch.rollouts])),
         }
 
-    async def _update(self, batch: Batch, train_policy: bool, seed: int) -> dict[str, float]:
+    async def _update(self, batch: Batch, step: int) -> dict[str, float]:
         """All epochs of critic and policy; the two groups work at the same time."""
-        parts = list(self._minibatches(len(batch.rollouts), seed))
-        critic = self._optimize(batch, parts, self._critic, "critic")
-        if not train_policy:
-            return await critic
-        policy_metrics, critic_metrics = await asyncio.gather(
-            self._optimize(batch, parts, self._policy, "policy"), critic
-        )
-        return policy_metrics | critic_metrics
+        parts = list(self._minibatches(len(batch.rollouts), step))
+        roles: list[Role] = ["critic"] if step <= self.config.critic_warmup else ["policy", "critic"]
+        share = 1 - (1 - self.config.final_lr_share) * (step - 1) / max(1, self.config.iterations - 1)
+        merged: dict[str, float] = {}
+        for metrics in await asyncio.gather(*(self._optimize(batch, parts, role, share) for role in roles)):
+            merged |= metrics
+        return merged
 
     def _minibatches(self, count: int, seed: int) -> Iterator[list[int]]:
         rng = np.random.default_rng([self.config.seed, seed])
         for _ in range(self.config.epochs):
             yield from (part.tolist() for part in np.array_split(rng.permutation(count), self.config.minibatches) if len(part))
 
-    async def _optimize(self, batch: Batch, parts: list[list[int]], model_id: str, role: Role) -> dict[str, float]:
+    async def _optimize(self, batch: Batch, parts: list[list[int]], role: Role, lr_share: float) -> dict[str, float]:
         config = self.config
-        rate = config.policy_lr if role == "policy" else config.critic_lr
+        model_id = self._policy if role == "policy" else self._critic
+        rate = lr_share * (config.policy_lr if role == "policy" else config.critic_lr)
         adam = AdamParams(rate, config.beta1, config.beta2, config.eps, config.weight_decay, config.grad_clip_norm)
         sums: dict[str, float] = {}
         tokens, norms = 0, []

@@ -1,0 +1,100 @@
+"""The HTTP application: routes under /api/v1, errors as JSON, keys and body sizes checked. No Ray, no torch in here."""
+
+import hmac
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skyrl_actors.api import routes_sampling, routes_service, routes_training
+from skyrl_actors.api.state import ApiState, state_of
+from skyrl_actors.messages.errors import SkyrlActorsError
+
+log = logging.getLogger(__name__)
+OPEN_PATHS = ("/healthz", "/api/v1/healthz")
+
+
+def build_app(state: ApiState | None = None) -> FastAPI:
+    """`state` may be set later as `app.state.api`, before the first request."""
+    app = FastAPI(title="skyrl-actors", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
+    app.state.api = state
+    for module in (routes_service, routes_training, routes_sampling):
+        app.include_router(module.router, prefix="/api/v1")
+
+    @app.get("/healthz")
+    async def healthz(request: Request) -> JSONResponse:
+        return await routes_service.health(state_of(request))
+
+    app.add_exception_handler(SkyrlActorsError, _known_error)
+    app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(Exception, _unknown_error)
+    app.add_middleware(Guard)
+    return app
+
+
+async def _known_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, SkyrlActorsError)
+    # 503 for our own faults: the SDK tries those again. A 4xx says that trying again is useless.
+    status = error.status if error.category == "user" else 503
+    if status == 409:
+        status = 400  # the SDK repeats 409 for minutes; this conflict does not go away
+    return JSONResponse({"detail": str(error), "category": error.category}, status)
+
+
+async def _invalid_body(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    faults = [f"{'.'.join(str(p) for p in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()]
+    return JSONResponse({"detail": "; ".join(faults), "category": "user"}, 422)
+
+
+async def _unknown_error(request: Request, error: Exception) -> JSONResponse:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return JSONResponse({"detail": f"{type(error).__name__}: {error}", "category": "server"}, 500)
+
+
+class Guard:
+    """Refuses unknown API keys (when keys are configured) and bodies that say they are too large."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        await self.app(scope, _bounded(receive, scope["app"].state.api.config.limits.body_bytes), send)
+
+    @staticmethod
+    def _refusal(scope: Scope) -> JSONResponse | None:
+        config = scope["app"].state.api.config
+        headers = {key.decode("latin1").lower(): value.decode("latin1") for key, value in scope["headers"]}
+        if config.http.api_keys and scope["path"] not in OPEN_PATHS:
+            given = headers.get("x-api-key", "")
+            if not any(hmac.compare_digest(given.encode(), key.encode()) for key in config.http.api_keys):
+                return JSONResponse({"detail": "unknown API key (header X-API-Key)", "category": "user"}, 401)
+        length = headers.get("content-length", "0")
+        limit = config.limits.body_bytes
+        if not length.isdigit() or int(length) > limit:
+            return JSONResponse({"detail": f"the body has {length} bytes; at most {limit} are taken", "category": "user"}, 413)
+        return None
+
+
+def _bounded(receive: Receive, limit: int) -> Receive:
+    """A body that lies about its length, or does not say it, ends at the bound."""
+    taken = 0
+
+    async def bounded() -> Message:
+        nonlocal taken
+        message = await receive()
+        taken += len(message.get("body", b""))
+        if taken > limit:
+            return {"type": "http.disconnect"}
+        return message
+
+    return bounded

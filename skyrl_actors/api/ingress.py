@@ -1,0 +1,26 @@
+"""The Ray Serve deployment: stateless replicas of the HTTP application in front of the controller actor."""
+
+from typing import Any
+
+from ray import serve
+
+from skyrl_actors.api.app import build_app
+from skyrl_actors.api.client import ControllerClient, find_controller
+from skyrl_actors.api.state import ApiState
+from skyrl_actors.config.cluster import ClusterConfig
+
+app = build_app()
+
+
+@serve.deployment(name="tinker-api", max_ongoing_requests=4000, ray_actor_options={"num_cpus": 0})
+@serve.ingress(app)
+class TinkerApi:
+    def __init__(self, config: ClusterConfig):
+        app.state.api = ApiState(config, ControllerClient(find_controller(config.name)))
+
+
+def build(arguments: dict[str, Any]) -> serve.Application:
+    """For `serve deploy`: arguments are {"config": path, "overrides": [...]}; starts the controller where there is none."""
+    from skyrl_actors.commands.serve import deployed_application
+
+    return deployed_application(arguments)

@@ -1,0 +1,106 @@
+"""Models and their training: create, forward, forward_backward, optim_step, save, load."""
+
+import asyncio
+import json
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from skyrl_actors.api import codec, translate, wire
+from skyrl_actors.api.state import read_body, state_of
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.paths import parse_path
+from skyrl_actors.messages.requests import ForwardBackward, Unload
+
+router = APIRouter()
+THREAD_BYTES = 128 * 2**10  # larger bodies are decoded off the event loop
+
+
+@router.post("/create_model")
+async def create_model(body: wire.CreateModel, request: Request) -> dict[str, Any]:
+    state = state_of(request)
+    wanted = translate.create_model(body, state.config.lora.alpha)
+    return {"request_id": await state.client.submit(wanted), "model_id": wanted.model_id}
+
+
+@router.post("/get_info")
+async def get_info(body: wire.ModelRef, request: Request) -> dict[str, Any]:
+    state = state_of(request)
+    spec = (await state.client.get_model(body.model_id)).spec
+    able = await state.capabilities()
+    return {
+        "type": "get_info",
+        "model_id": spec.model_id,
+        "model_name": spec.base_model,
+        "is_lora": spec.lora is not None,
+        "lora_rank": spec.lora.rank if spec.lora else None,
+        "model_data": {"arch": spec.role, "model_name": spec.base_model, "tokenizer_id": able.base_folder},
+    }
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request) -> dict[str, Any]:
+    return await _submit_batch(request, forward_only=False)
+
+
+@router.post("/forward")
+async def forward(request: Request) -> dict[str, Any]:
+    return await _submit_batch(request, forward_only=True)
+
+
+async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
+    state = state_of(request)
+    body = await read_body(request, state.config.limits.body_bytes)
+    proto = translate.PROTOBUF in request.headers.get("content-type", "")
+
+    def decode() -> ForwardBackward:
+        if proto:
+            return codec.forward_backward_from_proto(body)
+        try:
+            content = json.loads(body)
+        except ValueError as error:
+            raise InvalidRequest(f"the body is not JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise InvalidRequest("the body is not a JSON object")
+        return codec.forward_backward_from_json(content, forward_only)
+
+    wanted = await asyncio.to_thread(decode) if len(body) > THREAD_BYTES else decode()
+    return {"request_id": await state.client.submit(wanted), "model_id": wanted.model_id}
+
+
+@router.post("/optim_step")
+async def optim_step(body: wire.OptimStep, request: Request) -> dict[str, Any]:
+    return {"request_id": await state_of(request).client.submit(translate.optim_step(body)), "model_id": body.model_id}
+
+
+@router.post("/save_weights")
+async def save_weights(body: wire.SaveWeights, request: Request) -> dict[str, Any]:
+    return {"request_id": await state_of(request).client.submit(translate.save_weights(body)), "model_id": body.model_id}
+
+
+@router.post("/save_weights_for_sampler")
+async def save_for_sampler(body: wire.SaveForSampler, request: Request) -> dict[str, Any]:
+    return {"request_id": await state_of(request).client.submit(translate.save_for_sampler(body)), "model_id": body.model_id}
+
+
+@router.post("/load_weights")
+async def load_weights(body: wire.LoadWeights, request: Request) -> dict[str, Any]:
+    wanted = translate.load_weights(body)
+    return {"request_id": await state_of(request).client.submit(wanted), "model_id": wanted.model_id}
+
+
+@router.post("/unload_model")
+async def unload_model(body: wire.ModelRef, request: Request) -> dict[str, Any]:
+    return {"request_id": await state_of(request).client.submit(Unload(body.model_id)), "model_id": body.model_id}
+
+
+@router.post("/weights_info")
+async def weights_info(body: wire.TinkerPathRef, request: Request) -> dict[str, Any]:
+    path = parse_path(body.tinker_path)
+    spec: ModelSpec = await state_of(request).client.checkpoint_spec(path)
+    answer: dict[str, Any] = {"base_model": spec.base_model, "is_lora": spec.lora is not None}
+    if spec.lora:
+        lora = spec.lora
+        answer |= {"lora_rank": lora.rank, "train_unembed": lora.train_unembed, "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
+    return answer

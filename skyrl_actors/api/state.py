@@ -1,0 +1,64 @@
+"""What every route needs: the controller client, the config, and the request body within its bounds."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from skyrl_actors.api import codec
+from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.messages.errors import NotFound, SkyrlActorsError
+
+HEALTH_TIMEOUT_S = 5.0
+
+
+@dataclass
+class ApiState:
+    config: ClusterConfig
+    client: ControllerClient
+    _capabilities: Capabilities | None = field(default=None)
+
+    async def capabilities(self) -> Capabilities:
+        if self._capabilities is None:
+            self._capabilities = await self.client.capabilities()
+        return self._capabilities
+
+    async def fault(self) -> str | None:
+        """Why a request would not be served now; None when it would."""
+        try:
+            return await asyncio.wait_for(self.client.fault(), HEALTH_TIMEOUT_S)
+        except TimeoutError:
+            return f"the controller did not answer within {HEALTH_TIMEOUT_S:.0f} s"
+        except SkyrlActorsError as error:
+            return str(error)
+
+    async def known_session(self, session_id: str) -> bool:
+        try:
+            await self.client.heartbeat(session_id)
+        except NotFound:
+            return False
+        return True
+
+
+def state_of(request: Request) -> ApiState:
+    return request.app.state.api
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, decompressed; bounded before and after."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise codec.BodyTooLarge(f"the body has more than {limit} bytes, the most this service takes")
+        parts.append(part)
+    body = b"".join(parts)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "zstd":
+        return await asyncio.to_thread(codec.decompress, body, limit)
+    if encoding != "identity":
+        raise codec.InvalidRequest(f"content-encoding {encoding!r}: use zstd or none")
+    return body

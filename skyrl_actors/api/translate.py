@@ -1,0 +1,129 @@
+"""Wire bodies to Requests, and Results to wire bodies (pure)."""
+
+import hashlib
+import secrets
+from typing import Any
+
+from skyrl_actors.api import codec, wire
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.paths import checked_id, model_id_for, sampler_id_for
+
+PROTOBUF = "application/x-protobuf"
+
+
+def create_model(body: wire.CreateModel, alpha: float) -> rq.CreateModel:
+    """The role is `model_role` of the body, or of user_metadata, which SDK users can set."""
+    role: Any = body.model_role or body.user_metadata.get("model_role") or "policy"
+    config = body.lora_config
+    seed = config.seed if config.seed is not None else secrets.randbelow(2**31)
+    lora = LoraSpec(config.rank, alpha, config.train_attn, config.train_mlp, config.train_unembed) if config.rank else None
+    model_id = model_id_for(checked_id(body.session_id, "session id"), body.model_seq_id)
+    spec = ModelSpec(model_id, body.base_model, role, lora, seed)
+    return rq.CreateModel(spec, body.session_id, _strings(body.user_metadata))
+
+
+def load_weights(body: wire.LoadWeights) -> rq.CreateModel | rq.LoadWeights:
+    """With model_id: into that model. With session_id and model_seq_id: a new model from the checkpoint."""
+    if body.model_id is not None:
+        return rq.LoadWeights(body.model_id, body.path, body.optimizer, body.seq_id)
+    if body.session_id is None or body.model_seq_id is None:
+        raise InvalidRequest("load_weights needs model_id, or session_id and model_seq_id")
+    model_id = model_id_for(checked_id(body.session_id, "session id"), body.model_seq_id)
+    # The controller replaces this spec by the one saved with the checkpoint.
+    spec = ModelSpec(model_id, "")
+    return rq.CreateModel(spec, body.session_id, _strings(body.user_metadata), body.path, body.optimizer)
+
+
+def optim_step(body: wire.OptimStep) -> rq.OptimStep:
+    if body.optimizer_params is not None:
+        raise InvalidRequest(f"optimizer {body.optimizer_params.get('type')!r} is not served; use adam_params (AdamW)")
+    return rq.OptimStep(body.model_id, AdamParams(**body.adam_params.model_dump()), body.seq_id)
+
+
+def save_weights(body: wire.SaveWeights) -> rq.SaveWeights:
+    _refuse_ttl(body.ttl_seconds)
+    return rq.SaveWeights(body.model_id, body.path, body.overwrite, body.seq_id)
+
+
+def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
+    _refuse_ttl(body.ttl_seconds)
+    if body.kind != "snapshot":
+        raise InvalidRequest(f"kind {body.kind!r} is not served; use snapshot")
+    if (body.path is None) == (body.sampling_session_seq_id is None):
+        raise InvalidRequest("give either path (a name) or sampling_session_seq_id")
+    if body.path is not None:
+        return rq.SaveForSampler(body.model_id, name=body.path, seq_id=body.seq_id)
+    assert body.sampling_session_seq_id is not None
+    session_id = body.model_id.split(":train:")[0]
+    sampler_id = sampler_id_for(session_id, body.sampling_session_seq_id)
+    return rq.SaveForSampler(body.model_id, sampler_id=sampler_id, seq_id=body.seq_id)
+
+
+def _refuse_ttl(ttl_seconds: int | None) -> None:
+    if ttl_seconds is not None:
+        raise InvalidRequest("ttl_seconds is not served yet: checkpoints stay until their files are removed; leave it out")
+
+
+def sample(body: wire.Asample, sampler_id: str, default_max_tokens: int) -> rq.Sample:
+    unserved = {
+        "topk_sample_logprobs": body.topk_sample_logprobs,
+        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
+        "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
+        "prompt_logprobs_last_n": body.prompt_logprobs_last_n is not None,
+        "record_stability_info": body.record_stability_info,
+    }
+    if asked := [name for name, value in unserved.items() if value]:
+        raise InvalidRequest(f"{', '.join(asked)}: not served; leave out")
+    prompt = tuple(codec.tokens_from_chunks(body.prompt.chunks))
+    p = body.sampling_params
+    stop = (p.stop,) if isinstance(p.stop, str) else None if p.stop is None else tuple(p.stop)
+    params = rq.SamplingParams(
+        max_tokens=p.max_tokens if p.max_tokens is not None else max(1, default_max_tokens - len(prompt)),
+        num_samples=body.num_samples,
+        temperature=p.temperature,
+        top_k=p.top_k,
+        top_p=p.top_p,
+        seed=p.seed,
+        stop=stop,  # type: ignore[arg-type]
+        prompt_logprobs=body.prompt_logprobs,
+        topk_prompt_logprobs=body.topk_prompt_logprobs,
+    )
+    return rq.Sample(sampler_id, prompt, params, body.seq_id)
+
+
+def result_body(result: rs.Result, accept: str) -> tuple[bytes, str] | dict[str, Any]:
+    """(bytes, content type) for protobuf results, else the JSON object."""
+    proto = PROTOBUF in accept
+    match result:
+        case rs.Failure():
+            return {"error": result.message, "category": result.category}
+        case rs.LossOutput():
+            return (codec.loss_output_to_proto(result), PROTOBUF) if proto else codec.loss_output_to_json(result)
+        case rs.SampleOutput():
+            return (codec.sample_to_proto(result), PROTOBUF) if proto else codec.sample_to_json(result)
+        case rs.ModelCreated():
+            return {"type": "create_model", "model_id": result.model_id}
+        case rs.StepDone():
+            return {"type": "optim_step", "metrics": result.metrics}
+        case rs.Saved():
+            return {"type": "save_weights", "path": result.path}
+        case rs.SamplerSaved(sampler_id=None):
+            return {"type": "save_weights_for_sampler", "path": result.path}
+        case rs.SamplerSaved():
+            return {"type": "save_weights_for_sampler", "sampling_session_id": result.sampler_id}
+        case rs.Loaded():
+            return {"type": "load_weights", "path": result.path, "model_id": result.model_id}
+        case rs.Unloaded():
+            return {"type": "unload_model", "model_id": result.model_id}
+
+
+def _strings(metadata: dict[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in metadata.items()}
+
+
+def direct_sampler_id(base_model: str | None, model_path: str | None) -> str:
+    """The same weights get the same sampler."""
+    return "direct-" + hashlib.sha256(f"{base_model} {model_path}".encode()).hexdigest()[:24]

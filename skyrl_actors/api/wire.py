@@ -1,0 +1,140 @@
+"""The JSON bodies of the protocol, as lenient as its clients need: nulls mean "not given", unknown fields are ignored."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls_are_absent(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class CreateSession(Body):
+    tags: list[str] = []
+    user_metadata: dict[str, Any] = {}
+    sdk_version: str = ""
+
+
+class SessionRef(Body):
+    session_id: str
+
+
+class LoraConfig(Body):
+    rank: int = Field(32, ge=0)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Body):
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(Body):
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    user_metadata: dict[str, Any] = {}
+    lora_config: LoraConfig = LoraConfig()
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    model_role: str | None = None
+
+
+class ModelRef(Body):
+    model_id: str
+
+
+class AdamBody(Body):
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(Body):
+    model_id: str
+    adam_params: AdamBody = AdamBody()
+    optimizer_params: dict[str, Any] | None = None
+    seq_id: int | None = None
+
+
+class SaveWeights(Body):
+    model_id: str
+    path: str
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+
+
+class SaveForSampler(Body):
+    model_id: str
+    path: str | None = None
+    sampling_session_seq_id: int | None = Field(None, ge=0)
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    kind: str = "snapshot"
+
+
+class LoadWeights(Body):
+    path: str
+    model_id: str | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = Field(None, ge=0)
+    seq_id: int | None = None
+    optimizer: bool = True
+    user_metadata: dict[str, Any] = {}
+
+
+class TinkerPathRef(Body):
+    tinker_path: str
+
+
+class CreateSamplingSession(Body):
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplingParamsBody(Body):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class PromptBody(Body):
+    chunks: list[dict[str, Any]]
+
+
+class Asample(Body):
+    prompt: PromptBody
+    sampling_params: SamplingParamsBody = SamplingParamsBody()
+    num_samples: int = 1
+    sampling_session_id: str | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    seq_id: int | None = None
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    # Fields of newer SDKs that are not served: refused when they ask for something.
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool = False
+
+
+class RetrieveFuture(Body):
+    request_id: str
+    allow_metadata_only: bool = False

@@ -1,0 +1,127 @@
+"""`doctor`: what must be right before anything runs, each check with a cure."""
+
+import importlib.metadata
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from skyrl_actors.commands.terminal import console
+
+NEEDED_GIB = 6.0
+SHM_GIB = 0.5
+PROJECT = Path(__file__).parent.parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    good: bool
+    what: str
+    cure: str = ""
+
+
+def run(port: int) -> bool:
+    """Print every finding; True when all are good."""
+    findings = [finding for check in (_python, _pins, _torch, _vllm, _memory) for finding in check()]
+    findings += list(_ports((port, 8265)))
+    for finding in findings:
+        mark = "[green]ok[/green]  " if finding.good else "[red]FAIL[/red]"
+        console.print(f"{mark} {finding.what}" + ("" if finding.good else f"\n       → {finding.cure}"))
+    return all(finding.good for finding in findings)
+
+
+def _python() -> Iterator[Finding]:
+    version = sys.version_info
+    text = f"Python {version.major}.{version.minor}.{version.micro}"
+    yield Finding((3, 11) <= version[:2] <= (3, 12), text, "use Python 3.11 or 3.12 for the virtual environment")
+
+
+def _pins() -> Iterator[Finding]:
+    """Exact pins of pyproject.toml against what is installed."""
+    for requirement in importlib.metadata.requires("skyrl-actors") or []:
+        match = re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?\s*==\s*([^;\s]+)(.*)", requirement)
+        if not match:
+            continue
+        name, wanted, marker = match.groups()
+        optional = "extra ==" in marker
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if not optional:
+                yield Finding(False, f"{name} is not installed", f"pip install {name}=={wanted}")
+            continue
+        yield Finding(found.split("+")[0] == wanted, f"{name} {found} (pinned {wanted})", f"pip install '{name}=={wanted}'")
+
+
+def _torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding(False, f"torch does not import: {error}", "run make setup, or install torch first, then the rest")
+        return
+    has_gpu = shutil.which("nvidia-smi") is not None
+    build = torch.version.cuda or "cpu"
+    yield Finding(
+        not has_gpu or torch.cuda.is_available(), f"torch build {build}; GPU visible: {torch.cuda.is_available()}",
+        "this machine has an NVIDIA GPU but torch can not use it: install the CUDA build and '.[gpu]'",
+    )  # fmt: skip
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        if build == "cpu" and _installed(name):
+            yield Finding(False, f"{name} is installed beside a CPU torch", f"pip uninstall -y {name}  (its CUDA build breaks imports)")
+
+
+def _vllm() -> Iterator[Finding]:
+    command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    cure = "pip install '.[cpu]' (or '.[gpu]'); last line: " + (done.stderr.strip().splitlines() or ["-"])[-1]
+    yield Finding(done.returncode == 0, f"vLLM imports: {done.stdout.strip() or 'no'}", cure)
+
+
+def _memory() -> Iterator[Finding]:
+    free = psutil.virtual_memory().available / 2**30
+    yield Finding(free >= NEEDED_GIB, f"{free:.1f} GiB of memory free", f"the tiny service needs {NEEDED_GIB:.0f} GiB: end other programs")
+    shm = shutil.disk_usage("/dev/shm").free / 2**30
+    yield Finding(
+        shm >= SHM_GIB, f"{shm:.1f} GiB free in /dev/shm",
+        "mount a larger /dev/shm (docker run --shm-size=4g), or set transfer.folder to another folder",
+    )  # fmt: skip
+
+
+def _ports(ports: tuple[int, ...]) -> Iterator[Finding]:
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+                yield Finding(True, f"port {port} is free")
+            except OSError:
+                owner = _safe(lambda port=port: _owner(port))
+                yield Finding(False, f"port {port} is taken{owner}", "end that program (skyrl-actors stop?) or choose http.port=…")
+
+
+def _owner(port: int) -> str:
+    for connection in psutil.net_connections("tcp"):
+        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
+            return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
+    return ""
+
+
+def _safe(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except psutil.Error:
+        return ""
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,281 @@
+"""`serve`, `status`, `stop`: the service as detached actors on a Ray cluster that was there or is started here."""
+
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import ray
+from ray import serve
+from rich.table import Table
+
+from skyrl_actors.api.client import ControllerClient, find_controller
+from skyrl_actors.commands import cluster
+from skyrl_actors.commands.terminal import console, note
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.load import load
+from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
+
+READY_TIMEOUT_S = 60.0
+PROJECT = Path(__file__).parent.parent.parent
+STATE_FOLDER = Path("/tmp/skyrl-actors-services")
+
+
+def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
+    config = load(config_path, overrides)
+    _check_port(config)
+    base_folder = cluster.prepare_base_model(config)
+    started_ray = _join_or_start_ray(config)
+    try:
+        _refuse_second(config)
+        STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
+        state = {"started_ray": started_ray, "session_dir": session_dir(), "transfer": str(config.transfer.folder / config.name)}
+        _state_file(config.name).write_text(json.dumps(state))
+        asyncio.run(_start_controller(config, base_folder))
+        start_ingress(config)
+        _wait_until_healthy(config)
+    except BaseException:
+        note("start did not finish: ending what was started")
+        stop(config.name)
+        raise
+    _say_how_to_use(config)
+    if block:
+        note("serving until Ctrl-C")
+        try:
+            while True:
+                time.sleep(3600)
+        except KeyboardInterrupt:
+            stop(config.name)
+
+
+def _check_port(config: ClusterConfig) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.http.host, config.http.port))
+        except OSError as error:
+            raise ConfigError(
+                f"{config.http.host}:{config.http.port} cannot be bound ({error.strerror}); "
+                "is a service running (skyrl-actors status)? Choose another one with http.port=…"
+            ) from None
+
+
+def serve_environment(config: ClusterConfig) -> dict[str, str]:
+    """Ray Serve's edge is chosen by variables that must be there when Ray starts."""
+    own = STATE_FOLDER / f"{config.name}-haproxy"
+    environment = {"RAY_worker_niceness": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0"}
+    if config.http.haproxy:
+        environment |= {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(own / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(own / "admin.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(own),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
+            "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        }
+    return environment
+
+
+def _join_or_start_ray(config: ClusterConfig) -> bool:
+    """True if Ray was started here."""
+    environment = serve_environment(config)
+    os.environ.update(environment)
+    try:
+        cluster.join_ray()
+        note(f"joined the running Ray cluster at {ray.get_runtime_context().gcs_address}")
+        return False
+    except ConnectionError:
+        pass
+    note("starting Ray on this machine (dashboard on 127.0.0.1)")
+    STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
+    cpus = max(os.cpu_count() or 1, 2)
+    done = cluster.ray_command(
+        "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+        f"--num-cpus={cpus}", f"--object-store-memory={cluster.OBJECT_STORE_BYTES}", environment=environment,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise InternalError(f"ray start failed:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
+    cluster.join_ray()
+    return True
+
+
+def _refuse_second(config: ClusterConfig) -> None:
+    try:
+        find_controller(config.name)
+    except ValueError:
+        return
+    raise ConfigError(f"a service named {config.name!r} runs already; stop it (skyrl-actors stop) or set another name=…")
+
+
+async def _start_controller(config: ClusterConfig, base_folder: Path) -> None:
+    controller = cluster.create_controller(config, base_folder, detached=True)
+    await cluster.wait_until_started(controller)
+
+
+def start_ingress(config: ClusterConfig) -> None:
+    from skyrl_actors.api.ingress import TinkerApi
+
+    note("starting the HTTP endpoint (Ray Serve)")
+    serve.start(proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port})
+    application = TinkerApi.options(num_replicas=config.http.replicas).bind(config)
+    serve.run(application, name=config.name, route_prefix="/", blocking=False)
+
+
+def _wait_until_healthy(config: ClusterConfig) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    answer = "no answer"
+    while time.monotonic() < deadline:
+        try:
+            response = httpx.get(f"{url(config)}/healthz", timeout=5)
+            if response.status_code == 200:
+                return
+            answer = response.text
+        except httpx.HTTPError as error:
+            answer = str(error)
+        time.sleep(0.2)
+    raise InternalError(f"{url(config)}/healthz did not become ready within {READY_TIMEOUT_S:.0f} s: {answer}")
+
+
+def url(config: ClusterConfig) -> str:
+    return f"http://{config.http.host}:{config.http.port}"
+
+
+def _say_how_to_use(config: ClusterConfig) -> None:
+    key = config.http.api_keys[0] if config.http.api_keys else "tml-local"
+    dashboard = _dashboard()
+    console.print(f"\nserving {config.base_model.name} at [bold]{url(config)}[/bold]")
+    console.print(f"  export TINKER_BASE_URL={url(config)}\n  export TINKER_API_KEY={key}")
+    console.print(f"dashboard  http://{dashboard}\nstatus     skyrl-actors status\nstop       skyrl-actors stop")
+
+
+def _dashboard() -> str:
+    from ray._private.worker import get_dashboard_url
+
+    return get_dashboard_url() or "(not running)"
+
+
+def deployed_application(arguments: dict[str, Any]) -> serve.Application:
+    """The application for `serve deploy`; runs inside the cluster."""
+    from skyrl_actors.api.ingress import TinkerApi
+
+    named = Path(arguments.get("config", "configs/cpu_tiny.yaml"))
+    path = named if named.is_absolute() or named.exists() else PROJECT / named
+    config = load(path, arguments.get("overrides", ()))
+    try:
+        find_controller(config.name)
+    except ValueError:
+        base_folder = cluster.prepare_base_model(config)
+        asyncio.run(_start_controller(config, base_folder))
+    return TinkerApi.options(num_replicas=config.http.replicas).bind(config)
+
+
+def status(name: str, as_json: bool) -> None:
+    """Raises ConfigError when there is no service of that name."""
+    content = asyncio.run(_status(name))
+    if as_json:
+        print(json.dumps(content, indent=2))
+        return
+    console.print(
+        f"[bold]{content['name']}[/bold]  up {content['uptime_s']:.0f} s  phase {content.get('phase', 'starting')}  "
+        f"sessions {content['sessions']}  samplers {content['samplers']}  open requests {content['open_requests']}"
+    )
+    _table("models", content["models"])
+    _table("groups", [{"role": role, **group} for role, group in content.get("groups", {}).items()])
+    _table("engines", content.get("engines", []))
+    _table("queued requests", [{"model_id": m, "requests": n} for m, n in content["queued"].items()])
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        console.print(f"{title}: none")
+        return
+    table = Table(*rows[0].keys(), title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    console.print(table)
+
+
+async def _status(name: str) -> dict[str, Any]:
+    join(name)
+    return await ControllerClient(find_controller(name)).status()
+
+
+def join(name: str) -> None:
+    try:
+        if not ray.is_initialized():
+            cluster.join_ray()
+        find_controller(name)
+    except (ConnectionError, ValueError):
+        raise ConfigError(f"no service named {name!r} runs here; start one with: skyrl-actors serve configs/cpu_tiny.yaml") from None
+
+
+def stop(name: str) -> None:
+    """End the service; end Ray too if `serve` started it. Stopping what does not run is fine."""
+    state_file = _state_file(name)
+    state = json.loads(state_file.read_text()) if state_file.exists() else {"started_ray": False}
+    if _joined():
+        try:
+            serve.delete(name)
+        except Exception as error:  # noqa: BLE001  the shutdown boundary: the rest must still be ended
+            note(f"the endpoint did not end in order: {error}")
+        try:
+            asyncio.run(cluster.close_controller(find_controller(name)))
+        except ValueError:
+            note(f"no controller of {name!r} is running")
+        except (SkyrlActorsError, TimeoutError) as error:
+            note(f"the controller did not end in order: {error}")
+        if state["started_ray"]:
+            serve.shutdown()
+        ray.shutdown()
+    if state["started_ray"]:
+        end_ray_session(state["session_dir"])
+    if "transfer" in state:
+        cluster.remove_folder(Path(state["transfer"]))
+    state_file.unlink(missing_ok=True)
+    note(f"{name} is stopped")
+
+
+def _joined() -> bool:
+    try:
+        if not ray.is_initialized():
+            cluster.join_ray()
+    except ConnectionError:
+        return False
+    return True
+
+
+def session_dir() -> str:
+    from ray._private.worker import global_worker
+
+    assert global_worker.node is not None
+    return global_worker.node.get_session_dir_path()
+
+
+def end_ray_session(folder: str, timeout_s: float = 15.0) -> None:
+    """End the daemons of one Ray session (and with them their workers), not those of others on this machine."""
+    daemons = [p for p in psutil.process_iter(["cmdline"]) if any(folder in part for part in p.info["cmdline"] or ())]
+    family = {p.pid: p for d in daemons for p in (d, *_children(d)) if p.pid != os.getpid()}
+    for process in family.values():
+        if process.is_running():
+            process.terminate()
+    _, alive = psutil.wait_procs(list(family.values()), timeout_s)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout_s)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _state_file(name: str) -> Path:
+    return STATE_FOLDER / f"{name}.json"

@@ -1,0 +1,139 @@
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_actors.colocation.gate import Gate
+from skyrl_actors.colocation.keeper import PhaseKeeper
+from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase, plan_moves, serves
+from skyrl_actors.messages.errors import InternalError
+
+PAIRS = list(itertools.product(Phase, Phase))
+BYTES = {Part.TRAIN_WEIGHTS: 4, Part.GRADIENTS: 4, Part.OPTIMIZER: 8, Part.ENGINE_WEIGHTS: 4, Part.KV_CACHE: 16}
+
+
+@pytest.mark.parametrize(("here", "there"), PAIRS)
+def test_the_laws_of_moves(here: Phase, there: Phase):
+    resident = set(RESIDENT[here])
+    limit = max(sum(BYTES[p] for p in RESIDENT[here]), sum(BYTES[p] for p in RESIDENT[there]))
+    touched = []
+    for move in plan_moves(here, there):
+        (resident.remove if move.action == "free" else resident.add)(move.part)
+        touched.append(move.part)
+        assert sum(BYTES[p] for p in resident) <= limit
+        assert Part.OPTIMIZER not in resident or Part.TRAIN_WEIGHTS in resident
+        assert Part.KV_CACHE not in resident or Part.ENGINE_WEIGHTS in resident
+    assert resident == RESIDENT[there]
+    assert len(set(touched)) == len(touched)
+    assert set(touched) == RESIDENT[here] ^ RESIDENT[there]
+
+
+def test_training_may_go_on_beside_the_optimizer_state():
+    assert serves(Phase.STEP, Phase.TRAIN)
+    assert not serves(Phase.TRAIN, Phase.STEP)
+    assert not serves(Phase.SAMPLE, Phase.IDLE)
+
+
+class Recorder:
+    def __init__(self, failing: str | None = None):
+        self.moves: list[str] = []
+        self.failing = failing
+
+    async def move(self, move: Move, to: Phase) -> None:
+        await asyncio.sleep(0)
+        if str(move) == self.failing:
+            raise InternalError("no memory")
+        self.moves.append(str(move))
+
+
+async def test_a_failing_move_breaks_the_keeper_and_is_named():
+    keeper = PhaseKeeper(Recorder(failing="load KV cache"), Phase.TRAIN, timeout_s=1)
+
+    async def hold() -> None:
+        async with keeper.hold(Phase.SAMPLE):
+            raise AssertionError("never entered")
+
+    waiting = [asyncio.create_task(hold()) for _ in range(3)]
+    for result in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(result, InternalError) and "'load KV cache' failed: no memory" in str(result)
+    assert keeper.phase == "BROKEN"
+    with pytest.raises(InternalError, match="load KV cache"):
+        async with keeper.hold(Phase.TRAIN):
+            pass
+
+
+async def test_a_hanging_move_has_a_deadline():
+    class Hanging:
+        async def move(self, move: Move, to: Phase) -> None:
+            await asyncio.Event().wait()
+
+    keeper = PhaseKeeper(Hanging(), Phase.TRAIN, timeout_s=0.05)
+    with pytest.raises(InternalError, match="'free gradients' took longer than"):
+        async with keeper.hold(Phase.SAMPLE):
+            pass
+
+
+async def test_same_phase_is_shared_and_moves_happen_once():
+    recorder = Recorder()
+    keeper = PhaseKeeper(recorder, Phase.TRAIN, timeout_s=1)
+    inside, most = 0, 0
+
+    async def work() -> None:
+        nonlocal inside, most
+        async with keeper.hold(Phase.SAMPLE):
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0.01)
+            inside -= 1
+
+    await asyncio.gather(*(work() for _ in range(5)))
+    assert most == 5
+    assert recorder.moves == ["free gradients", "free train weights", "load engine weights", "load KV cache"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), min_size=1, max_size=25))
+def test_gate_never_mixes_states_and_serves_everyone(plan: list[tuple[str, int, bool]]):
+    """Each entry: the state wanted, loop turns of work, and whether the waiter is cancelled before it may enter."""
+
+    async def main() -> None:
+        state, inside, served = "a", [], 0
+
+        async def enter(old: str, new: str) -> None:
+            nonlocal state
+            assert not inside and old == state
+            await asyncio.sleep(0)
+            assert not inside
+            state = new
+
+        gate = Gate("a", enter)
+
+        async def work(wanted: str, turns: int) -> None:
+            nonlocal served
+            async with gate.hold(wanted):
+                inside.append(wanted)
+                try:
+                    for _ in range(turns):
+                        assert state == wanted and set(inside) == {wanted}
+                        await asyncio.sleep(0)
+                finally:
+                    inside.remove(wanted)
+            served += 1
+
+        tasks = []
+        for wanted, turns, cancel in plan:
+            task = asyncio.create_task(work(wanted, turns))
+            await asyncio.sleep(0)
+            if cancel:
+                task.cancel()
+            tasks.append(task)
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        cancelled = sum(isinstance(r, asyncio.CancelledError) for r in results)
+        assert not [r for r in results if isinstance(r, AssertionError)]
+        assert served + cancelled == len(plan)
+        assert gate.num_holders == 0 and gate.num_waiting == 0
+
+    asyncio.run(main())

@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import pytest
+
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.job import JobConfig
+from skyrl_actors.config.load import load, to_yaml
+from skyrl_actors.messages.errors import ConfigError
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_service_config_loads(path: Path):
+    assert isinstance(load(path), ClusterConfig)
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "jobs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_job_config_loads(path: Path):
+    assert isinstance(load(path, schema=JobConfig), JobConfig)
+
+
+def test_serve_config_is_valid_for_serve_deploy():
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    for path in (CONFIGS / "serve").glob("*.yaml"):
+        schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+        assert [a.import_path for a in schema.applications] == ["skyrl_actors.api.ingress:build"]
+
+
+def test_resolved_config_reads_back_equal(tmp_path: Path):
+    config = load(CONFIGS / "jobs" / "ppo_tiny.yaml", ["job.iterations=7", "cluster.engine.num_engines=1"], JobConfig)
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    assert load(tmp_path / "again.yaml", schema=JobConfig) == config
+    assert config.job.iterations == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("engine.kv_cache_byte=1", r"engine\.kv_cache_byte: unknown key; allowed here: .*kv_cache_bytes"),
+        ("transfer.foo=1", r"transfer\.shm\.foo: unknown key; allowed here: folder, type"),
+        ("engine.max_num_seqs=many", r"engine\.max_num_seqs: .*integer.*many"),
+        ("transfer.type=nccl", "'shm', 'object_store'"),
+        ("policy.strategy.type=deepspeed", r"policy\.strategy\.type: Input should be 'replica'"),
+        ("policy.num_ranks=2", "policy.num_ranks is 2 and engine.num_engines is 1"),
+        ("lora.max_rank=7", "max_rank 7: vLLM serves adapters of at most one of"),
+        ("nonsense", "write key.sub=value"),
+    ],
+)
+def test_faults_are_named(override: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        load(CONFIGS / "cpu_tiny.yaml", [override])
+
+
+def test_files_that_are_no_configs(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no such file"):
+        load(tmp_path / "none.yaml")
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load(tmp_path / "broken.yaml")
+    (tmp_path / "loop.yaml").write_text("extends: loop.yaml")
+    with pytest.raises(ConfigError, match="extends itself"):
+        load(tmp_path / "loop.yaml")
+
+
+def test_rank_of_a_job_must_fit_the_service():
+    with pytest.raises(ConfigError, match=r"job.lora_rank 64 is above cluster.lora.max_rank 32"):
+        load(CONFIGS / "jobs" / "ppo_tiny.yaml", ["job.lora_rank=64"], JobConfig)

@@ -1,0 +1,108 @@
+"""Losses against straightforward float64 formulas written with loops, and their gradients by finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_actors import losses
+from skyrl_actors.losses.torch_ops import TORCH_OPS
+from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.errors import InvalidRequest
+
+RNG = np.random.default_rng(0)
+T = 40
+P = RNG.normal(-1.5, 0.7, T)
+INPUTS = {
+    "logprobs": P + RNG.normal(0, 0.4, T),
+    "advantages": RNG.normal(0, 1, T),
+    "weights": RNG.normal(0.5, 1, T),
+    "values": RNG.normal(0, 1, T),
+    "returns": RNG.normal(0, 1, T),
+}
+
+
+def reference(name: str, predicted: np.ndarray) -> float:
+    total = 0.0
+    for t in range(T):
+        p, w = predicted[t], INPUTS["weights"][t]
+        q, a = INPUTS["logprobs"][t], INPUTS["advantages"][t]
+        ratio = math.exp(p - q)
+        if name == "cross_entropy":
+            total += -w * p
+        elif name == "importance_sampling":
+            total += -w * ratio * a
+        elif name == "ppo":
+            total += -w * min(ratio * a, min(max(ratio, 0.9), 1.3) * a)
+        else:
+            old, goal = INPUTS["values"][t], INPUTS["returns"][t]
+            bounded = min(max(p, old - 0.3), old + 0.3)
+            total += 0.5 * w * max((p - goal) ** 2, (bounded - goal) ** 2)
+    return total
+
+
+OPTIONS = {"ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}, "ppo_critic": {"value_clip": 0.3}}
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "ppo_critic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_value_and_gradient(name: str, dtype: torch.dtype):
+    entry = losses.find(name)
+    needed = (*entry.required, *entry.optional)
+    predicted = torch.tensor(P, dtype=dtype, requires_grad=True)
+    inputs = {key: torch.tensor(INPUTS[key], dtype=dtype) for key in needed}
+    call = entry.checked(OPTIONS.get(name, {}))
+    total = entry.function(TORCH_OPS, predicted, inputs, **call.config).elementwise.sum()
+    total.backward()
+    assert float(total.detach()) == pytest.approx(reference(name, P), rel=1e-5)
+    step = 1e-6
+    numeric = [(reference(name, P + step * e) - reference(name, P - step * e)) / (2 * step) for e in np.eye(T)]
+    assert predicted.grad is not None
+    np.testing.assert_allclose(predicted.grad.numpy(), numeric, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-7)
+
+
+def test_clip_counts():
+    entry = losses.find("ppo")
+    ratio, advantages = [0.5, 0.5, 1.0, 2.0, 2.0], [1.0, -1.0, 1.0, 1.0, -1.0]
+    inputs = {"logprobs": torch.zeros(5), "advantages": torch.tensor(advantages), "weights": torch.ones(5)}
+    terms = entry.function(TORCH_OPS, torch.tensor(ratio).log(), inputs, **entry.checked({}).config)
+    assert terms.sums["clipped_tokens:sum"] == 2  # 0.5 with A < 0, 2.0 with A > 0
+
+
+def columns(**fields: list[float]):
+    arrays = {k: np.asarray(v, np.int32 if k == "target_tokens" else np.float32) for k, v in fields.items()}
+    return columns_from([Example(np.zeros(2, np.int32), arrays)])
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "fields", "forward_only", "said"),
+    [
+        ("ppo", "policy", {"target_tokens": [1, 2], "logprobs": [0, 0]}, False, "missing: advantages"),
+        ("cross_entropy", "policy", {"weights": [1, 1]}, False, "missing: target_tokens"),
+        ("ppo_critic", "policy", {"values": [0, 0], "returns": [0, 0]}, False, "is for a critic, this model is a policy"),
+        ("ppo", "critic", {"values": [0, 0], "returns": [0, 0]}, False, "is for a policy, this model is a critic; use ppo_critic"),
+        ("ppo_critic", "critic", {"values": [0, 0]}, True, "missing: returns"),
+        ("cross_entropy", "policy", {"target_tokens": [1, 2], "advantages": [0, 0]}, False, "does not use advantages"),
+    ],
+)
+def test_inputs_are_checked(name, role, fields, forward_only, said):
+    with pytest.raises(InvalidRequest, match=said):
+        losses.check_inputs(losses.find(name), role, columns(**fields), forward_only)
+
+
+def test_a_critic_forward_needs_no_inputs():
+    losses.check_inputs(losses.find("ppo_critic"), "critic", columns(target_tokens=[1, 2]), forward_only=True)
+
+
+def test_names_and_options_are_checked():
+    with pytest.raises(InvalidRequest, match="unknown loss 'nope'; served: cross_entropy, importance_sampling, ppo, ppo_critic"):
+        losses.find("nope")
+    with pytest.raises(InvalidRequest, match="importance_sampling is the closest"):
+        losses.find("stable_reinforce")
+    with pytest.raises(InvalidRequest, match="has no option 'clip'; its options: clip_low_threshold, clip_high_threshold"):
+        losses.find("ppo").checked({"clip": 1.0})
+    with pytest.raises(InvalidRequest, match="a finite number is needed"):
+        losses.find("ppo").checked({"clip_low_threshold": math.nan})
+    with pytest.raises(InvalidRequest, match="a finite number is needed"):
+        losses.find("ppo").checked({"clip_low_threshold": "x"})

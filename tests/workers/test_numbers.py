@@ -1,0 +1,289 @@
+"""One rank against plain PyTorch: losses, gradients, AdamW, LoRA against peft, files against transformers and peft."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from skyrl_actors import losses
+from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.workers.interface import WorkerSpec
+from skyrl_actors.workers.torch_worker import TorchWorker
+
+LENGTHS = (5, 17, 9, 17, 30, 3, 9)
+
+
+def worker_for(base: Path, role: str = "policy", budget: int = 40) -> TorchWorker:
+    worker = TorchWorker(WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 2, budget, 60.0))  # type: ignore[arg-type]
+    worker.setup("127.0.0.1", 0)
+    return worker
+
+
+def batch(seed: int, lengths: tuple[int, ...] = LENGTHS, extra: tuple[str, ...] = ()) -> Columns:
+    rng = np.random.default_rng(seed)
+    examples = []
+    for n in lengths:
+        fields: dict = {TARGETS: rng.integers(0, 256, n).astype(np.int32), "weights": rng.normal(0.5, 1, n).astype(np.float32)}
+        fields |= {name: rng.normal(-5 if name == "logprobs" else 0, 0.5, n).astype(np.float32) for name in extra}
+        examples.append(Example(rng.integers(0, 256, n).astype(np.int32), fields))
+    return columns_from(examples)
+
+
+def reference_logprobs(model: torch.nn.Module, columns: Columns) -> list[torch.Tensor]:
+    """One row at a time through transformers' own attention, no packing."""
+    rows = []
+    for i in range(columns.num_rows):
+        where = columns.positions([i])
+        logits = model(input_ids=torch.tensor(columns.tokens[where][None].astype(np.int64)), use_cache=False).logits[0]
+        targets = torch.tensor(columns.fields[TARGETS][where].astype(np.int64))
+        rows.append(F.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0])
+    return rows
+
+
+def reference_loss(name: str, logprobs: torch.Tensor, columns: Columns) -> torch.Tensor:
+    f = {k: torch.tensor(v, dtype=logprobs.dtype) for k, v in columns.fields.items() if k != TARGETS}
+    if name == "cross_entropy":
+        return -(f["weights"] * logprobs).sum()
+    ratio = torch.exp(logprobs - f["logprobs"])
+    if name == "importance_sampling":
+        return -(f["weights"] * ratio * f["advantages"]).sum()
+    return -(f["weights"] * torch.minimum(ratio * f["advantages"], ratio.clamp(0.8, 1.2) * f["advantages"])).sum()
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo"])
+def test_full_model_loss_and_gradient_against_float64(random_base: Path, name: str):
+    extra = () if name == "cross_entropy" else ("logprobs", "advantages")
+    columns = batch(1, extra=extra)
+    worker = worker_for(random_base)
+    worker.create_model(ModelSpec("m", "tiny"))
+    output = worker.forward_backward(tuple(range(len(LENGTHS))), "m", columns, losses.find(name).checked({}), False)
+
+    model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64)
+    logprobs = torch.cat(reference_logprobs(model, columns))
+    total = reference_loss(name, logprobs, columns)
+    total.backward()
+    np.testing.assert_allclose(output.values, logprobs.detach().numpy(), atol=2e-5)
+    assert output.sums["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-5)
+    state = worker.models["m"].state
+    assert state.gradients is not None
+    gradients = state.split(state.gradients)
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert relative(gradients[key], parameter.grad) < 1e-5, key
+
+
+def test_critic_loss_and_gradient_against_float64(random_base: Path):
+    columns = batch(2, extra=("values", "returns"))
+    columns = Columns(columns.tokens, columns.offsets, {k: v for k, v in columns.fields.items() if k != TARGETS})
+    worker = worker_for(random_base, "critic")
+    worker.create_model(ModelSpec("c", "tiny", role="critic"))
+    head = torch.nn.Linear(192, 1, dtype=torch.float64)
+    state = worker.models["c"].state
+    with torch.no_grad():  # a head that is not zero, so that the trunk has a gradient
+        state.views["value_head.weight"].copy_(head.weight)
+        state.views["value_head.bias"].copy_(head.bias)
+    output = worker.forward_backward(tuple(range(len(LENGTHS))), "c", columns, LossCall("ppo_critic", {"value_clip": 0.2}), False)
+
+    model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64).model
+    with torch.no_grad():
+        head.weight.copy_(head.weight.float())
+        head.bias.copy_(head.bias.float())
+    values = torch.cat([
+        head(model(input_ids=torch.tensor(columns.tokens[columns.positions([i])][None].astype(np.int64))).last_hidden_state[0])[:, 0]
+        for i in range(columns.num_rows)
+    ])  # fmt: skip
+    f = {k: torch.tensor(v, dtype=torch.float64) for k, v in columns.fields.items()}
+    bounded = torch.clamp(values, f["values"] - 0.2, f["values"] + 0.2)
+    total = (0.5 * f["weights"] * torch.maximum((values - f["returns"]) ** 2, (bounded - f["returns"]) ** 2)).sum()
+    total.backward()
+    np.testing.assert_allclose(output.values, values.detach().numpy(), atol=2e-5)
+    assert output.sums["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-5)
+    assert state.gradients is not None
+    gradients = state.split(state.gradients)
+    assert head.weight.grad is not None
+    assert relative(gradients["value_head.weight"], head.weight.grad) < 1e-5
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert relative(gradients[f"model.{key}"], parameter.grad) < 1e-5, key
+
+
+@pytest.mark.parametrize("clip", [0.0, 3.0])
+def test_adamw_after_accumulated_calls(random_base: Path, clip: float):
+    """Three forward_backward calls, one step; then another with other hyperparameters: as torch.optim.AdamW in float64
+    on the same gradients."""
+    worker = worker_for(random_base)
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    state = worker.models["m"].state
+    parameter = torch.nn.Parameter(state.weights.double().clone())
+    optimizer = torch.optim.AdamW([parameter])
+    call = losses.find("cross_entropy").checked({})
+    for step, adam in enumerate([AdamParams(1e-2, 0.9, 0.95, 1e-12, 0.0, clip), AdamParams(3e-3, 0.8, 0.99, 1e-5, 0.1, clip)]):
+        for k in range(3):
+            worker.forward_backward(tuple(range(len(LENGTHS))), "m", batch(10 * step + k), call, False)
+        assert state.gradients is not None
+        parameter.grad = state.gradients.double().clone()
+        norm = torch.linalg.vector_norm(parameter.grad)
+        if clip:
+            parameter.grad.mul_(min(1.0, clip / float(norm)))
+        optimizer.param_groups[0].update(
+            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+        )
+        optimizer.step()
+        metrics = worker.optim_step("m", adam)
+        assert metrics["skyrl.ai/grad_norm"] == pytest.approx(float(norm), rel=1e-6)
+        np.testing.assert_allclose(state.weights.numpy(), parameter.detach().numpy(), rtol=1e-6, atol=1e-6)
+        assert not state.gradients.any()
+
+
+def test_a_step_without_gradient_is_tolerated(random_base: Path):
+    worker = worker_for(random_base)
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    before = worker.models["m"].state.weights.clone()
+    assert worker.optim_step("m", AdamParams())["skyrl.ai/grad_norm"] == 0
+    assert torch.equal(before, worker.models["m"].state.weights)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(random_base: Path):
+    worker = worker_for(random_base)
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    state = worker.models["m"].state
+    before = state.weights.clone()
+    state.ensure_gradients()[0] = torch.nan
+    with pytest.raises(InvalidRequest, match="gradient norm is nan"):
+        worker.optim_step("m", AdamParams())
+    assert torch.equal(before, state.weights)
+    assert worker.optim_step("m", AdamParams())["skyrl.ai/grad_norm"] == 0
+
+
+def test_packing_and_budget_change_no_number(random_base: Path):
+    columns, call = batch(3), losses.find("cross_entropy").checked({})
+    results = []
+    for budget in (1, 40, 100_000):
+        worker = worker_for(random_base, budget=budget)
+        worker.create_model(ModelSpec("m", "tiny"))
+        output = worker.forward_backward(tuple(range(len(LENGTHS))), "m", columns, call, False)
+        results.append((output.values, worker.models["m"].state.gradients))
+    for values, gradients in results[1:]:
+        np.testing.assert_allclose(values, results[0][0], atol=5e-6)
+        assert gradients is not None and results[0][1] is not None
+        assert relative(gradients, results[0][1]) < 1e-5
+
+
+def test_forward_gives_the_same_logprobs_and_no_gradient(random_base: Path):
+    worker = worker_for(random_base)
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    columns, call, rows = batch(4), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
+    forward = worker.forward_backward(rows, "m", columns, call, True)
+    assert worker.models["m"].state.gradients is None
+    both = worker.forward_backward(rows, "m", columns, call, False)
+    np.testing.assert_array_equal(forward.values, both.values)
+    assert forward.sums == both.sums
+
+
+def test_tenants_do_not_touch_each_other_or_the_base(random_base: Path):
+    worker = worker_for(random_base)
+    columns, call, rows = batch(5), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
+    worker.create_model(ModelSpec("reference", "tiny", lora=LoraSpec(1)))
+    start = worker.forward_backward(rows, "reference", columns, call, True).values
+    for spec in (ModelSpec("lora", "tiny", lora=LoraSpec(8)), ModelSpec("full", "tiny")):
+        worker.create_model(spec)
+        np.testing.assert_allclose(worker.forward_backward(rows, spec.model_id, columns, call, True).values, start, atol=1e-5)
+        worker.forward_backward(rows, spec.model_id, columns, call, False)
+        worker.optim_step(spec.model_id, AdamParams(learning_rate=1e-2))
+        moved = worker.forward_backward(rows, spec.model_id, columns, call, True).values
+        assert np.abs(moved - start).max() > 0.05
+    np.testing.assert_array_equal(worker.forward_backward(rows, "reference", columns, call, True).values, start)
+
+
+def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
+    """Gradients equal peft's; our files open in peft and give the same logprobs."""
+    worker = worker_for(random_base)
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(8, 16.0), seed=3))
+    columns, call, rows = batch(6), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
+    worker.forward_backward(rows, "m", columns, call, False)
+    worker.optim_step("m", AdamParams(learning_rate=1e-2))
+    worker.save_checkpoint("m", str(tmp_path / "adapter"), with_optimizer=False)
+    base = AutoModelForCausalLM.from_pretrained(random_base)
+    peft_model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+    ours = worker.forward_backward(rows, "m", columns, call, False)
+    logprobs = torch.cat(reference_logprobs(peft_model, columns))
+    reference_loss("cross_entropy", logprobs, columns).backward()
+    np.testing.assert_allclose(ours.values, logprobs.detach().numpy(), atol=2e-5)
+    state = worker.models["m"].state
+    assert state.gradients is not None
+    mine = state.split(state.gradients)
+    checked = 0
+    for key, parameter in peft_model.named_parameters():
+        if parameter.requires_grad and parameter.grad is not None:
+            name = key.removeprefix("base_model.model.").replace(".default.weight", "")
+            assert relative(mine[name], parameter.grad) < 1e-5, key
+            checked += 1
+    assert checked == len(mine) == 2 * (4 * 7 + 1)
+
+
+def test_peft_adapters_load_here(random_base: Path, tmp_path: Path):
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(random_base), config)
+    model.save_pretrained(tmp_path)
+    worker = worker_for(random_base)
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, 8.0, train_attn=True, train_mlp=True, train_unembed=False)))
+    with pytest.raises(InvalidRequest, match="tensors are not this model's"):
+        worker.load_checkpoint("m", str(tmp_path), with_optimizer=False)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(4)], ids=["full", "lora"])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_training_continues_from_a_checkpoint_bit_for_bit(random_base: Path, tmp_path: Path, lora, role: str):
+    """Save after one step, take another; a second model loaded from the file takes the same step."""
+    extra = ("values", "returns") if role == "critic" else ()
+    call = LossCall("ppo_critic", {"value_clip": 0.2}) if role == "critic" else losses.find("cross_entropy").checked({})
+    worker = worker_for(random_base, role)
+    rows = tuple(range(len(LENGTHS)))
+    for model_id in ("a", "b"):
+        worker.create_model(ModelSpec(model_id, "tiny", role, lora, seed=ord(model_id)))  # type: ignore[arg-type]
+
+    def train(model_id: str, seed: int) -> None:
+        worker.forward_backward(rows, model_id, batch(seed, extra=extra), call, False)
+        worker.optim_step(model_id, AdamParams(learning_rate=1e-3))
+
+    train("a", 1)
+    worker.save_checkpoint("a", str(tmp_path / "c"), with_optimizer=True)
+    train("a", 2)
+    worker.load_checkpoint("b", str(tmp_path / "c"), with_optimizer=True)
+    train("b", 2)
+    assert torch.equal(worker.models["a"].state.weights, worker.models["b"].state.weights)
+    worker.load_checkpoint("b", str(tmp_path / "c"), with_optimizer=False)
+    train("b", 2)
+    assert not torch.equal(worker.models["a"].state.weights, worker.models["b"].state.weights)
+    assert not [f for f in tmp_path.iterdir() if "partial" in f.name or f.name.endswith(".old")]
+
+
+def test_full_checkpoint_opens_in_plain_transformers(random_base: Path, tmp_path: Path):
+    worker = worker_for(random_base)
+    worker.create_model(ModelSpec("m", "tiny"))
+    columns, call, rows = batch(7), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
+    worker.forward_backward(rows, "m", columns, call, False)
+    worker.optim_step("m", AdamParams(learning_rate=1e-2))
+    worker.save_checkpoint("m", str(tmp_path / "c"), with_optimizer=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
+    with torch.no_grad():
+        expected = torch.cat(reference_logprobs(model, columns)).numpy()
+    np.testing.assert_allclose(worker.forward_backward(rows, "m", columns, call, True).values, expected, atol=2e-5)
+
+
+def test_full_fine_tune_is_refused_in_bfloat16(random_base: Path):
+    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(random_base), "bfloat16", "cpu", 1, 100, 60.0))
+    worker.setup("127.0.0.1", 0)
+    with pytest.raises(InvalidRequest, match="needs dtype float32"):
+        worker.create_model(ModelSpec("m", "tiny"))
+    assert not worker.models
