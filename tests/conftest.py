@@ -8,8 +8,14 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from skyrl_actors.backends.base_models import base_model_folder
@@ -21,5 +27,41 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="session")
 def random_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny base model with random weights: for numbers, where skill does not matter."""
-    base = TinyBase(warmup_steps=0, cache_dir=tmp_path_factory.mktemp("base"))
+    base = TinyBase(name="tiny", warmup_steps=0, cache_dir=tmp_path_factory.mktemp("base"))
     return base_model_folder(base, lambda count: [])
+
+
+def run_cli(*arguments: str, timeout: float = 240, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "skyrl_actors", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Service:
+    name: str
+    url: str
+    checkpoints: Path
+    base: Path
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory, random_base: Path) -> Iterator[Service]:
+    """A real service by the real command, with its own Ray; ended by the real command."""
+    port, checkpoints = free_port(), tmp_path_factory.mktemp("checkpoints")
+    name = f"test-{port}"
+    started = run_cli(
+        "serve", "configs/cpu_tiny.yaml", f"name={name}", f"http.port={port}", f"checkpoint_dir={checkpoints}",
+        "base_model.type=pretrained", "base_model.name=tiny", f"base_model.path={random_base}",
+    )  # fmt: skip
+    assert started.returncode == 0, started.stdout + started.stderr
+    os.environ["TINKER_BASE_URL"], os.environ["TINKER_API_KEY"] = f"http://127.0.0.1:{port}", "tml-test"
+    yield Service(name, f"http://127.0.0.1:{port}", checkpoints, random_base)
+    stopped = run_cli("stop", "--name", name)
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert not [p.info["name"] for p in psutil.process_iter(["name"]) if p.info["name"] in ("raylet", "gcs_server", "haproxy")]

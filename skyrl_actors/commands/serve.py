@@ -1,6 +1,7 @@
 """`serve`, `status`, `stop`: the service as detached actors on a Ray cluster that was there or is started here."""
 
 import asyncio
+import hashlib
 import json
 import os
 import socket
@@ -68,7 +69,7 @@ def _check_port(config: ClusterConfig) -> None:
 
 def serve_environment(config: ClusterConfig) -> dict[str, str]:
     """Ray Serve's edge is chosen by variables that must be there when Ray starts."""
-    own = STATE_FOLDER / f"{config.name}-haproxy"
+    own = _haproxy_folder(config.name)
     environment = {"RAY_worker_niceness": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0"}
     if config.http.haproxy:
         environment |= {
@@ -237,6 +238,7 @@ def stop(name: str) -> None:
         end_ray_session(state["session_dir"])
     if "transfer" in state:
         cluster.remove_folder(Path(state["transfer"]))
+    cluster.remove_folder(_haproxy_folder(name))
     state_file.unlink(missing_ok=True)
     note(f"{name} is stopped")
 
@@ -275,6 +277,11 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _haproxy_folder(name: str) -> Path:
+    """Short: HAProxy's sockets lie below it, and a socket's path may have 97 letters."""
+    return Path("/tmp") / f"ska-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _state_file(name: str) -> Path:

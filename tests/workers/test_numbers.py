@@ -231,7 +231,7 @@ def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
     assert checked == len(mine) == 2 * (4 * 7 + 1)
 
 
-def test_peft_adapters_load_here(random_base: Path, tmp_path: Path):
+def test_an_adapter_of_another_shape_is_refused(random_base: Path, tmp_path: Path):
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(random_base), config)
     model.save_pretrained(tmp_path)

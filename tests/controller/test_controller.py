@@ -1,0 +1,255 @@
+"""The controller with a backend in memory: order, idempotency, failures, sessions, long polls."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_actors.config.cluster import ClusterConfig, LimitsConfig, LoraConfig, TinyBase
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.errors import CapacityError, Conflict, InvalidRequest, NotFound
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from tests.fakes import FakeBackend
+
+
+@pytest.fixture
+async def controller(tmp_path: Path):
+    config = ClusterConfig(
+        base_model=TinyBase(name="tiny"),
+        limits=LimitsConfig(open_requests=50, lora_sampler_versions=2, datums=4),
+        lora=LoraConfig(max_adapters=2),
+        checkpoint_dir=tmp_path,
+    )
+    made = Controller(config, FakeBackend())
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def model_in(controller: Controller, number: int = 0, **fields) -> tuple[str, str]:
+    session = controller.create_session()
+    spec = ModelSpec(f"{session}:train:{number}", "tiny", lora=LoraSpec(4), **fields)
+    await done(controller, controller.submit(rq.CreateModel(spec, session)))
+    return session, spec.model_id
+
+
+async def done(controller: Controller, request_id: str) -> rs.Result:
+    result = await controller.retrieve(request_id, 5)
+    assert result is not None
+    return result
+
+
+def rows(first_token: int = 5, length: int = 3, count: int = 1, **fields):
+    tokens = np.full(length, first_token, np.int32)
+    return columns_from([Example(tokens, {"target_tokens": tokens, **fields})] * count)
+
+
+def batch(model_id: str, seq_id: int | None = None, first_token: int = 5) -> rq.ForwardBackward:
+    return rq.ForwardBackward(model_id, rows(first_token), LossCall("cross_entropy", {}), seq_id=seq_id)
+
+
+async def test_requests_of_a_model_take_effect_in_order(controller: Controller):
+    _, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.go.clear()
+    ids = []
+    for i in range(5):
+        ids.append(controller.submit(batch(model_id, 2 * i + 1, first_token=i)))
+        ids.append(controller.submit(rq.OptimStep(model_id, AdamParams(), 2 * i + 2)))
+    backend.go.set()
+    await asyncio.gather(*(done(controller, i) for i in ids))
+    expected = [call for i in range(5) for call in ((f"forward_backward {i}", model_id), ("optim_step", model_id))]
+    assert backend.calls[1:] == expected
+
+
+async def test_a_retry_is_the_same_request(controller: Controller):
+    _, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    first = controller.submit(rq.OptimStep(model_id, AdamParams(), 1))
+    assert controller.submit(rq.OptimStep(model_id, AdamParams(), 1)) == first
+    await done(controller, first)
+    assert controller.submit(rq.OptimStep(model_id, AdamParams(), 1)) == first
+    assert backend.calls.count(("optim_step", model_id)) == 1
+    with pytest.raises(Conflict):
+        controller.submit(rq.OptimStep(model_id, AdamParams(learning_rate=1), 1))
+    with pytest.raises(Conflict):
+        controller.submit(batch(model_id, 1))
+
+
+async def test_creating_the_same_model_again_is_a_retry(controller: Controller):
+    session = controller.create_session()
+    request = rq.CreateModel(ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4), seed=3), session)
+    first = controller.submit(request)
+    assert controller.submit(request) == first
+    assert await done(controller, first) == rs.ModelCreated(request.model_id)
+    assert len(controller.tenants.models) == 1
+
+
+async def test_an_answer_can_be_read_again_and_waited_for_by_many(controller: Controller):
+    _, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.go.clear()
+    request_id = controller.submit(rq.OptimStep(model_id, AdamParams()))
+    assert await controller.retrieve(request_id, 0.01) is None
+    waiting = [asyncio.create_task(controller.retrieve(request_id, 5)) for _ in range(3)]
+    await asyncio.sleep(0)
+    backend.go.set()
+    assert [await w for w in waiting] == [rs.StepDone({})] * 3
+    assert await controller.retrieve(request_id, 0) == rs.StepDone({})
+    with pytest.raises(NotFound, match="not known"):
+        await controller.retrieve("r-none", 0)
+
+
+async def test_a_failure_is_an_answer_and_the_model_goes_on(controller: Controller):
+    _, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.failing.add("optim_step")
+    result = await done(controller, controller.submit(rq.OptimStep(model_id, AdamParams())))
+    assert isinstance(result, rs.Failure) and result.category == "server" and "optim_step broke" in result.message
+    backend.failing.clear()
+    assert await done(controller, controller.submit(rq.OptimStep(model_id, AdamParams()))) == rs.StepDone({})
+
+
+async def test_a_model_that_was_not_created_leaves_nothing(controller: Controller):
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.failing.add("create_model")
+    session = controller.create_session()
+    spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
+    assert isinstance(await done(controller, controller.submit(rq.CreateModel(spec, session))), rs.Failure)
+    assert not controller.tenants.models
+
+
+async def test_capacity(controller: Controller):
+    session, _ = await model_in(controller)
+    await model_in(controller)
+    with pytest.raises(CapacityError, match="2 policy LoRA models"):
+        await model_in(controller)
+    await controller.finish_session(session)
+    await model_in(controller)
+
+
+async def test_sessions_take_their_models_with_them(controller: Controller):
+    session, model_id = await model_in(controller)
+    _, other = await model_in(controller)
+    sampler = f"{session}:sample:0"
+    await done(controller, controller.submit(rq.SaveForSampler(model_id, sampler_id=sampler)))
+    await controller.finish_session(session)
+    await controller.finish_session(session)
+    assert list(controller.tenants.models) == [other]
+    assert ("delete_model", model_id) in controller.backend.calls  # type: ignore[attr-defined]
+    assert ("drop_sampler", f"{model_id}@1") in controller.backend.calls  # type: ignore[attr-defined]
+    with pytest.raises(NotFound, match="unknown model"):
+        controller.submit(batch(model_id))
+    with pytest.raises(NotFound):
+        controller.heartbeat(session)
+
+
+async def test_samplers_are_versions_and_old_ones_end(controller: Controller):
+    session, model_id = await model_in(controller)
+    for i in range(3):
+        await done(controller, controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:{i}")))
+    sample = rq.Sample(f"{session}:sample:2", (1, 2), rq.SamplingParams(4))
+    result = await done(controller, controller.submit(sample))
+    assert isinstance(result, rs.SampleOutput) and result.version == f"{model_id}@3"
+    with pytest.raises(NotFound, match="was dropped: only the newest unnamed versions"):
+        controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4)))
+
+
+async def test_a_sample_retry_is_the_same_request(controller: Controller):
+    session, _ = await model_in(controller)
+    await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
+    sample = rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4), seq_id=7)
+    first = controller.submit(sample)
+    assert controller.submit(sample) == first
+    await done(controller, first)
+    assert controller.backend.calls.count(("sample", "base")) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (rq.SamplingParams(600), "prompt of 2 \\+ max_tokens 600"),
+        (rq.SamplingParams(0), "max_tokens at least 1"),
+        (rq.SamplingParams(4, num_samples=0), "num_samples 0"),
+        (rq.SamplingParams(4, temperature=-1), "temperature -1"),
+        (rq.SamplingParams(4, top_p=0), "top_p 0"),
+        (rq.SamplingParams(4, top_k=0), "top_k 0"),
+        (rq.SamplingParams(4, topk_prompt_logprobs=21), "topk_prompt_logprobs 21"),
+    ],
+)
+async def test_bad_sampling_parameters(controller: Controller, params: rq.SamplingParams, said: str):
+    session = controller.create_session()
+    await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
+    with pytest.raises(InvalidRequest, match=said):
+        controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), params))
+
+
+async def test_bad_batches_are_refused_at_once(controller: Controller):
+    _, model_id = await model_in(controller)
+    ce = LossCall("cross_entropy", {})
+    for columns, loss, said in (
+        (rows(length=600), ce, "datum 0 has 600 tokens; tiny takes 512"),
+        (rows(first_token=320), ce, "token id outside 0 to 319"),
+        (rows(first_token=-1), ce, "token id outside 0 to 319"),
+        (rows(count=5), ce, "5 datums in one request; at most 4"),
+        (rows(weights=np.full(3, np.nan, np.float32)), ce, "weights has a value that is not finite"),
+        (rows(), LossCall("nope", {}), "unknown loss 'nope'"),
+        (rows(), LossCall("cross_entropy", {"x": 1}), "has no option 'x'"),
+        (rows(), LossCall("ppo", {}), "missing: logprobs, advantages"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            controller.submit(rq.ForwardBackward(model_id, columns, loss))
+    with pytest.raises(InvalidRequest, match="beta1 is 1.0"):
+        controller.submit(rq.OptimStep(model_id, AdamParams(beta1=1.0)))
+    assert controller.queue.num_open == 0
+
+
+async def test_bad_models_are_refused_at_once(controller: Controller):
+    session = controller.create_session()
+    for spec, said in (
+        (ModelSpec(f"{session}:train:0", "other", lora=LoraSpec(4)), "unknown base model 'other'; this service has 'tiny'"),
+        (ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(64)), "lora rank 64: this service takes 1 to 32"),
+        (ModelSpec(f"{session}:train:0", "tiny", "judge", LoraSpec(4)), "model_role 'judge': use one of policy, critic"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            controller.submit(rq.CreateModel(spec, session))
+    with pytest.raises(NotFound, match="unknown session"):
+        controller.submit(rq.CreateModel(ModelSpec("x:train:0", "tiny", lora=LoraSpec(4)), "x"))
+
+
+async def test_a_critic_is_not_sampled(controller: Controller):
+    session, critic = await model_in(controller, role="critic")
+    with pytest.raises(InvalidRequest, match="is a critic: it has values, not tokens"):
+        controller.submit(rq.SaveForSampler(critic, sampler_id=f"{session}:sample:0"))
+
+
+async def test_ppo_means_ppo_critic_on_a_critic(controller: Controller):
+    _, critic = await model_in(controller, role="critic")
+    values = np.zeros(3, np.float32)
+    request = rq.ForwardBackward(critic, rows(values=values, returns=values), LossCall("ppo", {"value_clip": 0.3}))
+    assert isinstance(await done(controller, controller.submit(request)), rs.LossOutput)
+
+
+async def test_open_requests_are_bounded(controller: Controller):
+    _, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.go.clear()
+    ids = [controller.submit(rq.OptimStep(model_id, AdamParams())) for _ in range(50)]
+    with pytest.raises(CapacityError, match="50 requests are open"):
+        controller.submit(rq.OptimStep(model_id, AdamParams()))
+    backend.go.set()
+    await asyncio.gather(*(done(controller, i) for i in ids))
+
+
+async def test_unknown_checkpoints(controller: Controller):
+    session, model_id = await model_in(controller)
+    with pytest.raises(NotFound, match="no checkpoint tinker://a/weights/b"):
+        controller.submit(rq.CreateModel(ModelSpec(f"{session}:train:1", ""), session, from_path="tinker://a/weights/b"))
+    with pytest.raises(InvalidRequest, match="not a tinker path"):
+        controller.submit(rq.LoadWeights(model_id, "tinker://a/../b", True))
+    result = await done(controller, controller.submit(rq.LoadWeights(model_id, "tinker://a/weights/b", True)))
+    assert isinstance(result, rs.Failure) and result.category == "user" and "no checkpoint" in result.message

@@ -1,0 +1,58 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_actors.controller.queue import RequestQueue
+from skyrl_actors.messages.errors import CapacityError, Conflict
+
+LINES = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60)
+
+
+@given(LINES)
+def test_rule_1_and_2_order_within_a_model_and_independence_between_models(events: list[tuple[str, bool]]):
+    """Each event: a model, and whether it accepts a request or finishes the one that runs."""
+    queue = RequestQueue(1000)
+    accepted: dict[str, list[str]] = {m: [] for m in "abc"}
+    started: dict[str, list[str]] = {m: [] for m in "abc"}
+    running: dict[str, str] = {}
+    for i, (model, accept) in enumerate(events):
+        if accept:
+            queue.accept(f"r{i}", model, None, 0, model)
+            accepted[model].append(f"r{i}")
+        elif model in running:
+            queue.finish(running.pop(model), model)
+        request_id = queue.next(model)
+        if request_id is not None:
+            assert model not in running
+            running[model] = request_id
+            started[model].append(request_id)
+        waits = len(accepted[model]) > len(started[model])
+        assert not waits or model in running  # nobody waits without a reason
+    for model in "abc":
+        assert started[model] == accepted[model][: len(started[model])]
+
+
+def test_rule_3_the_same_number_is_the_same_request():
+    queue = RequestQueue(10)
+    queue.accept("r1", "m", 1, 111, "m")
+    assert queue.known("m", 1, 111) == "r1"
+    assert queue.known("m", 2, 111) is None
+    assert queue.known("other", 1, 111) is None
+    assert queue.known("m", None, 111) is None
+    with pytest.raises(Conflict, match="sequence number 1 was used before"):
+        queue.known("m", 1, 222)
+    queue.finish(queue.next("m") or "", "m")
+    assert queue.known("m", 1, 111) == "r1"  # also after it was answered
+    queue.forget("m")
+    assert queue.known("m", 1, 111) is None
+
+
+def test_rule_4_the_bound():
+    queue = RequestQueue(2)
+    queue.accept("r1", "m", None, 0, "m")
+    queue.accept("r2", "s", None, 0, None)
+    with pytest.raises(CapacityError, match="2 requests are open"):
+        queue.accept("r3", "m", None, 0, "m")
+    queue.finish("r2", None)
+    queue.accept("r3", "m", None, 0, "m")
+    assert queue.num_open == 2 and queue.lengths() == {"m": 2}

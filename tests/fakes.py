@@ -1,0 +1,79 @@
+"""A backend in memory, for tests of the controller's order and books: it records calls and can be held up."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+
+
+class FakeBackend:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.models: dict[str, ModelSpec] = {}
+        self.go = asyncio.Event()
+        self.go.set()
+        self.failing: set[str] = set()
+
+    async def _call(self, verb: str, model_id: str) -> None:
+        await self.go.wait()
+        await asyncio.sleep(0)
+        if verb in self.failing:
+            raise InternalError(f"{verb} broke")
+        self.calls.append((verb, model_id))
+
+    async def start(self) -> Capabilities:
+        return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy", "critic"))
+
+    async def create_model(self, spec: ModelSpec) -> None:
+        await self._call("create_model", spec.model_id)
+        self.models[spec.model_id] = spec
+
+    async def delete_model(self, model_id: str) -> None:
+        await self._call("delete_model", model_id)
+        del self.models[model_id]
+
+    async def forward_backward(self, model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool) -> LossOutput:
+        await self._call(f"forward_backward {int(columns.tokens[0])}", model_id)
+        return LossOutput(columns.offsets, {"logprobs": np.zeros(columns.num_tokens, np.float32)}, {"loss:sum": 0.0})
+
+    async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        await self._call("optim_step", model_id)
+        return {}
+
+    async def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
+        await self._call("save_checkpoint", model_id)
+
+    async def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
+        await self._call("load_checkpoint", model_id)
+
+    async def save_for_sampler(self, model_id: str, version: str) -> SamplerWeights:
+        await self._call(f"save_for_sampler {version}", model_id)
+        return SamplerWeights(version, (WeightManifest(version, "lora", f"/dev/shm/{version}", 1),))
+
+    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+        return SamplerWeights(version)
+
+    async def drop_sampler(self, weights: SamplerWeights) -> None:
+        self.calls.append(("drop_sampler", weights.version))
+
+    async def sample(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights) -> SampleOutput:
+        await self._call("sample", weights.version)
+        one = Sequence(np.asarray([1], np.int32), np.asarray([-1.0], np.float32), "length")
+        return SampleOutput((one,) * params.num_samples, weights.version)
+
+    def fault(self) -> str | None:
+        return None
+
+    async def status(self) -> dict[str, Any]:
+        return {}
+
+    async def close(self) -> None:
+        self.calls.append(("close", ""))
