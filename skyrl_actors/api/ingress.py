@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fastapi import FastAPI
 from ray import serve
 
 from skyrl_actors.api.app import build_app
@@ -9,14 +10,16 @@ from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig
 
-app = build_app()
-
 
 @serve.deployment(name="tinker-api", max_ongoing_requests=4000, ray_actor_options={"num_cpus": 0})
-@serve.ingress(app)
+@serve.ingress()
 class TinkerApi:
     def __init__(self, config: ClusterConfig):
-        app.state.api = ApiState(config, ControllerClient(find_controller(config.name)))
+        self.state = ApiState(config, ControllerClient(find_controller(config.name)))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve in the replica, after the constructor."""
+        return build_app(self.state)
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import ray
+from ray._common.utils import reset_ray_address
+from ray._private import utils as ray_utils
 from ray.actor import ActorHandle
 
 from skyrl_actors.api.client import NAMESPACE, actor_name
@@ -50,6 +53,7 @@ def start_local_ray(config: ClusterConfig) -> None:
         num_cpus=max(os.cpu_count() or 1, config.engine.num_engines),
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
+        _node_ip_address="127.0.0.1",
         namespace=NAMESPACE,
         log_to_driver=False,
         configure_logging=False,
@@ -57,8 +61,26 @@ def start_local_ray(config: ClusterConfig) -> None:
 
 
 def join_ray() -> None:
-    """Raises ConnectionError when no Ray runs here."""
+    """Join the cluster of RAY_ADDRESS, or the one that `ray start` left on this machine. ConnectionError when there is none."""
+    if "RAY_ADDRESS" not in os.environ:
+        address = ray_utils.read_ray_address()
+        if not address or not _answers(address):
+            forget_ray_address()  # of a cluster that was killed
+            raise ConnectionError("no Ray cluster runs on this machine")
     ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+
+
+def forget_ray_address() -> None:
+    reset_ray_address()
+
+
+def _answers(address: str) -> bool:
+    host, port = address.rsplit(":", 1)
+    try:
+        with socket.create_connection((host, int(port)), timeout=2):
+            return True
+    except OSError:
+        return False
 
 
 def ray_command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -97,7 +97,7 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
     cpus = max(os.cpu_count() or 1, 2)
     done = cluster.ray_command(
-        "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+        "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1", "--node-ip-address=127.0.0.1",
         f"--num-cpus={cpus}", f"--object-store-memory={cluster.OBJECT_STORE_BYTES}", environment=environment,
     )  # fmt: skip
     if done.returncode != 0:
@@ -236,6 +236,7 @@ def stop(name: str) -> None:
         ray.shutdown()
     if state["started_ray"]:
         end_ray_session(state["session_dir"])
+        cluster.forget_ray_address()
     if "transfer" in state:
         cluster.remove_folder(Path(state["transfer"]))
     cluster.remove_folder(_haproxy_folder(name))

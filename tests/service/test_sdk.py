@@ -16,7 +16,7 @@ from tests.conftest import Service, run_cli
 RNG = np.random.default_rng(0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(service: Service):
     with tinker.ServiceClient() as made:
         yield made
@@ -24,7 +24,7 @@ def client(service: Service):
 
 @pytest.fixture
 def model(client: tinker.ServiceClient):
-    return client.create_lora_training_client("tiny", rank=8, seed=1)
+    return client.create_lora_training_client("tiny", rank=8, seed=1).result()
 
 
 def tokens(n: int, seed: int | None = None) -> list[int]:
@@ -95,7 +95,7 @@ def test_forward_backward_custom(model: tinker.TrainingClient):
 
 def test_several_clients_at_once_are_independent(client: tinker.ServiceClient):
     data = [datum(8, seed=1, weights=[1.0] * 8)]
-    models = [client.create_lora_training_client("tiny", rank=4, seed=i) for i in range(3)]
+    models = [client.create_lora_training_client("tiny", rank=4, seed=i).result() for i in range(3)]
     pending = []
     for i, model in enumerate(models):
         for _ in range(i + 1):
@@ -110,7 +110,7 @@ def test_several_clients_at_once_are_independent(client: tinker.ServiceClient):
 def test_samples(model: tinker.TrainingClient):
     model.forward_backward([datum(8, weights=[1.0] * 8)], "cross_entropy")
     model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-    sampler = model.save_weights_and_get_sampling_client()
+    sampler = model.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(tokens(5, seed=2))
 
     def draw(n: int = 1, **params) -> list[types.SampledSequence]:
@@ -143,17 +143,17 @@ def test_engine_logprobs_equal_the_trainers_and_samplers_are_frozen(model: tinke
         assert values[0] is None
         return np.asarray(values[1:], np.float64)
 
-    base = client.create_sampling_client(base_model="tiny")
+    base = client.create_sampling_client(base_model="tiny").result()
     start = trainer()
     samplers, expected = [base], [start]
     for _ in range(2):
         model.forward_backward([datum(23, seed=9, weights=[1.0] * 23)], "cross_entropy")
         model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-        samplers.append(model.save_weights_and_get_sampling_client())
+        samplers.append(model.save_weights_and_get_sampling_client().result())
         expected.append(trainer())
     path = model.save_weights_for_sampler("frozen").result().path
     assert path is not None
-    samplers.append(client.create_sampling_client(model_path=path))
+    samplers.append(client.create_sampling_client(model_path=path).result())
     expected.append(expected[-1])
     model.forward_backward([datum(23, seed=9, weights=[1.0] * 23)], "cross_entropy")
     model.optim_step(types.AdamParams(learning_rate=5e-2)).result()
@@ -166,11 +166,11 @@ def test_engine_logprobs_equal_the_trainers_and_samplers_are_frozen(model: tinke
 async def test_samplers_of_many_versions_at_once(model: tinker.TrainingClient, client: tinker.ServiceClient):
     """Base, two versions and prompt logprobs in one batch: each answers with its own weights."""
     row, prompts = tokens(24, seed=5), []
-    samplers = [client.create_sampling_client(base_model="tiny")]
+    samplers = [client.create_sampling_client(base_model="tiny").result()]
     for _ in range(2):
         model.forward_backward([datum(23, seed=9, weights=[1.0] * 23)], "cross_entropy")
         model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-        samplers.append(model.save_weights_and_get_sampling_client())
+        samplers.append(model.save_weights_and_get_sampling_client().result())
     alone = [np.asarray(s.compute_logprobs(types.ModelInput.from_ints(row)).result()[1:], np.float64) for s in samplers]
     for sampler in samplers * 4:
         prompts.append(sampler.compute_logprobs_async(types.ModelInput.from_ints(row)))
@@ -185,7 +185,7 @@ def test_base_logprobs_against_transformers(service: Service, client: tinker.Ser
     with torch.no_grad():
         every = F.log_softmax(reference(input_ids=torch.tensor([row])).logits[0], -1)
     expected = every[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0].numpy()
-    sampler = client.create_sampling_client(base_model="tiny")
+    sampler = client.create_sampling_client(base_model="tiny").result()
     values = sampler.compute_logprobs(types.ModelInput.from_ints(row)).result()
     np.testing.assert_allclose(np.asarray(values[1:], np.float64), expected, atol=1e-4)
     best = sampler.sample(
@@ -214,11 +214,11 @@ def test_training_continues_from_a_saved_state(client: tinker.ServiceClient, mod
     path = model.save_state("state").result().path
     train(model)
     after = values(model)
-    resumed = client.create_training_client_from_state_with_optimizer(path)
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
     np.testing.assert_array_equal(values(resumed), saved)
     train(resumed)
     np.testing.assert_array_equal(values(resumed), after)
-    fresh = client.create_training_client_from_state(path)
+    fresh = client.create_training_client_from_state(path).result()
     train(fresh)
     assert np.abs(values(fresh) - after).max() > 1e-4  # without the moments the step is another one
     model.load_state_with_optimizer(path).result()
@@ -228,7 +228,7 @@ def test_training_continues_from_a_saved_state(client: tinker.ServiceClient, mod
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_critic_learns_values(client: tinker.ServiceClient, service: Service, lora: bool):
     critic = (
-        client.create_lora_training_client("tiny", rank=8, user_metadata={"model_role": "critic"})
+        client.create_lora_training_client("tiny", rank=8, user_metadata={"model_role": "critic"}).result()
         if lora
         else full_model(client, service, "critic")
     )
@@ -252,12 +252,12 @@ def test_a_critic_learns_values(client: tinker.ServiceClient, service: Service, 
     after = np.asarray(critic.forward([plain], "ppo_critic").result().loss_fn_outputs[0]["values"].data)
     assert np.abs(after - 0.5).mean() < 0.25
     with pytest.raises(tinker.APIStatusError, match="is a critic"):
-        critic.save_weights_and_get_sampling_client()
+        critic.save_weights_and_get_sampling_client().result()
 
 
 def full_model(client: tinker.ServiceClient, service: Service, role: str) -> tinker.TrainingClient:
     """rank 0 = full fine-tune; the SDK's own call asks for rank >= 1 nowhere but sends what it is given."""
-    return client.create_lora_training_client("tiny", rank=0, user_metadata={"model_role": role})
+    return client.create_lora_training_client("tiny", rank=0, user_metadata={"model_role": role}).result()
 
 
 def test_full_fine_tune_is_sampled_version_by_version(client: tinker.ServiceClient, service: Service):
@@ -268,15 +268,15 @@ def test_full_fine_tune_is_sampled_version_by_version(client: tinker.ServiceClie
     for _ in range(3):
         model.forward_backward(data, "cross_entropy")
         model.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-        samplers.append(model.save_weights_and_get_sampling_client())
+        samplers.append(model.save_weights_and_get_sampling_client().result())
         expected.append(logprobs_of(model.forward(data, "cross_entropy").result())[0])
     assert np.abs(expected[2] - expected[0]).max() > 0.01
     for i in (2, 0, 1, 0, 2):
         values = samplers[i].compute_logprobs(types.ModelInput.from_ints(row)).result()
         np.testing.assert_allclose(np.asarray(values[1:], np.float64), expected[i], atol=1e-4)
-    other = client.create_lora_training_client("tiny", rank=4)
-    sampler = other.save_weights_and_get_sampling_client()
-    base = client.create_sampling_client(base_model="tiny").compute_logprobs(types.ModelInput.from_ints(row)).result()
+    other = client.create_lora_training_client("tiny", rank=4).result()
+    sampler = other.save_weights_and_get_sampling_client().result()
+    base = client.create_sampling_client(base_model="tiny").result().compute_logprobs(types.ModelInput.from_ints(row)).result()
     np.testing.assert_allclose(sampler.compute_logprobs(types.ModelInput.from_ints(row)).result()[1:], base[1:], atol=1e-5)
 
 
@@ -295,12 +295,12 @@ def test_what_is_wrong_is_said_and_the_service_goes_on(client: tinker.ServiceCli
             model.forward_backward(data, loss, config).result()  # type: ignore[arg-type]
     model.forward_backward([good], "cross_entropy").result()
     with pytest.raises(tinker.APIStatusError, match="unknown base model 'gpt-9'"):
-        client.create_lora_training_client("gpt-9", rank=4)
+        client.create_lora_training_client("gpt-9", rank=4).result()
     with pytest.raises(tinker.APIStatusError, match="takes 1 to 32"):
-        client.create_lora_training_client("tiny", rank=33)
+        client.create_lora_training_client("tiny", rank=33).result()
     with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError), match="no checkpoint"):
-        client.create_training_client_from_state("tinker://nobody:train:0/weights/x")
-    sampler = client.create_sampling_client(base_model="tiny")
+        client.create_training_client_from_state("tinker://nobody:train:0/weights/x").result()
+    sampler = client.create_sampling_client(base_model="tiny").result()
     with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError), match="together they may have 512"):
         sampler.sample(types.ModelInput.from_ints(tokens(5)), 1, types.SamplingParams(max_tokens=600)).result()
 
