@@ -11,7 +11,14 @@ from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig
 
 
-@serve.deployment(name="tinker-api", max_ongoing_requests=4000, ray_actor_options={"num_cpus": 0})
+@serve.deployment(
+    name="tinker-api",
+    max_ongoing_requests=4000,
+    ray_actor_options={"num_cpus": 0},
+    # Replicas hold nothing: a client whose long poll is cut asks again.
+    graceful_shutdown_wait_loop_s=0.2,
+    graceful_shutdown_timeout_s=2.0,
+)
 @serve.ingress()
 class TinkerApi:
     def __init__(self, config: ClusterConfig):

@@ -36,7 +36,8 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     try:
         _refuse_second(config)
         STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
-        state = {"started_ray": started_ray, "session_dir": session_dir(), "transfer": str(config.transfer.folder / config.name)}
+        state = {"started_ray": started_ray, "marks": ray_marks(),
+                 "transfer": str(config.transfer.folder / config.name)}
         _state_file(config.name).write_text(json.dumps(state))
         asyncio.run(_start_controller(config, base_folder))
         start_ingress(config)
@@ -79,6 +80,7 @@ def serve_environment(config: ClusterConfig) -> dict[str, str]:
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(own),
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
             "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "2",
         }
     return environment
 
@@ -97,7 +99,7 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
     cpus = max(os.cpu_count() or 1, 2)
     done = cluster.ray_command(
-        "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1", "--node-ip-address=127.0.0.1",
+        "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
         f"--num-cpus={cpus}", f"--object-store-memory={cluster.OBJECT_STORE_BYTES}", environment=environment,
     )  # fmt: skip
     if done.returncode != 0:
@@ -196,7 +198,9 @@ def _table(title: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         console.print(f"{title}: none")
         return
-    table = Table(*rows[0].keys(), title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     console.print(table)
@@ -221,27 +225,30 @@ def stop(name: str) -> None:
     state_file = _state_file(name)
     state = json.loads(state_file.read_text()) if state_file.exists() else {"started_ray": False}
     if _joined():
-        try:
-            serve.delete(name)
-        except Exception as error:  # noqa: BLE001  the shutdown boundary: the rest must still be ended
-            note(f"the endpoint did not end in order: {error}")
+        if not state["started_ray"]:  # else Serve ends with Ray, at once
+            _delete_endpoint(name)
         try:
             asyncio.run(cluster.close_controller(find_controller(name)))
         except ValueError:
             note(f"no controller of {name!r} is running")
         except (SkyrlActorsError, TimeoutError) as error:
             note(f"the controller did not end in order: {error}")
-        if state["started_ray"]:
-            serve.shutdown()
         ray.shutdown()
     if state["started_ray"]:
-        end_ray_session(state["session_dir"])
+        end_ray_session(state["marks"])
         cluster.forget_ray_address()
     if "transfer" in state:
         cluster.remove_folder(Path(state["transfer"]))
     cluster.remove_folder(_haproxy_folder(name))
     state_file.unlink(missing_ok=True)
     note(f"{name} is stopped")
+
+
+def _delete_endpoint(name: str) -> None:
+    try:
+        serve.delete(name)
+    except Exception as error:  # noqa: BLE001  the shutdown boundary: the rest must still be ended
+        note(f"the endpoint did not end in order: {error}")
 
 
 def _joined() -> bool:
@@ -253,16 +260,17 @@ def _joined() -> bool:
     return True
 
 
-def session_dir() -> str:
+def ray_marks() -> list[str]:
+    """What the command lines of this Ray session's daemons contain, and no others'."""
     from ray._private.worker import global_worker
 
     assert global_worker.node is not None
-    return global_worker.node.get_session_dir_path()
+    return [global_worker.node.get_session_dir_path(), f"--address={global_worker.node.gcs_address}"]
 
 
-def end_ray_session(folder: str, timeout_s: float = 15.0) -> None:
+def end_ray_session(marks: Sequence[str], timeout_s: float = 5.0) -> None:
     """End the daemons of one Ray session (and with them their workers), not those of others on this machine."""
-    daemons = [p for p in psutil.process_iter(["cmdline"]) if any(folder in part for part in p.info["cmdline"] or ())]
+    daemons = [p for p in psutil.process_iter(["cmdline"]) if _has_mark(p.info["cmdline"] or (), marks)]
     family = {p.pid: p for d in daemons for p in (d, *_children(d)) if p.pid != os.getpid()}
     for process in family.values():
         if process.is_running():
@@ -271,6 +279,10 @@ def end_ray_session(folder: str, timeout_s: float = 15.0) -> None:
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout_s)
+
+
+def _has_mark(command: Sequence[str], marks: Sequence[str]) -> bool:
+    return any(mark in part for mark in marks for part in command)
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

@@ -12,6 +12,8 @@ from skyrl_actors.jobs.rollouts import Rollout
 from skyrl_actors.jobs.trackers import RunFolder
 
 console = Console(highlight=False, soft_wrap=True)
+if not console.is_terminal:
+    console = Console(highlight=False, soft_wrap=True, width=160)
 HEADER_EVERY = 10
 COLUMNS = (
     ("iter", 4, "step", "d"),

@@ -102,11 +102,12 @@ def merge_rows(columns: Columns, outputs: Sequence[RowOutput], loss: LossCall | 
         elementwise[where] = output.elementwise
         for name, value in output.sums.items():
             metrics[name] = metrics.get(name, 0.0) + value
-    metrics["num_tokens:sum"] = float(columns.num_tokens)
+    compute_s = max(output.compute_s for output in outputs)
+    metrics |= {"num_tokens:sum": float(columns.num_tokens), "compute_s:sum": compute_s}
     fields = {field: predicted}
     if loss is not None:
         fields["elementwise_loss"] = elementwise
-    return LossOutput(columns.offsets, fields, metrics, max(output.compute_s for output in outputs))
+    return LossOutput(columns.offsets, fields, metrics)
 
 
 def build_group(

@@ -23,8 +23,7 @@ class LossOutput:
 
     offsets: NDArray[np.int64]  # [N+1]
     fields: dict[str, NDArray[np.float32]]
-    metrics: dict[str, float]
-    compute_s: float = 0.0  # seconds inside the slowest rank
+    metrics: dict[str, float]  # with compute_s:sum, the seconds inside the slowest rank
 
 
 @dataclass(frozen=True, slots=True)

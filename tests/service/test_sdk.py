@@ -228,7 +228,7 @@ def test_training_continues_from_a_saved_state(client: tinker.ServiceClient, mod
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_critic_learns_values(client: tinker.ServiceClient, service: Service, lora: bool):
     critic = (
-        client.create_lora_training_client("tiny", rank=8, user_metadata={"model_role": "critic"}).result()
+        client.create_lora_training_client("tiny", rank=8, seed=3, user_metadata={"model_role": "critic"}).result()
         if lora
         else full_model(client, service, "critic")
     )
@@ -344,7 +344,7 @@ def test_odd_bodies(service: Service):
 def test_status_shows_what_runs(service: Service, model: tinker.TrainingClient):
     shown = run_cli("status", "--name", service.name)
     assert shown.returncode == 0, shown.stderr
-    for text in ("models", "engines", "groups", model.get_info().model_id, "policy"):
+    for text in ("models", "engines", "groups", model.model_id, "policy"):
         assert text in shown.stdout
     missing = run_cli("status", "--name", "nobody")
     assert missing.returncode == 2 and "no service named 'nobody'" in missing.stderr
