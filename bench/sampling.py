@@ -17,7 +17,7 @@ from tinker import types
 
 from bench.harness import ROOT, base_folder, emit, service
 
-ROUNDS, PROMPTS, TOKENS = 5, 64, 64
+ROUNDS, PROMPTS, TOKENS = 5, 64, 128
 
 
 def prompts() -> list[list[int]]:

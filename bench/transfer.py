@@ -1,9 +1,8 @@
 """Seconds to move all weights of a full fine-tune from trainer to engine, against a plain memory copy of the same bytes.
 
-publish = the trainer writes its weights into shared memory; load = the engine wakes, maps, repacks and swaps them.
+publish = SDK call to answer, while the trainer writes its weights into shared memory; load = the engine wakes, maps, repacks and swaps them.
 """
 
-import asyncio
 import json
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ def load_seconds() -> list[float]:
     return json.loads(done.stdout)["weight_load_seconds"]
 
 
-async def main() -> None:
+def main() -> None:
     publish, copies = [], []
     with service("base_model.warmup_steps=0"), tinker.ServiceClient() as client:
         model = client.create_lora_training_client("skyrl-actors/tiny", rank=0).result()
@@ -53,4 +52,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

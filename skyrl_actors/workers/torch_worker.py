@@ -24,6 +24,8 @@ from skyrl_actors.workers.interface import BaseModelInfo, Part, RowOutput, Worke
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.packing import Pass, plan_passes
 
+ONE_THREAD_TOKENS = 256
+
 
 class TorchWorker:
     def __init__(self, spec: WorkerSpec):
@@ -87,6 +89,7 @@ class TorchWorker:
         sums: dict[str, float] = {}
         with torch.set_grad_enabled(not forward_only):
             for plan in plan_passes(rows, columns.lengths, self.spec.microbatch_tokens):
+                self._use_threads(plan.num_tokens)
                 where = columns.positions(plan.rows)
                 predicted, elementwise = self._run_pass(model, columns, plan, where, loss, forward_only, sums)
                 flat.put(where, predicted, elementwise)
@@ -115,6 +118,11 @@ class TorchWorker:
         for name, value in {"loss:sum": total.detach(), **terms.sums}.items():
             sums[name] = sums.get(name, 0.0) + float(value)
         return predicted, terms.elementwise
+
+    def _use_threads(self, num_tokens: int) -> None:
+        """Small operations are faster on one thread than waiting for a second one to wake."""
+        if self.device.type == "cpu":
+            torch.set_num_threads(1 if num_tokens < ONE_THREAD_TOKENS else self.spec.num_threads)
 
     def _ints(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
