@@ -27,7 +27,11 @@ def cli(*arguments: str) -> None:
 @contextmanager
 def service(*overrides: str, config: str = "configs/cpu_tiny.yaml") -> Iterator[None]:
     """A fresh service for one benchmark; the SDK finds it through its environment variables."""
-    os.environ |= {"TINKER_BASE_URL": f"http://127.0.0.1:{PORT}", "TINKER_API_KEY": "tml-bench", "TINKER_TELEMETRY": "0"}
+    os.environ |= {
+        "TINKER_BASE_URL": f"http://127.0.0.1:{PORT}",
+        "TINKER_API_KEY": "tml-bench",
+        "TINKER_TELEMETRY": "0",
+    }
     cli("serve", config, f"name={NAME}", f"http.port={PORT}", "http.haproxy=true", *overrides)
     try:
         yield
@@ -43,7 +47,10 @@ def base_folder(warmup_steps: int = 0) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "?")
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "?",
+    )
     return {
         "cpu": model,
         "cores": os.cpu_count(),

@@ -50,7 +50,13 @@ def start_offline() -> subprocess.Popen[str]:
     }  # fmt: skip
     command = [sys.executable, "-m", "bench.sampling", "offline"]
     child = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     assert child.stdout is not None
     while "ready" not in (line := child.stdout.readline()):

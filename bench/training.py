@@ -65,7 +65,10 @@ def main() -> None:
             data = [datum(row) for row in rows]
             count = sum(len(row) - 1 for row in rows)
             started = time.perf_counter()
-            output, step = tenant.forward_backward(data, "cross_entropy"), tenant.optim_step(types.AdamParams(learning_rate=1e-4))
+            output, step = (
+                tenant.forward_backward(data, "cross_entropy"),
+                tenant.optim_step(types.AdamParams(learning_rate=1e-4)),
+            )
             output.result()
             step.result()
             middle = time.perf_counter()

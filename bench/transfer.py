@@ -20,7 +20,11 @@ ROUNDS = 7
 
 def load_seconds() -> list[float]:
     done = subprocess.run(
-        [sys.executable, "-m", "skyrl_actors", "status", "--name", NAME, "--json"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "skyrl_actors", "status", "--name", NAME, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return json.loads(done.stdout)["weight_load_seconds"]
 

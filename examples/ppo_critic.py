@@ -52,10 +52,14 @@ def sample(sampler: tinker.SamplingClient, chat: Chat, texts: list[str], group: 
     ]
 
 
-def score(rows: list[Row], policy: tinker.TrainingClient, critic: tinker.TrainingClient, reference: tinker.TrainingClient) -> float:
+def score(
+    rows: list[Row], policy: tinker.TrainingClient, critic: tinker.TrainingClient, reference: tinker.TrainingClient
+) -> float:
     """Fill in logprobs, values, advantages and returns; returns the mean difference to the reference."""
     data = [row.datum() for row in rows]
-    futures = [m.forward(data, loss) for m, loss in ((policy, "cross_entropy"), (critic, "ppo_critic"), (reference, "cross_entropy"))]
+    futures = [
+        m.forward(data, loss) for m, loss in ((policy, "cross_entropy"), (critic, "ppo_critic"), (reference, "cross_entropy"))
+    ]
     outputs = [future.result().loss_fn_outputs for future in futures]
     differences = []
     for row, p, v, r in zip(rows, *outputs, strict=True):
@@ -78,7 +82,9 @@ def score(rows: list[Row], policy: tinker.TrainingClient, critic: tinker.Trainin
     return float(np.concatenate(differences).mean())
 
 
-def update(rows: list[Row], policy: tinker.TrainingClient, critic: tinker.TrainingClient, rates: tuple[float, float], seed: int) -> dict:
+def update(
+    rows: list[Row], policy: tinker.TrainingClient, critic: tinker.TrainingClient, rates: tuple[float, float], seed: int
+) -> dict:
     pending = []
     order = np.random.default_rng(seed).permutation(len(rows))
     for part in [p for _ in range(2) for p in np.array_split(order, 4)]:
@@ -86,9 +92,13 @@ def update(rows: list[Row], policy: tinker.TrainingClient, critic: tinker.Traini
         count = sum(len(row.answer) for row in chosen)  # losses are sums: dividing gives the mean over tokens
         policy_data = [row.datum(logprobs=row.logprobs, advantages=row.advantages / count) for row in chosen]
         critic_data = [
-            row.datum(False, values=row.values, returns=row.returns, weights=np.full(len(row.answer), 1 / count)) for row in chosen
+            row.datum(False, values=row.values, returns=row.returns, weights=np.full(len(row.answer), 1 / count))
+            for row in chosen
         ]
-        for model, data, loss, rate in ((policy, policy_data, "ppo", rates[0]), (critic, critic_data, "ppo_critic", rates[1])):
+        for model, data, loss, rate in (
+            (policy, policy_data, "ppo", rates[0]),
+            (critic, critic_data, "ppo_critic", rates[1]),
+        ):
             batch = model.forward_backward(data, loss)  # type: ignore[arg-type]
             step = model.optim_step(types.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
             pending.append((loss, count, batch, step))

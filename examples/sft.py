@@ -1,9 +1,9 @@
 """Supervised fine-tuning through the official tinker SDK, against a service started with
 
-    skyrl-actors serve configs/cpu_tiny.yaml
+skyrl-actors serve configs/cpu_tiny.yaml
 
-    export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local
-    python -m examples.sft
+export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local
+python -m examples.sft
 """
 
 import argparse

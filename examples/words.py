@@ -27,7 +27,7 @@ class Chat:
         return self.tokenizer.encode(prompt, add_special_tokens=False)
 
     def answer(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text[::-1], add_special_tokens=False) + [self.tokenizer.eos_token_id]
+        return [*self.tokenizer.encode(text[::-1], add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def is_right(self, text: str, sequence: types.SampledSequence) -> float:
         said = self.tokenizer.decode(sequence.tokens, skip_special_tokens=True)

@@ -1,6 +1,7 @@
 """The command line: demo, train, serve, status, stop, plan, doctor."""
 
 import os
+import secrets
 import signal
 import sys
 from pathlib import Path
@@ -13,10 +14,13 @@ from skyrl_actors.messages.errors import SkyrlActorsError
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
     help="Post-train language models by reinforcement learning on a Ray cluster. Every command has --help.",
 )
 Config = Annotated[Path, typer.Argument(help="a YAML file, e.g. configs/cpu_tiny.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the file")]
+INTERRUPTED = 130
+RAY_TOKEN = Path.home() / ".ray" / "auth_token"
 DEMO_CONFIG = Path(__file__).parent.parent / "configs" / "jobs" / "ppo_tiny.yaml"
 
 
@@ -88,29 +92,44 @@ def doctor(port: Annotated[int, typer.Option(help="port of the endpoint to check
         raise typer.Exit(1)
 
 
+def use_ray_token() -> None:
+    """Ray's ports are open to the network, so a Ray that we start asks for the token in the user's home.
+
+    Ray reads the mode once, at import; so this comes first.
+    """
+    if "RAY_AUTH_MODE" in os.environ or "RAY_ADDRESS" in os.environ:
+        return
+    if not RAY_TOKEN.exists():
+        RAY_TOKEN.parent.mkdir(mode=0o700, exist_ok=True)
+        RAY_TOKEN.touch(mode=0o600)
+        RAY_TOKEN.write_text(secrets.token_hex(32))
+    os.environ["RAY_AUTH_MODE"] = "token"
+
+
 def main() -> None:
     """Errors meant for people are printed without a traceback; Ctrl-C and SIGTERM clean up and end with 130."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    use_ray_token()
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)
     except SkyrlActorsError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted: everything that was started has been ended", file=sys.stderr)
-        sys.exit(130)
-    except typer.Exit as end:
-        sys.exit(end.exit_code)
+        code = INTERRUPTED
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "show"):  # usage errors of the command line
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
         raise
+    if code == INTERRUPTED:
+        print("interrupted: everything that was started has been ended", file=sys.stderr)
+    sys.exit(code or 0)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ async def gather(refs: Sequence[ObjectRef], names: Sequence[str], what: str, tim
     """Results in order. Errors of many actors become one; a deadline names the actors that did not answer."""
     tasks = [asyncio.ensure_future(settled(ref)) for ref in refs]
     try:
-        done, pending = await asyncio.wait(tasks, timeout=timeout_s)
+        _, pending = await asyncio.wait(tasks, timeout=timeout_s)
     except asyncio.CancelledError:
         for task in tasks:
             task.cancel()

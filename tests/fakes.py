@@ -64,7 +64,9 @@ class FakeBackend:
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         self.calls.append(("drop_sampler", weights.version))
 
-    async def sample(self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights) -> SampleOutput:
+    async def sample(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+    ) -> SampleOutput:
         await self._call("sample", weights.version)
         one = Sequence(np.asarray([1], np.int32), np.asarray([-1.0], np.float32), "length")
         return SampleOutput((one,) * params.num_samples, weights.version)

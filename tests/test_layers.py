@@ -39,7 +39,8 @@ NARROW = {
     "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},
 }
 HEAVY = {
-    "torch": ("workers/", "losses/torch_ops.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py", "commands/doctor.py"),
+    "torch": ("workers/", "losses/torch_ops.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
+              "commands/doctor.py"),
     "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py"),
     "ray": (
         "api/ingress.py", "api/client.py", "groups/", "engines/pool.py", "transfer/", "remote.py", "backends/ray_backend.py",

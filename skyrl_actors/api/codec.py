@@ -46,7 +46,11 @@ def forward_backward_from_proto(body: bytes) -> ForwardBackward:
     config: dict[str, Any] = dict(message.loss_fn_config)
     config |= {key: getattr(v, v.WhichOneof("kind") or "number") for key, v in message.loss_fn_config_v2.items()}
     return ForwardBackward(
-        message.model_id, columns_from(examples), LossCall(message.loss_fn, config), message.forward_only, message.seq_id or None
+        message.model_id,
+        columns_from(examples),
+        LossCall(message.loss_fn, config),
+        message.forward_only,
+        message.seq_id or None,
     )
 
 

@@ -42,7 +42,12 @@ async def health(state: ApiState) -> JSONResponse:
 @router.get("/get_server_capabilities")
 async def capabilities(request: Request) -> dict[str, Any]:
     able = await state_of(request).capabilities()
-    model = {"model_name": able.base_model, "max_context_length": able.max_sample_tokens, "trainable": True, "sampleable": True}
+    model = {
+        "model_name": able.base_model,
+        "max_context_length": able.max_sample_tokens,
+        "trainable": True,
+        "sampleable": True,
+    }
     return {"supported_models": [model]}
 
 

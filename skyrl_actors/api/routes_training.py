@@ -76,12 +76,18 @@ async def optim_step(body: wire.OptimStep, request: Request) -> dict[str, Any]:
 
 @router.post("/save_weights")
 async def save_weights(body: wire.SaveWeights, request: Request) -> dict[str, Any]:
-    return {"request_id": await state_of(request).client.submit(translate.save_weights(body)), "model_id": body.model_id}
+    return {
+        "request_id": await state_of(request).client.submit(translate.save_weights(body)),
+        "model_id": body.model_id,
+    }
 
 
 @router.post("/save_weights_for_sampler")
 async def save_for_sampler(body: wire.SaveForSampler, request: Request) -> dict[str, Any]:
-    return {"request_id": await state_of(request).client.submit(translate.save_for_sampler(body)), "model_id": body.model_id}
+    return {
+        "request_id": await state_of(request).client.submit(translate.save_for_sampler(body)),
+        "model_id": body.model_id,
+    }
 
 
 @router.post("/load_weights")
@@ -102,5 +108,10 @@ async def weights_info(body: wire.TinkerPathRef, request: Request) -> dict[str, 
     answer: dict[str, Any] = {"base_model": spec.base_model, "is_lora": spec.lora is not None}
     if spec.lora:
         lora = spec.lora
-        answer |= {"lora_rank": lora.rank, "train_unembed": lora.train_unembed, "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
+        answer |= {
+            "lora_rank": lora.rank,
+            "train_unembed": lora.train_unembed,
+            "train_mlp": lora.train_mlp,
+            "train_attn": lora.train_attn,
+        }
     return answer

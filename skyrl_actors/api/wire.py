@@ -25,7 +25,7 @@ class SessionRef(Body):
 
 
 class LoraConfig(Body):
-    rank: int = Field(32, ge=0)
+    rank: int = Field(default=32, ge=0)
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -77,7 +77,7 @@ class SaveWeights(Body):
 class SaveForSampler(Body):
     model_id: str
     path: str | None = None
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: int | None = Field(default=None, ge=0)
     seq_id: int | None = None
     ttl_seconds: int | None = None
     kind: str = "snapshot"
@@ -87,7 +87,7 @@ class LoadWeights(Body):
     path: str
     model_id: str | None = None
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: int | None = Field(default=None, ge=0)
     seq_id: int | None = None
     optimizer: bool = True
     user_metadata: dict[str, Any] = {}

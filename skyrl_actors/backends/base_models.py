@@ -35,7 +35,9 @@ def base_model_folder(
     try:
         return Path(snapshot_download(base.name, revision=base.revision))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ConfigError(f"base_model.name {base.name!r} cannot be fetched ({error}); set base_model.path to a local folder") from error
+        raise ConfigError(
+            f"base_model.name {base.name!r} cannot be fetched ({error}); set base_model.path to a local folder"
+        ) from error
 
 
 def _tiny(base: TinyBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None) -> Path:

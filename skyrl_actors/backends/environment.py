@@ -16,5 +16,9 @@ def actor_environment(config: ClusterConfig) -> dict[str, str]:
     }
     if config.placement.device == "cpu":
         # "auto" binds every engine to the first core.
-        common |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "CUDA_VISIBLE_DEVICES": ""}
+        common |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
     return common

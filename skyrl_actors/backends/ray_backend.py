@@ -223,4 +223,3 @@ class RayBackend:
                 remove_placement_group(self._reserved)
             except RayError as error:
                 self._say(f"placement group was not removed: {error}")
-

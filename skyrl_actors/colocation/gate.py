@@ -6,7 +6,7 @@ when the last holder leaves, the oldest waiter's state is entered together with 
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
@@ -37,7 +37,7 @@ class Gate(Generic[K]):
         return len(self._waiters)
 
     @asynccontextmanager
-    async def hold(self, wanted: K) -> AsyncIterator[None]:
+    async def hold(self, wanted: K) -> AsyncGenerator[None]:
         await self._acquire(wanted)
         try:
             yield

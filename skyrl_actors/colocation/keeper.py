@@ -6,7 +6,7 @@ keep their memory, and `hold` is free. Callers read the same either way.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
@@ -70,5 +70,5 @@ class SplitKeeper:
     phase = "SPLIT"
 
     @asynccontextmanager
-    async def hold(self, phase: Phase) -> AsyncIterator[None]:
+    async def hold(self, phase: Phase) -> AsyncGenerator[None]:
         yield

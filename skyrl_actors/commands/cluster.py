@@ -3,11 +3,14 @@
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -45,29 +48,38 @@ def prepare_base_model(config: ClusterConfig) -> Path:
 
 def start_local_ray(config: ClusterConfig) -> None:
     """A Ray of our own that ends with this process."""
-    os.environ["RAY_worker_niceness"] = "0"
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     note("starting Ray (local, ends with this command)")
-    ray.init(
+    _init_ray(
         address="local",
         num_cpus=max(os.cpu_count() or 1, config.engine.num_engines),
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        configure_logging=False,
     )
+
+
+def _init_ray(**options: Any) -> None:
+    """Ray replaces the SIGTERM handler by one that aborts; with ours back, SIGTERM cleans up as Ctrl-C does."""
+    handler = signal.getsignal(signal.SIGTERM)
+    ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **options)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def join_ray() -> None:
     """Join the cluster of RAY_ADDRESS, or the one that `ray start` left on this machine. ConnectionError when there is none."""
     if "RAY_ADDRESS" not in os.environ:
-        address = ray_utils.read_ray_address()
+        address = ray_address()
         if not address or not _answers(address):
             forget_ray_address()  # of a cluster that was killed
             raise ConnectionError("no Ray cluster runs on this machine")
-    ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    _init_ray(address="auto")
+
+
+def ray_address() -> str | None:
+    """Where `ray start` left its cluster's address on this machine."""
+    return ray_utils.read_ray_address()
 
 
 def forget_ray_address() -> None:
@@ -90,8 +102,8 @@ def ray_command(*arguments: str, environment: dict[str, str] | None = None) -> s
 
 
 def create_controller(config: ClusterConfig, base_folder: Path, detached: bool) -> ActorHandle:
-    options = {"lifetime": "detached"} if detached else {}
-    actor_class = ray.remote(ControllerActor).options(
+    options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
+    actor_class: Any = ray.remote(ControllerActor).options(
         name=actor_name(config.name), namespace=NAMESPACE, num_cpus=0, max_concurrency=100_000, **options
     )
     return actor_class.remote(config, str(base_folder))

@@ -73,7 +73,11 @@ def _torch() -> Iterator[Finding]:
     )  # fmt: skip
     for name in ("torchvision", "torchaudio", "torchcodec"):
         if build == "cpu" and _installed(name):
-            yield Finding(False, f"{name} is installed beside a CPU torch", f"pip uninstall -y {name}  (its CUDA build breaks imports)")
+            yield Finding(
+                False,
+                f"{name} is installed beside a CPU torch",
+                f"pip uninstall -y {name}  (its CUDA build breaks imports)",
+            )
 
 
 def _vllm() -> Iterator[Finding]:
@@ -85,7 +89,11 @@ def _vllm() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     free = psutil.virtual_memory().available / 2**30
-    yield Finding(free >= NEEDED_GIB, f"{free:.1f} GiB of memory free", f"the tiny service needs {NEEDED_GIB:.0f} GiB: end other programs")
+    yield Finding(
+        free >= NEEDED_GIB,
+        f"{free:.1f} GiB of memory free",
+        f"the tiny service needs {NEEDED_GIB:.0f} GiB: end other programs",
+    )
     shm = shutil.disk_usage("/dev/shm").free / 2**30
     yield Finding(
         shm >= SHM_GIB, f"{shm:.1f} GiB free in /dev/shm",
@@ -102,7 +110,9 @@ def _ports(ports: tuple[int, ...]) -> Iterator[Finding]:
                 yield Finding(True, f"port {port} is free")
             except OSError:
                 owner = _safe(lambda port=port: _owner(port))
-                yield Finding(False, f"port {port} is taken{owner}", "end that program (skyrl-actors stop?) or choose http.port=…")
+                yield Finding(
+                    False, f"port {port} is taken{owner}", "end that program (skyrl-actors stop?) or choose http.port=…"
+                )
 
 
 def _owner(port: int) -> str:

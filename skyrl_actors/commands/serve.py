@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +37,11 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     try:
         _refuse_second(config)
         STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
-        state = {"started_ray": started_ray, "marks": ray_marks(),
-                 "transfer": str(config.transfer.folder / config.name)}
+        state = {
+            "started_ray": started_ray,
+            "marks": ray_marks(),
+            "transfer": str(config.transfer.folder / config.name),
+        }
         _state_file(config.name).write_text(json.dumps(state))
         asyncio.run(_start_controller(config, base_folder))
         start_ingress(config)
@@ -71,7 +75,11 @@ def _check_port(config: ClusterConfig) -> None:
 def serve_environment(config: ClusterConfig) -> dict[str, str]:
     """Ray Serve's edge is chosen by variables that must be there when Ray starts."""
     own = _haproxy_folder(config.name)
-    environment = {"RAY_worker_niceness": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0"}
+    environment = {
+        "RAY_worker_niceness": "0",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+    }
     if config.http.haproxy:
         environment |= {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -88,6 +96,8 @@ def serve_environment(config: ClusterConfig) -> dict[str, str]:
 def _join_or_start_ray(config: ClusterConfig) -> bool:
     """True if Ray was started here."""
     environment = serve_environment(config)
+    # `python` of a submitted job is then this one, whether or not the virtual environment is activated.
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     os.environ.update(environment)
     try:
         cluster.join_ray()
@@ -104,7 +114,11 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     )  # fmt: skip
     if done.returncode != 0:
         raise InternalError(f"ray start failed:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
-    cluster.join_ray()
+    try:
+        cluster.join_ray()
+    except BaseException:
+        end_ray_session(ray_marks())
+        raise
     return True
 
 
@@ -151,10 +165,14 @@ def url(config: ClusterConfig) -> str:
 
 def _say_how_to_use(config: ClusterConfig) -> None:
     key = config.http.api_keys[0] if config.http.api_keys else "tml-local"
-    dashboard = _dashboard()
     console.print(f"\nserving {config.base_model.name} at [bold]{url(config)}[/bold]")
     console.print(f"  export TINKER_BASE_URL={url(config)}\n  export TINKER_API_KEY={key}")
-    console.print(f"dashboard  http://{dashboard}\nstatus     skyrl-actors status\nstop       skyrl-actors stop")
+    name = "" if config.name == "skyrl-actors" else f" --name {config.name}"
+    console.print(f"dashboard  http://{_dashboard()}  (it asks for the token in ~/.ray/auth_token)")
+    console.print(
+        "jobs       RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m skyrl_actors train configs/jobs/ppo_tiny.yaml"
+    )
+    console.print(f"status     skyrl-actors status{name}\nstop       skyrl-actors stop{name}")
 
 
 def _dashboard() -> str:
@@ -217,13 +235,15 @@ def join(name: str) -> None:
             cluster.join_ray()
         find_controller(name)
     except (ConnectionError, ValueError):
-        raise ConfigError(f"no service named {name!r} runs here; start one with: skyrl-actors serve configs/cpu_tiny.yaml") from None
+        raise ConfigError(
+            f"no service named {name!r} runs here; start one with: skyrl-actors serve configs/cpu_tiny.yaml"
+        ) from None
 
 
 def stop(name: str) -> None:
     """End the service; end Ray too if `serve` started it. Stopping what does not run is fine."""
     state_file = _state_file(name)
-    state = json.loads(state_file.read_text()) if state_file.exists() else {"started_ray": False}
+    state: dict[str, Any] = json.loads(state_file.read_text()) if state_file.exists() else {"started_ray": False}
     if _joined():
         if not state["started_ray"]:  # else Serve ends with Ray, at once
             _delete_endpoint(name)
@@ -261,14 +281,11 @@ def _joined() -> bool:
 
 
 def ray_marks() -> list[str]:
-    """What the command lines of this Ray session's daemons contain, and no others'."""
-    from ray._private.worker import global_worker
-
-    assert global_worker.node is not None
-    return [global_worker.node.get_session_dir_path(), f"--address={global_worker.node.gcs_address}"]
+    """What the command lines of the daemons of the newest Ray session contain, and no others'."""
+    return [str(Path("/tmp/ray/session_latest").resolve()), f"--address={cluster.ray_address()}"]
 
 
-def end_ray_session(marks: Sequence[str], timeout_s: float = 5.0) -> None:
+def end_ray_session(marks: Sequence[str], timeout_s: float = 3.0) -> None:
     """End the daemons of one Ray session (and with them their workers), not those of others on this machine."""
     daemons = [p for p in psutil.process_iter(["cmdline"]) if _has_mark(p.info["cmdline"] or (), marks)]
     family = {p.pid: p for d in daemons for p in (d, *_children(d)) if p.pid != os.getpid()}

@@ -41,7 +41,13 @@ def note(text: str) -> None:
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Progress]:
     """A progress bar that vanishes at the end; in a log file nothing is drawn."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(label, total=total, note="")
         yield progress
@@ -82,4 +88,6 @@ def closing_table(outcome: Outcome, seconds: float, peak_rss_gib: float, folder:
         str(outcome.iterations), f"{seconds:.0f}", f"{peak_rss_gib:.1f}",
     )  # fmt: skip
     console.print(table)
-    console.print(f"everything of this run: {folder.path}/  (report.png, metrics.jsonl, samples, tensorboard, checkpoint)")
+    console.print(
+        f"everything of this run: {folder.path.resolve()}/  (report.png, metrics.jsonl, samples, tensorboard, checkpoint)"
+    )

@@ -28,7 +28,7 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
     started = time.perf_counter()
     folder = RunFolder(config.run.folder, config.run.name)
     folder.write("config.yaml", to_yaml(config))
-    note(f"run folder {folder.path}")
+    note(f"run folder {folder.path.resolve()}")
     try:
         with MemoryWatch() as memory:
             base_folder = cluster.prepare_base_model(config.cluster)

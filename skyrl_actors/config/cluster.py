@@ -19,7 +19,7 @@ class TinyBase(FrozenConfig):
     type: Literal["tiny"] = "tiny"
     name: str = "skyrl-actors/tiny"
     seed: int = 0
-    warmup_steps: int = Field(150, ge=0, description="supervised steps on noisy demonstrations; 0 = random weights")
+    warmup_steps: int = Field(default=150, ge=0, description="supervised steps on noisy demonstrations; 0 = random weights")
     cache_dir: Path = Path("~/.cache/skyrl-actors")
 
 
@@ -38,8 +38,8 @@ BaseModelConfig = Annotated[TinyBase | PretrainedBase, Field(discriminator="type
 class PlacementConfig(FrozenConfig):
     device: Literal["cpu", "gpu"] = "cpu"
     layout: Literal["colocated", "split"] = "colocated"
-    colocated_share: float = Field(0.3, gt=0, le=0.33, description="of a slot, for each of policy, critic and engine")
-    timeout_s: float = Field(180.0, gt=0)
+    colocated_share: float = Field(default=0.3, gt=0, le=0.33, description="of a slot, for each of policy, critic and engine")
+    timeout_s: float = Field(default=180.0, gt=0)
 
 
 class ReplicaStrategy(FrozenConfig):
@@ -51,20 +51,20 @@ class ReplicaStrategy(FrozenConfig):
 class GroupConfig(FrozenConfig):
     """A group of training actors, one for each slot."""
 
-    num_ranks: int = Field(1, ge=1)
+    num_ranks: int = Field(default=1, ge=1)
     strategy: ReplicaStrategy = ReplicaStrategy()
     dtype: Literal["float32", "bfloat16"] = "float32"
-    microbatch_tokens: int = Field(4096, ge=1, description="tokens of one packed pass; a longer row is a pass of its own")
-    num_threads: int = Field(1, ge=1, description="OpenMP threads of a CPU rank")
-    collective_timeout_s: float = Field(300.0, gt=0)
-    call_timeout_s: float = Field(900.0, gt=0, description="longest time one verb may take on a rank")
+    microbatch_tokens: int = Field(default=4096, ge=1, description="tokens of one packed pass; a longer row is a pass of its own")
+    num_threads: int = Field(default=1, ge=1, description="OpenMP threads of a CPU rank")
+    collective_timeout_s: float = Field(default=300.0, gt=0)
+    call_timeout_s: float = Field(default=900.0, gt=0, description="longest time one verb may take on a rank")
 
 
 class LoraConfig(FrozenConfig):
     max_rank: int = 32
-    alpha: float = Field(32.0, gt=0)
-    max_adapters: int = Field(8, ge=1, description="LoRA models alive at once, in each role")
-    max_full_models: int = Field(1, ge=0, description="full fine-tunes alive at once, in each role")
+    alpha: float = Field(default=32.0, gt=0)
+    max_adapters: int = Field(default=8, ge=1, description="LoRA models alive at once, in each role")
+    max_full_models: int = Field(default=1, ge=0, description="full fine-tunes alive at once, in each role")
 
     @model_validator(mode="after")
     def _engine_takes_rank(self) -> "LoraConfig":
@@ -74,21 +74,21 @@ class LoraConfig(FrozenConfig):
 
 
 class EngineConfig(FrozenConfig):
-    num_engines: int = Field(1, ge=1)
+    num_engines: int = Field(default=1, ge=1)
     dtype: Literal["float32", "bfloat16"] = "float32"
-    max_model_len: int = Field(512, ge=8)
-    max_num_seqs: int = Field(128, ge=1)
-    max_num_batched_tokens: int = Field(4096, ge=8)
-    kv_cache_bytes: int = Field(128 * 2**20, ge=2**20, description="bytes of KV cache of an engine")
-    max_loras: int = Field(4, ge=1, description="different adapters in one batch")
-    max_logprobs: int = Field(20, ge=1)
+    max_model_len: int = Field(default=512, ge=8)
+    max_num_seqs: int = Field(default=128, ge=1)
+    max_num_batched_tokens: int = Field(default=4096, ge=8)
+    kv_cache_bytes: int = Field(default=128 * 2**20, ge=2**20, description="bytes of KV cache of an engine")
+    max_loras: int = Field(default=4, ge=1, description="different adapters in one batch")
+    max_logprobs: int = Field(default=20, ge=1)
     enforce_eager: bool = True
     sleep_level: Literal["auto", "1", "2"] = Field(
-        "auto", description="1 keeps weights in host memory, 2 drops them; auto drops what a full fine-tune sends again"
+        default="auto", description="1 keeps weights in host memory, 2 drops them; auto drops what a full fine-tune sends again"
     )
-    num_threads: int = Field(1, ge=1)
-    start_timeout_s: float = Field(300.0, gt=0)
-    call_timeout_s: float = Field(600.0, gt=0, description="longest time one sample or transfer may take")
+    num_threads: int = Field(default=1, ge=1)
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    call_timeout_s: float = Field(default=600.0, gt=0, description="longest time one sample or transfer may take")
 
 
 class ShmTransfer(FrozenConfig):
@@ -111,30 +111,32 @@ TransferConfig = Annotated[ShmTransfer | ObjectStoreTransfer, Field(discriminato
 class LimitsConfig(FrozenConfig):
     """What one client may ask. Over a bound the answer is 413, 422 or 429 and says what is allowed."""
 
-    body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also after decompression")
-    datums: int = Field(1024, ge=1)
-    num_samples: int = Field(256, ge=1)
-    open_requests: int = Field(20_000, ge=1)
-    samples_in_flight: int = Field(512, ge=1)
-    full_sampler_versions: int = Field(4, ge=1, description="unnamed full-weight samplers kept for a model; older ones are refused")
-    lora_sampler_versions: int = Field(256, ge=1, description="the same for a LoRA model")
-    result_ttl_s: float = Field(600.0, gt=0, description="how long an answer stays readable")
-    session_timeout_s: float = Field(600.0, gt=0, description="silence after which a session's models are freed")
+    body_bytes: int = Field(default=64 * 2**20, ge=1024, description="of a request, also after decompression")
+    datums: int = Field(default=1024, ge=1)
+    num_samples: int = Field(default=256, ge=1)
+    open_requests: int = Field(default=20_000, ge=1)
+    samples_in_flight: int = Field(default=512, ge=1)
+    full_sampler_versions: int = Field(
+        default=4, ge=1, description="unnamed full-weight samplers kept for a model; older ones are refused"
+    )
+    lora_sampler_versions: int = Field(default=256, ge=1, description="the same for a LoRA model")
+    result_ttl_s: float = Field(default=600.0, gt=0, description="how long an answer stays readable")
+    session_timeout_s: float = Field(default=600.0, gt=0, description="silence after which a session's models are freed")
 
 
 class HttpConfig(FrozenConfig):
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=1, le=65535)
-    replicas: int = Field(1, ge=1)
-    long_poll_s: float = Field(30.0, gt=0, le=40)
-    api_keys: tuple[str, ...] = Field((), description="allowed X-API-Key values; none = any key")
-    haproxy: bool = Field(True, description="Ray Serve's HAProxy edge instead of its Python proxy")
+    port: int = Field(default=8000, ge=1, le=65535)
+    replicas: int = Field(default=1, ge=1)
+    long_poll_s: float = Field(default=30.0, gt=0, le=40)
+    api_keys: tuple[str, ...] = Field(default=(), description="allowed X-API-Key values; none = any key")
+    haproxy: bool = Field(default=True, description="Ray Serve's HAProxy edge instead of its Python proxy")
 
 
 class ClusterConfig(FrozenConfig):
     """Everything `serve` starts."""
 
-    name: str = Field("skyrl-actors", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")
+    name: str = Field(default="skyrl-actors", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")
     base_model: BaseModelConfig = TinyBase()
     placement: PlacementConfig = PlacementConfig()
     policy: GroupConfig = GroupConfig()

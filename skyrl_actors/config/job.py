@@ -13,9 +13,9 @@ class ReverseEnv(FrozenConfig):
     """Write a short word backwards. Reward 1 for the exact answer, else 0. Evaluation words are never trained on."""
 
     type: Literal["reverse"] = "reverse"
-    min_letters: int = Field(3, ge=1)
-    max_letters: int = Field(5, le=32)
-    eval_prompts: int = Field(200, ge=1)
+    min_letters: int = Field(default=3, ge=1)
+    max_letters: int = Field(default=5, le=32)
+    eval_prompts: int = Field(default=200, ge=1)
 
     @model_validator(mode="after")
     def _range(self) -> "ReverseEnv":
@@ -30,35 +30,37 @@ class PpoConfig(FrozenConfig):
     type: Literal["ppo"] = "ppo"
     env: ReverseEnv = ReverseEnv()
     seed: int = 0
-    iterations: int = Field(40, ge=1)
-    stop_at_accuracy: float = Field(1.01, description="end early once the held-out greedy accuracy reaches this")
-    eval_every: int = Field(5, ge=1)
-    prompts: int = Field(64, ge=1, description="prompts of an iteration")
-    samples_per_prompt: int = Field(4, ge=1)
-    max_tokens: int = Field(12, ge=1)
-    temperature: float = Field(1.0, gt=0, le=1.0, description="logprobs are those of temperature 1; keep 1 for on-policy ratios")
-    lora_rank: int | None = Field(None, description="adapter rank of policy and critic; null = full fine-tune")
-    epochs: int = Field(2, ge=1)
-    minibatches: int = Field(4, ge=1)
-    policy_lr: float = Field(2e-4, gt=0)
-    critic_lr: float = Field(1e-3, gt=0)
-    final_lr_share: float = Field(0.1, ge=0, le=1, description="both rates fall linearly to this share of their start")
+    iterations: int = Field(default=40, ge=1)
+    stop_at_accuracy: float = Field(default=1.01, description="end early once the held-out greedy accuracy reaches this")
+    eval_every: int = Field(default=5, ge=1)
+    prompts: int = Field(default=64, ge=1, description="prompts of an iteration")
+    samples_per_prompt: int = Field(default=4, ge=1)
+    max_tokens: int = Field(default=12, ge=1)
+    temperature: float = Field(
+        default=1.0, gt=0, le=1.0, description="logprobs are those of temperature 1; keep 1 for on-policy ratios"
+    )
+    lora_rank: int | None = Field(default=None, description="adapter rank of policy and critic; null = full fine-tune")
+    epochs: int = Field(default=2, ge=1)
+    minibatches: int = Field(default=4, ge=1)
+    policy_lr: float = Field(default=2e-4, gt=0)
+    critic_lr: float = Field(default=1e-3, gt=0)
+    final_lr_share: float = Field(default=0.1, ge=0, le=1, description="both rates fall linearly to this share of their start")
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
-    grad_clip_norm: float = Field(1.0, ge=0)
-    gamma: float = Field(1.0, gt=0, le=1)
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    kl_coef: float = Field(0.01, ge=0)
-    clip_low_threshold: float = Field(0.8, gt=0, lt=1)
-    clip_high_threshold: float = Field(1.2, gt=1)
-    value_clip: float = Field(0.2, gt=0)
-    critic_warmup: int = Field(1, ge=0, description="first iterations in which only the critic learns")
+    grad_clip_norm: float = Field(default=1.0, ge=0)
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    kl_coef: float = Field(default=0.01, ge=0)
+    clip_low_threshold: float = Field(default=0.8, gt=0, lt=1)
+    clip_high_threshold: float = Field(default=1.2, gt=1)
+    value_clip: float = Field(default=0.2, gt=0)
+    critic_warmup: int = Field(default=1, ge=0, description="first iterations in which only the critic learns")
 
 
 class RunConfig(FrozenConfig):
-    name: str = Field("ppo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,80}$")
+    name: str = Field(default="ppo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,80}$")
     folder: Path = Path("runs")
 
 

@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -81,27 +81,23 @@ def _explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
 
 
 def _fields_at(schema: type[FrozenConfig], loc: tuple[int | str, ...]) -> list[str]:
-    node: Any = schema
+    """Names allowed at a key; pydantic puts the tag of a union's chosen member into the key."""
+    nodes = [schema]
     for part in loc:
-        options = _classes_in(node.model_fields[part].annotation) if part in getattr(node, "model_fields", {}) else []
-        tagged = [c for c in _classes_in(getattr(node, "__args__", None) and node) if _tag(c) == part]
-        if tagged:
-            node = tagged[0]
-        elif len(options) == 1:
-            node = options[0]
-        elif options:
-            names = sorted({name for option in options for name in option.model_fields})
-            if part == loc[-1]:
-                return names
-            node = next((o for o in options if _tag(o) == loc[-1]), options[0])
-            return sorted(node.model_fields)
-    return sorted(getattr(node, "model_fields", {}))
+        chosen = [node for node in nodes if _tag(node) == part]
+        nodes = chosen or [
+            option
+            for node in nodes
+            if isinstance(part, str) and part in node.model_fields
+            for option in _classes_in(node.model_fields[part].annotation)
+        ]
+    return sorted({name for node in nodes for name in node.model_fields})
 
 
 def _classes_in(annotation: Any) -> list[type[FrozenConfig]]:
     if isinstance(annotation, type) and issubclass(annotation, FrozenConfig):
         return [annotation]
-    return [c for arg in getattr(annotation, "__args__", ()) for c in _classes_in(arg)]
+    return [c for arg in get_args(annotation) for c in _classes_in(arg)]
 
 
 def _tag(schema: type[FrozenConfig]) -> str:

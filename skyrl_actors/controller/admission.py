@@ -24,7 +24,9 @@ def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilitie
     if spec.role not in capabilities.roles:
         raise InvalidRequest(f"this service has no {spec.role} group (its config sets it to null)")
     if spec.lora and not 1 <= spec.lora.rank <= config.lora.max_rank:
-        raise InvalidRequest(f"lora rank {spec.lora.rank}: this service takes 1 to {config.lora.max_rank}, or 0 for a full fine-tune")
+        raise InvalidRequest(
+            f"lora rank {spec.lora.rank}: this service takes 1 to {config.lora.max_rank}, or 0 for a full fine-tune"
+        )
     same_kind = [s for s in alive if s.role == spec.role and (s.lora is None) == (spec.lora is None)]
     limit, what = (
         (config.lora.max_adapters, "LoRA models (lora.max_adapters)")

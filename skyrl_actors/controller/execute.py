@@ -82,9 +82,7 @@ class Executor:
         weights = await self.backend.save_for_sampler(request.model_id, f"{request.model_id}@{model.versions}")
         limits = self.config.limits
         keep = limits.lora_sampler_versions if model.spec.lora else limits.full_sampler_versions
-        sampler = Sampler(
-            request.sampler_id, model.spec.base_model, None, weights, model.session_id, owner=request.model_id
-        )
+        sampler = Sampler(request.sampler_id, model.spec.base_model, None, weights, model.session_id, owner=request.model_id)
         for old in self.tenants.add_sampler(sampler, keep):
             await self.backend.drop_sampler(old.weights)
         size = sum(part.num_bytes for part in weights.parts)

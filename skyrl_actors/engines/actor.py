@@ -23,7 +23,12 @@ class EngineActor:
         await self.engine.start()
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, adapter: WeightManifest | None, version: str
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        adapter: WeightManifest | None,
+        version: str,
     ) -> SampleOutput:
         return await self.engine.sample(request_id, prompt, params, adapter, version)
 

@@ -43,7 +43,12 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, adapter: WeightManifest | None, version: str
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        adapter: WeightManifest | None,
+        version: str,
     ) -> SampleOutput: ...
 
     async def load_full(self, version: str, parts: tuple[WeightManifest, ...]) -> float:

@@ -16,11 +16,11 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from placement.types import Plan
+from skyrl_actors import remote
 from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
 from skyrl_actors.engines.routing import EngineLoad, choose
-from skyrl_actors import remote
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
@@ -39,7 +39,7 @@ class EnginePool:
         self._deliver = deliver
         self._full: dict[str, tuple[WeightManifest, ...]] = {}
         self._delivered: list[dict[str, asyncio.Task[None]]] = [{} for _ in actors]
-        self._gates = [Gate(BASE_VERSION, self._loader(i)) for i in range(len(actors))]
+        self._gates = [Gate[str](BASE_VERSION, self._loader(i)) for i in range(len(actors))]
 
     @property
     def names(self) -> list[str]:
@@ -152,7 +152,12 @@ def full_version(weights: SamplerWeights) -> str:
 
 
 def build_pool(
-    config: ClusterConfig, base_folder: Path, plan: Plan, reserved: PlacementGroup, environment: dict[str, str], deliver: Deliver
+    config: ClusterConfig,
+    base_folder: Path,
+    plan: Plan,
+    reserved: PlacementGroup,
+    environment: dict[str, str],
+    deliver: Deliver,
 ) -> EnginePool:
     from skyrl_actors.engines.actor import EngineActor
 

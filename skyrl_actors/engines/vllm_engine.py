@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -53,7 +54,12 @@ class VllmEngine:
         return self._llm
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, adapter: WeightManifest | None, version: str
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        adapter: WeightManifest | None,
+        version: str,
     ) -> SampleOutput:
         """`version` names the weights the answer must come from; with an adapter these are the base's plus the adapter."""
         needed = BASE_VERSION if adapter else version
@@ -67,8 +73,8 @@ class VllmEngine:
                 stream = self.llm.generate(
                     {"prompt_token_ids": list(prompt)}, _vllm_params(params), request_id, lora_request=lora
                 )
-                async for output in stream:
-                    pass
+                async for part in stream:
+                    output = part
         except (VLLMValidationError, ValueError) as error:
             raise InvalidRequest(str(error)) from None
         except TimeoutError:
@@ -112,25 +118,10 @@ class VllmEngine:
 
     async def receive(self, path: str, files: dict[str, bytes]) -> None:
         """Write files that came through the object store: one file at `path` (key ""), or a folder of them."""
-        target = Path(path)
-        if target.exists():
-            return
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        if "" in files:
-            staging.write_bytes(files[""])
-        else:
-            staging.mkdir()
-            for name, content in files.items():
-                (staging / Path(name).name).write_bytes(content)
-        staging.rename(target)
+        await asyncio.to_thread(_write_files, Path(path), files)
 
     async def discard(self, path: str) -> None:
-        target = Path(path)
-        if target.is_dir():
-            shutil.rmtree(target)
-        else:
-            target.unlink(missing_ok=True)
+        await asyncio.to_thread(_remove, Path(path))
 
     async def sleep(self, level: int) -> None:
         await self.llm.sleep(level, mode="wait")
@@ -153,15 +144,35 @@ class VllmEngine:
             self._llm = None
 
 
+def _write_files(target: Path, files: dict[str, bytes]) -> None:
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    if "" in files:
+        staging.write_bytes(files[""])
+    else:
+        staging.mkdir()
+        for name, content in files.items():
+            (staging / Path(name).name).write_bytes(content)
+    staging.rename(target)
+
+
+def _remove(target: Path) -> None:
+    if target.is_dir():
+        shutil.rmtree(target)
+    else:
+        target.unlink(missing_ok=True)
+
+
 def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
+    literals: Any = spec  # vLLM types its choices as literals; the config has checked them
     on_device: dict[str, Any] = (
-        {"worker_cls": "skyrl_actors.engines.worker_ext.SleepyCpuWorker"}
-        if spec.device == "cpu"
-        else {"enable_sleep_mode": True}
+        {"worker_cls": "skyrl_actors.engines.worker_ext.SleepyCpuWorker"} if spec.device == "cpu" else {"enable_sleep_mode": True}
     )
     return AsyncEngineArgs(
         model=spec.base_folder,
-        dtype=spec.dtype,
+        dtype=literals.dtype,
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_model_len),
@@ -170,13 +181,13 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         enable_lora=True,
         max_loras=spec.max_loras,
         max_cpu_loras=max(spec.max_adapters, spec.max_loras),
-        max_lora_rank=spec.max_lora_rank,
+        max_lora_rank=literals.max_lora_rank,
         lora_target_modules=LORA_LAYERS,
         max_logprobs=spec.max_logprobs,
         generation_config="vllm",
         enable_log_requests=False,
         disable_log_stats=True,
-        weight_transfer_config={"backend": "skyrl_actors_file"},
+        weight_transfer_config=WeightTransferConfig(backend="skyrl_actors_file"),
         worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
         **on_device,
     )

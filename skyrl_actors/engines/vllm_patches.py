@@ -7,6 +7,7 @@
   which are other rows (same family as upstream issue 29955).
 """
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,11 +40,17 @@ def repack_tied_heads(model: nn.Module) -> int:
     shared: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-            shared.setdefault(module.weight.data_ptr(), []).append(module)
+            shared.setdefault(weight_of(module).data_ptr(), []).append(module)
     packed = [module for group in shared.values() if len(group) > 1 for module in group]
     for module in packed:
         dispatch_cpu_unquantized_gemm(module, remove_weight=False)
     return len(packed)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def _prompt_logprobs_by_request(runner: Any) -> Callable[..., dict[str, Any]]:
@@ -97,7 +104,7 @@ def _set_sampler_rows(wrapper: Any, slot: int, rows: int) -> tuple[int | None, T
 
 
 def _patch_cpu_lora() -> None:
-    import vllm.lora.punica_wrapper.punica_cpu as punica
+    punica: Any = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
 
     def shrink(inputs: Tensor, a_all: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
         for slot, rows in _by_adapter(slots, inputs.shape[0]):

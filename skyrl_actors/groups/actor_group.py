@@ -11,8 +11,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from placement.types import Plan
-from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors import remote
+from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.groups.sharding import assign_rows
 from skyrl_actors.groups.worker_actor import TrainWorkerActor
 from skyrl_actors.messages.columns import Columns
@@ -111,20 +111,27 @@ def merge_rows(columns: Columns, outputs: Sequence[RowOutput], loss: LossCall | 
 
 
 def build_group(
-    role: Role, config: ClusterConfig, base_folder: str, plan: Plan, reserved: PlacementGroup, environment: dict[str, str]
+    role: Role,
+    config: ClusterConfig,
+    base_folder: str,
+    plan: Plan,
+    reserved: PlacementGroup,
+    environment: dict[str, str],
 ) -> ActorGroup:
     """Actors for every rank of a role, in the slots of the plan. They start when `start` is awaited."""
     group_config = config.policy if role == "policy" else config.critic
     if group_config is None:
         raise ConfigError(f"the config has no {role} group")
     share = next(hold[2] for slot in plan.slots_of(role)[:1] for hold in slot.holds if hold[0] == role)
+    make: Any = ray.remote  # its type stubs do not know concurrency_groups
+    remote_worker = make(concurrency_groups={"watch": 1})(TrainWorkerActor)
     actors = []
     for rank, slot in enumerate(plan.slots_of(role)):
         spec = WorkerSpec(
             role, rank, group_config.num_ranks, base_folder, group_config.dtype, config.placement.device,
             group_config.num_threads, group_config.microbatch_tokens, group_config.collective_timeout_s,
         )  # fmt: skip
-        actor_class = ray.remote(concurrency_groups={"watch": 1})(TrainWorkerActor).options(
+        actor_class = remote_worker.options(
             name=f"{config.name}:{role}:{rank}",
             num_cpus=share,
             num_gpus=share if plan.device == "GPU" else 0,

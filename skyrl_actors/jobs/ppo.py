@@ -257,5 +257,3 @@ class PpoJob:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
-
-

@@ -94,9 +94,7 @@ def check_inputs(entry: Loss, role: Role, columns: Columns, forward_only: bool) 
     needed = [*([TARGETS] if role == "policy" else []), *entry.required]
     missing = [name for name in needed if name not in present]
     if missing:
-        raise InvalidRequest(
-            f"loss {entry.name} needs loss_fn_inputs {', '.join(needed)}; missing: {', '.join(missing)}"
-        )
+        raise InvalidRequest(f"loss {entry.name} needs loss_fn_inputs {', '.join(needed)}; missing: {', '.join(missing)}")
     allowed_inputs = {TARGETS, *entry.required, *entry.optional}
     if unknown := sorted(present - allowed_inputs):
         raise InvalidRequest(

@@ -49,7 +49,7 @@ class Columns:
         """Flat positions of the given rows, in their order. [Σ lengths of rows] int64"""
         if not len(rows):
             return np.zeros(0, np.int64)
-        return np.concatenate([np.arange(self.offsets[r], self.offsets[r + 1]) for r in rows])
+        return np.concatenate([np.arange(int(self.offsets[r]), int(self.offsets[r + 1]), dtype=np.int64) for r in rows])
 
     @property
     def nbytes(self) -> int:

@@ -53,7 +53,9 @@ class FlatState:
         norm = float(torch.linalg.vector_norm(gradients, dtype=torch.float64))
         if not math.isfinite(norm):
             gradients.zero_()
-            raise InvalidRequest(f"gradient norm is {norm}: the step was not applied and the gradients were dropped; check the data")
+            raise InvalidRequest(
+                f"gradient norm is {norm}: the step was not applied and the gradients were dropped; check the data"
+            )
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             gradients.mul_(adam.grad_clip_norm / norm)
         optimizer = self.ensure_optimizer()

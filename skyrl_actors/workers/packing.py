@@ -79,7 +79,11 @@ def packed_hidden(module: nn.Module, tokens: Tensor, plan: Pass) -> Tensor:
     """Last hidden states [T, H] of packed tokens [T]; `module` is the transformer without its head."""
     positions = torch.cat([torch.arange(b.length).repeat(b.num_rows) for b in plan.blocks]).to(tokens.device)
     output = module(
-        input_ids=tokens[None], position_ids=positions[None], attention_mask=None, use_cache=False, packed_blocks=plan.blocks
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        attention_mask=None,
+        use_cache=False,
+        packed_blocks=plan.blocks,
     )
     return output.last_hidden_state[0]
 

@@ -36,7 +36,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (END_OF_TEXT, START, END)])
     tokenizer.add_tokens([AddedToken(f"{role}\n", special=False) for role in ("system", "user", "assistant")])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=END_OF_TEXT, chat_template=CHAT_TEMPLATE, model_max_length=512
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
     )
 
 

@@ -1,6 +1,7 @@
 """Our protobuf schema against the SDK's own generated messages, and JSON bodies of old SDKs."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def test_the_sdk_understands_our_loss_outputs(lengths: list[int]):
     assert record.num_datums == len(lengths)
     tensor = record.fields["logprobs"]
     ends = np.frombuffer(tensor.offsets, "<i8")
-    parts = [np.frombuffer(tensor.data[a:b], "<f4") for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    parts = [np.frombuffer(tensor.data[a:b], "<f4") for a, b in pairwise(ends)]
     assert [len(p) for p in parts] == lengths
     np.testing.assert_array_equal(np.concatenate(parts), values)
     old = codec.loss_output_to_json(output)

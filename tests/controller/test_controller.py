@@ -172,7 +172,7 @@ async def test_a_sample_retry_is_the_same_request(controller: Controller):
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        (rq.SamplingParams(600), "prompt of 2 \\+ max_tokens 600"),
+        (rq.SamplingParams(600), r"prompt of 2 \+ max_tokens 600"),
         (rq.SamplingParams(0), "max_tokens at least 1"),
         (rq.SamplingParams(4, num_samples=0), "num_samples 0"),
         (rq.SamplingParams(4, temperature=-1), "temperature -1"),
@@ -203,7 +203,7 @@ async def test_bad_batches_are_refused_at_once(controller: Controller):
     ):
         with pytest.raises(InvalidRequest, match=said):
             controller.submit(rq.ForwardBackward(model_id, columns, loss))
-    with pytest.raises(InvalidRequest, match="beta1 is 1.0"):
+    with pytest.raises(InvalidRequest, match=r"beta1 is 1.0"):
         controller.submit(rq.OptimStep(model_id, AdamParams(beta1=1.0)))
     assert controller.queue.num_open == 0
 
@@ -211,9 +211,15 @@ async def test_bad_batches_are_refused_at_once(controller: Controller):
 async def test_bad_models_are_refused_at_once(controller: Controller):
     session = controller.create_session()
     for spec, said in (
-        (ModelSpec(f"{session}:train:0", "other", lora=LoraSpec(4)), "unknown base model 'other'; this service has 'tiny'"),
+        (
+            ModelSpec(f"{session}:train:0", "other", lora=LoraSpec(4)),
+            "unknown base model 'other'; this service has 'tiny'",
+        ),
         (ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(64)), "lora rank 64: this service takes 1 to 32"),
-        (ModelSpec(f"{session}:train:0", "tiny", "judge", LoraSpec(4)), "model_role 'judge': use one of policy, critic"),  # type: ignore[arg-type]
+        (
+            ModelSpec(f"{session}:train:0", "tiny", "judge", LoraSpec(4)),
+            "model_role 'judge': use one of policy, critic",
+        ),  # type: ignore[arg-type]
     ):
         with pytest.raises(InvalidRequest, match=said):
             controller.submit(rq.CreateModel(spec, session))

@@ -80,8 +80,20 @@ def columns(**fields: list[float]):
     [
         ("ppo", "policy", {"target_tokens": [1, 2], "logprobs": [0, 0]}, False, "missing: advantages"),
         ("cross_entropy", "policy", {"weights": [1, 1]}, False, "missing: target_tokens"),
-        ("ppo_critic", "policy", {"values": [0, 0], "returns": [0, 0]}, False, "is for a critic, this model is a policy"),
-        ("ppo", "critic", {"values": [0, 0], "returns": [0, 0]}, False, "is for a policy, this model is a critic; use ppo_critic"),
+        (
+            "ppo_critic",
+            "policy",
+            {"values": [0, 0], "returns": [0, 0]},
+            False,
+            "is for a critic, this model is a policy",
+        ),
+        (
+            "ppo",
+            "critic",
+            {"values": [0, 0], "returns": [0, 0]},
+            False,
+            "is for a policy, this model is a critic; use ppo_critic",
+        ),
         ("ppo_critic", "critic", {"values": [0, 0]}, True, "missing: returns"),
         ("cross_entropy", "policy", {"target_tokens": [1, 2], "advantages": [0, 0]}, False, "does not use advantages"),
     ],

@@ -62,7 +62,9 @@ def test_any_text_is_a_path_or_a_clear_refusal(text: str):
     assert ".." not in (path.model_id, path.name)
 
 
-@pytest.mark.parametrize("name", ["UserError", "InvalidRequest", "NotFound", "Conflict", "CapacityError", "ConfigError", "InternalError"])
+@pytest.mark.parametrize(
+    "name", ["UserError", "InvalidRequest", "NotFound", "Conflict", "CapacityError", "ConfigError", "InternalError"]
+)
 def test_errors_pickle(name: str):
     error = getattr(errors, name)("what was wrong")
     back = pickle.loads(pickle.dumps(error))

@@ -56,7 +56,10 @@ def test_cluster_file_is_valid_for_ray_and_read_by_us():
     from ray.autoscaler._private.util import fillout_defaults, validate_config
 
     validate_config(fillout_defaults(yaml.safe_load((ROOT / "cluster.yaml").read_text())))
-    assert [(n.name, n.gpus) for n in nodes_from_cluster_file(ROOT / "cluster.yaml")] == [("head", 8.0), ("worker", 8.0)]
+    assert [(n.name, n.gpus) for n in nodes_from_cluster_file(ROOT / "cluster.yaml")] == [
+        ("head", 8.0),
+        ("worker", 8.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +68,11 @@ def test_cluster_file_is_valid_for_ray_and_read_by_us():
         (["configs/colocated_1x8.yaml", "--nodes", "cluster.yaml"], 0, "policy[7] 0.3, critic[7] 0.3, engine[7] 0.3"),
         (["configs/split_2x8.yaml", "--nodes", "cluster.yaml"], 0, "free GPU slots: head: 0, worker: 0"),
         (["configs/split_2x8.yaml", "engine.num_engines=9", "--nodes", "cluster.yaml"], 2, "1 short"),
-        (["configs/split_2x8.yaml", "transfer.type=shm", "--nodes", "cluster.yaml"], 2, "set transfer.type=object_store"),
+        (
+            ["configs/split_2x8.yaml", "transfer.type=shm", "--nodes", "cluster.yaml"],
+            2,
+            "set transfer.type=object_store",
+        ),
         (["configs/colocated_1x8.yaml", "policy.num_ranks=4"], 2, "policy.num_ranks is 4 and engine.num_engines is 8"),
         (["configs/jobs/ppo_tiny.yaml"], 0, "policy[0] 0.3, critic[0] 0.3, engine[0] 0.3"),
     ],

@@ -34,11 +34,12 @@ def tokens(n: int, seed: int | None = None) -> list[int]:
 
 def datum(n: int, seed: int | None = None, **fields) -> types.Datum:
     row = tokens(n + 1, seed)
-    inputs = {"target_tokens": row[1:], **{name: value for name, value in fields.items()}}
+    inputs = {"target_tokens": row[1:], **fields}
     return types.Datum(
         model_input=types.ModelInput.from_ints(row[:-1]),
         loss_fn_inputs={
-            k: types.TensorData(data=list(v), dtype="int64" if k == "target_tokens" else "float32", shape=[n]) for k, v in inputs.items()
+            k: types.TensorData(data=list(v), dtype="int64" if k == "target_tokens" else "float32", shape=[n])
+            for k, v in inputs.items()
         },
     )
 
@@ -52,7 +53,9 @@ def test_supervised_training_lowers_the_loss(model: tinker.TrainingClient):
     losses = []
     for _ in range(6):
         batch = model.forward_backward(data, "cross_entropy")
-        step = model.optim_step(types.AdamParams(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.01, grad_clip_norm=5.0))
+        step = model.optim_step(
+            types.AdamParams(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.01, grad_clip_norm=5.0)
+        )
         losses.append(batch.result().metrics["loss:sum"])
         assert step.result().metrics["skyrl.ai/grad_norm"] > 0
     assert losses[-1] < 0.8 * losses[0]
@@ -73,7 +76,9 @@ def test_policy_losses(model: tinker.TrainingClient, loss: str):
     n = 6
     data = [datum(n, logprobs=[-5.0] * n, advantages=[1.0, -1.0, 0.5, 0.0, 2.0, -0.3])]
     p = logprobs_of(model.forward([datum(n, seed=3, weights=[1.0] * n)], "cross_entropy").result())
-    output = model.forward_backward(data, loss, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1} if loss == "ppo" else None).result()
+    output = model.forward_backward(
+        data, loss, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1} if loss == "ppo" else None
+    ).result()
     p = logprobs_of(output)[0]
     ratio, a = np.exp(p + 5.0), np.asarray(data[0].loss_fn_inputs["advantages"].data)
     expected = -(ratio * a).sum() if loss == "importance_sampling" else -np.minimum(ratio * a, np.clip(ratio, 0.9, 1.1) * a).sum()
@@ -312,7 +317,12 @@ def test_what_is_wrong_is_said_and_the_service_goes_on(client: tinker.ServiceCli
         ("create_model", {"session_id": "x", "model_seq_id": 0, "base_model": "tiny"}, 404, "unknown session"),
         ("create_model", {"session_id": "../x", "model_seq_id": 0, "base_model": "tiny"}, 422, "session id '../x'"),
         ("optim_step", {"model_id": "nobody"}, 404, "unknown model"),
-        ("optim_step", {"model_id": "nobody", "adam_params": {"learning_rate": "fast"}}, 422, "adam_params.learning_rate"),
+        (
+            "optim_step",
+            {"model_id": "nobody", "adam_params": {"learning_rate": "fast"}},
+            422,
+            "adam_params.learning_rate",
+        ),
         ("forward_backward", {"model_id": "m"}, 422, "forward_backward_input"),
         ("load_weights", {"path": "tinker://a/b", "model_id": "m"}, 404, "unknown model"),
         ("asample", {"prompt": {"chunks": [{"type": "image"}]}, "base_model": "tiny"}, 422, "only text tokens"),

@@ -29,7 +29,10 @@ def batch(seed: int, lengths: tuple[int, ...] = LENGTHS, extra: tuple[str, ...] 
     rng = np.random.default_rng(seed)
     examples = []
     for n in lengths:
-        fields: dict = {TARGETS: rng.integers(0, 256, n).astype(np.int32), "weights": rng.normal(0.5, 1, n).astype(np.float32)}
+        fields: dict = {
+            TARGETS: rng.integers(0, 256, n).astype(np.int32),
+            "weights": rng.normal(0.5, 1, n).astype(np.float32),
+        }
         fields |= {name: rng.normal(-5 if name == "logprobs" else 0, 0.5, n).astype(np.float32) for name in extra}
         examples.append(Example(rng.integers(0, 256, n).astype(np.int32), fields))
     return columns_from(examples)

@@ -1,0 +1,45 @@
+# make demo   set up, then watch PPO learn        make check   ruff and pyright
+# make test   set up, then all tests              make bench   benchmarks, one JSON line each
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# A GPU machine gets the CUDA builds, any other the CPU builds.
+ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
+
+.PHONY: demo test check bench setup clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 12) else "Python 3.11 or 3.12 is needed, %s.%s was found; set PYTHON=/path/to/python3.11" % v)'
+	@echo "setting up $(VENV) for $(ENGINE) (a few minutes, about 4 GB)"
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(ENGINE),cpu)
+	# torch first: vLLM for CPU wants the CPU build. Where the configured index has none, PyTorch's own index has.
+	$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" || $(BIN)/python -m pip install -q --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"
+endif
+	$(BIN)/python -m pip install -q -e ".[$(ENGINE),dev]"
+ifeq ($(ENGINE),cpu)
+	# The usual builds of these are for CUDA: they break imports beside a CPU torch, and nothing here needs them.
+	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+endif
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/skyrl-actors demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(READY)
+	@for name in latency training sampling transfer; do $(BIN)/python -m bench.$$name || exit 1; done
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,91 @@
+"""Two data-parallel ranks (Ray actors, gloo) against one, on ragged batches; and errors of ranks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from placement.planner import plan
+from placement.reserve import reserve
+from placement.types import Demand, Node
+from skyrl_actors import losses
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
+from skyrl_actors.groups.actor_group import ActorGroup, build_group
+from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    yield
+    ray.shutdown()
+
+
+async def group_of(ranks: int, base: Path, name: str) -> ActorGroup:
+    group_config = GroupConfig(num_ranks=ranks, microbatch_tokens=64, call_timeout_s=60)
+    config = ClusterConfig(name=name, policy=group_config, critic=None, engine=EngineConfig(num_engines=ranks))
+    made = plan([Demand("policy", ranks, 0.3)], [Node("here", 4, 0)], "CPU", colocated=True)
+    reserved = await reserve(made, name, 30, print)
+    group = build_group("policy", config, str(base), made, reserved, {"OMP_WAIT_POLICY": "passive"})
+    await group.start()
+    return group
+
+
+def batch(seed: int, lengths: tuple[int, ...]):
+    rng = np.random.default_rng(seed)
+    return columns_from([
+        Example(rng.integers(0, 256, n).astype(np.int32), {
+            TARGETS: rng.integers(0, 256, n).astype(np.int32),
+            "logprobs": rng.normal(-5, 0.3, n).astype(np.float32),
+            "advantages": rng.normal(0, 1, n).astype(np.float32),
+        })
+        for n in lengths
+    ])  # fmt: skip
+
+
+RAGGED = ((3, 50, 7, 7, 31, 2, 90), (40,), (5, 5, 5))  # the second leaves one rank without a row
+
+
+async def test_two_ranks_equal_one(local_ray, random_base: Path):
+    one, two = await group_of(1, random_base, "one"), await group_of(2, random_base, "two")
+    call = losses.find("ppo").checked({})
+    for spec in (ModelSpec("lora", "tiny", lora=LoraSpec(8), seed=1), ModelSpec("full", "tiny")):
+        outputs = {}
+        for group in (one, two):
+            await group.create_model(spec)
+            seen = []
+            for step in range(2):
+                for k, lengths in enumerate(RAGGED):
+                    seen.append(await group.forward_backward(spec.model_id, batch(10 * step + k, lengths), call, False))
+                seen.append(await group.optim_step(spec.model_id, AdamParams(1e-3, grad_clip_norm=10.0)))
+            seen.append(await group.forward_backward(spec.model_id, batch(99, RAGGED[0]), call, True))
+            outputs[group] = seen
+        for a, b in zip(outputs[one], outputs[two], strict=True):
+            if isinstance(a, dict):
+                assert a["skyrl.ai/grad_norm"] == pytest.approx(b["skyrl.ai/grad_norm"], rel=1e-5)
+                continue
+            np.testing.assert_allclose(a.fields["logprobs"], b.fields["logprobs"], rtol=1e-5, atol=2e-5)
+            assert a.metrics["loss:sum"] == pytest.approx(b.metrics["loss:sum"], rel=1e-5, abs=1e-4)
+            assert a.metrics["num_tokens:sum"] == b.metrics["num_tokens:sum"]
+
+
+async def test_errors_of_ranks_become_one(local_ray, random_base: Path):
+    two = await group_of(2, random_base, "errors")
+    with pytest.raises(InvalidRequest, match="the LoRA spec trains nothing"):
+        await two.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_attn=False, train_mlp=False, train_unembed=False)))
+    with pytest.raises(InternalError, match=r"policy\[0\]: rank 0 does not hold model nobody; optim_step on policy\[1\]: rank 1"):
+        await two.optim_step("nobody", AdamParams())
+    ray.kill(two.actors[1])
+    with pytest.raises(InternalError, match=r"policy\[1\]: the actor died"):
+        await two.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+
+
+async def test_placement_that_never_comes_is_said_with_numbers(local_ray):
+    from placement.types import DoesNotFit
+
+    made = plan([Demand("policy", 9)], [Node("here", 9, 0)], "CPU", colocated=False)
+    with pytest.raises(DoesNotFit, match=r"9 bundles .* were not placed within 1 s; CPU: .* free of 8"):
+        await reserve(made, "too-many", 1, print)

@@ -1,0 +1,136 @@
+"""The jobs as users start them: a short run with everything it leaves behind, Ctrl-C, and `ray job submit`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.conftest import ROOT, Service
+
+SHORT = (
+    "job.iterations=2",
+    "job.eval_every=1",
+    "job.prompts=16",
+    "job.env.eval_prompts=20",
+    "cluster.base_model.warmup_steps=10",
+)
+
+
+def ray_processes() -> list[str]:
+    names = ("raylet", "gcs_server", "ray::", "VLLM::")
+    return [p.info["name"] for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith(names)]
+
+
+def check_run_folder(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for key in (
+        "reward",
+        "kl",
+        "value_loss",
+        "explained_variance",
+        "logprob_mismatch",
+        "sample_tokens_per_s",
+        "seconds/transfer",
+    ):
+        assert key in rows[2], key
+    assert "clip_fraction" in rows[2] and rows[2]["logprob_mismatch_max"] < 1e-4
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"accuracy_before", "accuracy_after", "seconds", "peak_rss_gib"} <= summary.keys()
+    assert 0.5 < summary["peak_rss_gib"] < 10
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "Reverse: " in (run / "samples_before.txt").read_text() and (run / "samples_after.txt").exists()
+    assert "iterations: 2" in (run / "config.yaml").read_text()
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("reward")] == [1, 2]
+    status = json.loads((run / "status.json").read_text())
+    assert status["phase_seconds"]["free engine weights"] > 0 and status["phase_seconds"]["load KV cache"] > 0
+    assert not [p for p in run.rglob("*") if "partial" in p.name]
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(run / "checkpoint"),
+        AutoTokenizer.from_pretrained(run / "checkpoint"),
+    )
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Reverse: abc"}], add_generation_prompt=True, tokenize=False
+    )
+    with torch.no_grad():
+        made = model.generate(
+            **tokenizer(prompt, return_tensors="pt", add_special_tokens=False), max_new_tokens=4, do_sample=False
+        )
+    assert made.shape[1] > 4
+
+
+def test_demo_leaves_a_complete_run_and_no_process(tmp_path: Path):
+    before = ray_processes()
+    command = [
+        sys.executable,
+        "-m",
+        "skyrl_actors",
+        "demo",
+        *SHORT,
+        f"run.folder={tmp_path}",
+        f"cluster.base_model.cache_dir={tmp_path}/c",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starting 1 vLLM engine(s)" in done.stdout and "held-out greedy accuracy" in done.stdout
+    check_run_folder(tmp_path / "ppo_tiny")
+    assert ray_processes() == before
+    assert not list(Path("/dev/shm/skyrl-actors").glob("ppo_tiny-*"))
+
+
+@pytest.mark.parametrize(("said", "sent"), [("starting 1 vLLM", signal.SIGINT), ("iter reward", signal.SIGTERM)])
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, random_base: Path, said: str, sent: signal.Signals):
+    before = ray_processes()
+    command = [sys.executable, "-m", "skyrl_actors", "demo", "job.iterations=50", *SHORT[1:4], f"run.folder={tmp_path}"]
+    command += ["cluster.base_model.warmup_steps=0", f"cluster.base_model.cache_dir={random_base.parent}"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if said in line:
+                break
+        time.sleep(1)
+        process.send_signal(sent)
+        rest = process.stdout.read()
+        assert process.wait(60) == 130, rest
+    assert "interrupted" in rest
+    assert ray_processes() == before
+    run = tmp_path / "ppo_tiny"
+    assert not [p for p in run.rglob("*") if "partial" in p.name or p.name == ".checkpoints"]
+    if (run / "metrics.jsonl").exists():
+        assert all(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    assert not list(Path("/dev/shm/skyrl-actors").glob("ppo_tiny-*"))
+
+
+def test_ray_job_submit_runs_the_same_job(service: Service, tmp_path: Path):
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    script = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", "."]
+    command = [
+        *script,
+        "--",
+        "python",
+        "-m",
+        "skyrl_actors",
+        "train",
+        "configs/jobs/ppo_tiny.yaml",
+        *SHORT,
+        f"run.folder={tmp_path}",
+    ]
+    command += [f"cluster.base_model.cache_dir={tmp_path}/c"]
+    for _ in range(20):  # Ray's job agent comes up some time after Ray itself
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
+        if "No available agent" not in done.stderr + done.stdout:
+            break
+        time.sleep(2)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    check_run_folder(tmp_path / "ppo_tiny")
