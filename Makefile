@@ -1,6 +1,7 @@
 # make demo   set up, then watch PPO learn        make check   ruff and pyright
 # make test   set up, then all tests              make bench   benchmarks, one JSON line each
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# The first of these that runs (a name on PATH may be an empty shim).
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do "$$p" -c '' 2>/dev/null && command -v "$$p" && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
