@@ -115,6 +115,7 @@ def main() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background commands with SIGINT ignored
     try:
         code = app(standalone_mode=False)
     except SkyrlActorsError as error:

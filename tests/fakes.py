@@ -38,11 +38,16 @@ class FakeBackend:
 
     async def delete_model(self, model_id: str) -> None:
         await self._call("delete_model", model_id)
-        del self.models[model_id]
+        self.models.pop(model_id, None)
 
     async def forward_backward(self, model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool) -> LossOutput:
+        if "forward_backward" in self.failing:
+            raise InternalError("forward_backward broke")
         await self._call(f"forward_backward {int(columns.tokens[0])}", model_id)
         return LossOutput(columns.offsets, {"logprobs": np.zeros(columns.num_tokens, np.float32)}, {"loss:sum": 0.0})
+
+    async def drop_gradients(self, model_id: str) -> None:
+        await self._call("drop_gradients", model_id)
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         await self._call("optim_step", model_id)

@@ -34,6 +34,7 @@ NARROW = {
         "controller": {"skyrl_actors.controller.tenants"},
         "backends": {"skyrl_actors.backends.base"},
         "commands": {"skyrl_actors.commands.serve"},
+        "remote": {"skyrl_actors.remote"},
     },
     "workers": {"losses": {"skyrl_actors.losses", "skyrl_actors.losses.torch_ops"}},
     "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},

@@ -102,14 +102,14 @@ def forward_backward_from_json(body: Mapping[str, Any], forward_only: bool) -> F
 
 def _example_from_json(index: int, datum: Any) -> Example:
     try:
-        tokens = tokens_from_chunks(datum["model_input"]["chunks"])
+        tokens = np.asarray(tokens_from_chunks(datum["model_input"]["chunks"]), np.int32)
         fields = {
             name: _shaped(np.asarray(t["data"], DTYPES[t["dtype"]]), t.get("shape") or [], index, name)
             for name, t in datum["loss_fn_inputs"].items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidRequest(f"datum {index} is not a Datum: {type(error).__name__} {error}") from None
-    return Example(np.asarray(tokens, np.int32), fields)
+    return Example(tokens, fields)
 
 
 def tokens_from_chunks(chunks: Sequence[Mapping[str, Any]]) -> list[int]:

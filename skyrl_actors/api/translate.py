@@ -1,7 +1,6 @@
 """Wire bodies to Requests, and Results to wire bodies (pure)."""
 
 import hashlib
-import secrets
 from typing import Any
 
 from skyrl_actors.api import codec, wire
@@ -18,10 +17,11 @@ def create_model(body: wire.CreateModel, alpha: float) -> rq.CreateModel:
     """The role is `model_role` of the body, or of user_metadata, which SDK users can set."""
     role: Any = body.model_role or body.user_metadata.get("model_role") or "policy"
     config = body.lora_config
-    seed = config.seed if config.seed is not None else secrets.randbelow(2**31)
     lora = LoraSpec(config.rank, alpha, config.train_attn, config.train_mlp, config.train_unembed) if config.rank else None
     model_id = model_id_for(checked_id(body.session_id, "session id"), body.model_seq_id)
-    spec = ModelSpec(model_id, body.base_model, role, lora, seed)
+    # Without a seed: as random as the session's id, and the same when the request is repeated.
+    drawn = int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:4]) >> 1
+    spec = ModelSpec(model_id, body.base_model, role, lora, drawn if config.seed is None else config.seed)
     return rq.CreateModel(spec, body.session_id, _strings(body.user_metadata))
 
 
@@ -45,7 +45,7 @@ def optim_step(body: wire.OptimStep) -> rq.OptimStep:
 
 def save_weights(body: wire.SaveWeights) -> rq.SaveWeights:
     _refuse_ttl(body.ttl_seconds)
-    return rq.SaveWeights(body.model_id, body.path, body.overwrite, body.seq_id)
+    return rq.SaveWeights(body.model_id, body.path, body.overwrite, body.seq_id, _strings(body.user_metadata))
 
 
 def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
@@ -55,7 +55,7 @@ def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
     if (body.path is None) == (body.sampling_session_seq_id is None):
         raise InvalidRequest("give either path (a name) or sampling_session_seq_id")
     if body.path is not None:
-        return rq.SaveForSampler(body.model_id, name=body.path, seq_id=body.seq_id)
+        return rq.SaveForSampler(body.model_id, body.path, seq_id=body.seq_id, user_metadata=_strings(body.user_metadata))
     assert body.sampling_session_seq_id is not None
     session_id = body.model_id.split(":train:")[0]
     sampler_id = sampler_id_for(session_id, body.sampling_session_seq_id)
@@ -91,7 +91,8 @@ def sample(body: wire.Asample, sampler_id: str, default_max_tokens: int) -> rq.S
         prompt_logprobs=body.prompt_logprobs,
         topk_prompt_logprobs=body.topk_prompt_logprobs,
     )
-    return rq.Sample(sampler_id, prompt, params, body.seq_id)
+    # Without a sampling session there is no numbering to tell a retry by.
+    return rq.Sample(sampler_id, prompt, params, body.seq_id if body.sampling_session_id else None)
 
 
 def result_body(result: rs.Result, accept: str) -> tuple[bytes, str] | dict[str, Any]:

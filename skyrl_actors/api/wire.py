@@ -72,6 +72,7 @@ class SaveWeights(Body):
     seq_id: int | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
+    user_metadata: dict[str, Any] = {}
 
 
 class SaveForSampler(Body):
@@ -81,6 +82,7 @@ class SaveForSampler(Body):
     seq_id: int | None = None
     ttl_seconds: int | None = None
     kind: str = "snapshot"
+    user_metadata: dict[str, Any] = {}
 
 
 class LoadWeights(Body):
@@ -90,6 +92,7 @@ class LoadWeights(Body):
     model_seq_id: int | None = Field(default=None, ge=0)
     seq_id: int | None = None
     optimizer: bool = True
+    optimizer_config: OptimizerConfig = OptimizerConfig()
     user_metadata: dict[str, Any] = {}
 
 

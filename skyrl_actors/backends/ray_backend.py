@@ -121,8 +121,13 @@ class RayBackend:
         return self._groups[self.models[model_id].role]
 
     async def create_model(self, spec: ModelSpec) -> None:
+        group = self._groups[spec.role]
         async with self._keeper.hold(Phase.TRAIN):
-            await self._groups[spec.role].create_model(spec)
+            try:
+                await group.create_model(spec)
+            except BaseException:
+                await group.delete_model(spec.model_id)  # some ranks may hold it
+                raise
         self.models[spec.model_id] = spec
 
     async def delete_model(self, model_id: str) -> None:
@@ -133,6 +138,10 @@ class RayBackend:
     async def forward_backward(self, model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool) -> LossOutput:
         async with self._keeper.hold(Phase.TRAIN):
             return await self._group_of(model_id).forward_backward(model_id, columns, loss, forward_only)
+
+    async def drop_gradients(self, model_id: str) -> None:
+        async with self._keeper.hold(Phase.TRAIN):
+            await self._group_of(model_id).drop_gradients(model_id)
 
     async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         async with self._keeper.hold(Phase.STEP):

@@ -16,19 +16,22 @@ K = TypeVar("K")
 
 
 class Gate(Generic[K]):
-    """`enter(old, new)` changes the state; if it raises, the gate is broken and says so to everybody from then on."""
+    """`enter(old, new)` changes the state. If it raises, the gate is broken and says so to everybody from then on; with
+    `after_failure` only those who wanted that state hear of it, and the gate goes on from that other state."""
 
     def __init__(
         self,
         start: K,
         enter: Callable[[K, K], Awaitable[None]],
         serves: Callable[[K, K], bool] = lambda current, wanted: current == wanted,
+        after_failure: K | None = None,
     ):
         self.state = start
         self.broken: str | None = None
         self.num_holders = 0
         self._enter = enter
         self._serves = serves
+        self._after_failure = after_failure
         self._waiters: deque[tuple[K, asyncio.Future[None]]] = deque()
         self._changing: asyncio.Task[None] | None = None
 
@@ -77,17 +80,25 @@ class Gate(Generic[K]):
             await self._enter(self.state, wanted)
             self.state = wanted
         except Exception as error:  # noqa: BLE001  whoever waits must hear of it, whatever it was
-            self.broken = f"{wanted}: {error}"
-        finally:
+            self._fail(wanted, f"{wanted}: {error}")
+        else:
             self._changing = None
-        if self.broken:
-            while self._waiters:
-                _, ticket = self._waiters.popleft()
-                if not ticket.done():
-                    ticket.set_exception(self._error())
-            return
-        self._admit(wanted)
+            self._admit(wanted)
         self._turn()
+
+    def _fail(self, wanted: K, text: str) -> None:
+        self._changing = None
+        if self._after_failure is None:
+            self.broken = text
+        else:
+            self.state = self._after_failure
+        staying: deque[tuple[K, asyncio.Future[None]]] = deque()
+        for key, ticket in self._waiters:
+            if self.broken is None and key != wanted:
+                staying.append((key, ticket))
+            elif not ticket.done():
+                ticket.set_exception(InternalError(f"could not enter {text}"))
+        self._waiters = staying
 
     def _admit(self, wanted: K) -> None:
         staying: deque[tuple[K, asyncio.Future[None]]] = deque()
@@ -107,9 +118,6 @@ class Gate(Generic[K]):
             raise InternalError("the state changed under its holders")
         self.state = state
 
-    def _error(self) -> InternalError:
-        return InternalError(f"could not enter {self.broken}")
-
     def _raise_if_broken(self) -> None:
         if self.broken:
-            raise self._error()
+            raise InternalError(f"could not enter {self.broken}")

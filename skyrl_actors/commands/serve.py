@@ -33,8 +33,8 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     _check_port(config)
     base_folder = cluster.prepare_base_model(config)
     started_ray = _join_or_start_ray(config)
+    _refuse_second(config)  # before the clean-up below may touch anything: a running service is not ours to end
     try:
-        _refuse_second(config)
         STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
         state = {
             "started_ray": started_ray,
@@ -86,16 +86,18 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     note("starting Ray on this machine (dashboard on 127.0.0.1)")
     STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
     cpus = max(os.cpu_count() or 1, 2)
-    done = cluster.ray_command(
-        "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-        f"--num-cpus={cpus}", f"--object-store-memory={cluster.OBJECT_STORE_BYTES}", environment=environment,
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise InternalError(f"ray start failed:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
+    before = ray_session()
     try:
+        done = cluster.ray_command(
+            "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+            f"--num-cpus={cpus}", f"--object-store-memory={cluster.OBJECT_STORE_BYTES}", environment=environment,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise InternalError(f"ray start failed:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
         cluster.join_ray()
     except BaseException:
-        end_ray_session(ray_marks())
+        if ray_session() != before:
+            end_ray_session(ray_marks())
         raise
     return True
 
@@ -170,7 +172,11 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
         find_controller(config.name)
     except ValueError:
         base_folder = cluster.prepare_base_model(config)
-        asyncio.run(_start_controller(config, base_folder))
+        try:
+            asyncio.run(_start_controller(config, base_folder))
+        except BaseException:
+            ray.kill(find_controller(config.name))  # else the next deploy would find it and serve nothing
+            raise
     return TinkerApi.options(num_replicas=config.http.replicas).bind(config)
 
 
@@ -258,9 +264,14 @@ def _joined() -> bool:
     return True
 
 
+def ray_session() -> str:
+    """The folder of the Ray session that started last on this machine."""
+    return str(Path("/tmp/ray/session_latest").resolve())
+
+
 def ray_marks() -> list[str]:
     """What the command lines of the daemons of the newest Ray session contain, and no others'."""
-    return [str(Path("/tmp/ray/session_latest").resolve()), f"--address={cluster.ray_address()}"]
+    return [ray_session(), f"--address={cluster.ray_address()}"]
 
 
 def end_ray_session(marks: Sequence[str], timeout_s: float = 3.0) -> None:

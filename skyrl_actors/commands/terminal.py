@@ -11,9 +11,9 @@ from skyrl_actors.jobs.ppo import Outcome
 from skyrl_actors.jobs.rollouts import Rollout
 from skyrl_actors.jobs.trackers import RunFolder
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, emoji=False)  # ids hold ":train:", which is an emoji's name
 if not console.is_terminal:
-    console = Console(highlight=False, soft_wrap=True, width=160)
+    console = Console(highlight=False, soft_wrap=True, emoji=False, width=160)
 HEADER_EVERY = 10
 COLUMNS = (
     ("iter", 4, "step", "d"),

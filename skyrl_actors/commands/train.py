@@ -61,7 +61,7 @@ async def _run(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple
         await cluster.wait_until_started(controller)
         with bar("PPO", config.job.iterations) as progress:
             client = ControllerClient(controller)
-            outcome = await PpoJob(client, config.job, RunView(folder, progress)).run()
+            outcome = await PpoJob(client, config.job, RunView(folder, progress), config.cluster.lora.alpha).run()
         status = await client.status()
         folder.write("status.json", _as_json(status))
         kept = folder.path / "checkpoint"

@@ -105,7 +105,9 @@ def digest_of(request: Request) -> int:
     if not isinstance(request, ForwardBackward):
         return zlib.crc32(repr(request).encode())
     columns = request.columns
-    total = zlib.crc32(repr((request.loss, request.forward_only, sorted(columns.fields))).encode())
+    total = zlib.crc32(
+        repr((request.loss.name, sorted(request.loss.config.items()), request.forward_only, sorted(columns.fields))).encode()
+    )
     for array in (columns.tokens, columns.offsets, *(columns.fields[name] for name in sorted(columns.fields))):
         total = zlib.crc32(np.ascontiguousarray(array).tobytes(), total)
     return total

@@ -34,6 +34,17 @@ class CheckpointFolders:
             raise NotFound(f"no checkpoint {path}")
         return folder
 
+    def note(self, folder: Path, user_metadata: dict[str, str]) -> None:
+        """Keep what the client said of its checkpoint beside it."""
+        if user_metadata:
+            staging = folder / ".user_metadata.partial"
+            staging.write_text(json.dumps(user_metadata, indent=2))
+            staging.replace(folder / "user_metadata.json")
+
+    def version(self, path: TinkerPath) -> str:
+        """Differs when the same name was removed and saved again."""
+        return f"{path}#{(self.existing(path) / SPEC_FILE).stat().st_mtime_ns}"
+
     def spec(self, path: TinkerPath) -> ModelSpec:
         """The model that was saved there."""
         content = json.loads((self.existing(path) / SPEC_FILE).read_text())

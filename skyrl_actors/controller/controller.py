@@ -63,18 +63,22 @@ class Controller:
         self.tenants.session(session_id).last_seen = time.monotonic()
 
     async def finish_session(self, session_id: str) -> None:
-        """Free the models and samplers of a session. Finishing twice is fine."""
+        """Free the models and samplers of a session; what it had queued fails. Finishing twice is fine."""
         self.tenants.sessions.pop(session_id, None)
-        ids = []
+        unloads = []
         for model in self.tenants.models_of(session_id):
-            ids.append(self._accept(rq.Unload(model.spec.model_id), model.spec.model_id, None, model.spec.model_id))
-        for sampler in self.tenants.samplers_of(session_id):
-            self.tenants.remove_sampler(sampler.sampler_id)
-            if sampler.owner is not None:
-                await self.backend.drop_sampler(sampler.weights)
-            self.queue.forget(sampler.sampler_id)
-        for request_id in ids:
+            model_id = model.spec.model_id
+            for request_id in self.queue.drain(model_id):
+                del self._requests[request_id]
+                self.results.resolve(request_id, Failure(f"session {session_id} was finished before this ran", "user"))
+            unloads.append(self._accept(rq.Unload(model_id), model_id, None, model_id, bounded=False))
+        for request_id in unloads:
             await self.results.wait(request_id, self.config.policy.call_timeout_s)
+        # Only now: a save that was running when the session ended has left its sampler too.
+        for sampler in self.tenants.samplers_of(session_id):
+            self.queue.forget(sampler.sampler_id)
+            await self._executor.retire(sampler)
+        self.tenants.forget_expired(session_id)
 
     def submit(self, request: rq.Request) -> str:
         """Accept a request and answer its id; the work happens later. Raises UserError and then nothing was accepted."""
@@ -137,14 +141,18 @@ class Controller:
         admission.check_sample(request, self.config, self.able)
         return self._accept(request, request.sampler_id, request.seq_id, None, digest)
 
-    def _accept(self, request: rq.Request, stream: str, seq_id: int | None, line: str | None, digest: int = 0) -> str:
+    def _accept(
+        self, request: rq.Request, stream: str, seq_id: int | None, line: str | None, digest: int = 0, bounded: bool = True
+    ) -> str:
         request_id = f"r{uuid.uuid4().hex}"
-        self.queue.accept(request_id, stream, seq_id, digest, line)
+        self.queue.accept(request_id, stream, seq_id, digest, line, bounded)
         self.results.open(request_id)
         self._requests[request_id] = request
         if line is None:
             assert isinstance(request, rq.Sample)
-            self._spawn(self._run_sample(request_id, request))
+            sampler = self.tenants.sampler(request.sampler_id)
+            sampler.users += 1
+            self._spawn(self._run_sample(request_id, request, sampler))
         else:
             self._start_next(line)
         return request_id
@@ -166,13 +174,14 @@ class Controller:
             self.queue.forget(line)
         self._start_next(line)
 
-    async def _run_sample(self, request_id: str, request: rq.Sample) -> None:
+    async def _run_sample(self, request_id: str, request: rq.Sample, sampler: Sampler) -> None:
         try:
             async with self._sample_slots:
-                result = await self._executor.sample(request_id, request)
+                result = await self._executor.sample(request_id, request, sampler)
         except Exception as error:  # noqa: BLE001  the lane's boundary
             result = self._failure(request_id, error)
         self._answer(request_id, None, result)
+        await self._executor.release(sampler)
 
     def _answer(self, request_id: str, line: str | None, result: Result) -> None:
         del self._requests[request_id]
@@ -238,7 +247,10 @@ class Controller:
             await asyncio.sleep(timeout_s / 10)
             for session_id in self.tenants.silent_sessions(time.monotonic(), timeout_s):
                 log.warning("session %s was silent for %.0f s: its models are freed", session_id, timeout_s)
-                await self.finish_session(session_id)
+                try:
+                    await self.finish_session(session_id)
+                except SkyrlActorsError as error:
+                    log.error("session %s was not freed: %s", session_id, error)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -39,8 +39,7 @@ class Executor:
         try:
             await self.backend.create_model(request.spec)
             if request.from_path:
-                folder = self.folders.existing(parse_path(request.from_path))
-                await self.backend.load_checkpoint(model_id, str(folder), request.with_optimizer)
+                await self._fill(model_id, request.from_path, request.with_optimizer)
         except BaseException:
             self.tenants.models.pop(model_id, None)
             raise
@@ -49,14 +48,33 @@ class Executor:
             return rs.Loaded(model_id, request.from_path)
         return rs.ModelCreated(model_id)
 
+    async def _fill(self, model_id: str, path: str, with_optimizer: bool) -> None:
+        """Load a checkpoint into a model that was just made; a model that can not be filled does not stay."""
+        try:
+            folder = self.folders.existing(parse_path(path))
+            await self.backend.load_checkpoint(model_id, str(folder), with_optimizer)
+        except BaseException:
+            await self.backend.delete_model(model_id)
+            raise
+
     async def forward_backward(self, request: rq.ForwardBackward) -> rs.Result:
-        role = self._ready(request.model_id).spec.role
-        plain_values = role == "critic" and "returns" not in request.columns.fields
+        model = self._ready(request.model_id)
+        plain_values = model.spec.role == "critic" and "returns" not in request.columns.fields
         loss = None if plain_values else request.loss
-        return await self.backend.forward_backward(request.model_id, request.columns, loss, request.forward_only)
+        try:
+            return await self.backend.forward_backward(request.model_id, request.columns, loss, request.forward_only)
+        except BaseException as error:
+            if not request.forward_only:
+                model.incomplete = str(error) or type(error).__name__
+            raise
 
     async def optim_step(self, request: rq.OptimStep) -> rs.Result:
+        """A step behind a forward_backward that failed would apply a part of what was asked for: it is refused."""
         model = self._ready(request.model_id)
+        if model.incomplete is not None:
+            reason, model.incomplete = model.incomplete, None
+            await self.backend.drop_gradients(request.model_id)
+            raise InternalError(f"not applied: a forward_backward since the last step failed ({reason}); gradients were dropped")
         metrics = await self.backend.optim_step(request.model_id, request.adam)
         model.steps += 1
         return rs.StepDone(metrics)
@@ -66,6 +84,7 @@ class Executor:
         path = TinkerPath(request.model_id, "weights", checked_name(request.name))
         folder = self.folders.new(path, request.overwrite)
         await self.backend.save_checkpoint(request.model_id, str(folder), with_optimizer=True)
+        self.folders.note(folder, request.user_metadata)
         return rs.Saved(str(path), str(folder))
 
     async def save_for_sampler(self, request: rq.SaveForSampler) -> rs.Result:
@@ -76,6 +95,7 @@ class Executor:
             path = TinkerPath(request.model_id, "sampler_weights", checked_name(request.name))
             folder = self.folders.new(path, overwrite=False)
             await self.backend.save_checkpoint(request.model_id, str(folder), with_optimizer=False)
+            self.folders.note(folder, request.user_metadata)
             return rs.SamplerSaved(None, str(path), str(path))
         if request.sampler_id is None:
             raise InternalError("save_for_sampler needs a name or a sampler id")
@@ -84,7 +104,7 @@ class Executor:
         keep = limits.lora_sampler_versions if model.spec.lora else limits.full_sampler_versions
         sampler = Sampler(request.sampler_id, model.spec.base_model, None, weights, model.session_id, owner=request.model_id)
         for old in self.tenants.add_sampler(sampler, keep):
-            await self.backend.drop_sampler(old.weights)
+            await self.retire(old)
         size = sum(part.num_bytes for part in weights.parts)
         return rs.SamplerSaved(request.sampler_id, None, weights.version, size, sum(p.write_s for p in weights.parts))
 
@@ -100,24 +120,47 @@ class Executor:
         return rs.Loaded(request.model_id, request.path)
 
     async def unload(self, request: rq.Unload) -> rs.Result:
-        if self.tenants.models.pop(request.model_id, None):
+        model = self.tenants.models.get(request.model_id)
+        if model is not None and model.ready:
             await self.backend.delete_model(request.model_id)
+        self.tenants.models.pop(request.model_id, None)
         return rs.Unloaded(request.model_id)
+
+    async def retire(self, sampler: Sampler) -> None:
+        """No new samples from it; what it holds is freed when the last accepted one was answered."""
+        self.tenants.remove_sampler(sampler.sampler_id)
+        sampler.retired = True
+        if not sampler.users:
+            await self._free(sampler)
+
+    async def release(self, sampler: Sampler) -> None:
+        """One accepted sample was answered."""
+        sampler.users -= 1
+        if sampler.retired and not sampler.users:
+            await self._free(sampler)
+
+    async def _free(self, sampler: Sampler) -> None:
+        if sampler.owner is not None:  # named checkpoints keep their files
+            await self.backend.drop_sampler(sampler.weights)
 
     async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str, path: str | None) -> Sampler:
         """A sampler of the base model or of a saved checkpoint."""
         weights = SamplerWeights("base")
         if path is not None:
             where = parse_path(path)
-            if self.folders.spec(where).role == "critic":
+            if where.kind != "sampler_weights":
+                raise InvalidRequest(f"{path} may be overwritten by training; sample from what save_weights_for_sampler saved")
+            spec = self.folders.spec(where)
+            if spec.role == "critic":
                 raise InvalidRequest(f"{path} is a critic: it has values, not tokens, and can not be sampled")
-            weights = await self.backend.open_sampler(str(self.folders.existing(where)), path)
+            if spec.base_model != base_model:
+                raise InvalidRequest(f"{path} belongs to base model {spec.base_model!r}; this service has {base_model!r}")
+            weights = await self.backend.open_sampler(str(self.folders.existing(where)), self.folders.version(where))
         sampler = Sampler(sampler_id, base_model, path, weights, session_id)
         self.tenants.add_sampler(sampler, keep=1)
         return sampler
 
-    async def sample(self, request_id: str, request: rq.Sample) -> rs.Result:
-        sampler = self.tenants.sampler(request.sampler_id)
+    async def sample(self, request_id: str, request: rq.Sample, sampler: Sampler) -> rs.Result:
         return await self.backend.sample(request_id, request.prompt, request.params, sampler.weights)
 
     def _ready(self, model_id: str) -> Model:

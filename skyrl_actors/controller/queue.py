@@ -5,15 +5,15 @@
    arrive in another order, and they commute.
 2. Requests of different models are independent.
 3. The same (stream, seq_id) with the same body is the same request: it gets the first request id and runs once. With
-   another body it is a Conflict.
+   another body it is a Conflict. The newest `REMEMBERED` numbers of a stream are known; retries come within minutes.
 4. No more than `limit` requests are open; one more is a CapacityError, which clients try again.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 
 from skyrl_actors.messages.errors import CapacityError, Conflict
 
-StreamKey = tuple[str, int]  # a model or sampler id, and the client's sequence number in it
+REMEMBERED = 10_000
 
 
 class RequestQueue:
@@ -21,8 +21,8 @@ class RequestQueue:
         self.limit = limit
         self._lines: dict[str, deque[str]] = {}
         self._running: set[str] = set()
-        self._accepted: dict[StreamKey, tuple[int, str]] = {}
-        self._open: dict[str, StreamKey | None] = {}
+        self._accepted: dict[str, OrderedDict[int, tuple[int, str]]] = {}  # stream -> seq_id -> (digest, request id)
+        self._open: set[str] = set()
 
     @property
     def num_open(self) -> int:
@@ -33,21 +33,25 @@ class RequestQueue:
 
     def known(self, stream: str, seq_id: int | None, digest: int) -> str | None:
         """Rule 3: the id of the first request with this number, if there was one."""
-        if seq_id is None or (stream, seq_id) not in self._accepted:
+        if seq_id is None or seq_id not in self._accepted.get(stream, ()):
             return None
-        first_digest, request_id = self._accepted[stream, seq_id]
+        first_digest, request_id = self._accepted[stream][seq_id]
         if first_digest != digest:
             raise Conflict(f"{stream}: sequence number {seq_id} was used before with another body")
         return request_id
 
-    def accept(self, request_id: str, stream: str, seq_id: int | None, digest: int, line: str | None) -> None:
+    def accept(
+        self, request_id: str, stream: str, seq_id: int | None, digest: int, line: str | None, bounded: bool = True
+    ) -> None:
         """Take a new request; `line` is the model whose order it keeps, None for one that may start at once."""
-        if len(self._open) >= self.limit:
+        if bounded and len(self._open) >= self.limit:
             raise CapacityError(f"{self.limit} requests are open, the most this service takes; try again later")
-        key = None if seq_id is None else (stream, seq_id)
-        if key:
-            self._accepted[key] = (digest, request_id)
-        self._open[request_id] = key
+        if seq_id is not None:
+            numbers = self._accepted.setdefault(stream, OrderedDict())
+            numbers[seq_id] = (digest, request_id)
+            if len(numbers) > REMEMBERED:
+                numbers.popitem(last=False)
+        self._open.add(request_id)
         if line is not None:
             self._lines.setdefault(line, deque()).append(request_id)
 
@@ -59,13 +63,19 @@ class RequestQueue:
         self._running.add(line)
         return waiting.popleft()
 
+    def drain(self, line: str) -> list[str]:
+        """Take out the requests of a model that have not started."""
+        waiting = list(self._lines.pop(line, ()))
+        self._open.difference_update(waiting)
+        return waiting
+
     def finish(self, request_id: str, line: str | None) -> None:
-        self._open.pop(request_id, None)
+        self._open.discard(request_id)
         if line is not None:
             self._running.discard(line)
 
     def forget(self, stream: str) -> None:
         """A stream that ended: its sequence numbers are free again."""
-        self._accepted = {key: value for key, value in self._accepted.items() if key[0] != stream}
+        self._accepted.pop(stream, None)
         if not self._lines.get(stream):
             self._lines.pop(stream, None)

@@ -23,6 +23,7 @@ class Model:
     ready: bool = False
     steps: int = 0
     versions: int = 0  # sampler versions made so far
+    incomplete: str | None = None  # why the pending gradients are not what was asked for
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class Sampler:
     weights: SamplerWeights
     session_id: str | None
     owner: str | None = None  # the model whose unnamed version this is
+    users: int = 0  # accepted samples that are not answered yet
+    retired: bool = False  # its files go when the last user has gone
 
 
 class TenantTable:
@@ -49,7 +52,7 @@ class TenantTable:
 
     def model(self, model_id: str) -> Model:
         if model_id not in self.models:
-            raise NotFound(f"unknown model {model_id!r}; alive: {', '.join(sorted(self.models)) or 'none'}")
+            raise NotFound(f"unknown model {model_id!r}: it was never made, or its session is over")
         return self.models[model_id]
 
     def policy(self, model_id: str) -> Model:
@@ -83,6 +86,9 @@ class TenantTable:
     def remove_sampler(self, sampler_id: str) -> None:
         if self.samplers.pop(sampler_id, None):
             self._expired.add(sampler_id)
+
+    def forget_expired(self, session_id: str) -> None:
+        self._expired = {sampler_id for sampler_id in self._expired if not sampler_id.startswith(f"{session_id}:")}
 
     def models_of(self, session_id: str) -> list[Model]:
         return [model for model in self.models.values() if model.session_id == session_id]

@@ -1,9 +1,9 @@
 """The Ray actor around one vLLM engine. It imports vLLM when it is made, in its own process."""
 
-import asyncio
 from typing import Literal
 
 from skyrl_actors.engines.interface import EngineSpec, EngineStatus
+from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest
@@ -16,8 +16,9 @@ class EngineActor:
         self.engine = VllmEngine(spec)
 
     async def watch(self) -> None:
-        """Never returns: the caller learns of this process's death the moment it happens."""
-        await asyncio.Event().wait()
+        """Ends only by an error: the caller learns of the death of this process, or of vLLM's below it."""
+        await self.engine.dead.wait()
+        raise InternalError("vLLM's process ended")
 
     async def start(self) -> None:
         await self.engine.start()

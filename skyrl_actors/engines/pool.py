@@ -39,7 +39,7 @@ class EnginePool:
         self._deliver = deliver
         self._full: dict[str, tuple[WeightManifest, ...]] = {}
         self._delivered: list[dict[str, asyncio.Task[None]]] = [{} for _ in actors]
-        self._gates = [Gate[str](BASE_VERSION, self._loader(i)) for i in range(len(actors))]
+        self._gates = [Gate[str](BASE_VERSION, self._loader(i), after_failure=DROPPED) for i in range(len(actors))]
 
     @property
     def names(self) -> list[str]:

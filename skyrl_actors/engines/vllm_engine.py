@@ -19,6 +19,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
@@ -40,6 +41,7 @@ class VllmEngine:
         self._adapter_lock = asyncio.Lock()
         self._asleep = False
         self._running = 0
+        self.dead = asyncio.Event()  # vLLM's own process ended
 
     async def start(self) -> None:
         self._llm = AsyncLLM.from_engine_args(_engine_args(self.spec))
@@ -75,6 +77,9 @@ class VllmEngine:
                 )
                 async for part in stream:
                     output = part
+        except EngineDeadError as error:
+            self.dead.set()
+            raise InternalError(f"vLLM's process of {self.spec.name} ended: {error}") from None
         except (VLLMValidationError, ValueError) as error:
             raise InvalidRequest(str(error)) from None
         except TimeoutError:

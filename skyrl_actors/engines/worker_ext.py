@@ -59,8 +59,8 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
 
 
 def _mapped_tensors(update: FileUpdate) -> Iterator[tuple[str, torch.Tensor]]:
-    # shared=True maps the pages without copying; nothing here writes to them.
-    buffer = torch.from_file(update.path, shared=True, size=update.num_bytes, dtype=torch.uint8)
+    # A private mapping copies nothing, as nothing here writes to it; a shared one would create a missing file, of zeros.
+    buffer = torch.from_file(update.path, shared=False, size=update.num_bytes, dtype=torch.uint8)
     for name, dtype_name, shape, offset in zip(update.names, update.dtype_names, update.shapes, update.offsets, strict=True):
         dtype = getattr(torch, dtype_name)
         count = torch.Size(shape).numel()

@@ -67,6 +67,9 @@ class ActorGroup:
         outputs: list[RowOutput] = await self._call(TrainWorker.forward_backward, args)
         return merge_rows(columns, outputs, loss)
 
+    async def drop_gradients(self, model_id: str) -> None:
+        await self.broadcast(TrainWorker.drop_gradients, model_id)
+
     async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         return (await self.broadcast(TrainWorker.optim_step, model_id, adam))[0]
 

@@ -57,8 +57,9 @@ class Batch:
 
 
 class PpoJob:
-    def __init__(self, client: ControllerClient, config: PpoConfig, watcher: Watcher):
+    def __init__(self, client: ControllerClient, config: PpoConfig, watcher: Watcher, lora_alpha: float):
         self.client = client
+        self.lora_alpha = lora_alpha
         self.config = config
         self.watcher = watcher
         self.tasks = ReverseTasks(config.env, config.seed)
@@ -85,7 +86,7 @@ class PpoJob:
 
     async def _create_models(self, base_model: str) -> None:
         rank = self.config.lora_rank
-        lora = None if rank is None else LoraSpec(rank)
+        lora = None if rank is None else LoraSpec(rank, self.lora_alpha)
         self._policy = await self._create(0, ModelSpec("", base_model, "policy", lora, self.config.seed))
         self._critic = await self._create(1, ModelSpec("", base_model, "critic", lora, self.config.seed + 1))
         # An adapter that is never trained is the base model itself: the reference costs no copy of the weights.
@@ -142,7 +143,7 @@ class PpoJob:
         self.seconds["iteration"] = time.perf_counter() - started
         metrics |= {
             "sample_tokens_per_s": answer_tokens / self.seconds["sample"],
-            "train_tokens_per_s": 2 * config.epochs * rows_tokens / self.seconds["update"],
+            "train_tokens_per_s": len(self._trained_roles(step)) * config.epochs * rows_tokens / self.seconds["update"],
             **{f"seconds/{name}": seconds for name, seconds in self.seconds.items()},
         }
         return metrics
@@ -182,12 +183,15 @@ class PpoJob:
     async def _update(self, batch: Batch, step: int) -> dict[str, float]:
         """All epochs of critic and policy; the two groups work at the same time."""
         parts = list(self._minibatches(len(batch.rollouts), step))
-        roles: list[Role] = ["critic"] if step <= self.config.critic_warmup else ["policy", "critic"]
+        roles = self._trained_roles(step)
         share = 1 - (1 - self.config.final_lr_share) * (step - 1) / max(1, self.config.iterations - 1)
         merged: dict[str, float] = {}
         for metrics in await asyncio.gather(*(self._optimize(batch, parts, role, share) for role in roles)):
             merged |= metrics
         return merged
+
+    def _trained_roles(self, step: int) -> list[Role]:
+        return ["critic"] if step <= self.config.critic_warmup else ["policy", "critic"]
 
     def _minibatches(self, count: int, seed: int) -> Iterator[list[int]]:
         rng = np.random.default_rng([self.config.seed, seed])

@@ -86,6 +86,13 @@ def columns_from(examples: Sequence[Example]) -> Columns:
     tokens = np.concatenate([example.tokens for example in examples]).astype(np.int32, copy=False)
     fields: dict[str, NDArray[np.generic]] = {}
     for name in names:
+        if name == TARGETS and any(_beyond_int32(example.fields[name]) for example in examples):
+            raise InvalidRequest(f"{TARGETS} has a value that is no token id: it does not even fit 32 bits")
         dtype = np.int32 if name == TARGETS else np.float32
         fields[name] = np.concatenate([example.fields[name] for example in examples]).astype(dtype, copy=False)
     return Columns(tokens, offsets_of(len(example.tokens) for example in examples), fields)
+
+
+def _beyond_int32(array: NDArray[np.generic]) -> bool:
+    wide = array.astype(np.int64)
+    return bool(wide.size) and (int(wide.max()) >= 2**31 or int(wide.min()) < -(2**31))

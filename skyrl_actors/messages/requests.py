@@ -43,6 +43,7 @@ class SaveWeights:
     name: str
     overwrite: bool = False
     seq_id: int | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class SaveForSampler:
     name: str | None = None
     sampler_id: str | None = None
     seq_id: int | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams
 
 
@@ -40,9 +40,18 @@ class FlatState:
     def ensure_gradients(self) -> Tensor:
         if self.gradients is None:
             self.gradients = torch.zeros_like(self.weights)
+            self._attach_gradients()
+        return self.gradients
+
+    def _attach_gradients(self) -> None:
+        """Autograd adds into views of the gradient vector, while both vectors are in the same place."""
+        if self.gradients is not None and self.gradients.device == self.weights.device:
             for name, view in self.split(self.gradients).items():
                 self.views[name].grad = view
-        return self.gradients
+
+    def _detach_gradients(self) -> None:
+        for view in self.views.values():
+            view.grad = None
 
     def step(self, adam: AdamParams) -> float:
         """Clip to the global norm, apply AdamW, clear the gradients; returns the norm before clipping.
@@ -104,21 +113,18 @@ class FlatState:
     def move(self, part: str, device: torch.device) -> None:
         """Move one part between host and device; views keep pointing at the moved vector."""
         if part == "weights":
+            self._detach_gradients()
             self.weights = self.weights.to(device)
             for name, view in self.split(self.weights).items():
-                grad, self.views[name].grad = self.views[name].grad, None
                 self.views[name].data = view
-                if grad is not None and grad.device == view.device:
-                    self.views[name].grad = grad
             if self.optimizer:
                 parameter = self.optimizer.param_groups[0]["params"][0]
                 parameter.grad, parameter.data = None, self.weights
+            self._attach_gradients()
         elif part == "gradients" and self.gradients is not None:
+            self._detach_gradients()
             self.gradients = self.gradients.to(device)
-            for name, view in self.split(self.gradients).items():
-                if self.views[name].device != view.device:
-                    raise InternalError("gradients moved without their weights")
-                self.views[name].grad = view
+            self._attach_gradients()
         elif part == "optimizer" and self.optimizer:
             for state in self.optimizer.state.values():
                 state.update({key: value.to(device) for key, value in state.items()})

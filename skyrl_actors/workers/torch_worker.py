@@ -127,6 +127,9 @@ class TorchWorker:
     def _ints(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
+    def drop_gradients(self, model_id: str) -> None:
+        self._model(model_id).state.drop_gradients()
+
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         state = self._model(model_id).state
         gradients = state.ensure_gradients()

@@ -112,6 +112,16 @@ def test_what_is_not_served_is_refused_by_name():
         codec.forward_backward_from_proto(wrong.SerializeToString())
 
 
+def test_tokens_beyond_32_bits_do_not_wrap():
+    message = sdk_request([[1, 2]])
+    message.data[0].loss_fn_inputs["target_tokens"].dense = np.asarray([2**32 + 5, 1], "<i8").tobytes()
+    with pytest.raises(InvalidRequest, match="does not even fit 32 bits"):
+        codec.forward_backward_from_proto(message.SerializeToString())
+    datum = {"model_input": {"chunks": [{"tokens": [2**31]}]}, "loss_fn_inputs": {}}
+    with pytest.raises(InvalidRequest, match="datum 0 is not a Datum: OverflowError"):
+        codec.forward_backward_from_json({"model_id": "m", "forward_backward_input": {"data": [datum], "loss_fn": "x"}}, False)
+
+
 def test_old_json_bodies():
     datum = {
         "model_input": {"chunks": [{"tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]},

@@ -137,3 +137,22 @@ def test_gate_never_mixes_states_and_serves_everyone(plan: list[tuple[str, int, 
         assert gate.num_holders == 0 and gate.num_waiting == 0
 
     asyncio.run(main())
+
+
+async def test_a_gate_that_recovers_fails_only_those_who_wanted_the_failing_state():
+    async def enter(old: str, new: str) -> None:
+        await asyncio.sleep(0)
+        if new == "bad":
+            raise InternalError("no such weights")
+
+    gate = Gate("a", enter, after_failure="nothing")
+
+    async def hold(key: str) -> str:
+        async with gate.hold(key):
+            await asyncio.sleep(0)
+            return gate.state
+
+    results = await asyncio.gather(hold("a"), hold("bad"), hold("b"), hold("bad"), return_exceptions=True)
+    assert results[0] == "a" and results[2] == "b"
+    assert all(isinstance(r, InternalError) and "no such weights" in str(r) for r in (results[1], results[3]))
+    assert await hold("a") == "a"

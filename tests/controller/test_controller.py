@@ -1,11 +1,14 @@
 """The controller with a backend in memory: order, idempotency, failures, sessions, long polls."""
 
 import asyncio
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from skyrl_actors.api import translate, wire
 from skyrl_actors.config.cluster import ClusterConfig, LimitsConfig, LoraConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.messages import requests as rq
@@ -259,3 +262,69 @@ async def test_unknown_checkpoints(controller: Controller):
         controller.submit(rq.LoadWeights(model_id, "tinker://a/../b", True))
     result = await done(controller, controller.submit(rq.LoadWeights(model_id, "tinker://a/weights/b", True)))
     assert isinstance(result, rs.Failure) and result.category == "user" and "no checkpoint" in result.message
+
+
+async def test_a_step_behind_a_failed_batch_is_not_applied(controller: Controller):
+    _, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.failing.add("forward_backward")
+    batch_id, step_id = controller.submit(batch(model_id)), controller.submit(rq.OptimStep(model_id, AdamParams()))
+    assert isinstance(await done(controller, batch_id), rs.Failure)
+    failed = await done(controller, step_id)
+    assert isinstance(failed, rs.Failure) and "not applied" in failed.message and failed.category == "server"
+    assert backend.calls[-1] == ("drop_gradients", model_id) and ("optim_step", model_id) not in backend.calls
+    assert await done(controller, controller.submit(rq.OptimStep(model_id, AdamParams()))) == rs.StepDone({})
+
+
+async def test_weights_stay_until_the_last_accepted_sample_is_answered(controller: Controller):
+    session, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    await done(controller, controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0")))
+    backend.go.clear()
+    sample_id = controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4)))
+    finishing = asyncio.create_task(controller.finish_session(session))
+    await asyncio.sleep(0.01)
+    assert ("drop_sampler", f"{model_id}@1") not in backend.calls
+    backend.go.set()
+    await finishing
+    assert isinstance(await done(controller, sample_id), rs.SampleOutput)
+    assert backend.calls.index(("sample", f"{model_id}@1")) < backend.calls.index(("drop_sampler", f"{model_id}@1"))
+
+
+async def test_finishing_a_session_frees_what_was_still_being_saved(controller: Controller):
+    session, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.go.clear()
+    saving = controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0"))
+    queued = controller.submit(rq.OptimStep(model_id, AdamParams()))
+    finishing = asyncio.create_task(controller.finish_session(session))
+    await asyncio.sleep(0)
+    backend.go.set()
+    await finishing
+    assert isinstance(await done(controller, saving), rs.SamplerSaved)
+    failed = await done(controller, queued)
+    assert isinstance(failed, rs.Failure) and "was finished before this ran" in failed.message
+    assert ("drop_sampler", f"{model_id}@1") in backend.calls and not controller.tenants.samplers and not backend.models
+
+
+async def test_a_model_whose_checkpoint_does_not_load_does_not_stay(controller: Controller):
+    session, model_id = await model_in(controller)
+    saved = await done(controller, controller.submit(rq.SaveWeights(model_id, "c")))
+    assert isinstance(saved, rs.Saved)
+    folder = Path(saved.folder)
+    folder.mkdir(parents=True)
+    (folder / "model_spec.json").write_text(json.dumps(asdict(controller.tenants.model(model_id).spec)))
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.failing.add("load_checkpoint")
+    request = rq.CreateModel(ModelSpec(f"{session}:train:1", ""), session, from_path=saved.path)
+    assert isinstance(await done(controller, controller.submit(request)), rs.Failure)
+    assert list(backend.models) == [model_id] == list(controller.tenants.models)
+
+
+async def test_a_repeated_create_without_a_seed_is_a_retry(controller: Controller):
+    session = controller.create_session()
+    body = wire.CreateModel(session_id=session, model_seq_id=0, base_model="tiny")
+    first, second = translate.create_model(body, 32.0), translate.create_model(body, 32.0)
+    assert first == second and controller.submit(first) == controller.submit(second)
+    other = wire.CreateModel(session_id=session, model_seq_id=1, base_model="tiny")
+    assert translate.create_model(other, 32.0).spec.seed != first.spec.seed

@@ -13,6 +13,7 @@ from skyrl_actors import losses
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 
@@ -290,3 +291,18 @@ def test_full_fine_tune_is_refused_in_bfloat16(random_base: Path):
     with pytest.raises(InvalidRequest, match="needs dtype float32"):
         worker.create_model(ModelSpec("m", "tiny"))
     assert not worker.models
+
+
+def test_gradients_may_leave_before_the_weights_and_come_back_after_them():
+    """The order of the phases: frees gradients, then weights; loads weights, then gradients."""
+    state = FlatState({"w": torch.randn(4, 3), "b": torch.randn(3)}, torch.device("cpu"))
+    state.ensure_gradients()
+    (2 * state.views["w"].sum()).backward()
+    kept = state.gradients
+    state.move("gradients", torch.device("meta"))
+    assert all(view.grad is None for view in state.views.values())
+    state.gradients = kept
+    state.move("weights", torch.device("cpu"))
+    state.move("gradients", torch.device("cpu"))
+    (3 * state.views["w"].sum()).backward()
+    assert state.gradients is not None and state.gradients.tolist() == [5.0] * 12 + [0.0] * 3
