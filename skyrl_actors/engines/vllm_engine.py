@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -48,6 +49,14 @@ class VllmEngine:
         await self._llm.collective_rpc("skyrl_patch")
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._loaded = BASE_VERSION
+        loop = asyncio.get_running_loop()
+        for child in psutil.Process().children():
+            threading.Thread(target=self._wait_for_end, args=(child, loop), daemon=True, name=f"watch-{child.pid}").start()
+
+    def _wait_for_end(self, process: psutil.Process, loop: asyncio.AbstractEventLoop) -> None:
+        process.wait()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self.dead.set)
 
     @property
     def llm(self) -> AsyncLLM:
