@@ -35,6 +35,7 @@ def environment(config: ClusterConfig) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(own),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "2",
     }
 
