@@ -92,12 +92,12 @@ def doctor(port: Annotated[int, typer.Option(help="port of the endpoint to check
         raise typer.Exit(1)
 
 
-def use_ray_token() -> None:
+def use_ray_token(create: bool = True) -> None:
     """Ray's ports are open to the network, so a Ray that we start asks for the token in the user's home.
 
-    Ray reads the mode once, at import; so this comes first.
+    Ray reads the mode once, at import; so this comes first. Commands that start no Ray create no token.
     """
-    if "RAY_AUTH_MODE" in os.environ or "RAY_ADDRESS" in os.environ:
+    if "RAY_AUTH_MODE" in os.environ or "RAY_ADDRESS" in os.environ or not (create or RAY_TOKEN.exists()):
         return
     if not RAY_TOKEN.exists():
         RAY_TOKEN.parent.mkdir(mode=0o700, exist_ok=True)
@@ -109,7 +109,7 @@ def use_ray_token() -> None:
 def main() -> None:
     """Errors meant for people are printed without a traceback; Ctrl-C and SIGTERM clean up and end with 130."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    use_ray_token()
+    use_ray_token(create=sys.argv[1:2] in (["demo"], ["train"], ["serve"]))
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
