@@ -6,7 +6,7 @@ Every choice is a tagged union; rules that span sections are checked here, befor
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config.base import FrozenConfig
 
@@ -108,6 +108,37 @@ class ObjectStoreTransfer(FrozenConfig):
 TransferConfig = Annotated[ShmTransfer | ObjectStoreTransfer, Field(discriminator="type")]
 
 
+class JournalConfig(FrozenConfig):
+    """What was promised and answered, across restarts. `serve` with the same journal goes on where it was."""
+
+    folder: Path = Field(default=Path("journal"), description="payloads, results and snapshots; with SQLite its database too")
+    url: str | None = Field(default=None, description="postgresql://user:password@host/database; none = SQLite in the folder")
+    snapshot_operations: int = Field(default=64, ge=1, description="snapshot a model after so many operations")
+    snapshot_s: float = Field(default=60.0, gt=0, description="or when its last snapshot is older and something was trained")
+    snapshot_bytes: int = Field(default=256 * 2**20, ge=1, description="or when the operations behind it have so many bytes")
+    keep_snapshots: int = Field(default=3, ge=2, description="of each model; an older one serves when a newer one is damaged")
+    retention_s: float = Field(default=24 * 3600.0, gt=0, description="how far back a model can be rebuilt, and answers be read")
+    sweep_s: float = Field(default=300.0, gt=0, description="how often what retention no longer asks for is removed")
+
+    @field_validator("url")
+    @classmethod
+    def _known_database(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("postgresql://", "postgresql+psycopg://", "postgres://")):
+            raise ValueError("use postgresql://user:password@host/database, or leave it out for SQLite in journal.folder")
+        return url
+
+
+class RestartConfig(FrozenConfig):
+    """What happens when a process dies or does not answer in time."""
+
+    max_in_a_row: int = Field(default=5, ge=0, description="restarts of a part without one success between them; then it fails")
+    backoff_s: float = Field(default=0.5, ge=0, description="wait before the second restart in a row; doubles each time")
+    max_backoff_s: float = Field(default=30.0, ge=0)
+    start_timeout_s: float = Field(default=180.0, gt=0, description="longest a restarted group may take to load the base model")
+    cooldown_s: float = Field(default=60.0, ge=0, description="a part that failed is tried again when it is asked for after this")
+    attempts: int = Field(default=4, ge=1, description="times one operation is tried when its ranks die under it")
+
+
 class LimitsConfig(FrozenConfig):
     """What one client may ask. Over a bound the answer is 413, 422 or 429 and says what is allowed."""
 
@@ -146,6 +177,8 @@ class ClusterConfig(FrozenConfig):
     transfer: TransferConfig = ShmTransfer()
     limits: LimitsConfig = LimitsConfig()
     http: HttpConfig = HttpConfig()
+    journal: JournalConfig = JournalConfig()
+    restart: RestartConfig = RestartConfig()
     checkpoint_dir: Path = Path("checkpoints")
 
     @model_validator(mode="after")

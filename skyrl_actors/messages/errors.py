@@ -8,6 +8,9 @@ SkyrlActorsError
 │   └── CapacityError     no room for one more of these; free one or raise the limit in the config
 ├── ConfigError           found before any process starts
 └── InternalError         our fault or the machine's; the request itself was right
+    ├── StateLost         the ranks that held a model's state died, hang, or stopped half-way: restore it and ask again
+    ├── Unavailable       passing: the journal can not write, a part restarts; the same request later is right
+    └── Corrupt           a file is missing or not what was written
 """
 
 from typing import Literal
@@ -49,4 +52,16 @@ class ConfigError(SkyrlActorsError):
 
 
 class InternalError(SkyrlActorsError):
+    pass
+
+
+class StateLost(InternalError):
+    pass
+
+
+class Unavailable(InternalError):
+    status = 503
+
+
+class Corrupt(InternalError):
     pass

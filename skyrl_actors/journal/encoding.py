@@ -1,0 +1,87 @@
+"""Messages as bytes and back: msgpack in which every message names its type, and arrays keep dtype and shape.
+
+Only the types listed here are ever built, so a damaged or foreign file can make nothing else. A field that is missing
+takes its default (it was added later); a field that is unknown is Corrupt (a newer version wrote it).
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from skyrl_actors.messages import columns, model, requests, results, weights
+from skyrl_actors.messages.errors import Corrupt
+
+TYPES: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        columns.Columns, model.LoraSpec, model.ModelSpec, model.AdamParams, model.LossCall, requests.CreateModel,
+        requests.ForwardBackward, requests.OptimStep, requests.SaveWeights, requests.SaveForSampler, requests.LoadWeights,
+        requests.Unload, requests.SamplingParams, requests.Sample, results.ModelCreated, results.LossOutput, results.StepDone,
+        results.Saved, results.SamplerSaved, results.Loaded, results.Unloaded, results.Sequence, results.SampleOutput,
+        results.Failure, weights.TensorEntry, weights.WeightManifest, weights.SamplerWeights,
+    )
+}  # fmt: skip
+FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in TYPES.items()}
+TAG = "$"
+ARRAY = 1
+
+
+def encode(message: Any) -> bytes:
+    return _encoder.encode(_plain(message))
+
+
+def decode(content: bytes | memoryview) -> Any:
+    """Raises Corrupt for bytes that are not a message of these types."""
+    try:
+        return _built(_decoder.decode(content))
+    except (msgspec.DecodeError, TypeError, ValueError, KeyError) as error:
+        raise Corrupt(f"not a message of this journal: {error}") from None
+
+
+def to_json(message: Any) -> str:
+    """For columns of a row; messages with arrays do not go there."""
+    return msgspec.json.encode(_plain(message)).decode()
+
+
+def from_json(text: str) -> Any:
+    try:
+        return _built(msgspec.json.decode(text))
+    except (msgspec.DecodeError, TypeError, ValueError, KeyError) as error:
+        raise Corrupt(f"not a message of this journal: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    names = FIELDS.get(type(value).__name__)
+    if names is not None:
+        return {TAG: type(value).__name__, **{name: _plain(getattr(value, name)) for name in names}}
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        head = msgspec.msgpack.encode((value.dtype.str, value.shape))
+        return msgspec.msgpack.Ext(ARRAY, len(head).to_bytes(2, "little") + head + value.tobytes())
+    return value
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_built(item) for item in value)
+    if isinstance(value, dict):
+        items = {key: _built(item) for key, item in value.items() if key != TAG}
+        return TYPES[value[TAG]](**items) if TAG in value else items
+    return value
+
+
+def _extension(code: int, content: memoryview) -> Any:
+    if code != ARRAY:
+        raise ValueError(f"unknown extension {code}")
+    size = int.from_bytes(content[:2], "little")
+    dtype, shape = msgspec.msgpack.decode(content[2 : 2 + size])
+    return np.frombuffer(content, np.dtype(dtype), offset=2 + size).reshape(shape).copy()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ext_hook=_extension)

@@ -1,0 +1,176 @@
+"""Taking a journal: is it ours, does somebody hold it, which version wrote it. Every refusal says what to do."""
+
+import fcntl
+import json
+import os
+import sqlite3
+import uuid
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from alembic.config import Config
+from alembic.runtime.environment import EnvironmentContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from skyrl_actors import migrations
+from skyrl_actors.journal.packs import fsync
+from skyrl_actors.journal.tables import PROJECT, info
+from skyrl_actors.messages.errors import ConfigError
+
+MARKER = "journal.json"
+DATABASE = "journal.db"
+LOCK = "journal.lock"
+PACKS, SNAPSHOTS = "packs", "snapshots"
+OWN = {MARKER, "journal.partial", DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal", LOCK, PACKS, SNAPSHOTS}
+VERSION_TABLE = "skyrl_actors_version"
+ADVISORY_LOCK = 0x536B7952
+
+
+def database_url(folder: Path, url: str | None) -> URL:
+    """The configured database, or SQLite in the journal's folder."""
+    if url is None:
+        return URL.create("sqlite", database=str(folder / DATABASE))
+    parsed = make_url(url)
+    if parsed.drivername in ("postgresql", "postgres"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    return parsed
+
+
+def connect(url: URL) -> sa.Engine:
+    if url.get_backend_name() != "sqlite":
+        return sa.create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 5})
+    engine = sa.create_engine(url, connect_args={"timeout": 5, "check_same_thread": False})
+
+    @sa.event.listens_for(engine, "connect")
+    def _durable(connection: sqlite3.Connection, _: Any) -> None:
+        # FULL: a commit is on the disk when it returns, also in WAL mode.
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=2000"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    return engine
+
+
+def check_folder(folder: Path) -> None:
+    """Before anything is made: an empty or absent folder, or one of ours."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        names = {file.name for file in folder.iterdir()}
+        if MARKER not in names and names - OWN:
+            odd = ", ".join(sorted(names - OWN)[:3])
+            raise ConfigError(f"{folder} is no journal of {PROJECT}: it holds {odd}. Set journal.folder to an empty folder")
+        if MARKER in names:
+            marker = json.loads((folder / MARKER).read_text())
+            if marker.get("project") != PROJECT:
+                raise ConfigError(f"{folder} is a journal of {marker.get('project')!r}, not of {PROJECT}; set another journal.folder")
+            for name in (PACKS, SNAPSHOTS):
+                if name not in names:
+                    raise ConfigError(f"{folder / name} is missing: restore it, or set another journal.folder to begin anew")
+        probe = folder / LOCK
+        probe.touch(mode=0o600)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(f"no right to read and write {folder}")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the journal's folder {folder} can not be used: {error}") from None
+
+
+class FolderLock:
+    """One process at a time; freed by the system when that process ends, however it ends."""
+
+    def __init__(self, folder: Path, holder: str):
+        self._stream = (folder / LOCK).open("a+")
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._stream.seek(0)
+            first = self._stream.read().strip() or "a process that did not say its name"
+            self._stream.close()
+            raise ConfigError(
+                f"the journal {folder} is in use by {first}; stop it first, or set another journal.folder for this service"
+            ) from None
+        self._stream.truncate(0)
+        self._stream.write(holder)
+        self._stream.flush()
+
+    def release(self) -> None:
+        self._stream.close()
+
+
+def migrate(engine: sa.Engine, folder: Path, has_marker: bool) -> str:
+    """Bring the tables to this version; returns the journal's id."""
+    try:
+        with engine.begin() as connection:
+            names = set(sa.inspect(connection).get_table_names())
+            ours = {VERSION_TABLE, "journal_info"}
+            if names and not ours <= names:
+                raise ConfigError(f"{engine.url} holds tables of something else ({sorted(names)[0]}); give the journal a database of its own")
+            if not names and has_marker:
+                raise ConfigError(f"{engine.url} is empty, but {folder} is a journal: its database was removed. Restore it, "
+                                  "or set another journal.folder to begin anew")  # fmt: skip
+            _check_version(connection, names)
+            if engine.dialect.name == "postgresql":
+                connection.execute(sa.text("SET LOCAL lock_timeout = '10s'"))
+            _run_migrations(connection)
+        with engine.begin() as connection:
+            return _identity(connection, folder)
+    except SQLAlchemyError as error:
+        raise ConfigError(f"the journal's database {engine.url} can not be opened: {getattr(error, 'orig', error)}") from None
+
+
+def _scripts() -> ScriptDirectory:
+    folder = str(Path(migrations.__file__).parent)
+    return ScriptDirectory(folder, version_locations=[folder])
+
+
+def _check_version(connection: sa.Connection, names: set[str]) -> None:
+    if VERSION_TABLE not in names:
+        return
+    found = connection.execute(sa.text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    scripts = _scripts()
+    try:
+        scripts.get_revision(found or "0001")
+    except CommandError:
+        raise ConfigError(
+            f"this journal is of version {found}, written by a newer {PROJECT}; this one knows versions up to "
+            f"{scripts.get_current_head()}. Upgrade, or set another journal.folder"
+        ) from None
+
+
+def _run_migrations(connection: sa.Connection) -> None:
+    scripts = _scripts()
+    with EnvironmentContext(Config(), scripts, fn=lambda found, _: scripts._upgrade_revs("head", found)) as environment:
+        environment.configure(connection=connection, version_table=VERSION_TABLE)
+        with environment.begin_transaction():
+            environment.run_migrations()
+
+
+def _identity(connection: sa.Connection, folder: Path) -> str:
+    values = {row.key: row.value for row in connection.execute(sa.select(info))}
+    marker = folder / MARKER
+    here = json.loads(marker.read_text())["journal_id"] if marker.exists() else None
+    if values.get("project", PROJECT) != PROJECT:
+        raise ConfigError(f"the database is a journal of {values['project']!r}, not of {PROJECT}")
+    there = values.get("journal_id")
+    if here != there and (here is not None or there is not None):
+        raise ConfigError(f"{folder} belongs to journal {here}, the database to {there}: they must be one pair")
+    if there is None:
+        there = uuid.uuid4().hex
+        rows = {"project": PROJECT, "journal_id": there, "epoch": "0"}
+        connection.execute(sa.insert(info), [{"key": key, "value": value} for key, value in rows.items()])
+    return there
+
+
+def mark(folder: Path, journal_id: str) -> None:
+    """Last step of a first opening: from here on the folder says what it is."""
+    for name in (PACKS, SNAPSHOTS):
+        (folder / name).mkdir(exist_ok=True, mode=0o700)
+    marker = folder / MARKER
+    if not marker.exists():
+        staging = marker.with_suffix(".partial")
+        staging.write_text(json.dumps({"project": PROJECT, "journal_id": journal_id}))
+        fsync(staging)
+        staging.replace(marker)
+    fsync(folder)

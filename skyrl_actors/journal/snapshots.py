@@ -1,0 +1,74 @@
+"""Snapshot folders: the ranks write files into a staging folder, `seal` makes it whole, `verify` proves it is."""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+from skyrl_actors.journal.entries import SnapshotTaken
+from skyrl_actors.journal.packs import PARTIAL, fsync
+from skyrl_actors.messages.errors import Corrupt
+
+MANIFEST = "manifest.json"
+
+
+class SnapshotFolders:
+    def __init__(self, root: Path):
+        self.root = root
+
+    def stage(self, model_id: str, number: int) -> Path:
+        staging = self.root / f"{_safe(model_id)}@{number}{PARTIAL}"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(mode=0o700)
+        return staging
+
+    def seal(self, staging: Path, model_id: str, number: int, step: int) -> SnapshotTaken:
+        """Raises OSError; then the staging folder is gone and nothing else changed."""
+        try:
+            files = {file.name: _described(file) for file in sorted(staging.iterdir())}
+            manifest = staging / MANIFEST
+            manifest.write_text(json.dumps({"model_id": model_id, "number": number, "step": step, "files": files}, indent=2))
+            for file in staging.iterdir():
+                fsync(file)
+            fsync(staging)
+            folder = self.root / staging.name.removesuffix(PARTIAL)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(staging, folder)
+            fsync(self.root)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        size = sum(int(entry["bytes"]) for entry in files.values())
+        return SnapshotTaken(model_id, number, step, folder.name, size, time.time())
+
+    def verify(self, snapshot: SnapshotTaken) -> Path:
+        folder = self.root / snapshot.folder
+        try:
+            files = json.loads((folder / MANIFEST).read_text())["files"]
+            for name, wanted in files.items():
+                if _described(folder / name) != wanted:
+                    raise Corrupt(f"snapshot file {folder / name} was changed")
+        except (OSError, ValueError, KeyError) as error:
+            raise Corrupt(f"snapshot {folder} can not be read: {error}") from None
+        return folder
+
+    def remove(self, name: str) -> int:
+        folder = self.root / name
+        freed = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
+        shutil.rmtree(folder, ignore_errors=True)
+        return freed
+
+    def sweep(self, known: set[str]) -> int:
+        """Folders without a row: an interrupted snapshot, or one that was dropped before its files went."""
+        return sum(self.remove(folder.name) for folder in self.root.iterdir() if folder.name not in known)
+
+
+def _described(file: Path) -> dict[str, int | str]:
+    with file.open("rb") as stream:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _safe(model_id: str) -> str:
+    return model_id.replace(":", "_")
