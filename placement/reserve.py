@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
 from placement.types import DoesNotFit, Node, Plan
 
@@ -18,9 +18,26 @@ def cluster_nodes() -> list[Node]:
     ]
 
 
-async def reserve(plan: Plan, name: str, timeout_s: float, say: Callable[[str], None]) -> PlacementGroup:
-    """Wait until all slots are held. Raises DoesNotFit at the deadline, with what the cluster has free."""
-    group = placement_group([slot.resources for slot in plan.slots], strategy="PACK", name=name)
+def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:
+    """Slots that an earlier process of this service reserved, if they are those of the plan; others are given back."""
+    try:
+        group = get_placement_group(name)
+    except ValueError:
+        return None
+    if group.bundle_specs == [slot.resources for slot in plan.slots]:
+        return group
+    remove_placement_group(group)
+    return None
+
+
+async def reserve(plan: Plan, name: str, timeout_s: float, say: Callable[[str], None], detached: bool = False) -> PlacementGroup:
+    """Wait until all slots are held. Raises DoesNotFit at the deadline, with what the cluster has free. `detached` slots
+    outlive this process."""
+    before = reserved_before(plan, name) if detached else None
+    if before is not None:
+        return before
+    lifetime = "detached" if detached else None
+    group = placement_group([slot.resources for slot in plan.slots], strategy="PACK", name=name, lifetime=lifetime)
     say(f"waiting for {len(plan.slots)} {plan.device} slot(s) (placement group {name}, at most {timeout_s:.0f} s)")
     try:
         await asyncio.wait_for(group.ready(), timeout_s)  # type: ignore[arg-type]

@@ -4,14 +4,25 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from skyrl_actors.messages.errors import InternalError, SkyrlActorsError
+from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost
+
+NAMESPACE = "skyrl-actors"
+NAME_FREE_S = 20.0
 
 
-class ActorDied(InternalError):
+class ActorDied(StateLost):
     """A process that the work needs is gone."""
+
+
+class Overdue(StateLost):
+    """Some actors did not answer in time; `missing` names them."""
+
+    missing: tuple[str, ...] = ()
 
 
 async def gather(refs: Sequence[ObjectRef], names: Sequence[str], what: str, timeout_s: float) -> list[Any]:
@@ -27,7 +38,9 @@ async def gather(refs: Sequence[ObjectRef], names: Sequence[str], what: str, tim
         missing = [name for name, task in zip(names, tasks, strict=True) if task in pending]
         for task in pending:
             task.cancel()
-        raise InternalError(f"{what}: no answer within {timeout_s:.0f} s from {', '.join(missing)}")
+        overdue = Overdue(f"{what}: no answer within {timeout_s:g} s from {', '.join(missing)}")
+        overdue.missing = tuple(missing)
+        raise overdue
     errors = {name: task.exception() for name, task in zip(names, tasks, strict=True) if task.exception()}
     if errors:
         raise merged(errors, what)
@@ -57,4 +70,34 @@ def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:
     first = next(iter(errors.values()))
     if len(kinds) == 1 and isinstance(first, SkyrlActorsError) and first.category == "user":
         return first
-    return InternalError("; ".join(f"{what} on {', '.join(names)}: {text}" for text, names in kinds.items()))
+    text = "; ".join(f"{what} on {', '.join(names)}: {text}" for text, names in kinds.items())
+    return (StateLost if any(isinstance(error, StateLost) for error in errors.values()) else InternalError)(text)
+
+
+def named(name: str) -> ActorHandle | None:
+    """The living actor of this name."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def make_named(actor_class: Any, *arguments: Any) -> ActorHandle:
+    try:
+        return actor_class.remote(*arguments)
+    except ValueError as error:
+        raise InternalError(f"an actor's name is not free yet: {error}") from None
+
+
+async def end_named(names: Sequence[str]) -> None:
+    """Kill the actors of these names and wait until the names are free again."""
+    for name in names:
+        actor = named(name)
+        if actor is not None:
+            ray.kill(actor)
+    deadline = asyncio.get_running_loop().time() + NAME_FREE_S
+    while taken := [name for name in names if named(name) is not None]:
+        # Ray has no event for it; it takes milliseconds.
+        if asyncio.get_running_loop().time() > deadline:
+            raise InternalError(f"{', '.join(taken)} did not end within {NAME_FREE_S:.0f} s")
+        await asyncio.sleep(0.02)

@@ -1,5 +1,7 @@
 """How ingress replicas and jobs talk to the controller actor."""
 
+import asyncio
+import uuid
 from typing import Any, TypeVar
 
 import ray
@@ -7,16 +9,17 @@ from ray.actor import ActorHandle
 
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.controller.tenants import Model, Sampler
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
-from skyrl_actors.messages.results import Failure, Result
-from skyrl_actors.remote import settled
+from skyrl_actors.messages.results import Failure, Result, Waiting
+from skyrl_actors.remote import NAMESPACE, ActorDied, settled
 
 R = TypeVar("R")
 POLL_S = 30.0
-NAMESPACE = "skyrl-actors"
+PATIENCE_S = 45.0  # below the minute after which an SDK gives up one attempt
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
 def actor_name(name: str) -> str:
@@ -29,14 +32,40 @@ def find_controller(name: str) -> ActorHandle:
 
 
 class ControllerClient:
-    def __init__(self, handle: ActorHandle):
+    """Every call may be made twice without harm, so a call that meets a dead controller is made again when Ray has
+    restarted it. `patience_s` is how long that is tried; then it is Unavailable, which clients try again themselves."""
+
+    def __init__(self, handle: ActorHandle, patience_s: float = PATIENCE_S):
         self.handle = handle
+        self.patience_s = patience_s
+
+    async def _call(self, method: str, *arguments: Any, patience_s: float | None = None) -> Any:
+        deadline = asyncio.get_running_loop().time() + (self.patience_s if patience_s is None else patience_s)
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await settled(getattr(self.handle, method).remote(*arguments))
+            except ActorDied as error:
+                if asyncio.get_running_loop().time() + pause_s > deadline:
+                    raise Unavailable(f"the controller restarts: {error}") from None
+            # Ray queues calls for an actor that it is restarting, but not from the very moment of its death.
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def submit(self, request: Request) -> str:
-        return await settled(self.handle.submit.remote(request))
+        return await self._call("submit", request, f"r{uuid.uuid4().hex}")
 
-    async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
-        return await settled(self.handle.retrieve.remote(request_id, timeout_s))
+    async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
+        """Ends in time, whatever happens to the controller meanwhile."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            try:
+                return await self._call("retrieve", request_id, left_s, patience_s=0.0)
+            except Unavailable as error:
+                if left_s <= LONGEST_PAUSE_S:
+                    return Waiting("paused_capacity", str(error))
+            await asyncio.sleep(LONGEST_PAUSE_S / 5)
 
     async def run(self, request: Request, expected: type[R]) -> R:
         """Submit and wait."""
@@ -48,36 +77,36 @@ class ControllerClient:
             result = await self.retrieve(request_id, POLL_S)
             if isinstance(result, Failure):
                 raise (InvalidRequest if result.category == "user" else InternalError)(result.message)
-            if result is not None:
+            if not isinstance(result, Waiting):
                 assert isinstance(result, expected), f"{type(result).__name__} instead of {expected.__name__}"
                 return result
 
     async def capabilities(self) -> Capabilities:
-        return await settled(self.handle.get_capabilities.remote())
+        return await self._call("get_capabilities")
 
     async def create_session(self, user_metadata: dict[str, str]) -> str:
-        return await settled(self.handle.create_session.remote(user_metadata))
+        return await self._call("create_session", f"s{uuid.uuid4().hex[:16]}", user_metadata)
 
     async def heartbeat(self, session_id: str) -> None:
-        await settled(self.handle.heartbeat.remote(session_id))
+        await self._call("heartbeat", session_id)
 
     async def finish_session(self, session_id: str) -> None:
-        await settled(self.handle.finish_session.remote(session_id))
+        await self._call("finish_session", session_id)
 
     async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str | None, path: str | None) -> Sampler:
-        return await settled(self.handle.open_sampler.remote(sampler_id, session_id, base_model, path))
+        return await self._call("open_sampler", sampler_id, session_id, base_model, path)
 
     async def get_sampler(self, sampler_id: str) -> Sampler:
-        return await settled(self.handle.get_sampler.remote(sampler_id))
+        return await self._call("get_sampler", sampler_id)
 
     async def get_model(self, model_id: str) -> Model:
-        return await settled(self.handle.get_model.remote(model_id))
+        return await self._call("get_model", model_id)
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
-        return await settled(self.handle.checkpoint_spec.remote(path))
+        return await self._call("checkpoint_spec", path)
 
     async def fault(self) -> str | None:
-        return await settled(self.handle.fault.remote())
+        return await self._call("fault", patience_s=0.0)
 
     async def status(self) -> dict[str, Any]:
-        return await settled(self.handle.status.remote())
+        return await self._call("status", patience_s=0.0)

@@ -9,8 +9,7 @@ from skyrl_actors.api import translate, wire
 from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.paths import checked_id, sampler_id_for
-from skyrl_actors.messages.results import Failure
-from skyrl_actors.remote import ActorDied
+from skyrl_actors.messages.results import Failure, Waiting
 
 router = APIRouter()
 
@@ -55,11 +54,9 @@ async def retrieve_future(body: wire.RetrieveFuture, request: Request) -> Respon
         result = await state.client.retrieve(body.request_id, state.config.http.long_poll_s)
     except NotFound as error:
         return JSONResponse({"detail": str(error)}, 410)
-    except ActorDied as error:
-        # A 5xx would be asked again at once and without end.
-        return JSONResponse({"error": f"the controller is gone: {error}", "category": "server"})
-    if result is None:
-        return JSONResponse({"type": "try_again", "request_id": body.request_id, "queue_state": "active"}, 408)
+    if isinstance(result, Waiting):
+        answer = {"type": "try_again", "request_id": body.request_id, "queue_state": result.state}
+        return JSONResponse(answer | ({"queue_state_reason": result.reason} if result.reason else {}), 408)
     answer = translate.result_body(result, "" if isinstance(result, Failure) else request.headers.get("accept", ""))
     if isinstance(answer, tuple):
         return Response(answer[0], media_type=answer[1])

@@ -1,5 +1,11 @@
-"""What computes: the verbs the controller calls. A backend keeps models and weights, no books about requests."""
+"""What computes: the verbs the controller calls. A backend keeps models and weights, no books about requests.
 
+State may be lost at any time: every verb on a model may raise StateLost. The controller then waits for `ready`, restores
+the model, and asks again. `number` is the operation's: a backend applies each number once, so that asking again for the
+last one gives the first answer.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,26 +27,61 @@ class Capabilities:
 
 
 class Backend(Protocol):
-    async def start(self) -> Capabilities: ...
+    on_lost: Callable[[str], None]  # told the role whose ranks were made anew, without any model
 
-    async def create_model(self, spec: ModelSpec) -> None: ...
+    async def start(self, epoch: int) -> Capabilities:
+        """Take over what an earlier controller of this service left running, and start what is missing. Calls of an
+        earlier epoch are refused from now on."""
+        ...
 
-    async def delete_model(self, model_id: str) -> None: ...
+    async def ready(self, role: str) -> None:
+        """Wait until the ranks of a role run. Raises InternalError, with their last words, when they keep dying."""
+        ...
+
+    async def residents(self) -> dict[str, int]:
+        """The models whose state is whole in the ranks, with the number of the last operation applied to each."""
+        ...
+
+    async def create_model(self, spec: ModelSpec, number: int) -> None: ...
+
+    async def delete_model(self, spec: ModelSpec) -> None: ...
 
     async def forward_backward(
-        self, model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool
+        self, spec: ModelSpec, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput: ...
 
-    async def drop_gradients(self, model_id: str) -> None: ...
+    async def drop_gradients(self, spec: ModelSpec, number: int) -> None: ...
 
-    async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]: ...
+    async def optim_step(self, spec: ModelSpec, number: int, adam: AdamParams) -> dict[str, float]: ...
 
-    async def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None: ...
+    async def save_checkpoint(self, spec: ModelSpec, folder: str, with_optimizer: bool, mark: str) -> None:
+        """`mark` is left in the folder: who asks again knows its own."""
+        ...
 
-    async def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None: ...
+    async def load_checkpoint(self, spec: ModelSpec, number: int, folder: str, with_optimizer: bool) -> None: ...
 
-    async def save_for_sampler(self, model_id: str, version: str) -> SamplerWeights:
+    async def copy_state(self, spec: ModelSpec) -> int:
+        """Copy weights, moments and pending gradients aside, as they are now; returns a handle for `write_state`."""
+        ...
+
+    async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
+        """Write that copy while training goes on."""
+        ...
+
+    async def restore(self, spec: ModelSpec, number: int, folder: str) -> None:
+        """Make the model from what `write_state` wrote."""
+        ...
+
+    async def renumber(self, spec: ModelSpec, number: int, keep_optimizer: bool) -> None:
+        """End of a fork: its state counts as operation `number`; pending gradients are dropped."""
+        ...
+
+    async def save_for_sampler(self, spec: ModelSpec, version: str) -> SamplerWeights:
         """Freeze the model's weights as they are, for sampling."""
+        ...
+
+    async def has_sampler(self, weights: SamplerWeights) -> bool:
+        """Whether what `save_for_sampler` froze is still there."""
         ...
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
@@ -51,10 +92,12 @@ class Backend(Protocol):
 
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
-    ) -> SampleOutput: ...
+    ) -> SampleOutput:
+        """Survives the death of the engine: it is run again, with the same seed."""
+        ...
 
     def fault(self) -> str | None:
-        """Why nothing can be computed any more; None while all parts live."""
+        """What is not there now; None while all parts live."""
         ...
 
     async def status(self) -> dict[str, Any]: ...

@@ -7,7 +7,7 @@ from skyrl_actors.backends.base import Backend
 from skyrl_actors.config.cluster import ClusterConfig
 
 
-def build_backend(config: ClusterConfig, base_folder: Path, say: Callable[[str], None]) -> Backend:
+def build_backend(config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool) -> Backend:
     from skyrl_actors.backends.ray_backend import RayBackend
 
-    return RayBackend(config, base_folder, say)
+    return RayBackend(config, base_folder, say, detached)

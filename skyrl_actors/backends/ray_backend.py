@@ -1,102 +1,107 @@
 """The verbs over Ray actors: groups of training ranks, a pool of engines, and the phases they share devices in."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from placement.reserve import cluster_nodes, reserve
 from placement.types import DoesNotFit
-from skyrl_actors import remote
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.backends.demands import plan_for
 from skyrl_actors.backends.environment import actor_environment
+from skyrl_actors.backends.vitals import Vitals
 from skyrl_actors.colocation.keeper import Keeper, PhaseKeeper, SplitKeeper
 from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.pool import EnginePool, build_pool
-from skyrl_actors.groups.actor_group import ActorGroup, build_group
+from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
+from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from skyrl_actors.transfer.build import build_transfer
 from skyrl_actors.transfer.folders import adapter_manifest, full_manifests
+from skyrl_actors.workers.interface import TrainWorker
 
+T = TypeVar("T")
 STOP_TIMEOUT_S = 20.0
 TRAIN_PARTS = {Part.TRAIN_WEIGHTS: "weights", Part.GRADIENTS: "gradients", Part.OPTIMIZER: "optimizer"}
 
 
 class RayBackend:
-    def __init__(self, config: ClusterConfig, base_folder: Path, say: Callable[[str], None]):
+    """`detached`: ranks, engines and slots outlive the process that made them, and the next controller takes them over."""
+
+    def __init__(self, config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool):
         self.config = config
         self.base_folder = base_folder
-        self.models: dict[str, ModelSpec] = {}
+        self.on_lost: Callable[[str], None] = lambda role: None
         self._say = say
+        self._detached = detached
         self._transfer = build_transfer(config)
-        self._groups: dict[str, ActorGroup] = {}
+        self._groups: dict[str, GroupSupervisor] = {}
         self._engines: EnginePool | None = None
         self._reserved: PlacementGroup | None = None
         self._keeper: Keeper = SplitKeeper()
-        self._fault: str | None = None
-        self._watching: list[asyncio.Task[None]] = []
+        self._vitals: Vitals | None = None
 
-    async def start(self) -> Capabilities:
-        """Reserve the slots, start groups and engines, and leave the engines asleep where they share devices."""
+    async def start(self, epoch: int) -> Capabilities:
+        """Reserve the slots, take over or start groups and engines, and leave the engines asleep where they share devices."""
         plan = plan_for(self.config, cluster_nodes())
         try:
-            self._reserved = await reserve(plan, self.config.name, self.config.placement.timeout_s, self._say)
+            self._reserved = await reserve(plan, self.config.name, self.config.placement.timeout_s, self._say, self._detached)
         except DoesNotFit as error:
             raise ConfigError(str(error)) from error
         environment = actor_environment(self.config)
         for role in self._roles:
-            self._groups[role] = build_group(role, self.config, str(self.base_folder), plan, self._reserved, environment)
-        self._engines = build_pool(self.config, self.base_folder, plan, self._reserved, environment, self._deliver)
+            builder = GroupBuilder(
+                role, self.config, str(self.base_folder), plan, self._reserved, environment, epoch, self._detached
+            )
+            self._groups[role] = GroupSupervisor(
+                builder, self.config.restart, self._say, lambda: self._hold(Phase.TRAIN), lambda role: self.on_lost(role)
+            )
+        self._engines = build_pool(
+            self.config, self.base_folder, plan, self._reserved, environment, self._deliver, epoch, self._detached, self._say
+        )
+        self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         await self._start_parts()
-        self._watching = [asyncio.create_task(self._watch(name, actor)) for name, actor in self._parts()]
         if self.config.placement.layout == "colocated":
-            self._keeper = PhaseKeeper(self, Phase.TRAIN, self.config.engine.call_timeout_s)
-        info = self._groups["policy"].info
+            self._keeper = PhaseKeeper(self, Phase.TRAIN, 2 * self.config.engine.call_timeout_s)
+        self._vitals = Vitals(self.config.name, list(self._groups.values()), self._engines)
+        info = (await self._groups["policy"].up()).info
         assert info is not None
         return Capabilities(
             self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
             min(self.config.engine.max_model_len, info.max_context_tokens), self._roles,
         )  # fmt: skip
 
-    def _parts(self) -> list[tuple[str, ActorHandle]]:
-        parts = [pair for group in self._groups.values() for pair in zip(group.names, group.actors, strict=True)]
-        return [*parts, *zip(self.engines.names, self.engines.actors, strict=True)]
-
-    async def _watch(self, name: str, actor: ActorHandle) -> None:
-        try:
-            await remote.settled(actor.watch.remote())
-        except InternalError as error:
-            self._fault = f"{name}: {error}"
-            self._say(f"lost {self._fault}")
-
-    def fault(self) -> str | None:
-        return f"phase {self._keeper.phase}" if self._keeper.phase == "BROKEN" else self._fault
+    @asynccontextmanager
+    async def _hold(self, phase: Phase) -> AsyncGenerator[None]:
+        """The keeper of this moment: it is chosen when all parts have started."""
+        async with self._keeper.hold(phase):
+            yield
 
     async def _start_parts(self) -> None:
         colocated = self.config.placement.layout == "colocated"
 
         async def engines() -> None:
-            self._say(f"starting {len(self.engines.actors)} vLLM engine(s): importing vLLM and loading weights")
+            self._say(f"starting {len(self.engines.engines)} vLLM engine(s): importing vLLM and loading weights")
             await self.engines.start()
             if colocated:
                 await self.engines.sleep()
             self._say("engines ready" + (" and asleep" if colocated else ""))
 
         async def groups() -> None:
-            for group in self._groups.values():
-                self._say(f"starting {group.role} group: {len(group.actors)} rank(s) load the base model")
+            for role in self._groups:
+                self._say(f"starting {role} group: each rank loads the base model")
             await asyncio.gather(*(group.start() for group in self._groups.values()))
             self._say("training groups ready")
 
@@ -117,48 +122,85 @@ class RayBackend:
             raise InternalError("the backend was not started")
         return self._engines
 
-    def _group_of(self, model_id: str) -> ActorGroup:
-        return self._groups[self.models[model_id].role]
+    async def ready(self, role: str) -> None:
+        await self._groups[role].up()
 
-    async def create_model(self, spec: ModelSpec) -> None:
-        group = self._groups[spec.role]
-        async with self._keeper.hold(Phase.TRAIN):
+    async def residents(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for supervisor in self._groups.values():
+            with suppress(StateLost):  # a group that is made anew holds nothing
+                found |= await supervisor.guarded((await supervisor.up()).residents())
+        return found
+
+    async def _on(self, spec: ModelSpec, phase: Phase, work: Callable[[ActorGroup], Awaitable[T]]) -> T:
+        """A verb of a model on its group, in its phase. A group that is being made anew is StateLost at once."""
+        supervisor = self._groups[spec.role]
+        async with self._keeper.hold(phase):
+            group = supervisor.group
+            if group is None or supervisor.down is not None:
+                raise StateLost(f"the {spec.role} group is being made anew: {supervisor.down}")
+            return await supervisor.guarded(work(group))
+
+    async def create_model(self, spec: ModelSpec, number: int) -> None:
+        async def work(group: ActorGroup) -> None:
             try:
-                await group.create_model(spec)
+                await group.apply(spec.model_id, number, TrainWorker.create_model, spec)
+            except StateLost:
+                raise
             except BaseException:
                 await group.delete_model(spec.model_id)  # some ranks may hold it
                 raise
-        self.models[spec.model_id] = spec
 
-    async def delete_model(self, model_id: str) -> None:
-        async with self._keeper.hold(Phase.TRAIN):
-            await self._group_of(model_id).delete_model(model_id)
-        del self.models[model_id]
+        await self._on(spec, Phase.TRAIN, work)
 
-    async def forward_backward(self, model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool) -> LossOutput:
-        async with self._keeper.hold(Phase.TRAIN):
-            return await self._group_of(model_id).forward_backward(model_id, columns, loss, forward_only)
+    async def delete_model(self, spec: ModelSpec) -> None:
+        await self._on(spec, Phase.TRAIN, lambda group: group.delete_model(spec.model_id))
 
-    async def drop_gradients(self, model_id: str) -> None:
-        async with self._keeper.hold(Phase.TRAIN):
-            await self._group_of(model_id).drop_gradients(model_id)
+    async def forward_backward(
+        self, spec: ModelSpec, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
+    ) -> LossOutput:
+        model_id = spec.model_id
+        return await self._on(spec, Phase.TRAIN, lambda g: g.forward_backward(model_id, number, columns, loss, forward_only))
 
-    async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        async with self._keeper.hold(Phase.STEP):
-            return await self._group_of(model_id).optim_step(model_id, adam)
+    async def drop_gradients(self, spec: ModelSpec, number: int) -> None:
+        model_id = spec.model_id
+        await self._on(spec, Phase.TRAIN, lambda g: g.apply(model_id, number, TrainWorker.drop_gradients, model_id))
 
-    async def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
-        async with self._keeper.hold(Phase.STEP):
-            await self._group_of(model_id).save_checkpoint(model_id, folder, with_optimizer)
+    async def optim_step(self, spec: ModelSpec, number: int, adam: AdamParams) -> dict[str, float]:
+        model_id = spec.model_id
+        return (await self._on(spec, Phase.STEP, lambda g: g.apply(model_id, number, TrainWorker.optim_step, model_id, adam)))[0]
 
-    async def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
-        async with self._keeper.hold(Phase.STEP):
-            await self._group_of(model_id).load_checkpoint(model_id, folder, with_optimizer)
+    async def save_checkpoint(self, spec: ModelSpec, folder: str, with_optimizer: bool, mark: str) -> None:
+        arguments = (spec.model_id, folder, with_optimizer, mark)
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, None, TrainWorker.save_checkpoint, *arguments))
 
-    async def save_for_sampler(self, model_id: str, version: str) -> SamplerWeights:
-        async with self._keeper.hold(Phase.TRAIN):
-            manifest = await self._transfer.publish(self._group_of(model_id), model_id, version)
+    async def load_checkpoint(self, spec: ModelSpec, number: int, folder: str, with_optimizer: bool) -> None:
+        arguments = (spec.model_id, folder, with_optimizer)
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, number, TrainWorker.load_checkpoint, *arguments))
+
+    async def copy_state(self, spec: ModelSpec) -> int:
+        """The ranks count their copies alike, but a rank's number is its own: rank 0's stands for all."""
+        return (await self._on(spec, Phase.STEP, lambda g: g.copy_state(spec.model_id)))[0]
+
+    async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
+        """No phase is held: the copy lies in host memory."""
+        group = await self._groups[spec.role].up()
+        await group.write_state([handle] * len(group.actors), folder)
+
+    async def restore(self, spec: ModelSpec, number: int, folder: str) -> None:
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, number, TrainWorker.restore_state, spec, folder))
+
+    async def renumber(self, spec: ModelSpec, number: int, keep_optimizer: bool) -> None:
+        arguments = (spec.model_id, keep_optimizer)
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, number, TrainWorker.renumber, *arguments))
+
+    async def save_for_sampler(self, spec: ModelSpec, version: str) -> SamplerWeights:
+        manifest = await self._on(spec, Phase.TRAIN, lambda g: self._transfer.publish(g, spec.model_id, version))
         return SamplerWeights(version, (manifest,))
+
+    async def has_sampler(self, weights: SamplerWeights) -> bool:
+        supervisor = self._groups["policy"]
+        return await supervisor.guarded((await supervisor.up()).exists([part.path for part in weights.parts]))
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
         path = Path(folder)
@@ -171,27 +213,40 @@ class RayBackend:
         exports = str(self.config.transfer.folder)
         for part in weights.parts:
             if part.path.startswith(exports):
-                await self._transfer.discard(part, self._groups["policy"], self.engines.actors)
+                group = await self._groups["policy"].up()
+                await self._transfer.discard(part, group, self.engines.actors)
 
     async def _deliver(self, manifest: WeightManifest, engine: ActorHandle) -> None:
         if manifest.path.startswith(str(self.config.transfer.folder)):
-            await self._transfer.deliver(manifest, self._groups["policy"], engine)
+            await self._transfer.deliver(manifest, await self._groups["policy"].up(), engine)
 
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
     ) -> SampleOutput:
-        if self.engines.needs_weights():
-            async with self._keeper.hold(Phase.SYNC):
-                await self.engines.preload(weights)
-        async with self._keeper.hold(Phase.SAMPLE):
-            return await self.engines.sample(request_id, prompt, params, weights)
+        """Run again, with the same seed, when an engine dies under it: elsewhere, or after the restart. No phase is held
+        while it waits for an engine, as an engine needs one to join."""
+        attempts, lost = self.config.restart.attempts, ""
+        for attempt in range(attempts):
+            await self.engines.any_healthy()
+            try:
+                if self.engines.needs_weights():
+                    async with self._keeper.hold(Phase.SYNC):
+                        await self.engines.preload(weights)
+                async with self._keeper.hold(Phase.SAMPLE):
+                    return await self.engines.sample(f"{request_id}.{attempt}", prompt, params, weights)
+            except StateLost as error:
+                self._say(f"sample {request_id} is run again: {error}")
+                lost = str(error)
+        raise InternalError(f"{attempts} engines died under this sample, the last one: {lost}")
 
     async def move(self, move: Move, to: Phase) -> None:
-        """One move of the phase keeper."""
+        """One move of the phase keeper. What is being made anew comes up as the phase wants it."""
         if move.part in TRAIN_PARTS:
+            if self.config.placement.device == "cpu":
+                return  # one memory: nothing to move
             direction = "device" if move.action == "load" else "host"
             part: Any = TRAIN_PARTS[move.part]
-            await asyncio.gather(*(group.move((part,), direction) for group in self._groups.values()))
+            await asyncio.gather(*(self._move_group(s, part, direction) for s in self._groups.values()))
         elif move.action == "load":
             await self.engines.wake("weights" if move.part is Part.ENGINE_WEIGHTS else "kv_cache")
         elif move.part is Part.ENGINE_WEIGHTS:
@@ -199,34 +254,44 @@ class RayBackend:
         elif Part.ENGINE_WEIGHTS in RESIDENT[to]:
             await self.engines.release_kv()
 
+    async def _move_group(self, supervisor: GroupSupervisor, part: Any, direction: Any) -> None:
+        if supervisor.group is not None and supervisor.down is None:
+            with suppress(StateLost):  # the supervisor makes it anew
+                await supervisor.guarded(supervisor.group.move((part,), direction))
+
+    def fault(self) -> str | None:
+        """What can not be served now."""
+        if self._keeper.phase == "BROKEN":
+            return "phase BROKEN"
+        for role, supervisor in self._groups.items():
+            if supervisor.down is not None:
+                return f"the {role} group restarts: {supervisor.down}"
+        if self._engines is not None and not self._engines.actors:
+            return "; ".join(f"{e.name} is {e.health}: {e.reason}" for e in self._engines.engines)
+        return None
+
     async def status(self) -> dict[str, Any]:
-        engines = await self.engines.status()
+        assert self._vitals is not None
         return {
             "phase": self._keeper.phase,
             "phase_seconds": {name: round(s, 3) for name, s in self._keeper.move_seconds.items()},
             "weight_load_seconds": [round(s, 4) for s in self.engines.load_seconds[-20:]],
-            "groups": {
-                role: {"ranks": len(g.actors), "models": sum(s.role == role for s in self.models.values())}
-                for role, g in self._groups.items()
-            },
-            "engines": [
-                {"version": e.loaded_version, "adapters": len(e.adapters), "asleep": e.asleep, "running": e.running,
-                 "rss_bytes": e.rss_bytes}
-                for e in engines
-            ],
-        }  # fmt: skip
+            **await self._vitals.read(),
+        }
 
     async def close(self) -> None:
-        """Stop engines by their own means first: killing them leaves shared memory behind."""
-        for task in self._watching:
-            task.cancel()
+        if self._vitals is not None:
+            self._vitals.close()
         try:
             if self._engines is not None:
                 await self._engines.stop(STOP_TIMEOUT_S)
         except InternalError as error:
             self._say(f"engines did not stop in order: {error}")
-        for _, actor in self._parts() if self._engines else []:
-            ray.kill(actor)
+        for supervisor in self._groups.values():
+            try:
+                await supervisor.close()
+            except InternalError as error:
+                self._say(f"the {supervisor.role} group did not stop in order: {error}")
         if self._reserved is not None:
             try:
                 remove_placement_group(self._reserved)

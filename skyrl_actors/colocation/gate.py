@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import InternalError, StateLost
 
 K = TypeVar("K")
 
@@ -80,14 +80,16 @@ class Gate(Generic[K]):
             await self._enter(self.state, wanted)
             self.state = wanted
         except Exception as error:  # noqa: BLE001  whoever waits must hear of it, whatever it was
-            self._fail(wanted, f"{wanted}: {error}")
+            self._fail(wanted, error)
         else:
             self._changing = None
             self._admit(wanted)
         self._turn()
 
-    def _fail(self, wanted: K, text: str) -> None:
+    def _fail(self, wanted: K, error: Exception) -> None:
         self._changing = None
+        text = f"{wanted}: {error}"
+        kind = StateLost if isinstance(error, StateLost) else InternalError
         if self._after_failure is None:
             self.broken = text
         else:
@@ -97,7 +99,7 @@ class Gate(Generic[K]):
             if self.broken is None and key != wanted:
                 staying.append((key, ticket))
             elif not ticket.done():
-                ticket.set_exception(InternalError(f"could not enter {text}"))
+                ticket.set_exception(kind(f"could not enter {text}"))
         self._waiters = staying
 
     def _admit(self, wanted: K) -> None:

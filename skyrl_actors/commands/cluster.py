@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import ray
 from ray._common.utils import reset_ray_address
 from ray._private import utils as ray_utils
 from ray.actor import ActorHandle
+from ray.util.placement_group import get_placement_group, remove_placement_group
 
 from skyrl_actors.api.client import NAMESPACE, actor_name
 from skyrl_actors.backends.base_models import base_model_folder
@@ -102,11 +104,12 @@ def ray_command(*arguments: str, environment: dict[str, str] | None = None) -> s
 
 
 def create_controller(config: ClusterConfig, base_folder: Path, detached: bool) -> ActorHandle:
-    options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
+    """`detached`: it outlives this process, and Ray makes it anew when it dies; it then goes on from its journal."""
+    options: dict[str, Any] = {"lifetime": "detached", "max_restarts": -1} if detached else {}
     actor_class: Any = ray.remote(ControllerActor).options(
         name=actor_name(config.name), namespace=NAMESPACE, num_cpus=0, max_concurrency=100_000, **options
     )
-    return actor_class.remote(config, str(base_folder))
+    return actor_class.remote(config, str(base_folder), detached)
 
 
 async def wait_until_started(controller: ActorHandle) -> None:
@@ -128,6 +131,16 @@ async def close_controller(controller: ActorHandle) -> None:
         await asyncio.wait_for(settled(controller.close.remote()), STOP_TIMEOUT_S)
     finally:
         ray.kill(controller)
+
+
+def end_parts(name: str) -> None:
+    """Ranks, engines and slots of a service: they outlive a controller that did not end them."""
+    entries: Any = ray.util.list_named_actors(all_namespaces=True)
+    for entry in entries:
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(f"{name}:"):
+            ray.kill(ray.get_actor(entry["name"], namespace=NAMESPACE))
+    with suppress(ValueError):  # there is none
+        remove_placement_group(get_placement_group(name))
 
 
 def remove_scratch(config: ClusterConfig) -> None:

@@ -21,6 +21,7 @@ from skyrl_actors.commands import cluster, haproxy
 from skyrl_actors.commands.terminal import console, note
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.load import load
+from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 
 READY_TIMEOUT_S = 60.0
@@ -29,8 +30,9 @@ STATE_FOLDER = Path("/tmp/skyrl-actors-services")
 
 
 def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
-    config = load(config_path, overrides)
+    config = at_home(load(config_path, overrides))
     _check_port(config)
+    SqlJournal(config.journal).check()
     base_folder = cluster.prepare_base_model(config)
     started_ray = _join_or_start_ray(config)
     _refuse_second(config)  # before the clean-up below may touch anything: a running service is not ours to end
@@ -57,6 +59,13 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
                 time.sleep(3600)
         except KeyboardInterrupt:
             stop(config.name)
+
+
+def at_home(config: ClusterConfig) -> ClusterConfig:
+    """Paths from here on mean the same in every process."""
+    journal = config.journal.model_copy(update={"folder": config.journal.folder.expanduser().absolute()})
+    checkpoints = config.checkpoint_dir.expanduser().absolute()
+    return config.model_copy(update={"journal": journal, "checkpoint_dir": checkpoints})
 
 
 def _check_port(config: ClusterConfig) -> None:
@@ -167,7 +176,7 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
 
     named = Path(arguments.get("config", "configs/cpu_tiny.yaml"))
     path = named if named.is_absolute() or named.exists() else PROJECT / named
-    config = load(path, arguments.get("overrides", ()))
+    config = at_home(load(path, arguments.get("overrides", ())))
     try:
         find_controller(config.name)
     except ValueError:
@@ -237,6 +246,8 @@ def stop(name: str) -> None:
             note(f"no controller of {name!r} is running")
         except (SkyrlActorsError, TimeoutError) as error:
             note(f"the controller did not end in order: {error}")
+        if not state["started_ray"]:
+            cluster.end_parts(name)
         ray.shutdown()
     if state["started_ray"]:
         end_ray_session(state["marks"])

@@ -55,7 +55,9 @@ def _with_ray(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple[
 
 
 async def _run(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple[Outcome, Path]:
-    scratch = config.cluster.model_copy(update={"checkpoint_dir": (folder.path / ".checkpoints").resolve()})
+    journal = config.cluster.journal.model_copy(update={"folder": (folder.path / ".journal").resolve()})
+    checkpoints = (folder.path / ".checkpoints").resolve()
+    scratch = config.cluster.model_copy(update={"checkpoint_dir": checkpoints, "journal": journal})
     controller = cluster.create_controller(scratch, base_folder, detached=False)
     try:
         await cluster.wait_until_started(controller)
@@ -68,8 +70,9 @@ async def _run(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple
         os.replace(outcome.checkpoint, kept)
         return outcome, kept
     finally:
-        shutil.rmtree(folder.path / ".checkpoints", ignore_errors=True)
         await cluster.close_controller(controller)
+        for name in (".checkpoints", ".journal"):
+            shutil.rmtree(folder.path / name, ignore_errors=True)
 
 
 def _as_json(content: object) -> str:

@@ -1,5 +1,6 @@
 """The controller as a detached, named Ray actor."""
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,62 +10,82 @@ from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
+from skyrl_actors.journal.build import build_journal
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
-from skyrl_actors.messages.results import Result
+from skyrl_actors.messages.results import Result, Waiting
 from skyrl_actors.observe.log import set_up_logging
 
 log = logging.getLogger(__name__)
 
 
 class ControllerActor:
-    """Methods are what ingress replicas and jobs may call; see `Controller` for what they do."""
+    """Methods are what ingress replicas and jobs may call; see `Controller` for what they do.
 
-    def __init__(self, config: ClusterConfig, base_folder: str):
+    Ray makes this actor anew when its process dies, with the same arguments. The first call then starts it: it takes up
+    its journal and the ranks and engines that still run.
+    """
+
+    def __init__(self, config: ClusterConfig, base_folder: str, detached: bool):
         set_up_logging()
         self.progress: list[str] = []
-        self.controller = Controller(config, build_backend(config, Path(base_folder), self._say))
+        backend = build_backend(config, Path(base_folder), self._say, detached)
+        self.controller = Controller(config, backend, build_journal(config.journal))
+        self._starting: asyncio.Task[Capabilities] | None = None
 
     def _say(self, text: str) -> None:
         self.progress.append(text)
         log.info(text)
 
     async def start(self) -> Capabilities:
-        return await self.controller.start()
+        """Once, whoever asks first; a start that failed fails for everybody."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self.controller.start())
+        return await asyncio.shield(self._starting)
 
     async def get_progress(self) -> list[str]:
         return self.progress
 
     async def get_capabilities(self) -> Capabilities:
+        await self.start()
         return self.controller.able
 
-    async def create_session(self, user_metadata: dict[str, str]) -> str:
-        return self.controller.create_session(user_metadata)
+    async def create_session(self, session_id: str, user_metadata: dict[str, str]) -> str:
+        await self.start()
+        return await self.controller.create_session(session_id, user_metadata)
 
     async def heartbeat(self, session_id: str) -> None:
+        await self.start()
         self.controller.heartbeat(session_id)
 
     async def finish_session(self, session_id: str) -> None:
+        await self.start()
         await self.controller.finish_session(session_id)
 
-    async def submit(self, request: Request) -> str:
-        return self.controller.submit(request)
+    async def submit(self, request: Request, request_id: str) -> str:
+        await self.start()
+        return await self.controller.submit(request, request_id)
 
-    async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
-        return await self.controller.retrieve(request_id, timeout_s)
+    async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
+        await self.start()
+        return await self.controller.retrieve(request_id, timeout_s) or self.controller.waiting()
 
     async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str | None, path: str | None) -> Sampler:
+        await self.start()
         return await self.controller.open_sampler(sampler_id, session_id, base_model, path)
 
     async def get_sampler(self, sampler_id: str) -> Sampler:
+        await self.start()
         return self.controller.tenants.sampler(sampler_id)
 
     async def get_model(self, model_id: str) -> Model:
+        await self.start()
         return self.controller.tenants.model(model_id)
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
-        return self.controller.checkpoint_spec(path)
+        await self.start()
+        return await self.controller.checkpoint_spec(path)
 
     async def fault(self) -> str | None:
         return self.controller.fault()

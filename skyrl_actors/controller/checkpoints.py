@@ -8,6 +8,7 @@ from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 
 SPEC_FILE = "model_spec.json"
+SAVED_BY = "saved_by"
 
 
 class CheckpointFolders:
@@ -22,9 +23,14 @@ class CheckpointFolders:
             raise InternalError(f"{path} leaves the checkpoint folder")
         return folder
 
-    def new(self, path: TinkerPath, overwrite: bool) -> Path:
+    def saved_by(self, folder: Path, request_id: str) -> bool:
+        """Whether this very request wrote the folder, before it could be answered."""
+        mark = folder / SAVED_BY
+        return mark.is_file() and mark.read_text() == request_id
+
+    def new(self, path: TinkerPath, overwrite: bool, request_id: str) -> Path:
         folder = self.folder(path)
-        if folder.exists() and not overwrite:
+        if folder.exists() and not overwrite and not self.saved_by(folder, request_id):
             raise Conflict(f"{path} exists already; use another name" + (" or overwrite=true" if path.kind == "weights" else ""))
         return folder
 

@@ -1,106 +1,182 @@
 """What runs next. One object, no torch: it accepts requests, keeps their order, runs them, and answers who waits.
 
 Consumes: requests from ingress replicas and jobs. Produces: one result for each accepted request. Knows nothing of HTTP
-or of how a verb is computed.
+or of how a verb is computed. What it promised is in its journal; another controller on the same journal goes on.
 """
 
 import asyncio
 import logging
+import os
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from skyrl_actors.backends.base import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller import admission
+from skyrl_actors.controller import admission, restart
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.execute import Executor
+from skyrl_actors.controller.lanes import Lanes, seeded
+from skyrl_actors.controller.ledger import Ledger, Op, Outcome
 from skyrl_actors.controller.queue import RequestQueue
+from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
 from skyrl_actors.controller.waiters import ResultTable
+from skyrl_actors.journal.base import Journal
+from skyrl_actors.journal.entries import SamplerOpened, SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, SkyrlActorsError, UserError
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
-from skyrl_actors.messages.results import Failure, Result
+from skyrl_actors.messages.results import Failure, Result, Waiting
 
 log = logging.getLogger(__name__)
 
 
 class Controller:
-    def __init__(self, config: ClusterConfig, backend: Backend):
+    def __init__(self, config: ClusterConfig, backend: Backend, journal: Journal, wall: Callable[[], float] = time.time):
         self.config = config
         self.backend = backend
+        self.journal = journal
         self.tenants = TenantTable()
         self.queue = RequestQueue(config.limits.open_requests)
         self.results = ResultTable(config.limits.result_ttl_s)
-        self.started_at = time.time()
+        self.started_at = wall()
         self.capabilities: Capabilities | None = None
-        self._executor = Executor(config, backend, self.tenants, CheckpointFolders(Path(config.checkpoint_dir)))
-        self._requests: dict[str, rq.Request] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._sample_slots = asyncio.Semaphore(config.limits.samples_in_flight)
+        self.epoch = 0
+        self.wall = wall
+        self._closing = False
+        folders = CheckpointFolders(Path(config.checkpoint_dir))
+        self._ledger = Ledger(journal, self.queue, self.results, wall)
+        self._recovery = Recovery(config, backend, journal, self.tenants, folders)
+        self._executor = Executor(config, backend, self.tenants, folders, self._recovery.fork)
+        self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery)
 
     async def start(self) -> Capabilities:
-        self.capabilities = await self.backend.start()
-        self._spawn(self._free_silent_sessions())
-        return self.capabilities
+        """Take the journal, the parts that run already, and up what an earlier controller owed."""
+        holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
+        books = await self.journal.open(holder)
+        self.epoch = books.epoch
+        self.backend.on_lost = self._bring_back_role
+        able = await self.backend.start(books.epoch)
+        owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery)
+        self.capabilities = able
+        await self._resume(owed)
+        self._lanes.spawn(self._free_silent_sessions())
+        self._lanes.spawn(self._sweep())
+        return able
+
+    async def _resume(self, owed: list[Op]) -> None:
+        """Order: who is gone is freed, who lives is restored, then what is owed runs."""
+        residents = await self.backend.residents()
+        for model_id in residents.keys() - self.tenants.models.keys():
+            for role in self.able.roles:
+                await self.backend.delete_model(
+                    ModelSpec(model_id, self.able.base_model, "critic" if role == "critic" else "policy")
+                )
+        for sampler in list(self.tenants.samplers.values()):
+            if sampler.session_id is not None and sampler.session_id not in self.tenants.sessions:
+                await self._lanes.retire(sampler)
+        for model_id, model in self.tenants.models.items():
+            if model.ready:
+                self._lanes.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))
+        for op in owed:
+            session_id = op.header.session_id if op.header else None
+            if session_id is not None and session_id not in self.tenants.sessions:
+                if op.line is not None:
+                    self.queue.drain(op.line)
+                text = f"session {session_id} was finished before this ran"
+                self._lanes.spawn(self._ledger.answer(op, Outcome(Failure(text, "user"))))
+            elif op.line is None:
+                self._lanes.spawn(self._resume_sample(op))
+            elif op.line not in self.tenants.models or not self.tenants.models[op.line].ready:
+                self._lanes.start_next(op.line)
+
+    async def _resume_sample(self, op: Op) -> None:
+        try:
+            self._lanes.start_sample(op, self.tenants.sampler(op.stream))
+        except NotFound as error:
+            await self._ledger.answer(op, Outcome(Failure.of(error)))
+
+    def _bring_back_role(self, role: str) -> None:
+        for model in self.tenants.models.values():
+            if model.spec.role == role and model.ready and not self._closing:
+                self._lanes.spawn(self._lanes.bring_back(model, None))
 
     @property
     def able(self) -> Capabilities:
         if self.capabilities is None:
-            raise InternalError("the service is still starting; try again")
+            raise Unavailable("the service is still starting; try again")
         return self.capabilities
 
-    def create_session(self, user_metadata: dict[str, str] | None = None) -> str:
-        session_id = f"s{uuid.uuid4().hex[:16]}"
-        self.tenants.sessions[session_id] = Session(session_id, time.monotonic(), dict(user_metadata or {}))
+    async def create_session(self, session_id: str | None = None, user_metadata: dict[str, str] | None = None) -> str:
+        """Idempotent by id."""
+        self.able  # noqa: B018  not before the journal is open
+        session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
+        if session_id not in self.tenants.sessions:
+            await self.journal.write(SessionOpened(session_id, dict(user_metadata or {}), self.wall()))
+            self.tenants.sessions[session_id] = Session(session_id, self._now(), dict(user_metadata or {}))
         return session_id
 
     def heartbeat(self, session_id: str) -> None:
-        self.tenants.session(session_id).last_seen = time.monotonic()
+        self.able  # noqa: B018  an unknown session is over only when it is known who is here
+        self.tenants.session(session_id).last_seen = self._now()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     async def finish_session(self, session_id: str) -> None:
         """Free the models and samplers of a session; what it had queued fails. Finishing twice is fine."""
-        self.tenants.sessions.pop(session_id, None)
+        if session_id in self.tenants.sessions:
+            await self._ledger.insist(SessionEnded(session_id, self.wall()))
+            self.tenants.sessions.pop(session_id, None)
         unloads = []
         for model in self.tenants.models_of(session_id):
             model_id = model.spec.model_id
             for request_id in self.queue.drain(model_id):
-                del self._requests[request_id]
-                self.results.resolve(request_id, Failure(f"session {session_id} was finished before this ran", "user"))
-            unloads.append(self._accept(rq.Unload(model_id), model_id, None, model_id, bounded=False))
+                text = f"session {session_id} was finished before this ran"
+                op = self._ledger.ops[request_id]
+                # Its line is another's by now: it only leaves the open ones.
+                await self._ledger.answer(replace(op, line=None), Outcome(Failure(text, "user")))
+            op = await self._ledger.accept(rq.Unload(model_id), model_id, None, model_id, session_id, bounded=False)
+            self._lanes.start_next(model_id)
+            unloads.append(op.request_id)
         for request_id in unloads:
             await self.results.wait(request_id, self.config.policy.call_timeout_s)
         # Only now: a save that was running when the session ended has left its sampler too.
         for sampler in self.tenants.samplers_of(session_id):
             self.queue.forget(sampler.sampler_id)
-            await self._executor.retire(sampler)
+            await self._lanes.retire(sampler)
         self.tenants.forget_expired(session_id)
 
-    def submit(self, request: rq.Request) -> str:
-        """Accept a request and answer its id; the work happens later. Raises UserError and then nothing was accepted."""
+    async def submit(self, request: rq.Request, request_id: str | None = None) -> str:
+        """Accept a request and answer its id, which is durable; the work happens later. Raises UserError or Unavailable
+        and then nothing was accepted. The same `request_id` again is the same request."""
+        self.able  # noqa: B018
+        if request_id is not None and self._ledger.knows(request_id):
+            return await self._ledger.accepted_before(request_id)
         if isinstance(request, rq.Sample):
-            return self._submit_sample(request)
+            return await self._submit_sample(request, request_id)
         if isinstance(request, rq.CreateModel):
-            return self._submit_create(request)
-        self.heartbeat_of(request.model_id)
-        digest = admission.digest_of(request)
-        seq_id = getattr(request, "seq_id", None)
-        if (known := self.queue.known(request.model_id, seq_id, digest)) is not None:
-            return known
-        request = self._checked(request)
-        return self._accept(request, request.model_id, seq_id, request.model_id, digest)
-
-    def heartbeat_of(self, model_id: str) -> None:
-        session = self.tenants.sessions.get(self.tenants.model(model_id).session_id)
-        if session:
-            session.last_seen = time.monotonic()
-
-    def _checked(self, request: rq.ModelRequest) -> rq.ModelRequest:
+            return await self._submit_create(request, request_id)
         model = self.tenants.model(request.model_id)
+        if model.session_id in self.tenants.sessions:
+            self.tenants.sessions[model.session_id].last_seen = self._now()
+        digest, seq_id = admission.digest_of(request), getattr(request, "seq_id", None)
+        if (known := self.queue.known(request.model_id, seq_id, digest)) is not None:
+            return await self._ledger.accepted_before(known)
+        request = self._checked(request, model)
+        model_id = request.model_id
+        op = await self._ledger.accept(
+            request, model_id, seq_id, model_id, model.session_id, digest=digest, request_id=request_id
+        )  # fmt: skip
+        self._lanes.start_next(model_id)
+        return op.request_id
+
+    def _checked(self, request: rq.ModelRequest, model: Model) -> rq.ModelRequest:
         if isinstance(request, rq.ForwardBackward):
             return replace(request, loss=admission.checked_batch(request, model.spec, self.config, self.able))
         if isinstance(request, rq.OptimStep):
@@ -111,110 +187,98 @@ class Controller:
             parse_path(request.path)
         return request
 
-    def _submit_create(self, request: rq.CreateModel) -> str:
+    async def _submit_create(self, request: rq.CreateModel, request_id: str | None) -> str:
         """The id of the model is the client's (session and number), so a repeat of it is a retry."""
         self.tenants.session(request.session_id)
         model_id = checked_id(request.model_id, "model id")
         digest = admission.digest_of(request)
         if (known := self.queue.known(model_id, 0, digest)) is not None:
-            return known
-        alive = [model.spec for model in self.tenants.models.values()]
+            return await self._ledger.accepted_before(known)
         spec = request.spec
         if request.from_path:
-            saved = self._executor.folders.spec(parse_path(request.from_path))
-            if request.with_optimizer and parse_path(request.from_path).kind != "weights":
-                raise InvalidRequest(f"{request.from_path} has no optimizer state; only tinker://<model id>/weights/<name> does")
-            spec = replace(saved, model_id=model_id)
+            spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
+        alive = [model.spec for model in self.tenants.models.values()]
         admission.check_spec(spec, self.config, self.able, alive)
         request = replace(request, spec=spec)
-        request_id = self._accept(request, model_id, 0, model_id, digest)
         self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
-        return request_id
+        try:
+            op = await self._ledger.accept(
+                request, model_id, 0, model_id, request.session_id, digest=digest, request_id=request_id
+            )  # fmt: skip
+        except BaseException:
+            self.tenants.models.pop(model_id, None)
+            raise
+        self._recovery.progress[model_id] = Progress(op.number)
+        self._lanes.start_next(model_id)
+        return op.request_id
 
-    def _submit_sample(self, request: rq.Sample) -> str:
+    async def _saved_spec(self, path: str, with_optimizer: bool) -> ModelSpec:
+        where = parse_path(path)
+        if with_optimizer and where.kind == "sampler_weights":
+            raise InvalidRequest(f"{path} has no optimizer state; only tinker://<model id>/weights/<name> does")
+        return await self.checkpoint_spec(where)
+
+    async def _submit_sample(self, request: rq.Sample, request_id: str | None) -> str:
         digest = admission.digest_of(request)
         if (known := self.queue.known(request.sampler_id, request.seq_id, digest)) is not None:
-            return known
+            return await self._ledger.accepted_before(known)
         sampler = self.tenants.sampler(request.sampler_id)
         if sampler.session_id in self.tenants.sessions:
-            self.tenants.sessions[sampler.session_id].last_seen = time.monotonic()
+            self.tenants.sessions[sampler.session_id].last_seen = self._now()
         admission.check_sample(request, self.config, self.able)
-        return self._accept(request, request.sampler_id, request.seq_id, None, digest)
-
-    def _accept(
-        self, request: rq.Request, stream: str, seq_id: int | None, line: str | None, digest: int = 0, bounded: bool = True
-    ) -> str:
-        request_id = f"r{uuid.uuid4().hex}"
-        self.queue.accept(request_id, stream, seq_id, digest, line, bounded)
-        self.results.open(request_id)
-        self._requests[request_id] = request
-        if line is None:
-            assert isinstance(request, rq.Sample)
-            sampler = self.tenants.sampler(request.sampler_id)
-            sampler.users += 1
-            self._spawn(self._run_sample(request_id, request, sampler))
-        else:
-            self._start_next(line)
-        return request_id
-
-    def _start_next(self, line: str) -> None:
-        request_id = self.queue.next(line)
-        if request_id is not None:
-            self._spawn(self._run(request_id, line))
-
-    async def _run(self, request_id: str, line: str) -> None:
-        request = self._requests[request_id]
-        assert not isinstance(request, rq.Sample)
+        request_id = request_id or f"r{uuid.uuid4().hex}"
+        request = seeded(request, request_id)
+        sampler.users += 1  # while it is written: its files must stay
         try:
-            result = await self._executor.run(request)
-        except Exception as error:  # noqa: BLE001  the lane's boundary: every fault becomes an answer
-            result = self._failure(request_id, error)
-        self._answer(request_id, line, result)
-        if isinstance(request, rq.Unload):
-            self.queue.forget(line)
-        self._start_next(line)
-
-    async def _run_sample(self, request_id: str, request: rq.Sample, sampler: Sampler) -> None:
-        try:
-            async with self._sample_slots:
-                result = await self._executor.sample(request_id, request, sampler)
-        except Exception as error:  # noqa: BLE001  the lane's boundary
-            result = self._failure(request_id, error)
-        self._answer(request_id, None, result)
-        await self._executor.release(sampler)
-
-    def _answer(self, request_id: str, line: str | None, result: Result) -> None:
-        del self._requests[request_id]
-        self.queue.finish(request_id, line)
-        self.results.resolve(request_id, result)
-
-    def _failure(self, request_id: str, error: Exception) -> Failure:
-        if not isinstance(error, UserError):
-            log.error("request %s failed: %s", request_id, error, exc_info=not isinstance(error, SkyrlActorsError))
-        return Failure.of(error)
+            op = await self._ledger.accept(
+                request, request.sampler_id, request.seq_id, None, sampler.session_id, digest=digest, request_id=request_id
+            )  # fmt: skip
+            self._lanes.start_sample(op, sampler)
+        finally:
+            sampler.users -= 1
+        return op.request_id
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
-        return await self.results.wait(request_id, timeout_s)
+        """None when it is not ready in time. Raises NotFound for an id that is unknown or swept."""
+        if request_id in self.results:
+            return await self.results.wait(request_id, timeout_s)
+        self.able  # noqa: B018
+        operation = await self.journal.find(request_id)
+        if operation is None or operation.answered_at is None or operation.result is None:
+            raise NotFound(f"request {request_id!r} is not known here (answers are kept for journal.retention_s)")
+        return await self.journal.result(operation)
+
+    def waiting(self) -> Waiting:
+        """What to tell a client whose answer is not there yet."""
+        reason = self.journal.trouble or self.fault()
+        return Waiting() if reason is None else Waiting("paused_capacity", reason)
 
     async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str | None, path: str | None) -> Sampler:
         """Idempotent by id. Raises UserError for an unknown base model or path."""
+        able = self.able
         if sampler_id in self.tenants.samplers:
             return self.tenants.samplers[sampler_id]
         if session_id is not None:
             self.tenants.session(session_id)
         if base_model is None and path is None:
             raise InvalidRequest("name a base_model or a model_path to sample from")
-        if base_model is not None and base_model != self.able.base_model:
-            raise InvalidRequest(f"unknown base model {base_model!r}; this service has {self.able.base_model!r}")
-        return await self._executor.open_sampler(checked_id(sampler_id, "sampler id"), session_id, self.able.base_model, path)
+        if base_model is not None and base_model != able.base_model:
+            raise InvalidRequest(f"unknown base model {base_model!r}; this service has {able.base_model!r}")
+        sampler = await self._executor.open_sampler(checked_id(sampler_id, "sampler id"), session_id, able.base_model, path)
+        await self.journal.write(SamplerOpened(sampler_id, session_id, able.base_model, path, sampler.weights))
+        return self.tenants.samplers.setdefault(sampler_id, sampler)
 
-    def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
+    async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
+        if path.kind == "steps":
+            return await self._recovery.spec_of_step(path)
         return self._executor.folders.spec(path)
 
     def fault(self) -> str | None:
         """Why a request would not be served now; None when it would."""
         if self.capabilities is None:
             return "the service is still starting"
+        if self.journal.trouble:
+            return f"the journal can not write: {self.journal.trouble}"
         return self.backend.fault()
 
     async def status(self) -> dict[str, Any]:
@@ -222,7 +286,9 @@ class Controller:
         return {
             "name": self.config.name,
             "ready": self.capabilities is not None,
-            "uptime_s": round(time.time() - self.started_at, 1),
+            "fault": self.fault(),
+            "uptime_s": round(self.wall() - self.started_at, 1),
+            "epoch": self.epoch,
             "sessions": len(self.tenants.sessions),
             "samplers": len(self.tenants.samplers),
             "open_requests": self.queue.num_open,
@@ -232,27 +298,36 @@ class Controller:
                  "steps": m.steps, "ready": m.ready}
                 for m in self.tenants.models.values()
             ],
+            "recoveries": len(self._recovery.recovery_s),
+            "recovery_s": [round(s, 3) for s in self._recovery.recovery_s[-20:]],
+            "snapshot_s": [round(s, 3) for s in self._recovery.snapshot_s[-20:]],
             **backend,
         }  # fmt: skip
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._closing = True
+        await self._lanes.close()
+        await self._recovery.close()
         await self.backend.close()
+        await self.journal.close()
 
     async def _free_silent_sessions(self) -> None:
         timeout_s = self.config.limits.session_timeout_s
         while True:
             await asyncio.sleep(timeout_s / 10)
-            for session_id in self.tenants.silent_sessions(time.monotonic(), timeout_s):
+            for session_id in self.tenants.silent_sessions(self._now(), timeout_s):
                 log.warning("session %s was silent for %.0f s: its models are freed", session_id, timeout_s)
                 try:
                     await self.finish_session(session_id)
                 except SkyrlActorsError as error:
                     log.error("session %s was not freed: %s", session_id, error)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.journal.sweep_s)
+            try:
+                freed = await self.journal.sweep()
+                if freed:
+                    log.info("swept %.1f MiB out of the journal", freed / 2**20)
+            except InternalError as error:
+                log.warning("%s", error)

@@ -7,21 +7,30 @@ from typing import Any
 from skyrl_actors.backends.base import Backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.ledger import Op, Outcome
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
+from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost, UserError
+from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_name, parse_path
+from skyrl_actors.messages.results import Failure
 from skyrl_actors.messages.weights import SamplerWeights
+
+Fork = Callable[[ModelSpec, str, int, bool], Awaitable[None]]
 
 
 class Executor:
-    def __init__(self, config: ClusterConfig, backend: Backend, tenants: TenantTable, folders: CheckpointFolders):
+    """`fork(spec, path, number, with_optimizer)` rebuilds a past step of another model under `spec`."""
+
+    def __init__(self, config: ClusterConfig, backend: Backend, tenants: TenantTable, folders: CheckpointFolders, fork: Fork):
         self.config = config
         self.backend = backend
         self.tenants = tenants
         self.folders = folders
-        self._verbs: dict[type, Callable[[Any], Awaitable[rs.Result]]] = {
+        self._fork = fork
+        self._verbs: dict[type, Callable[[Op, Any], Awaitable[Outcome]]] = {
             rq.CreateModel: self.create_model,
             rq.ForwardBackward: self.forward_backward,
             rq.OptimStep: self.optim_step,
@@ -31,117 +40,99 @@ class Executor:
             rq.Unload: self.unload,
         }
 
-    async def run(self, request: rq.ModelRequest) -> rs.Result:
-        return await self._verbs[type(request)](request)
+    async def run(self, op: Op, request: rq.Request) -> Outcome:
+        return await self._verbs[type(request)](op, request)
 
-    async def create_model(self, request: rq.CreateModel) -> rs.Result:
-        model_id = request.model_id
-        try:
-            await self.backend.create_model(request.spec)
-            if request.from_path:
-                await self._fill(model_id, request.from_path, request.with_optimizer)
-        except BaseException:
-            self.tenants.models.pop(model_id, None)
-            raise
-        self.tenants.models[model_id].ready = True
+    async def create_model(self, op: Op, request: rq.CreateModel) -> Outcome:
+        await self.backend.create_model(request.spec, op.number)
+        result: rs.Result = rs.ModelCreated(request.model_id)
         if request.from_path:
-            return rs.Loaded(model_id, request.from_path)
-        return rs.ModelCreated(model_id)
+            result = await self._fill(request.spec, op.number, request.from_path, request.with_optimizer)
+        self.tenants.models[request.model_id].ready = True
+        return Outcome(result, "applied")
 
-    async def _fill(self, model_id: str, path: str, with_optimizer: bool) -> None:
-        """Load a checkpoint into a model that was just made; a model that can not be filled does not stay."""
+    async def _fill(self, spec: ModelSpec, number: int, path: str, with_optimizer: bool) -> rs.Loaded:
+        """Load a checkpoint, or a past step, into a model that was just made; one that can not be filled does not stay."""
         try:
-            folder = self.folders.existing(parse_path(path))
-            await self.backend.load_checkpoint(model_id, str(folder), with_optimizer)
+            where = parse_path(path)
+            if where.kind == "steps":
+                await self._fork(spec, path, number, with_optimizer)
+                return rs.Loaded(spec.model_id, path)
+            folder = self.folders.existing(where)
+            await self.backend.load_checkpoint(spec, number, str(folder), with_optimizer)
+            return rs.Loaded(spec.model_id, path, self.folders.version(where))
+        except StateLost:
+            raise
         except BaseException:
-            await self.backend.delete_model(model_id)
+            await self.backend.delete_model(spec)
             raise
 
-    async def forward_backward(self, request: rq.ForwardBackward) -> rs.Result:
+    async def forward_backward(self, op: Op, request: rq.ForwardBackward) -> Outcome:
         model = self._ready(request.model_id)
-        plain_values = model.spec.role == "critic" and "returns" not in request.columns.fields
-        loss = None if plain_values else request.loss
-        try:
-            return await self.backend.forward_backward(request.model_id, request.columns, loss, request.forward_only)
-        except BaseException as error:
-            if not request.forward_only:
-                model.incomplete = str(error) or type(error).__name__
-            raise
+        number = None if request.forward_only else op.number
+        result = await self.backend.forward_backward(model.spec, number, request.columns, _loss(model, request), number is None)
+        return Outcome(result, "none" if request.forward_only else "applied")
 
-    async def optim_step(self, request: rq.OptimStep) -> rs.Result:
+    async def optim_step(self, op: Op, request: rq.OptimStep) -> Outcome:
         """A step behind a forward_backward that failed would apply a part of what was asked for: it is refused."""
         model = self._ready(request.model_id)
         if model.incomplete is not None:
-            reason, model.incomplete = model.incomplete, None
-            await self.backend.drop_gradients(request.model_id)
-            raise InternalError(f"not applied: a forward_backward since the last step failed ({reason}); gradients were dropped")
-        metrics = await self.backend.optim_step(request.model_id, request.adam)
-        model.steps += 1
-        return rs.StepDone(metrics)
+            await self.backend.drop_gradients(model.spec, op.number)
+            text = f"not applied: a forward_backward since the last step failed ({model.incomplete}); gradients were dropped"
+            return Outcome(Failure.of(InternalError(text)), "dropped")
+        try:
+            metrics = await self.backend.optim_step(model.spec, op.number, request.adam)
+        except UserError as error:
+            return Outcome(Failure.of(error), "dropped")
+        return Outcome(rs.StepDone(metrics), "applied")
 
-    async def save_weights(self, request: rq.SaveWeights) -> rs.Result:
-        self._ready(request.model_id)
+    async def save_weights(self, op: Op, request: rq.SaveWeights) -> Outcome:
+        model = self._ready(request.model_id)
         path = TinkerPath(request.model_id, "weights", checked_name(request.name))
-        folder = self.folders.new(path, request.overwrite)
-        await self.backend.save_checkpoint(request.model_id, str(folder), with_optimizer=True)
+        folder = self.folders.new(path, request.overwrite, op.request_id)
+        if not self.folders.saved_by(folder, op.request_id):
+            await self.backend.save_checkpoint(model.spec, str(folder), with_optimizer=True, mark=op.request_id)
         self.folders.note(folder, request.user_metadata)
-        return rs.Saved(str(path), str(folder))
+        return Outcome(rs.Saved(str(path), str(folder)))
 
-    async def save_for_sampler(self, request: rq.SaveForSampler) -> rs.Result:
+    async def save_for_sampler(self, op: Op, request: rq.SaveForSampler) -> Outcome:
         model = self._ready(request.model_id)
         self.tenants.policy(request.model_id)
-        model.versions += 1
         if request.name is not None:
             path = TinkerPath(request.model_id, "sampler_weights", checked_name(request.name))
-            folder = self.folders.new(path, overwrite=False)
-            await self.backend.save_checkpoint(request.model_id, str(folder), with_optimizer=False)
+            folder = self.folders.new(path, False, op.request_id)
+            if not self.folders.saved_by(folder, op.request_id):
+                await self.backend.save_checkpoint(model.spec, str(folder), with_optimizer=False, mark=op.request_id)
             self.folders.note(folder, request.user_metadata)
-            return rs.SamplerSaved(None, str(path), str(path))
+            return Outcome(rs.SamplerSaved(None, str(path), str(path)))
         if request.sampler_id is None:
             raise InternalError("save_for_sampler needs a name or a sampler id")
-        weights = await self.backend.save_for_sampler(request.model_id, f"{request.model_id}@{model.versions}")
-        limits = self.config.limits
-        keep = limits.lora_sampler_versions if model.spec.lora else limits.full_sampler_versions
-        sampler = Sampler(request.sampler_id, model.spec.base_model, None, weights, model.session_id, owner=request.model_id)
-        for old in self.tenants.add_sampler(sampler, keep):
-            await self.retire(old)
+        weights = await self.backend.save_for_sampler(model.spec, f"{request.model_id}@{model.versions + 1}")
+        base = model.spec.base_model
+        opened = SamplerOpened(request.sampler_id, model.session_id, base, None, weights, request.model_id, op.number)
         size = sum(part.num_bytes for part in weights.parts)
-        return rs.SamplerSaved(request.sampler_id, None, weights.version, size, sum(p.write_s for p in weights.parts))
+        seconds = sum(part.write_s for part in weights.parts)
+        return Outcome(rs.SamplerSaved(request.sampler_id, None, weights.version, size, seconds), entries=(opened,))
 
-    async def load_weights(self, request: rq.LoadWeights) -> rs.Result:
+    async def load_weights(self, op: Op, request: rq.LoadWeights) -> Outcome:
         model = self._ready(request.model_id)
         path = parse_path(request.path)
+        if path.kind == "steps":
+            raise InvalidRequest(f"{path} is a past step: create a model from it; it can not be loaded into one")
         saved = self.folders.spec(path)
         if replace(saved, model_id="", seed=0) != replace(model.spec, model_id="", seed=0):
             raise InvalidRequest(f"{path} holds {saved}; model {request.model_id} is {model.spec}: they must agree")
         if request.with_optimizer and path.kind != "weights":
             raise InvalidRequest(f"{path} has no optimizer state; only tinker://<model id>/weights/<name> does")
-        await self.backend.load_checkpoint(request.model_id, str(self.folders.existing(path)), request.with_optimizer)
-        return rs.Loaded(request.model_id, request.path)
+        folder, version = self.folders.existing(path), self.folders.version(path)
+        await self.backend.load_checkpoint(model.spec, op.number, str(folder), request.with_optimizer)
+        return Outcome(rs.Loaded(request.model_id, request.path, version), "applied")
 
-    async def unload(self, request: rq.Unload) -> rs.Result:
+    async def unload(self, op: Op, request: rq.Unload) -> Outcome:
         model = self.tenants.models.get(request.model_id)
         if model is not None and model.ready:
-            await self.backend.delete_model(request.model_id)
-        self.tenants.models.pop(request.model_id, None)
-        return rs.Unloaded(request.model_id)
-
-    async def retire(self, sampler: Sampler) -> None:
-        """No new samples from it; what it holds is freed when the last accepted one was answered."""
-        self.tenants.remove_sampler(sampler.sampler_id)
-        sampler.retired = True
-        if not sampler.users:
-            await self._free(sampler)
-
-    async def release(self, sampler: Sampler) -> None:
-        """One accepted sample was answered."""
-        sampler.users -= 1
-        if sampler.retired and not sampler.users:
-            await self._free(sampler)
-
-    async def _free(self, sampler: Sampler) -> None:
-        if sampler.owner is not None:  # named checkpoints keep their files
-            await self.backend.drop_sampler(sampler.weights)
+            await self.backend.delete_model(model.spec)
+        return Outcome(rs.Unloaded(request.model_id))
 
     async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str, path: str | None) -> Sampler:
         """A sampler of the base model or of a saved checkpoint."""
@@ -156,15 +147,18 @@ class Executor:
             if spec.base_model != base_model:
                 raise InvalidRequest(f"{path} belongs to base model {spec.base_model!r}; this service has {base_model!r}")
             weights = await self.backend.open_sampler(str(self.folders.existing(where)), self.folders.version(where))
-        sampler = Sampler(sampler_id, base_model, path, weights, session_id)
-        self.tenants.add_sampler(sampler, keep=1)
-        return sampler
+        return Sampler(sampler_id, base_model, path, weights, session_id)
 
-    async def sample(self, request_id: str, request: rq.Sample, sampler: Sampler) -> rs.Result:
-        return await self.backend.sample(request_id, request.prompt, request.params, sampler.weights)
+    async def sample(self, request_id: str, request: rq.Sample, sampler: Sampler) -> Outcome:
+        return Outcome(await self.backend.sample(request_id, request.prompt, request.params, sampler.weights))
 
     def _ready(self, model_id: str) -> Model:
         model = self.tenants.model(model_id)
         if not model.ready:
             raise InvalidRequest(f"model {model_id} was not created: its create request failed")
         return model
+
+
+def _loss(model: Model, request: rq.ForwardBackward) -> Any:
+    plain_values = model.spec.role == "critic" and "returns" not in request.columns.fields
+    return None if plain_values else request.loss

@@ -7,6 +7,8 @@
 3. The same (stream, seq_id) with the same body is the same request: it gets the first request id and runs once. With
    another body it is a Conflict. The newest `REMEMBERED` numbers of a stream are known; retries come within minutes.
 4. No more than `limit` requests are open; one more is a CapacityError, which clients try again.
+5. A request is reserved when it arrives and starts only when it was confirmed: written where no crash can lose it. One
+   that could not be written is withdrawn, as if it had never come.
 """
 
 from collections import OrderedDict, deque
@@ -23,6 +25,7 @@ class RequestQueue:
         self._running: set[str] = set()
         self._accepted: dict[str, OrderedDict[int, tuple[int, str]]] = {}  # stream -> seq_id -> (digest, request id)
         self._open: set[str] = set()
+        self._unconfirmed: set[str] = set()
 
     @property
     def num_open(self) -> int:
@@ -40,34 +43,58 @@ class RequestQueue:
             raise Conflict(f"{stream}: sequence number {seq_id} was used before with another body")
         return request_id
 
-    def accept(
+    def reserve(
         self, request_id: str, stream: str, seq_id: int | None, digest: int, line: str | None, bounded: bool = True
     ) -> None:
         """Take a new request; `line` is the model whose order it keeps, None for one that may start at once."""
         if bounded and len(self._open) >= self.limit:
             raise CapacityError(f"{self.limit} requests are open, the most this service takes; try again later")
+        self.remember(request_id, stream, seq_id, digest)
+        self._open.add(request_id)
+        self._unconfirmed.add(request_id)
+        if line is not None:
+            self._lines.setdefault(line, deque()).append(request_id)
+
+    def remember(self, request_id: str, stream: str, seq_id: int | None, digest: int) -> None:
         if seq_id is not None:
             numbers = self._accepted.setdefault(stream, OrderedDict())
             numbers[seq_id] = (digest, request_id)
             if len(numbers) > REMEMBERED:
                 numbers.popitem(last=False)
-        self._open.add(request_id)
-        if line is not None:
-            self._lines.setdefault(line, deque()).append(request_id)
+
+    def confirm(self, request_id: str) -> None:
+        self._unconfirmed.discard(request_id)
+
+    def withdraw(self, request_id: str, stream: str, seq_id: int | None, line: str | None) -> None:
+        self._open.discard(request_id)
+        self._unconfirmed.discard(request_id)
+        if seq_id is not None:
+            self._accepted.get(stream, OrderedDict()).pop(seq_id, None)
+        if line is not None and request_id in self._lines.get(line, ()):
+            self._lines[line].remove(request_id)
+
+    def head(self, line: str) -> str | None:
+        """The request of this model that starts next; it may wait for its confirmation."""
+        waiting = self._lines.get(line)
+        return waiting[0] if waiting else None
 
     def next(self, line: str) -> str | None:
-        """Rule 1: the request of this model that starts now, if none is running."""
-        waiting = self._lines.get(line)
-        if line in self._running or not waiting:
+        """Rules 1 and 5: the request of this model that starts now, if none is running."""
+        head = self.head(line)
+        if line in self._running or head is None or head in self._unconfirmed:
             return None
         self._running.add(line)
-        return waiting.popleft()
+        return self._lines[line].popleft()
 
     def drain(self, line: str) -> list[str]:
-        """Take out the requests of a model that have not started."""
-        waiting = list(self._lines.pop(line, ()))
-        self._open.difference_update(waiting)
-        return waiting
+        """Take out the confirmed requests of a model that have not started."""
+        waiting = self._lines.pop(line, deque())
+        gone = [request_id for request_id in waiting if request_id not in self._unconfirmed]
+        staying = deque(request_id for request_id in waiting if request_id in self._unconfirmed)
+        if staying:
+            self._lines[line] = staying
+        self._open.difference_update(gone)
+        return gone
 
     def finish(self, request_id: str, line: str | None) -> None:
         self._open.discard(request_id)

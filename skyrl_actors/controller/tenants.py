@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from skyrl_actors.messages.errors import InvalidRequest, NotFound
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.weights import SamplerWeights
 
@@ -34,6 +34,7 @@ class Sampler:
     weights: SamplerWeights
     session_id: str | None
     owner: str | None = None  # the model whose unnamed version this is
+    number: int | None = None  # the operation that froze it
     users: int = 0  # accepted samples that are not answered yet
     retired: bool = False  # its files go when the last user has gone
 
@@ -43,6 +44,7 @@ class TenantTable:
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
         self.samplers: OrderedDict[str, Sampler] = OrderedDict()
+        self.lost: dict[str, str] = {}  # models that can not be brought back, and why
         self._expired: set[str] = set()
 
     def session(self, session_id: str) -> Session:
@@ -51,6 +53,8 @@ class TenantTable:
         return self.sessions[session_id]
 
     def model(self, model_id: str) -> Model:
+        if model_id in self.lost:
+            raise InternalError(f"model {model_id} is lost: {self.lost[model_id]}")
         if model_id not in self.models:
             raise NotFound(f"unknown model {model_id!r}: it was never made, or its session is over")
         return self.models[model_id]

@@ -1,9 +1,8 @@
-"""Results and who waits for them. A result stays readable until its time is over, however often it is read."""
+"""Results and who waits for them. A result stays in memory until its time is over; the journal keeps it for longer."""
 
 import asyncio
 from collections import OrderedDict
 
-from skyrl_actors.messages.errors import NotFound
 from skyrl_actors.messages.results import Result
 
 
@@ -12,6 +11,9 @@ class ResultTable:
         self._ttl_s = ttl_s
         self._futures: dict[str, asyncio.Future[Result]] = {}
         self._done: OrderedDict[str, float] = OrderedDict()  # request id -> loop time of its answer
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._futures
 
     def open(self, request_id: str) -> None:
         self._futures[request_id] = asyncio.get_running_loop().create_future()
@@ -25,9 +27,7 @@ class ResultTable:
             del self._futures[expired]
 
     async def wait(self, request_id: str, timeout_s: float) -> Result | None:
-        """None when it is not ready in time. Raises NotFound for an id that is unknown or forgotten."""
-        if request_id not in self._futures:
-            raise NotFound(f"request {request_id!r} is not known here (answers are kept for {self._ttl_s:.0f} s)")
+        """None when it is not ready in time. Only for ids that are in the table."""
         future = self._futures[request_id]
         if not future.done():
             await asyncio.wait([future], timeout=timeout_s)

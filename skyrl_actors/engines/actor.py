@@ -1,12 +1,21 @@
-"""The Ray actor around one vLLM engine. It imports vLLM when it is made, in its own process."""
+"""The Ray actor around one vLLM engine. It imports vLLM when it is made, in its own process.
 
-from typing import Literal
+Calls carry the epoch of their controller. When a newer controller takes the engine over, the samples of the older one
+are aborted (they will be asked for again, with the same seed), and its other calls are waited for.
+"""
 
-from skyrl_actors.engines.interface import EngineSpec, EngineStatus
-from skyrl_actors.messages.errors import InternalError
+import asyncio
+import os
+from collections.abc import Awaitable
+from typing import Literal, TypeVar
+
+from skyrl_actors.engines.interface import EngineReport, EngineSpec, EngineStatus
+from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest
+
+T = TypeVar("T")
 
 
 class EngineActor:
@@ -14,27 +23,50 @@ class EngineActor:
         from skyrl_actors.engines.vllm_engine import VllmEngine
 
         self.engine = VllmEngine(spec)
+        self._started = False
+        self._log_file = os.path.realpath("/proc/self/fd/2")
+        self._epoch = 0
+        self._samples: set[asyncio.Task] = set()
+        self._changes = asyncio.Lock()
+
+    async def adopt(self, epoch: int) -> EngineReport:
+        """From now on only this epoch's calls are served; what an earlier one began has ended when this returns."""
+        self._fence(epoch)
+        self._epoch = epoch
+        for task in list(self._samples):
+            task.cancel()
+        await asyncio.gather(*self._samples, return_exceptions=True)
+        async with self._changes:
+            ready = self._started and not self.engine.dead.is_set()
+            status = await self.engine.status() if ready else None
+        return EngineReport(self.engine.spec, ready, status, self._log_file)
 
     async def watch(self) -> None:
         """Ends only by an error: the caller learns of the death of this process, or of vLLM's below it."""
         await self.engine.dead.wait()
-        raise InternalError("vLLM's process ended")
+        raise StateLost("vLLM's process ended")
 
-    async def start(self) -> None:
-        await self.engine.start()
+    async def start(self, epoch: int) -> None:
+        await self._change(epoch, self.engine.start())
+        self._started = True
 
     async def sample(
         self,
+        epoch: int,
         request_id: str,
         prompt: tuple[int, ...],
         params: SamplingParams,
         adapter: WeightManifest | None,
         version: str,
     ) -> SampleOutput:
-        return await self.engine.sample(request_id, prompt, params, adapter, version)
+        self._fence(epoch)
+        task = asyncio.ensure_future(self.engine.sample(request_id, prompt, params, adapter, version))
+        self._samples.add(task)
+        task.add_done_callback(self._samples.discard)
+        return await task
 
-    async def load_full(self, version: str, parts: tuple[WeightManifest, ...]) -> float:
-        return await self.engine.load_full(version, parts)
+    async def load_full(self, epoch: int, version: str, parts: tuple[WeightManifest, ...]) -> float:
+        return await self._change(epoch, self.engine.load_full(version, parts))
 
     async def receive(self, path: str, files: dict[str, bytes]) -> None:
         await self.engine.receive(path, files)
@@ -42,17 +74,28 @@ class EngineActor:
     async def discard(self, path: str) -> None:
         await self.engine.discard(path)
 
-    async def drop_adapters(self, versions: tuple[str, ...]) -> None:
-        await self.engine.drop_adapters(versions)
+    async def drop_adapters(self, epoch: int, versions: tuple[str, ...]) -> None:
+        await self._change(epoch, self.engine.drop_adapters(versions))
 
-    async def sleep(self, level: int) -> None:
-        await self.engine.sleep(level)
+    async def sleep(self, epoch: int, level: int) -> None:
+        await self._change(epoch, self.engine.sleep(level))
 
-    async def wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        await self.engine.wake(tag)
+    async def wake(self, epoch: int, tag: Literal["weights", "kv_cache"]) -> None:
+        await self._change(epoch, self.engine.wake(tag))
 
     async def status(self) -> EngineStatus:
         return await self.engine.status()
 
     async def stop(self) -> None:
         await self.engine.stop()
+
+    async def _change(self, epoch: int, work: Awaitable[T]) -> T:
+        async with self._changes:
+            self._fence(epoch, work)
+            return await work
+
+    def _fence(self, epoch: int, work: Awaitable | None = None) -> None:
+        if epoch < self._epoch:
+            if asyncio.iscoroutine(work):
+                work.close()
+            raise InternalError(f"epoch {epoch} is over: a newer controller ({self._epoch}) has taken this engine")

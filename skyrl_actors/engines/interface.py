@@ -39,6 +39,16 @@ class EngineStatus:
     running: int
 
 
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine says of itself to a controller that takes it over."""
+
+    spec: EngineSpec
+    ready: bool  # started, and vLLM's process below it lives
+    status: EngineStatus | None
+    log_file: str
+
+
 class Engine(Protocol):
     async def start(self) -> None: ...
 

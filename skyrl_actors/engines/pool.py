@@ -1,149 +1,183 @@
-"""Many engine actors as one: routing, which version each holds, sleep and wake.
+"""Many engines as one: routing, which version each holds, sleep and wake.
 
 Every engine has a gate keyed by the version of its full weights: samples of one version share it, and loading another
-version waits for them. LoRA samples need the base's weights plus their adapter.
+version waits for them. LoRA samples need the base's weights plus their adapter. An engine that dies takes nothing with
+it but time: its samples raise StateLost, and the caller asks again.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from placement.types import Plan
 from skyrl_actors import remote
-from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig
+from skyrl_actors.engines.engine import DROPPED, Engine, EngineSite
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
 from skyrl_actors.engines.routing import EngineLoad, choose
+from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from skyrl_actors.transfer.folders import full_manifests
 
 Deliver = Callable[[WeightManifest, ActorHandle], Awaitable[None]]
-DROPPED = ""  # state of an engine whose weights were dropped: no version
+VITALS_TIMEOUT_S = 10.0
 
 
 class EnginePool:
-    def __init__(self, config: EngineConfig, actors: list[ActorHandle], base_folder: Path, deliver: Deliver):
+    def __init__(self, config: EngineConfig, base_folder: Path, deliver: Deliver):
         self.config = config
-        self.actors = actors
+        self.engines: list[Engine] = []
         self.load_seconds: list[float] = []
         self._base_folder = base_folder
         self._deliver = deliver
         self._full: dict[str, tuple[WeightManifest, ...]] = {}
-        self._delivered: list[dict[str, asyncio.Task[None]]] = [{} for _ in actors]
-        self._gates = [Gate[str](BASE_VERSION, self._loader(i), after_failure=DROPPED) for i in range(len(actors))]
+        self._changed = asyncio.Event()
 
     @property
-    def names(self) -> list[str]:
-        return [f"engine[{i}]" for i in range(len(self.actors))]
+    def actors(self) -> list[ActorHandle]:
+        return [engine.actor for engine in self._living()]  # type: ignore[misc]
+
+    def _living(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.health == "HEALTHY" and engine.actor is not None]
 
     async def start(self) -> None:
-        refs = [actor.start.remote() for actor in self.actors]
-        await remote.gather(refs, self.names, "engine start", self.config.start_timeout_s)
+        for engine in self.engines:
+            engine.on_change = self._changed.set
+        await asyncio.gather(*(engine.start() for engine in self.engines))
+
+    def join_with(self, joining: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        """How a restarted engine takes its place: in a phase in which engines are awake."""
+        for engine in self.engines:
+            engine.joining = joining
+
+    async def any_healthy(self) -> None:
+        """Wait for an engine. Raises InternalError, with their last words, when all were given up."""
+        while not self._living():
+            for engine in self.engines:
+                engine.revive()
+            if all(engine.given_up for engine in self.engines):
+                raise InternalError("; ".join(f"{e.name} keeps dying and was given up: {e.reason}" for e in self.engines))
+            self._changed.clear()
+            await self._changed.wait()
 
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
     ) -> SampleOutput:
+        """Raises StateLost when the engine died under it."""
         wanted = self._register(weights)
-        loads = [EngineLoad(g.num_holders, g.num_waiting, g.state == wanted) for g in self._gates]
-        index = choose(loads)
-        async with self._gates[index].hold(wanted):
+        living = self._living()
+        if not living:
+            raise StateLost("no engine runs now")
+        loads = [EngineLoad(e.gate.num_holders, e.gate.num_waiting, e.gate.state == wanted) for e in living]
+        engine = living[choose(loads)]
+        engine.wanted = wanted
+        async with engine.gate.hold(wanted):
             if weights.adapter:
-                await self._delivered_to(index, weights.adapter)
-            ref = self.actors[index].sample.remote(request_id, prompt, params, weights.adapter, weights.version)
-            try:
-                (output,) = await remote.gather([ref], [self.names[index]], "sample", self.config.call_timeout_s)
-            except asyncio.CancelledError:
-                ray.cancel(ref)
-                raise
-            return output
+                await self._delivered_to(engine, weights.adapter)
+            output = await engine.ask("sample", request_id, prompt, params, weights.adapter, weights.version)
+        engine.worked()
+        return output
 
     async def preload(self, weights: SamplerWeights) -> None:
         """Load full weights into the engines that lost theirs, before the KV cache is given memory."""
         wanted = self._register(weights)
-        for gate in self._gates:
-            if gate.state == DROPPED:
-                async with gate.hold(wanted):
+        for engine in self._living():
+            if engine.gate.state == DROPPED:
+                async with engine.gate.hold(wanted):
                     pass
 
     def needs_weights(self) -> bool:
-        return any(gate.state == DROPPED for gate in self._gates)
+        return any(engine.gate.state == DROPPED for engine in self._living())
 
     async def sleep(self) -> None:
         """Level 2 (weights dropped) where the next full fine-tune sends them again, level 1 where the base stays."""
-        levels = []
-        for gate in self._gates:
-            auto = 1 if gate.state == BASE_VERSION else 2
-            levels.append(auto if self.config.sleep_level == "auto" else int(self.config.sleep_level))
-        await self._all("sleep", [(level,) for level in levels])
-        for gate, level in zip(self._gates, levels, strict=True):
+
+        async def one(engine: Engine) -> None:
+            auto = 1 if engine.gate.state == BASE_VERSION else 2
+            level = auto if self.config.sleep_level == "auto" else int(self.config.sleep_level)
+            await engine.ask("sleep", level)
             if level == 2:
-                gate.forget(DROPPED)
+                engine.gate.forget(DROPPED)
+
+        await self._each(one)
 
     async def release_kv(self) -> None:
         """Free the KV cache and keep the weights."""
-        await self._all("sleep", [(1,)] * len(self.actors))
+        await self._each(lambda engine: engine.ask("sleep", 1))
         await self.wake("weights")
 
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        await self._all("wake", [(tag,)] * len(self.actors))
+        await self._each(lambda engine: engine.ask("wake", tag))
 
     async def drop(self, weights: SamplerWeights) -> None:
         """Forget a version; the caller frees its files."""
         self._full.pop(weights.version, None)
-        for delivered in self._delivered:
-            delivered.pop(weights.version, None)
+        for engine in self.engines:
+            engine.delivered.pop(weights.version, None)
+            if engine.wanted == weights.version:
+                engine.wanted = BASE_VERSION
         if weights.adapter:
-            await self._all("drop_adapters", [((weights.version,),)] * len(self.actors))
+            await self._each(lambda engine: engine.ask("drop_adapters", (weights.version,)))
 
     async def status(self) -> list[EngineStatus]:
-        return await self._all("status", [()] * len(self.actors))
+        return [await self.vitals(engine) for engine in self._living()]
+
+    async def vitals(self, engine: Engine) -> EngineStatus:
+        assert engine.actor is not None
+        return (await remote.gather([engine.actor.status.remote()], [engine.name], "status", VITALS_TIMEOUT_S))[0]
 
     async def stop(self, timeout_s: float) -> None:
-        await remote.gather([actor.stop.remote() for actor in self.actors], self.names, "engine stop", timeout_s)
+        """By their own means first: killing them leaves shared memory behind."""
+        names = [engine.name for engine in self._living()]
+        try:
+            await remote.gather([actor.stop.remote() for actor in self.actors], names, "engine stop", timeout_s)
+        finally:
+            await asyncio.gather(*(engine.close() for engine in self.engines))
 
     def _register(self, weights: SamplerWeights) -> str:
         if full_version(weights) != BASE_VERSION:
             self._full[weights.version] = weights.parts
         return full_version(weights)
 
-    def _loader(self, index: int) -> Callable[[str, str], Awaitable[None]]:
-        async def load(old: str, version: str) -> None:
-            started = time.perf_counter()
-            if version == BASE_VERSION:
-                parts = full_manifests(self._base_folder, BASE_VERSION)
-            else:
-                parts = self._full[version]
-                for part in parts:
-                    await self._delivered_to(index, part)
-            ref = self.actors[index].load_full.remote(version, parts)
-            await remote.gather([ref], [self.names[index]], f"load weights {version}", self.config.call_timeout_s)
-            self.load_seconds.append(time.perf_counter() - started)
+    async def load(self, engine: Engine, version: str) -> None:
+        started = time.perf_counter()
+        if version == BASE_VERSION:
+            parts = full_manifests(self._base_folder, BASE_VERSION)
+        else:
+            parts = self._full[version]
+            for part in parts:
+                await self._delivered_to(engine, part)
+        await engine.ask("load_full", version, parts)
+        self.load_seconds = [*self.load_seconds[-99:], time.perf_counter() - started]
 
-        return load
-
-    async def _delivered_to(self, index: int, manifest: WeightManifest) -> None:
+    async def _delivered_to(self, engine: Engine, manifest: WeightManifest) -> None:
         """Many samples of a new version start together; one delivery serves them all."""
-        deliveries = self._delivered[index]
+        deliveries = engine.delivered
         if manifest.version not in deliveries:
-            deliveries[manifest.version] = asyncio.ensure_future(self._deliver(manifest, self.actors[index]))
+            assert engine.actor is not None
+            deliveries[manifest.version] = asyncio.ensure_future(self._deliver(manifest, engine.actor))
         try:
             await asyncio.shield(deliveries[manifest.version])
         except Exception:
             deliveries.pop(manifest.version, None)
             raise
 
-    async def _all(self, method: str, args: list[tuple]) -> list:
-        refs = [getattr(actor, method).remote(*share) for actor, share in zip(self.actors, args, strict=True)]
-        return await remote.gather(refs, self.names, method, self.config.call_timeout_s)
+    async def _each(self, work: Callable[[Engine], Awaitable[Any]]) -> None:
+        """On every living engine. One that dies of it is made anew in its own time and does not fail the others."""
+
+        async def one(engine: Engine) -> None:
+            with suppress(StateLost):  # `ask` has seen to it
+                await work(engine)
+
+        await asyncio.gather(*(one(engine) for engine in self._living()))
 
 
 def full_version(weights: SamplerWeights) -> str:
@@ -152,31 +186,20 @@ def full_version(weights: SamplerWeights) -> str:
 
 
 def build_pool(
-    config: ClusterConfig,
-    base_folder: Path,
-    plan: Plan,
-    reserved: PlacementGroup,
-    environment: dict[str, str],
-    deliver: Deliver,
-) -> EnginePool:
-    from skyrl_actors.engines.actor import EngineActor
-
+    config: ClusterConfig, base_folder: Path, plan: Plan, reserved: PlacementGroup, environment: dict[str, str],
+    deliver: Deliver, epoch: int, detached: bool, say: Callable[[str], None],
+) -> EnginePool:  # fmt: skip
     engine = config.engine
     share = config.placement.colocated_share if config.placement.layout == "colocated" else 1.0
-    actors = []
+    pool = EnginePool(engine, base_folder, deliver)
     for index, slot in enumerate(plan.slots_of("engine")):
         spec = EngineSpec(
             f"engine[{index}]", str(base_folder), config.placement.device, engine.dtype, engine.max_model_len,
             engine.max_num_seqs, engine.max_num_batched_tokens, engine.kv_cache_bytes, engine.max_loras,
             config.lora.max_rank, config.lora.max_adapters * 4, engine.max_logprobs, engine.enforce_eager, engine.call_timeout_s,
         )  # fmt: skip
-        actor_class = ray.remote(EngineActor).options(
-            name=f"{config.name}:engine:{index}",
-            num_cpus=share,
-            num_gpus=share if plan.device == "GPU" else 0,
-            max_concurrency=10_000,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=slot.index),
-            runtime_env={"env_vars": {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}},
-        )
-        actors.append(actor_class.remote(spec))
-    return EnginePool(engine, actors, base_folder, deliver)
+        environment = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
+        on_gpu = plan.device == "GPU"
+        site = EngineSite(spec, f"{config.name}:engine:{index}", reserved, slot.index, share, on_gpu, environment, detached)
+        pool.engines.append(Engine(site, engine, config.restart, epoch, pool.load, say))
+    return pool

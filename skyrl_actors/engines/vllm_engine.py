@@ -23,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput, Sequence
 from skyrl_actors.messages.weights import WeightManifest
@@ -40,7 +40,7 @@ class VllmEngine:
         self._adapters: dict[str, int] = {}  # version -> vLLM's integer id; never reused
         self._next_adapter = 1
         self._adapter_lock = asyncio.Lock()
-        self._asleep = False
+        self._awake = {"weights", "kv_cache"}
         self._running = 0
         self.dead = asyncio.Event()  # vLLM's own process ended
 
@@ -74,8 +74,8 @@ class VllmEngine:
     ) -> SampleOutput:
         """`version` names the weights the answer must come from; with an adapter these are the base's plus the adapter."""
         needed = BASE_VERSION if adapter else version
-        if self._asleep or self._loaded != needed:
-            raise InternalError(f"engine {self.spec.name} holds {self._loaded} (asleep: {self._asleep}), not {needed}")
+        if self.asleep or self._loaded != needed:
+            raise InternalError(f"engine {self.spec.name} holds {self._loaded} (asleep: {self.asleep}), not {needed}")
         lora = await self._lora_request(adapter) if adapter else None
         output: Any = None
         self._running += 1
@@ -88,7 +88,7 @@ class VllmEngine:
                     output = part
         except EngineDeadError as error:
             self.dead.set()
-            raise InternalError(f"vLLM's process of {self.spec.name} ended: {error}") from None
+            raise StateLost(f"vLLM's process of {self.spec.name} ended: {error}") from None
         except (VLLMValidationError, ValueError) as error:
             raise InvalidRequest(str(error)) from None
         except TimeoutError:
@@ -125,7 +125,7 @@ class VllmEngine:
                 await self.llm.update_weights(WeightTransferUpdateRequest(update_info=_update_info(part)))
             await self.llm.finish_weight_update(version)
         self._adapters.clear()  # vLLM drops all adapters with a weight update
-        if not self._asleep:
+        if not self.asleep:
             await self.llm.reset_prefix_cache()
         self._loaded = version
         return time.perf_counter() - started
@@ -137,25 +137,40 @@ class VllmEngine:
     async def discard(self, path: str) -> None:
         await asyncio.to_thread(_remove, Path(path))
 
+    @property
+    def asleep(self) -> bool:
+        return len(self._awake) < 2
+
     async def sleep(self, level: int) -> None:
+        """Sleeping twice is fine."""
+        if not self._awake:
+            return
         await self.llm.sleep(level, mode="wait")
-        self._asleep = True
+        self._awake = set()
         if level == 2:
             self._loaded = None
 
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        awake = await self.llm.wake_up([tag])
-        self._asleep = not awake
+        if tag not in self._awake:
+            await self.llm.wake_up([tag])
+            self._awake.add(tag)
 
     async def status(self) -> EngineStatus:
         process = psutil.Process()
-        rss = sum(p.memory_info().rss for p in [process, *process.children(recursive=True)])
-        return EngineStatus(self._loaded, tuple(self._adapters), self._asleep, rss, self._running)
+        rss = sum(_rss(p) for p in [process, *process.children(recursive=True)])
+        return EngineStatus(self._loaded, tuple(self._adapters), self.asleep, rss, self._running)
 
     async def stop(self) -> None:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return process.memory_info().rss
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _write_files(target: Path, files: dict[str, bytes]) -> None:

@@ -17,20 +17,26 @@ from skyrl_actors.groups.sharding import assign_rows
 from skyrl_actors.groups.worker_actor import TrainWorkerActor
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec, Role
+from skyrl_actors.messages.model import LossCall, Role
 from skyrl_actors.messages.results import LossOutput
 from skyrl_actors.messages.weights import WeightManifest
-from skyrl_actors.workers.interface import BaseModelInfo, Part, RowOutput, TrainWorker, WorkerSpec
+from skyrl_actors.workers.interface import BaseModelInfo, Part, RankStatus, RowOutput, TrainWorker, WorkerSpec
+
+VITALS_TIMEOUT_S = 10.0
 
 
 class ActorGroup:
     """`policy` or `critic` ranks. Calls from one caller reach every rank in the same order, which collectives need."""
 
-    def __init__(self, role: Role, config: GroupConfig, actors: list[ActorHandle]):
+    def __init__(self, role: Role, config: GroupConfig, actors: list[ActorHandle], epoch: int, start_timeout_s: float):
         self.role: Role = role
         self.config = config
         self.actors = actors
+        self.epoch = epoch
+        self.start_timeout_s = start_timeout_s
         self.info: BaseModelInfo | None = None
+        self.pids: list[int] = []
+        self.log_files: list[str] = []
 
     @property
     def names(self) -> list[str]:
@@ -38,12 +44,32 @@ class ActorGroup:
 
     async def start(self) -> BaseModelInfo:
         """Load the base model on every rank and connect the ranks."""
-        timeout_s = self.config.call_timeout_s
-        (address,) = await remote.gather([self.actors[0].node_address.remote()], self.names[:1], "start", timeout_s)
+        timeout_s = self.start_timeout_s
+        self._note(await self._gather([actor.adopt.remote(self.epoch) for actor in self.actors], "start", timeout_s))
+        (address,) = await self._gather([self.actors[0].node_address.remote()], "start", timeout_s)
         port = (await self._call(TrainWorker.rendezvous, [()], actors=self.actors[:1]))[0]
-        self.info = (await self.broadcast(TrainWorker.setup, address, port))[0]
+        refs = [actor.call.remote(self.epoch, TrainWorker.setup.__name__, address, port) for actor in self.actors]
+        self.info = (await self._gather(refs, "setup", timeout_s))[0]
         assert self.info is not None
         return self.info
+
+    async def adopt(self, specs: Sequence[WorkerSpec]) -> bool:
+        """Take over ranks that run: True when all are there and are what the config asks for."""
+        refs = [actor.adopt.remote(self.epoch) for actor in self.actors]
+        found: list[RankStatus] = await self._gather(refs, "take over", self.config.call_timeout_s)
+        self.info = found[0].info
+        self._note(found)
+        return all(status.spec == spec and status.info is not None for status, spec in zip(found, specs, strict=True))
+
+    def _note(self, found: Sequence[RankStatus]) -> None:
+        self.pids = [status.pid for status in found]
+        self.log_files = [status.log_file for status in found]
+
+    async def residents(self) -> dict[str, int]:
+        """Models that are whole on all ranks, all behind the same operation."""
+        found = await self._gather([actor.adopt.remote(self.epoch) for actor in self.actors], "residents")
+        common = set.intersection(*(set(status.applied.items()) for status in found))
+        return dict(common)
 
     async def broadcast(self, method: Any, *args: Any) -> list[Any]:
         """The same call on every rank."""
@@ -51,46 +77,60 @@ class ActorGroup:
 
     async def _call(self, method: Any, args: Sequence[tuple[Any, ...]], actors: list[ActorHandle] | None = None) -> list[Any]:
         actors = actors or self.actors
-        refs = [actor.call.remote(method.__name__, *share) for actor, share in zip(actors, args, strict=True)]
-        return await remote.gather(refs, self.names[: len(refs)], method.__name__, self.config.call_timeout_s)
+        refs = [a.call.remote(self.epoch, method.__name__, *share) for a, share in zip(actors, args, strict=True)]
+        return await self._gather(refs, method.__name__)
 
-    async def create_model(self, spec: ModelSpec) -> int:
-        return (await self.broadcast(TrainWorker.create_model, spec))[0]
+    async def _gather(self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float | None = None) -> list[Any]:
+        return await remote.gather(refs, self.names[: len(refs)], what, timeout_s or self.config.call_timeout_s)
+
+    async def apply(self, model_id: str, number: int | None, method: Any, *args: Any) -> list[Any]:
+        """A verb of a model on every rank, applied once for each number."""
+        return await self._apply(model_id, number, method, [args] * len(self.actors))
+
+    async def _apply(self, model_id: str, number: int | None, method: Any, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = zip(self.actors, args, strict=True)
+        refs = [actor.apply.remote(self.epoch, model_id, number, method.__name__, *share) for actor, share in calls]
+        return await self._gather(refs, method.__name__)
 
     async def delete_model(self, model_id: str) -> None:
-        await self.broadcast(TrainWorker.delete_model, model_id)
+        await self._gather([actor.delete.remote(self.epoch, model_id) for actor in self.actors], "delete_model")
 
-    async def forward_backward(self, model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool) -> LossOutput:
+    async def forward_backward(
+        self, model_id: str, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
+    ) -> LossOutput:
         shares = assign_rows(columns.lengths, len(self.actors))
         data = ray.put(columns) if len(self.actors) > 1 else columns
         args = [(rows, model_id, data, loss, forward_only) for rows in shares]
-        outputs: list[RowOutput] = await self._call(TrainWorker.forward_backward, args)
+        outputs: list[RowOutput] = await self._apply(model_id, number, TrainWorker.forward_backward, args)
         return merge_rows(columns, outputs, loss)
 
-    async def drop_gradients(self, model_id: str) -> None:
-        await self.broadcast(TrainWorker.drop_gradients, model_id)
+    async def copy_state(self, model_id: str) -> list[int]:
+        return await self.apply(model_id, None, TrainWorker.copy_state, model_id)
 
-    async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        return (await self.broadcast(TrainWorker.optim_step, model_id, adam))[0]
-
-    async def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
-        await self.broadcast(TrainWorker.save_checkpoint, model_id, folder, with_optimizer)
-
-    async def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
-        await self.broadcast(TrainWorker.load_checkpoint, model_id, folder, with_optimizer)
+    async def write_state(self, handles: Sequence[int], folder: str) -> None:
+        calls = zip(self.actors, handles, strict=True)
+        await self._gather([actor.write_state.remote(self.epoch, handle, folder) for actor, handle in calls], "write_state")
 
     async def export_weights(self, model_id: str, path: str, version: str) -> WeightManifest:
-        return (await self.broadcast(TrainWorker.export_weights, model_id, path, version))[0]
+        return (await self.apply(model_id, None, TrainWorker.export_weights, model_id, path, version))[0]
+
+    async def exists(self, paths: Sequence[str]) -> bool:
+        first = self.actors[:1]
+        return all([(await self._call(TrainWorker.exists, [(path,)], actors=first))[0] for path in paths])
 
     def read_files_ref(self, path: str) -> ray.ObjectRef:
         """A reference to files that rank 0 exported, for another actor to fetch."""
-        return self.actors[0].call.remote(TrainWorker.read_files.__name__, path)
+        return self.actors[0].call.remote(self.epoch, TrainWorker.read_files.__name__, path)
 
     async def discard_export(self, path: str) -> None:
         await self._call(TrainWorker.discard_export, [(path,)], actors=self.actors[:1])
 
     async def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> None:
         await self.broadcast(TrainWorker.move, parts, to)
+
+    async def vitals(self) -> list[int]:
+        """Host memory of each rank in bytes."""
+        return await self._gather([actor.rss_bytes.remote() for actor in self.actors], "vitals", VITALS_TIMEOUT_S)
 
 
 def merge_rows(columns: Columns, outputs: Sequence[RowOutput], loss: LossCall | None) -> LossOutput:
@@ -113,33 +153,61 @@ def merge_rows(columns: Columns, outputs: Sequence[RowOutput], loss: LossCall | 
     return LossOutput(columns.offsets, fields, metrics)
 
 
-def build_group(
-    role: Role,
-    config: ClusterConfig,
-    base_folder: str,
-    plan: Plan,
-    reserved: PlacementGroup,
-    environment: dict[str, str],
-) -> ActorGroup:
-    """Actors for every rank of a role, in the slots of the plan. They start when `start` is awaited."""
-    group_config = config.policy if role == "policy" else config.critic
-    if group_config is None:
-        raise ConfigError(f"the config has no {role} group")
-    share = next(hold[2] for slot in plan.slots_of(role)[:1] for hold in slot.holds if hold[0] == role)
-    make: Any = ray.remote  # its type stubs do not know concurrency_groups
-    remote_worker = make(concurrency_groups={"watch": 1})(TrainWorkerActor)
-    actors = []
-    for rank, slot in enumerate(plan.slots_of(role)):
-        spec = WorkerSpec(
-            role, rank, group_config.num_ranks, base_folder, group_config.dtype, config.placement.device,
-            group_config.num_threads, group_config.microbatch_tokens, group_config.collective_timeout_s,
-        )  # fmt: skip
-        actor_class = remote_worker.options(
-            name=f"{config.name}:{role}:{rank}",
-            num_cpus=share,
-            num_gpus=share if plan.device == "GPU" else 0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=slot.index),
-            runtime_env={"env_vars": {**environment, "OMP_NUM_THREADS": str(group_config.num_threads)}},
-        )
-        actors.append(actor_class.remote(spec))
-    return ActorGroup(role, group_config, actors)
+class GroupBuilder:
+    """Makes the actors of a role in the slots of the plan, under the same names each time."""
+
+    def __init__(
+        self, role: Role, config: ClusterConfig, base_folder: str, plan: Plan, reserved: PlacementGroup,
+        environment: dict[str, str], epoch: int, detached: bool,
+    ):  # fmt: skip
+        group_config = config.policy if role == "policy" else config.critic
+        if group_config is None:
+            raise ConfigError(f"the config has no {role} group")
+        self.role: Role = role
+        self.config = group_config
+        self.epoch = epoch
+        self.slots = plan.slots_of(role)
+        self.names = [f"{config.name}:{role}:{rank}" for rank in range(len(self.slots))]
+        self.specs = [
+            WorkerSpec(
+                role, rank, group_config.num_ranks, base_folder, group_config.dtype, config.placement.device,
+                group_config.num_threads, group_config.microbatch_tokens, group_config.collective_timeout_s,
+            )
+            for rank in range(len(self.slots))
+        ]  # fmt: skip
+        self._share = next(hold[2] for slot in self.slots[:1] for hold in slot.holds if hold[0] == role)
+        self._on_gpu = plan.device == "GPU"
+        self._lifetime = {"lifetime": "detached"} if detached else {}  # outlives a controller, which then takes it over
+        self._reserved = reserved
+        self._environment = {**environment, "OMP_NUM_THREADS": str(group_config.num_threads)}
+        self._start_timeout_s = config.restart.start_timeout_s
+
+    def running(self) -> ActorGroup | None:
+        """The ranks of an earlier controller, if all of them are there."""
+        actors = [remote.named(name) for name in self.names]
+        return self._group([actor for actor in actors if actor]) if all(actors) else None
+
+    def make(self) -> ActorGroup:
+        """New actors for every rank; they start when `start` is awaited. Raises InternalError while old ones are dying."""
+        make: Any = ray.remote  # its type stubs do not know concurrency_groups
+        remote_worker = make(concurrency_groups={"watch": 1, "vitals": 2, "files": 1})(TrainWorkerActor)
+        actors = []
+        for name, slot, spec in zip(self.names, self.slots, self.specs, strict=True):
+            actor_class = remote_worker.options(
+                name=name,
+                namespace=remote.NAMESPACE,
+                **self._lifetime,
+                num_cpus=self._share,
+                num_gpus=self._share if self._on_gpu else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=slot.index),
+                runtime_env={"env_vars": self._environment},
+            )
+            actors.append(remote.make_named(actor_class, spec))
+        return self._group(actors)
+
+    def _group(self, actors: list[ActorHandle]) -> ActorGroup:
+        return ActorGroup(self.role, self.config, actors, self.epoch, self._start_timeout_s)
+
+    async def remove(self) -> None:
+        """End whatever bears the names of this group, and wait until the names are free."""
+        await remote.end_named(self.names)

@@ -63,6 +63,17 @@ class SqlJournal:
             raise InternalError("the journal is not open")
         return self._store
 
+    def check(self) -> None:
+        """Whether it could be opened now, before any process is started for it. Raises ConfigError."""
+        opening.check_folder(self.folder)
+        opening.FolderLock(self.folder, "").release()
+        try:
+            engine = opening.connect(self._url)
+            opening.migrate(engine, self.folder, (self.folder / opening.MARKER).exists(), only_check=True)
+            engine.dispose()
+        except SQLAlchemyError as error:
+            raise ConfigError(f"the journal's database {self._url} can not be used: {getattr(error, 'orig', error)}") from None
+
     async def open(self, holder: str) -> Books:
         return await asyncio.to_thread(self._open, holder)
 

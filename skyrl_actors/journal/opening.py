@@ -13,6 +13,7 @@ from alembic.config import Config
 from alembic.runtime.environment import EnvironmentContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
+from sqlalchemy import event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -45,7 +46,7 @@ def connect(url: URL) -> sa.Engine:
         return sa.create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 5})
     engine = sa.create_engine(url, connect_args={"timeout": 5, "check_same_thread": False})
 
-    @sa.event.listens_for(engine, "connect")
+    @event.listens_for(engine, "connect")
     def _durable(connection: sqlite3.Connection, _: Any) -> None:
         # FULL: a commit is on the disk when it returns, also in WAL mode.
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=2000"):
@@ -65,7 +66,9 @@ def check_folder(folder: Path) -> None:
         if MARKER in names:
             marker = json.loads((folder / MARKER).read_text())
             if marker.get("project") != PROJECT:
-                raise ConfigError(f"{folder} is a journal of {marker.get('project')!r}, not of {PROJECT}; set another journal.folder")
+                raise ConfigError(
+                    f"{folder} is a journal of {marker.get('project')!r}, not of {PROJECT}; set another journal.folder"
+                )
             for name in (PACKS, SNAPSHOTS):
                 if name not in names:
                     raise ConfigError(f"{folder / name} is missing: restore it, or set another journal.folder to begin anew")
@@ -99,18 +102,22 @@ class FolderLock:
         self._stream.close()
 
 
-def migrate(engine: sa.Engine, folder: Path, has_marker: bool) -> str:
-    """Bring the tables to this version; returns the journal's id."""
+def migrate(engine: sa.Engine, folder: Path, has_marker: bool, only_check: bool = False) -> str:
+    """Bring the tables to this version; returns the journal's id. `only_check` changes nothing and returns ""."""
     try:
         with engine.begin() as connection:
             names = set(sa.inspect(connection).get_table_names())
             ours = {VERSION_TABLE, "journal_info"}
             if names and not ours <= names:
-                raise ConfigError(f"{engine.url} holds tables of something else ({sorted(names)[0]}); give the journal a database of its own")
+                raise ConfigError(
+                    f"{engine.url} holds tables of something else ({sorted(names)[0]}); give the journal a database of its own"
+                )
             if not names and has_marker:
                 raise ConfigError(f"{engine.url} is empty, but {folder} is a journal: its database was removed. Restore it, "
                                   "or set another journal.folder to begin anew")  # fmt: skip
             _check_version(connection, names)
+            if only_check:
+                return ""
             if engine.dialect.name == "postgresql":
                 connection.execute(sa.text("SET LOCAL lock_timeout = '10s'"))
             _run_migrations(connection)

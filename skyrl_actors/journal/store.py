@@ -78,7 +78,7 @@ class Store:
     def commit(self, entries: Sequence[Entry]) -> None:
         """All entries, or none."""
         self._check_file()
-        blobs = self.packs.write([encode(e.request if isinstance(e, Accepted) else e.result) for e in entries if _has_record(e)])
+        blobs = self.packs.write([encode(record) for entry in entries if (record := _record(entry)) is not None])
         placed = iter(blobs)
         accepted, answered, others = [], [], []
         for entry in entries:
@@ -144,9 +144,16 @@ class Store:
         return {name for pair in pairs for name in pair if name}
 
     def forget_records(self, model_id: str, upto: int) -> None:
-        """Payloads and results of a model's operations up to there are no longer asked for; their headers stay."""
+        """Payloads and results of a model's operations up to there are no longer asked for; their headers stay, and what
+        says which model it is."""
         none = dict.fromkeys(("payload_pack", "result_pack"))
-        where = (t.operations.c.model_id == model_id, t.operations.c.number <= upto, t.operations.c.answered_at.is_not(None))
+        column = t.operations.c
+        where = (
+            column.model_id == model_id,
+            column.number <= upto,
+            column.answered_at.is_not(None),
+            column.kind != "CreateModel",
+        )
         with self.engine.begin() as connection:
             connection.execute(sa.update(t.operations).where(*where).values(**none))
 
@@ -175,13 +182,16 @@ class Store:
 
     def live_models(self) -> list[str]:
         live = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
-        query = sa.select(t.operations.c.model_id).where(t.operations.c.kind == "CreateModel", t.operations.c.session_id.in_(live))
+        query = sa.select(t.operations.c.model_id).where(
+            t.operations.c.kind == "CreateModel", t.operations.c.session_id.in_(live)
+        )
         with self.engine.connect() as connection:
             return [name for name in connection.execute(query).scalars() if name]
 
 
-def _has_record(entry: Entry) -> bool:
-    return isinstance(entry, Accepted | Answered)
+def _record(entry: Entry) -> Any:
+    """What goes into the pack."""
+    return entry.request if isinstance(entry, Accepted) else entry.result if isinstance(entry, Answered) else None
 
 
 def _accepted_row(entry: Accepted, blob: Blob) -> dict[str, Any]:
@@ -200,6 +210,7 @@ def _answered_row(entry: Answered, blob: Blob) -> dict[str, Any]:
 
 
 def _statements(entry: Entry) -> list[Any]:
+    assert not isinstance(entry, Accepted | Answered)
     if isinstance(entry, SessionOpened):
         values = {"session_id": entry.session_id, "user_metadata": json.dumps(entry.user_metadata), "opened_at": entry.opened_at}
         return [sa.insert(t.sessions).values(**values)]

@@ -1,7 +1,7 @@
 """Ids and tinker paths, parsed in one place because they become parts of file paths.
 
 A checkpoint is `tinker://<model id>/<weights|sampler_weights>/<name>`; a model id is `<session>:train:<n>`, a sampler id
-`<session>:sample:<n>`.
+`<session>:sample:<n>`. tinker://<model id>/steps/<n> is the model as it was after its n-th optim_step.
 """
 
 import re
@@ -10,10 +10,11 @@ from typing import Literal
 
 from skyrl_actors.messages.errors import InvalidRequest
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "steps"]
+KINDS: dict[str, Kind] = {"weights": "weights", "sampler_weights": "sampler_weights", "steps": "steps"}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
+_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|steps)/([^/]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ def parse_path(text: str) -> TinkerPath:
             "or tinker://<model id>/sampler_weights/<name>"
         )
     model_id, kind, name = match.groups()
-    return TinkerPath(checked_id(model_id, "model id"), "weights" if kind == "weights" else "sampler_weights", checked_name(name))
+    if kind == "steps" and not (name.isascii() and name.isdecimal() and len(name) <= 9):
+        raise InvalidRequest(f"{text[:200]!r}: a past step is a number, tinker://<model id>/steps/<n>")
+    return TinkerPath(checked_id(model_id, "model id"), KINDS[kind], checked_name(name))
 
 
 def model_id_for(session_id: str, seq: int) -> str:

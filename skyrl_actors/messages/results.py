@@ -50,6 +50,7 @@ class SamplerSaved:
 class Loaded:
     model_id: str
     path: str
+    version: str = ""  # of the files that were loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,14 @@ class Failure:
         category: Category = error.category if isinstance(error, SkyrlActorsError) else "server"
         text = str(error) if isinstance(error, SkyrlActorsError) else f"{type(error).__name__}: {error}"
         return Failure(text, category, type(error).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No answer yet. `state` is what clients show: "active", or "paused_capacity" with the reason."""
+
+    state: str = "active"
+    reason: str | None = None
 
 
 Result = ModelCreated | LossOutput | StepDone | Saved | SamplerSaved | Loaded | Unloaded | SampleOutput | Failure

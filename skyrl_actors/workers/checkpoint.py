@@ -22,15 +22,20 @@ from skyrl_actors.workers.models import VALUE_BIAS, VALUE_WEIGHT, TrainedModel
 
 PEFT_PREFIX = "base_model.model."
 SPEC_FILE = "model_spec.json"
+SAVED_BY = "saved_by"
 
 
-def save(model: TrainedModel, base: BaseModel, base_folder: Path, folder: Path, with_optimizer: bool) -> None:
-    """Write the whole checkpoint, fsync it, and rename it into place (replacing what was there)."""
+def save(
+    model: TrainedModel, base: BaseModel, base_folder: Path, folder: Path, with_optimizer: bool, mark: str | None = None
+) -> None:
+    """Write the whole checkpoint, fsync it, and rename it into place (replacing what was there). `mark` says who asked."""
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         _write(model, base, base_folder, staging, with_optimizer)
+        if mark is not None:
+            (staging / SAVED_BY).write_text(mark)
         for file in staging.iterdir():
             _fsync(file)
         _replace(staging, folder)

@@ -50,6 +50,17 @@ class RowOutput:
     compute_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What a rank says of itself to a controller that takes it over."""
+
+    spec: WorkerSpec
+    info: BaseModelInfo | None  # None before `setup`
+    applied: dict[str, int]  # model id -> the last operation applied to its state; only models whose state is whole
+    pid: int
+    log_file: str  # where its last words are, on its own machine
+
+
 class TrainWorker(Protocol):
     def rendezvous(self) -> int:
         """A free port on this rank's machine, for the process group."""
@@ -71,12 +82,32 @@ class TrainWorker(Protocol):
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]: ...
 
-    def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None: ...
+    def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mark: str) -> None: ...
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None: ...
 
     def export_weights(self, model_id: str, path: str, version: str) -> WeightManifest | None:
         """Rank 0 writes and answers; the others answer None."""
+        ...
+
+    def copy_state(self, model_id: str) -> int:
+        """Copy weights, moments and pending gradients aside; returns a handle."""
+        ...
+
+    def write_state(self, handle: int, folder: str) -> None:
+        """Write that copy: rank 0 weights and moments, each rank its own share of the pending gradients."""
+        ...
+
+    def restore_state(self, spec: ModelSpec, folder: str) -> int:
+        """Make the model from such files, under any number of ranks."""
+        ...
+
+    def renumber(self, model_id: str, keep_optimizer: bool) -> None:
+        """End of a fork: pending gradients go, and the moments unless they are kept."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Whether something that this rank exported is still there."""
         ...
 
     def read_files(self, path: str) -> dict[str, bytes]:

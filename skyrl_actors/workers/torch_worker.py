@@ -18,11 +18,12 @@ from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.weights import WeightManifest
-from skyrl_actors.workers import checkpoint
+from skyrl_actors.workers import checkpoint, snapshot
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.interface import BaseModelInfo, Part, RowOutput, WorkerSpec
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.packing import Pass, plan_passes
+from skyrl_actors.workers.snapshot import StateCopy
 
 ONE_THREAD_TOKENS = 256
 
@@ -33,6 +34,8 @@ class TorchWorker:
         self.device = torch.device("cuda" if spec.device == "gpu" else "cpu")
         self.models: dict[str, TrainedModel] = {}
         self._base: BaseModel | None = None
+        self._copies: dict[int, StateCopy] = {}
+        self._next_copy = 0
         torch.set_num_threads(spec.num_threads)
 
     def rendezvous(self) -> int:
@@ -138,9 +141,10 @@ class TorchWorker:
         norm = state.step(adam)
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
-    def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
+    def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mark: str) -> None:
         if self.spec.rank == 0:
-            checkpoint.save(self._model(model_id), self.base, Path(self.spec.base_folder), Path(folder), with_optimizer)
+            base_folder = Path(self.spec.base_folder)
+            checkpoint.save(self._model(model_id), self.base, base_folder, Path(folder), with_optimizer, mark)
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
         checkpoint.load(self._model(model_id), Path(folder), with_optimizer)
@@ -149,6 +153,32 @@ class TorchWorker:
         if self.spec.rank != 0:
             return None
         return checkpoint.export(self._model(model_id), self.base, Path(self.spec.base_folder), Path(path), version)
+
+    def copy_state(self, model_id: str) -> int:
+        self._copies.clear()  # of a snapshot that was never written
+        self._next_copy += 1
+        self._copies[self._next_copy] = StateCopy.of(self._model(model_id))
+        return self._next_copy
+
+    def write_state(self, handle: int, folder: str) -> None:
+        """Called on another thread than the verbs: training goes on."""
+        self._copies.pop(handle).write(Path(folder), self.spec.rank, self.spec.world_size)
+
+    def restore_state(self, spec: ModelSpec, folder: str) -> int:
+        self.base.release()
+        model = TrainedModel(spec, self.base)
+        snapshot.load(model.state, Path(folder), self.spec.rank, self.spec.world_size)
+        self.models[spec.model_id] = model
+        return model.state.num_parameters
+
+    def renumber(self, model_id: str, keep_optimizer: bool) -> None:
+        state = self._model(model_id).state
+        state.drop_gradients()
+        if not keep_optimizer:
+            state.load_optimizer({})
+
+    def exists(self, path: str) -> bool:
+        return Path(path).exists()
 
     def discard_export(self, path: str) -> None:
         if Path(path).is_dir():

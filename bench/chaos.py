@@ -1,0 +1,155 @@
+"""Kill anything, change nothing: SDK loops train while a killer sends SIGKILL to random processes of the service.
+
+    python -m bench.chaos --kills 100
+
+The client must see no exception, and the final weights and moments must equal those of an undisturbed run. Prints p50 and
+p99 of the time from a kill to the next answer that each loop got, by process killed.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tinker
+
+from bench import faults, harness
+from bench.loops import LOOPS, Answers, difference, digest, tensors_of
+
+
+class Run:
+    """The loops in threads, each until `done` says so."""
+
+    def __init__(self, name: str, steps: dict[str, int] | None = None):
+        self.enough = threading.Event()
+        self.answers = {loop: Answers() for loop in LOOPS}
+        self.steps: dict[str, int] = {}
+        self.paths: dict[str, list[str]] = {}
+        self.errors: list[str] = []
+        self._wanted = steps
+        self._threads = [threading.Thread(target=self._loop, args=(loop, name), name=loop) for loop in LOOPS]
+
+    def _loop(self, loop: str, name: str) -> None:
+        wanted = self._wanted
+        try:
+            with tinker.ServiceClient() as service:
+                self.steps[loop], self.paths[loop] = LOOPS[loop](
+                    service, name, lambda step: step >= wanted[loop] if wanted else self.enough.is_set(), self.answers[loop]
+                )
+        except BaseException:
+            self.errors.append(f"{loop}: {traceback.format_exc()}")
+            self.enough.set()
+
+    def start(self) -> "Run":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def join(self) -> "Run":
+        for thread in self._threads:
+            thread.join()
+        return self
+
+
+def healthy(timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"http://127.0.0.1:{harness.PORT}/healthz", timeout=2).status_code == 200:
+                return True
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    return False
+
+
+def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Kinds in turn, shuffled; mostly one fault at a time, now and then the next before the last is mended."""
+    choice, made = random.Random(seed), []
+    while len(made) < kills and not run.enough.is_set():
+        for kind in choice.sample(kinds, len(kinds)):
+            time.sleep(choice.uniform(0.2, 2.5))
+            moment = time.time()
+            killed = faults.kill(kind, choice)
+            if killed and not run.enough.is_set():
+                made.append({"kind": kind, "at": moment, "processes": len(killed)})
+                print(f"kill {len(made):3d}/{kills}: {kind}", flush=True)
+            if choice.random() < 0.85 and not healthy(120):
+                run.errors.append(f"not healthy 120 s after the kill of {kind}")
+                run.enough.set()
+            if len(made) >= kills:
+                break
+    return made
+
+
+def recovery(run: Run, made: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds from a kill to the next answer of each loop."""
+    by_kind: dict[str, list[float]] = {}
+    for entry in made:
+        for answers in run.answers.values():
+            seconds = answers.next_after(entry["at"])
+            if seconds is not None:
+                by_kind.setdefault(entry["kind"], []).append(seconds)
+    return {kind: quantiles(values) | {"kills": sum(e["kind"] == kind for e in made)} for kind, values in by_kind.items()}
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"p50_s": round(statistics.median(ordered), 2), "p99_s": round(ordered[max(0, -(-99 * len(ordered) // 100) - 1)], 2)}
+
+
+def compare(a: Run, b: Run, checkpoints: Path) -> dict[str, Any]:
+    equal, largest = True, 0.0
+    for loop in LOOPS:
+        for one, other in zip(a.paths[loop], b.paths[loop], strict=True):
+            left, right = tensors_of(checkpoints, one), tensors_of(checkpoints, other)
+            equal &= digest(left) == digest(right)
+            largest = max(largest, difference(left, right))
+    return {"bitwise_equal": equal, "largest_difference": largest}
+
+
+def chaos(kills: int, seed: int, kinds: tuple[str, ...], scratch: Path) -> dict[str, Any]:
+    checkpoints = scratch / "checkpoints"
+    with harness.service(f"journal.folder={scratch / 'journal'}", f"checkpoint_dir={checkpoints}"):
+        started = time.time()
+        disturbed = Run("disturbed").start()
+        made = killer(disturbed, kills, seed, kinds)
+        disturbed.enough.set()
+        disturbed.join()
+        seconds = time.time() - started
+        if disturbed.errors:
+            raise SystemExit("the client saw exceptions:\n" + "\n".join(disturbed.errors))
+        healthy(120)
+        calm = Run("calm", disturbed.steps).start().join()
+        if calm.errors:
+            raise SystemExit("the undisturbed run failed:\n" + "\n".join(calm.errors))
+        times = recovery(disturbed, made)
+    return {
+        "kills": len(made), "seconds": round(seconds), "steps": disturbed.steps, "client_exceptions": 0,
+        **compare(disturbed, calm, checkpoints), "recovery_by_process_killed": times, "seed": seed,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=faults.KINDS, default=list(faults.KINDS))
+    options = parser.parse_args()
+    os.environ["TINKER_TELEMETRY"] = "0"
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        result = chaos(options.kills, options.seed, tuple(options.kinds), Path(scratch))
+    harness.emit("chaos", result)
+    sys.exit(0 if result["largest_difference"] <= 1e-6 else "the weights differ from the undisturbed run's")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Two training loops of an unmodified SDK client, deterministic from end to end: supervised training, and PPO with a critic.
+
+Each runs until it is told to stop, or for a given number of steps, and leaves its models as checkpoints. PPO takes its
+behaviour logprobs from the trainer's forward, so an engine only decides which tokens are drawn.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tinker
+from safetensors import safe_open
+from tinker import types
+
+from examples.ppo_critic import sample, score, update
+from examples.words import MODEL, Chat, tensor, words
+
+Done = Callable[[int], bool]
+
+
+class Answers:
+    """When each answer came, by loop; seconds since the epoch."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, future):
+        result = future.result()
+        self.times.append(time.time())
+        return result
+
+    def next_after(self, moment: float) -> float | None:
+        return next((t - moment for t in self.times if t > moment), None)
+
+
+def sft_batch(chat: Chat, step: int, rows: int = 8) -> list[types.Datum]:
+    data = []
+    for text in words(rows, seed=step):
+        prompt, answer = chat.prompt(text), chat.answer(text)
+        tokens = prompt + answer
+        weights = [0.0] * (len(prompt) - 1) + [1.0 / rows] * len(answer)
+        inputs = {"target_tokens": tensor(tokens[1:], "int64"), "weights": tensor(weights)}
+        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+    return data
+
+
+def sft(service: tinker.ServiceClient, name: str, done: Done, answers: Answers) -> tuple[int, list[str]]:
+    """Two forward_backwards a step. Returns the number of steps and the paths of the saved states."""
+    model = answers(service.create_lora_training_client(MODEL, rank=16, seed=7))
+    chat, step = Chat(model.get_tokenizer()), 0
+    while not done(step):
+        first = model.forward_backward(sft_batch(chat, 2 * step), "cross_entropy")
+        second = model.forward_backward(sft_batch(chat, 2 * step + 1), "cross_entropy")
+        stepped = model.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=1.0))
+        for future in (first, second, stepped):
+            answers(future)
+        step += 1
+    return step, [answers(model.save_state(f"{name}-sft")).path]
+
+
+def ppo(service: tinker.ServiceClient, name: str, done: Done, answers: Answers) -> tuple[int, list[str]]:
+    policy = answers(service.create_lora_training_client(MODEL, rank=16, seed=0))
+    critic = answers(service.create_lora_training_client(MODEL, rank=16, seed=1, user_metadata={"model_role": "critic"}))
+    reference = answers(service.create_lora_training_client(MODEL, rank=1, seed=2))
+    chat, step = Chat(policy.get_tokenizer()), 0
+    while not done(step):
+        sampler = answers(policy.save_weights_and_get_sampling_client())
+        rows = sample(sampler, chat, words(6, seed=1000 + step), 4, seed=step)
+        answers.times.append(time.time())
+        score(rows, policy, critic, reference)
+        answers.times.append(time.time())
+        update(rows, policy, critic, (1e-3, 3e-3), seed=step)
+        answers.times.append(time.time())
+        step += 1
+    return step, [answers(policy.save_state(f"{name}-policy")).path, answers(critic.save_state(f"{name}-critic")).path]
+
+
+LOOPS = {"sft": sft, "ppo": ppo}
+
+
+def tensors_of(checkpoint_dir: Path, path: str) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint, weights and moments, by file and name."""
+    model_id, kind, name = path.removeprefix("tinker://").split("/")
+    folder = checkpoint_dir / model_id.replace(":", "_") / kind / name
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "numpy") as stream:
+            found |= {f"{file.name}:{key}": stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
+    return found
+
+
+def digest(tensors: dict[str, np.ndarray]) -> str:
+    total = hashlib.sha256()
+    for name, array in sorted(tensors.items()):
+        total.update(name.encode() + array.tobytes())
+    return total.hexdigest()
+
+
+def difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    """Largest absolute difference; infinite when names differ."""
+    if a.keys() != b.keys():
+        return float("inf")
+    return max(float(np.abs(a[name].astype(np.float64) - b[name].astype(np.float64)).max()) for name in a)

@@ -1,0 +1,79 @@
+"""How the parts are: host memory of each process, restarts, health. For `status`, and as metrics of the Ray dashboard."""
+
+import asyncio
+import logging
+from typing import Any
+
+import psutil
+from ray.util.metrics import Gauge
+
+from skyrl_actors.engines.pool import EnginePool
+from skyrl_actors.groups.supervisor import GroupSupervisor
+from skyrl_actors.messages.errors import InternalError
+
+log = logging.getLogger(__name__)
+EVERY_S = 15.0
+
+
+class Vitals:
+    def __init__(self, service: str, groups: list[GroupSupervisor], engines: EnginePool):
+        self._service = service
+        self._groups = groups
+        self._engines = engines
+        tags = ("service", "actor")
+        self._memory = Gauge("skyrl_actors_rss_bytes", "host memory of an actor's processes, in bytes", tags)
+        self._restarts = Gauge("skyrl_actors_restarts", "times a part was made anew since the controller started", tags)
+        self._task = asyncio.create_task(self._report())
+
+    async def read(self) -> dict[str, Any]:
+        groups = {}
+        for supervisor in self._groups:
+            ranks = await self._rss(supervisor)
+            groups[supervisor.role] = {
+                "ranks": len(supervisor.builder.names), "state": supervisor.down or "up", "restarts": supervisor.restarts,
+                "rss_bytes": ranks, "pids": supervisor.group.pids if supervisor.group else [],
+            }  # fmt: skip
+        engines = []
+        for engine in self._engines.engines:
+            row: dict[str, Any] = {"state": engine.health, "restarts": engine.restarts}
+            if engine.health == "HEALTHY":
+                try:
+                    status = await self._engines.vitals(engine)
+                except InternalError as error:
+                    row["state"] = str(error)
+                else:
+                    row |= {
+                        "version": status.loaded_version, "adapters": len(status.adapters), "asleep": status.asleep,
+                        "running": status.running, "rss_bytes": status.rss_bytes,
+                    }  # fmt: skip
+            engines.append(row)
+        return {"groups": groups, "engines": engines, "controller_rss_bytes": psutil.Process().memory_info().rss}
+
+    @staticmethod
+    async def _rss(supervisor: GroupSupervisor) -> list[int]:
+        if supervisor.group is None or supervisor.down is not None:
+            return []
+        try:
+            return await supervisor.group.vitals()
+        except InternalError:
+            return []
+
+    async def _report(self) -> None:
+        """A gauge is what it was last set to, so it is set at intervals."""
+        while True:
+            found = await self.read()
+            self._set(self._memory, "controller", found["controller_rss_bytes"])
+            for role, group in found["groups"].items():
+                self._set(self._restarts, role, group["restarts"])
+                for rank, size in enumerate(group["rss_bytes"]):
+                    self._set(self._memory, f"{role}[{rank}]", size)
+            for index, engine in enumerate(found["engines"]):
+                self._set(self._restarts, f"engine[{index}]", engine["restarts"])
+                self._set(self._memory, f"engine[{index}]", engine.get("rss_bytes", 0))
+            await asyncio.sleep(EVERY_S)
+
+    def _set(self, gauge: Gauge, actor: str, value: float) -> None:
+        gauge.set(value, {"service": self._service, "actor": actor})
+
+    def close(self) -> None:
+        self._task.cancel()

@@ -1,0 +1,218 @@
+"""Running what was accepted: one model's requests in order, samples beside each other.
+
+A lane holds its model's lock from the first attempt until the journal knows the outcome. When the ranks die under an
+operation, the model is restored and the operation is run again; the client sees a longer wait.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+from skyrl_actors.controller.execute import Executor
+from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
+from skyrl_actors.controller.recovery import Progress, Recovery
+from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
+from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, Unavailable, UserError
+from skyrl_actors.messages.results import Failure
+
+log = logging.getLogger(__name__)
+TRAINING = (rq.ForwardBackward, rq.OptimStep, rq.LoadWeights)
+FAULTY_ATTEMPTS = 2  # of an operation that raises in ranks that stay alive
+
+
+class Lanes:
+    def __init__(self, ledger: Ledger, tenants: TenantTable, executor: Executor, recovery: Recovery):
+        self.ledger = ledger
+        self.queue = ledger.queue
+        self.tenants = tenants
+        self.executor = executor
+        self.recovery = recovery
+        self.config = executor.config
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sample_slots = asyncio.Semaphore(self.config.limits.samples_in_flight)
+
+    def start_next(self, line: str) -> None:
+        request_id = self.queue.next(line)
+        if request_id is not None:
+            self.spawn(self._run(self.ledger.ops[request_id], line))
+
+    def start_sample(self, op: Op, sampler: Sampler) -> None:
+        sampler.users += 1
+        self.spawn(self._run_sample(op, sampler))
+
+    async def _run(self, op: Op, line: str) -> None:
+        progress = self.recovery.progress.setdefault(line, Progress(op.number))
+        async with progress.lock:
+            outcome = await self._outcome(op, line, progress)
+            model = self.tenants.models.get(line)
+            if model is not None:
+                self._note(op, outcome, model, progress)
+            await self.ledger.answer(op, outcome, progress.step)
+            await self._after(op, outcome, model)
+        if isinstance(op.request, rq.Unload):
+            self.queue.forget(line)
+            self.recovery.progress.pop(line, None)
+        self.start_next(line)
+
+    async def _outcome(self, op: Op, line: str, progress: Progress) -> Outcome:
+        try:
+            request = await self.ledger.request_of(op)
+            return await self._attempts(op, request, progress)
+        except Exception as error:  # noqa: BLE001  the lane's boundary: every fault becomes an answer
+            return self._failed(op, error)
+
+    async def _attempts(self, op: Op, request: rq.Request, progress: Progress) -> Outcome:
+        """Until it is done, or has failed as often as it may. Raises what it failed of; then nothing of it was applied."""
+        attempts = faults = 0
+        while True:
+            try:
+                outcome = await self.executor.run(op, request)
+                if isinstance(request, rq.LoadWeights) or (isinstance(request, rq.CreateModel) and request.from_path):
+                    await self._keep_what_was_loaded(op, progress)
+                return outcome
+            except StateLost as error:
+                attempts += 1
+                log.warning("operation %d (%s): %s", op.number, type(request).__name__, error)
+                if attempts >= self.config.restart.attempts:
+                    raise
+            except UserError:
+                raise
+            except InternalError as error:
+                faults += 1
+                log.warning("operation %d (%s) failed: %s", op.number, type(request).__name__, error)
+                if faults >= FAULTY_ATTEMPTS or not isinstance(request, TRAINING):
+                    raise
+            await self._bring_back(op, request)
+
+    async def _keep_what_was_loaded(self, op: Op, progress: Progress) -> None:
+        """A snapshot before the answer: the checkpoint may be overwritten later, so it can not be loaded once more."""
+        assert op.line is not None
+        model, before = self.tenants.models[op.line], progress.position
+        while True:
+            progress.position = op.number
+            try:
+                await self.recovery.snapshot_now(model)
+                return
+            except Unavailable as error:
+                log.warning("operation %d waits for its snapshot: %s", op.number, error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
+            finally:
+                progress.position = before
+
+    async def _bring_back(self, op: Op, request: rq.Request) -> None:
+        model = self.tenants.models.get(op.line or "")
+        if model is None or isinstance(request, rq.CreateModel):
+            await self.recovery.backend.ready(request.spec.role if isinstance(request, rq.CreateModel) else "policy")
+        elif not isinstance(request, rq.Unload):
+            await self.recovery.restore(model)
+
+    def _note(self, op: Op, outcome: Outcome, model: Model, progress: Progress) -> None:
+        """The books, before the answer is visible."""
+        request, now = op.request, asyncio.get_running_loop().time()
+        if isinstance(request, rq.CreateModel):
+            if isinstance(outcome.result, Failure):
+                self.tenants.models.pop(model.spec.model_id, None)
+                self.recovery.progress.pop(model.spec.model_id, None)
+            return
+        if outcome.effect != "none":
+            size = request.columns.nbytes if isinstance(request, rq.ForwardBackward) else 0
+            progress.applied(op.number, size, now)
+        if isinstance(request, rq.OptimStep):
+            model.incomplete = None if outcome.effect != "none" else model.incomplete
+            model.steps += outcome.effect == "applied"
+            progress.step = model.steps
+        elif isinstance(request, rq.SaveForSampler):
+            model.versions += 1
+        elif isinstance(request, rq.ForwardBackward) and not request.forward_only and isinstance(outcome.result, Failure):
+            model.incomplete = outcome.result.message
+        elif isinstance(request, rq.Unload):
+            self.tenants.models.pop(model.spec.model_id, None)
+
+    async def _after(self, op: Op, outcome: Outcome, model: Model | None) -> None:
+        for entry in outcome.entries:
+            if isinstance(entry, SamplerOpened):
+                await self.add_sampler(entry)
+        if model is None or outcome.effect == "none" or model.spec.model_id not in self.tenants.models:
+            return
+        await self.recovery.snapshot_if_due(model)
+
+    async def add_sampler(self, entry: SamplerOpened) -> None:
+        sampler = Sampler(
+            entry.sampler_id, entry.base_model, entry.model_path, entry.weights, entry.session_id, entry.owner, entry.number
+        )
+        limits = self.config.limits
+        keep = limits.lora_sampler_versions if entry.weights.adapter else limits.full_sampler_versions
+        for old in self.tenants.add_sampler(sampler, keep):
+            await self.retire(old)
+
+    async def _run_sample(self, op: Op, sampler: Sampler) -> None:
+        try:
+            request = await self.ledger.request_of(op)
+            assert isinstance(request, rq.Sample)
+            async with self._sample_slots:
+                outcome = await self.executor.sample(op.request_id, request, sampler)
+        except Exception as error:  # noqa: BLE001  the lane's boundary
+            outcome = self._failed(op, error)
+        await self.ledger.answer(op, outcome)
+        sampler.users -= 1
+        if sampler.retired and not sampler.users:
+            await self._free(sampler)
+
+    async def retire(self, sampler: Sampler) -> None:
+        """No new samples from it; what it holds is freed when the last accepted one was answered."""
+        self.tenants.remove_sampler(sampler.sampler_id)
+        sampler.retired = True
+        if not sampler.users:
+            await self._free(sampler)
+
+    async def _free(self, sampler: Sampler) -> None:
+        await self.ledger.insist(SamplerRetired(sampler.sampler_id))
+        if sampler.owner is not None:  # named checkpoints keep their files
+            try:
+                await self.executor.backend.drop_sampler(sampler.weights)
+            except InternalError as error:
+                log.warning("files of sampler %s were not freed: %s", sampler.sampler_id, error)
+
+    async def bring_back(self, model: Model, resident: int | None) -> None:
+        """After a restart, or when ranks were made anew: restore the model unless its state is there."""
+        line = model.spec.model_id
+        progress = self.recovery.progress[line]
+        async with progress.lock:
+            head = self.queue.head(line)
+            # The rank may have done the next operation already, without anybody left to write its answer down.
+            expected = {progress.position, self.ledger.ops[head].number if head else progress.position}
+            try:
+                if resident is None:
+                    resident = (await self.recovery.backend.residents()).get(line)
+                if line in self.tenants.models and resident not in expected:
+                    await self.recovery.restore(model)
+            except SkyrlActorsError as error:
+                log.error("model %s is not back: %s; its next operation tries again", line, error)
+        self.start_next(line)
+
+    def _failed(self, op: Op, error: Exception) -> Outcome:
+        if not isinstance(error, UserError):
+            log.error("request %s failed: %s", op.request_id, error, exc_info=not isinstance(error, SkyrlActorsError))
+        return Outcome(Failure.of(error))
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def seeded(request: rq.Sample, request_id: str) -> rq.Sample:
+    """A sample that names no seed gets one from its id, so that it can be run again with the same result."""
+    if request.params.seed is not None:
+        return request
+    seed = int.from_bytes(request_id.encode()[-8:], "big") * 2654435761 % 2**31
+    return replace(request, params=replace(request.params, seed=seed))

@@ -1,0 +1,138 @@
+"""Promises kept: a request's id is given when the request is durable, its answer is shown when the answer is.
+
+Consumes requests from the controller and outcomes from the lanes. Produces entries of the journal. While the journal can
+not write, nothing is promised and nothing new is run; what was computed waits here to be written.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skyrl_actors.controller.queue import RequestQueue
+from skyrl_actors.controller.waiters import ResultTable
+from skyrl_actors.journal.base import Journal
+from skyrl_actors.journal.entries import Accepted, Answered, Effect, Entry, Operation
+from skyrl_actors.messages.errors import Corrupt, Unavailable
+from skyrl_actors.messages.requests import Request
+from skyrl_actors.messages.results import Result
+
+log = logging.getLogger(__name__)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+
+
+@dataclass(slots=True)
+class Op:
+    """An accepted request on its way. `request` None: it was read from the journal by its header only."""
+
+    number: int
+    request_id: str
+    stream: str
+    line: str | None  # the model whose order it keeps
+    request: Request | None
+    header: Operation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an operation came to. `entries` become durable with the answer."""
+
+    result: Result
+    effect: Effect = "none"
+    entries: tuple[Entry, ...] = ()
+
+
+class Ledger:
+    def __init__(self, journal: Journal, queue: RequestQueue, results: ResultTable, wall: Callable[[], float] = time.time):
+        self.journal = journal
+        self.queue = queue
+        self.results = results
+        self.wall = wall
+        self.ops: dict[str, Op] = {}
+        self.next_number = 1
+        self.answered_before: frozenset[str] = frozenset()  # before a restart; a client may still ask for one again
+        self._accepting: dict[str, asyncio.Future[None]] = {}
+
+    async def accept(
+        self,
+        request: Request,
+        stream: str,
+        seq_id: int | None,
+        line: str | None,
+        session_id: str | None,
+        *,
+        digest: int = 0,
+        request_id: str | None = None,
+        bounded: bool = True,
+    ) -> Op:
+        """Durable when this returns. Raises CapacityError or Unavailable, then it was not accepted."""
+        op = Op(self.next_number, request_id or f"r{uuid.uuid4().hex}", stream, line, request)
+        self.queue.reserve(op.request_id, stream, seq_id, digest, line, bounded)
+        self.next_number += 1
+        self.ops[op.request_id] = op
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._accepting[op.request_id] = written
+        try:
+            await self.journal.write(
+                Accepted(op.number, op.request_id, stream, seq_id, digest, line, session_id, self.wall(), request)
+            )
+        except BaseException as error:
+            self.queue.withdraw(op.request_id, stream, seq_id, line)
+            del self.ops[op.request_id]
+            written.set_exception(error if isinstance(error, Unavailable) else Unavailable("the request was not accepted"))
+            written.exception()  # nobody may be waiting for it
+            raise
+        else:
+            self.results.open(op.request_id)
+            self.queue.confirm(op.request_id)
+            written.set_result(None)
+        finally:
+            del self._accepting[op.request_id]
+        return op
+
+    async def accepted_before(self, request_id: str) -> str:
+        """A repeat of a request that is just being written waits with it."""
+        if request_id in self._accepting:
+            await asyncio.shield(self._accepting[request_id])
+        return request_id
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self.ops or request_id in self.results or request_id in self.answered_before
+
+    def take_up(self, header: Operation, line: str | None) -> Op:
+        """An operation that was promised before a restart and not answered."""
+        op = Op(header.number, header.request_id, header.stream, line, None, header)
+        self.queue.reserve(op.request_id, op.stream, header.seq_id, header.digest, line, bounded=False)
+        self.queue.confirm(op.request_id)
+        self.results.open(op.request_id)
+        self.ops[op.request_id] = op
+        return op
+
+    async def request_of(self, op: Op) -> Request:
+        if op.request is None:
+            if op.header is None:
+                raise Corrupt(f"operation {op.number} has neither a request nor a header")
+            op.request = await self.journal.request(op.header)
+        return op.request
+
+    async def answer(self, op: Op, outcome: Outcome, step: int | None = None) -> None:
+        """Durable, then visible. Waits as long as the journal can not write."""
+        answered = Answered(op.number, op.request_id, outcome.result, outcome.effect, self.wall(), step)
+        await self.insist(answered, *outcome.entries)
+        del self.ops[op.request_id]
+        self.queue.finish(op.request_id, op.line)
+        self.results.resolve(op.request_id, outcome.result)
+
+    async def insist(self, *entries: Entry) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                await self.journal.write(*entries)
+                return
+            except Unavailable as error:
+                # Nothing tells when a disk has room again: it must be tried.
+                log.warning("waiting for the journal: %s", error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -1,0 +1,219 @@
+"""Bringing a model's state back: its newest whole snapshot, then every operation behind it, in order, one more time.
+
+Consumes the journal. Produces state in the ranks, equal to what was lost: each operation is its own batch, and which
+rank computes which rows is a pure function of the rows (`groups/sharding.py`), so a replay adds the same numbers in the
+same order. Answers that were given stay as they are. Also takes the snapshots, and rebuilds past steps for forks.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from skyrl_actors.backends.base import Backend
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
+from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.tenants import Model, TenantTable
+from skyrl_actors.journal.base import Journal
+from skyrl_actors.journal.entries import Operation
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.errors import Corrupt, InternalError, NotFound, StateLost
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.paths import TinkerPath, parse_path
+
+log = logging.getLogger(__name__)
+KEPT_TIMES = 1000
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a model is. `lock` is held by whoever touches its state, until the journal knows what was done."""
+
+    position: int  # the last operation that was applied to the state
+    step: int = 0
+    snapshot: int = -1  # the position of the newest snapshot
+    operations: int = 0  # applied since
+    num_bytes: int = 0  # of their payloads
+    oldest: float | None = None  # loop time of the first of them
+    writing: asyncio.Task[None] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def applied(self, number: int, num_bytes: int, now: float) -> None:
+        self.position = number
+        self.operations += 1
+        self.num_bytes += num_bytes
+        self.oldest = now if self.oldest is None else self.oldest
+
+    def snapshot_due(self, config: JournalConfig, now: float) -> bool:
+        return self.oldest is not None and (
+            self.operations >= config.snapshot_operations
+            or self.num_bytes >= config.snapshot_bytes
+            or now - self.oldest >= config.snapshot_s
+        )
+
+
+class Recovery:
+    def __init__(
+        self, config: ClusterConfig, backend: Backend, journal: Journal, tenants: TenantTable, folders: CheckpointFolders
+    ):
+        self.config = config
+        self.backend = backend
+        self.journal = journal
+        self.tenants = tenants
+        self.folders = folders
+        self.progress: dict[str, Progress] = {}
+        self.recovery_s: list[float] = []  # seconds of the newest restorations
+        self.snapshot_s: list[float] = []
+
+    async def restore(self, model: Model) -> None:
+        """Its lock is held. Raises StateLost when ranks die as often as `restart.attempts`, Corrupt when files are gone."""
+        started = asyncio.get_running_loop().time()
+        spec, progress = model.spec, self.progress[model.spec.model_id]
+        attempts = 0
+        while True:
+            await self.backend.ready(spec.role)
+            try:
+                exports = {s.number: s.weights.version for s in await self._lost_samplers(spec.model_id) if s.number is not None}
+                replayed = await self._rebuild(spec, spec.model_id, progress.position, exports)
+                break
+            except StateLost as error:
+                attempts += 1
+                log.warning("model %s: lost again while it was restored: %s", spec.model_id, error)
+                if attempts >= self.config.restart.attempts:
+                    raise
+        seconds = asyncio.get_running_loop().time() - started
+        self.recovery_s = [*self.recovery_s[1 - KEPT_TIMES :], seconds]
+        log.info("model %s is back at operation %d (%d replayed, %.2f s)", spec.model_id, progress.position, replayed, seconds)
+
+    async def _lost_samplers(self, model_id: str) -> list:
+        mine = [s for s in self.tenants.samplers.values() if s.owner == model_id]
+        return [s for s in mine if not await self.backend.has_sampler(s.weights)]
+
+    async def _rebuild(self, spec: ModelSpec, source: str, upto: int, exports: Mapping[int, str]) -> int:
+        """`source`'s state behind operation `upto`, in the model `spec`; versions named by `exports` are frozen again on
+        the way. Returns the number of operations that were run again."""
+        start = await self._from_snapshot(spec, source, min([upto, *exports]))
+        replayed = 0
+        for operation in await self.journal.operations(source, start, max([upto, *exports])):
+            if operation.effect in ("applied", "dropped") and operation.number <= upto:
+                await self._replay(spec, operation)
+                replayed += 1
+            if operation.number in exports:
+                await self.backend.save_for_sampler(spec, exports[operation.number])
+        return replayed
+
+    async def _from_snapshot(self, spec: ModelSpec, source: str, upto: int) -> int:
+        """Load the newest whole snapshot up to there; returns its position, or -1 when it must begin at the creation."""
+        for snapshot in await self.journal.snapshots(source):
+            if snapshot.number > upto:
+                continue
+            try:
+                folder = await self.journal.verified_snapshot(snapshot)
+            except Corrupt as error:
+                log.error("%s; an older one and a longer replay are used", error)
+                continue
+            await self.backend.restore(spec, snapshot.number, str(folder))
+            return snapshot.number
+        return -1
+
+    async def _replay(self, spec: ModelSpec, operation: Operation) -> None:
+        """Do to the model what this answered operation did to it. The answer stays the one that was given."""
+        request = await self.journal.request(operation)
+        number = operation.number
+        if operation.effect == "dropped":
+            await self.backend.drop_gradients(spec, number)
+        elif isinstance(request, rq.ForwardBackward):
+            await self.backend.forward_backward(spec, number, request.columns, request.loss, False)
+        elif isinstance(request, rq.OptimStep):
+            await self.backend.optim_step(spec, number, request.adam)
+        elif isinstance(request, rq.LoadWeights):
+            path, result = parse_path(request.path), await self.journal.result(operation)
+            if not isinstance(result, rs.Loaded) or self.folders.version(path) != result.version:
+                raise Corrupt(f"{path} was changed since operation {number} loaded it, and the snapshot behind it is lost")
+            await self.backend.load_checkpoint(spec, number, str(self.folders.existing(path)), request.with_optimizer)
+        elif isinstance(request, rq.CreateModel):
+            if request.from_path:
+                raise Corrupt(f"the snapshot behind {spec.model_id}'s start from {request.from_path} is lost")
+            await self.backend.create_model(spec, number)
+
+    async def fork(self, spec: ModelSpec, path: str, number: int, with_optimizer: bool) -> None:
+        """Fill `spec`'s model with a past step of another one."""
+        where = parse_path(path)
+        target = await self._step(where)
+        await self._rebuild(spec, where.model_id, target.number, {})
+        await self.backend.renumber(spec, number, with_optimizer)
+
+    async def spec_of_step(self, where: TinkerPath) -> ModelSpec:
+        """The model whose past step this is. Raises NotFound for a model or step that the journal does not hold."""
+        await self._step(where)
+        first = (await self._history(where.model_id))[0]
+        request = await self.journal.request(first)
+        assert isinstance(request, rq.CreateModel)
+        return request.spec
+
+    async def _history(self, model_id: str) -> list[Operation]:
+        return [op for op in await self.journal.operations(model_id, 0, 2**62) if op.effect in ("applied", "dropped")]
+
+    async def _step(self, where: TinkerPath) -> Operation:
+        history, wanted = await self._history(where.model_id), int(where.name)
+        if not history:
+            raise NotFound(f"the journal does not hold model {where.model_id!r}")
+        if wanted == 0:
+            return history[0]
+        for operation in history:
+            if operation.kind == "OptimStep" and operation.effect == "applied" and operation.step == wanted:
+                return operation
+        last = max(op.step or 0 for op in history)
+        raise NotFound(f"{where}: {where.model_id} is at step {last}; use 0 to {last}")
+
+    async def snapshot_if_due(self, model: Model) -> None:
+        """Its lock is held. The copy is made now, the files are written while training goes on."""
+        progress = self.progress[model.spec.model_id]
+        if progress.snapshot_due(self.config.journal, asyncio.get_running_loop().time()) and progress.writing is None:
+            await self._begin_snapshot(model.spec, progress)
+
+    async def snapshot_now(self, model: Model) -> None:
+        """Its lock is held. For what can not be replayed, because it read files that are not ours. Raises StateLost."""
+        progress = self.progress[model.spec.model_id]
+        if progress.writing is not None:
+            await asyncio.wait([progress.writing])
+        handle = await self.backend.copy_state(model.spec)
+        await self._write_snapshot(model.spec, progress.position, progress.step, handle)
+        progress.snapshot = progress.position
+
+    async def _begin_snapshot(self, spec: ModelSpec, progress: Progress) -> None:
+        position, step = progress.position, progress.step
+        before = replace(progress)
+        try:
+            handle = await self.backend.copy_state(spec)
+        except InternalError as error:
+            log.warning("no snapshot of %s: %s", spec.model_id, error)
+            return
+        progress.operations, progress.num_bytes, progress.oldest = 0, 0, None
+
+        async def write() -> None:
+            try:
+                await self._write_snapshot(spec, position, step, handle)
+                progress.snapshot = position
+            except InternalError as error:
+                log.warning("no snapshot of %s: %s", spec.model_id, error)
+                progress.operations += before.operations
+                progress.num_bytes += before.num_bytes
+            finally:
+                progress.writing = None
+
+        progress.writing = asyncio.create_task(write())
+
+    async def _write_snapshot(self, spec: ModelSpec, position: int, step: int, handle: int) -> None:
+        started = asyncio.get_running_loop().time()
+        staging = await self.journal.stage_snapshot(spec.model_id, position)
+        await self.backend.write_state(spec, handle, str(staging))
+        await self.journal.seal_snapshot(staging, spec.model_id, position, step)
+        self.snapshot_s = [*self.snapshot_s[1 - KEPT_TIMES :], asyncio.get_running_loop().time() - started]
+
+    async def close(self) -> None:
+        writing = [p.writing for p in self.progress.values() if p.writing is not None]
+        for task in writing:
+            task.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)

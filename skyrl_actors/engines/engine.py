@@ -1,0 +1,233 @@
+"""One engine of the pool, kept alive: taken over, started, watched, made anew when it or vLLM's process below it dies."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_actors import remote
+from skyrl_actors.colocation.gate import Gate
+from skyrl_actors.config.cluster import EngineConfig, RestartConfig
+from skyrl_actors.engines.health import Event, Health, after
+from skyrl_actors.engines.interface import BASE_VERSION, EngineReport, EngineSpec
+from skyrl_actors.groups.restarts import RestartLimit
+from skyrl_actors.messages.errors import InternalError, StateLost
+
+DROPPED = ""  # state of an engine whose weights were dropped: no version
+TAIL_LINES = 15
+Loader = Callable[["Engine", str], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSite:
+    """Where and how an engine's actor is made."""
+
+    spec: EngineSpec
+    name: str
+    reserved: PlacementGroup
+    bundle: int
+    share: float
+    on_gpu: bool
+    environment: dict[str, str]
+    detached: bool
+
+    def make(self) -> ActorHandle:
+        from skyrl_actors.engines.actor import EngineActor
+
+        options: dict[str, Any] = {"lifetime": "detached"} if self.detached else {}
+        actor_class = ray.remote(EngineActor).options(
+            name=self.name,
+            namespace=remote.NAMESPACE,
+            num_cpus=self.share,
+            num_gpus=self.share if self.on_gpu else 0,
+            max_concurrency=10_000,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.reserved, placement_group_bundle_index=self.bundle),
+            runtime_env={"env_vars": self.environment},
+            **options,
+        )
+        return remote.make_named(actor_class, self.spec)
+
+
+class Engine:
+    """`load` brings a version of full weights into it. `joining` holds the phase in which an engine may be awake;
+    `on_change` hears whenever its health changes."""
+
+    def __init__(
+        self, site: EngineSite, config: EngineConfig, restart: RestartConfig, epoch: int, load: Loader,
+        say: Callable[[str], None],
+    ):  # fmt: skip
+        self.site = site
+        self.config = config
+        self.epoch = epoch
+        self.name = site.spec.name
+        self.health: Health = "STARTING"
+        self.reason: str | None = None
+        self.actor: ActorHandle | None = None
+        self.restarts = 0
+        self.delivered: dict[str, asyncio.Task[None]] = {}
+        self.wanted = BASE_VERSION  # the full weights that were asked for last
+        self.joining: Callable[[], AbstractAsyncContextManager[None]] | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._load = load
+        self._say = say
+        self._limit = RestartLimit(restart)
+        self._log_file = ""
+        self._watching: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self.gate = self._new_gate(BASE_VERSION)
+
+    def _new_gate(self, version: str) -> Gate[str]:
+        async def enter(old: str, new: str) -> None:
+            await self._load(self, new)
+
+        return Gate[str](version, enter, after_failure=DROPPED)
+
+    def _step(self, event: Event) -> None:
+        self.health = after(self.health, event)
+        self.on_change()
+
+    async def start(self) -> None:
+        """Take over what runs, or make it. The engine is HEALTHY, with whatever weights it holds."""
+        actor = remote.named(self.site.name)
+        report = await self._taken_over(actor) if actor else None
+        if actor is None or report is None or report.status is None:
+            await remote.end_named([self.site.name])
+            await self._make()
+        else:
+            self._say(f"took over {self.name}")
+            self.actor, self._log_file = actor, report.log_file
+            self.gate = self._new_gate(report.status.loaded_version or DROPPED)
+            self._watch()
+        self._step("started")
+        self._step("ready")
+
+    async def _taken_over(self, actor: ActorHandle) -> EngineReport | None:
+        try:
+            report = await self._ask([actor.adopt.remote(self.epoch)], "take over")
+        except InternalError as error:
+            self._say(f"{self.name} of an earlier controller can not be taken over: {error}")
+            return None
+        return report if report.ready and report.spec == self.site.spec else None
+
+    async def _make(self) -> None:
+        self.actor = self.site.make()
+        report: EngineReport = await self._ask([self.actor.adopt.remote(self.epoch)], "start", self.config.start_timeout_s)
+        self._log_file = report.log_file
+        await self._ask([self.actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
+        self.gate = self._new_gate(BASE_VERSION)
+        self.delivered = {}
+        self._watch()
+
+    def _watch(self) -> None:
+        assert self.actor is not None
+        self._watching = asyncio.create_task(self._await_death(self.actor))
+
+    async def _await_death(self, actor: ActorHandle) -> None:
+        try:
+            await remote.settled(actor.watch.remote())
+        except InternalError as error:
+            self.lost(actor, str(error))
+
+    async def _ask(self, refs: list[ray.ObjectRef], what: str, timeout_s: float | None = None) -> Any:
+        return (await remote.gather(refs, [self.name], what, timeout_s or self.config.call_timeout_s))[0]
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """One call. When the engine is gone or does not answer in time it is made anew, and StateLost is raised."""
+        actor = self.actor
+        if actor is None or self.health == "DEAD":
+            raise StateLost(f"{self.name} is {self.health}: {self.reason}")
+        ref = getattr(actor, method).remote(self.epoch, *arguments)
+        try:
+            return await self._ask([ref], method)
+        except asyncio.CancelledError:
+            ray.cancel(ref)
+            raise
+        except StateLost as error:
+            self.lost(actor, str(error))
+            raise
+
+    def worked(self) -> None:
+        self._limit.succeeded()
+
+    def lost(self, actor: ActorHandle, reason: str) -> None:
+        if actor is not self.actor or self.health == "DEAD":
+            return
+        self.reason = reason
+        self._step("died")
+        self._say(f"lost {self.name}: {reason}")
+        self.revive()
+
+    def revive(self) -> None:
+        """Begin to make a dead engine anew, unless that is under way or was given up lately."""
+        if self.health != "DEAD" or (self._restarting is not None and not self._restarting.done()):
+            return
+        if self._limit.may_try_again(asyncio.get_running_loop().time()):
+            self._restarting = asyncio.create_task(self._make_anew())
+
+    @property
+    def given_up(self) -> bool:
+        return self.health == "DEAD" and (self._restarting is None or self._restarting.done())
+
+    async def _make_anew(self) -> None:
+        words = _tail(self._log_file)
+        if self._watching is not None:
+            self._watching.cancel()
+        while (pause_s := self._limit.died(asyncio.get_running_loop().time())) is not None:
+            await asyncio.sleep(pause_s)
+            try:
+                await remote.end_named([self.site.name])
+                self._step("again")
+                await self._started_and_joined()
+                return
+            except InternalError as error:
+                self.reason = str(error)
+                self._say(f"{self.name} did not start: {error}")
+                if self.health != "DEAD":
+                    self._step("died")
+        self.reason = f"{self.reason}\n{words}".strip()
+        # Who waits for an engine must hear that this one was given up, which is so when this task has ended.
+        asyncio.get_running_loop().call_soon(self.on_change)
+
+    async def _started_and_joined(self) -> None:
+        assert self.joining is not None
+        started = time.perf_counter()
+        if self.site.on_gpu:  # vLLM wants the device's memory to be free when it starts
+            async with self.joining():
+                await self._make()
+                await self._join()
+        else:
+            await self._make()
+            async with self.joining():
+                await self._join()
+        self.restarts += 1
+        self._say(f"{self.name} runs again ({time.perf_counter() - started:.1f} s)")
+
+    async def _join(self) -> None:
+        self._step("started")
+        if self.wanted != self.gate.state:
+            async with self.gate.hold(self.wanted):
+                pass
+        self._step("ready")
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._watching, self._restarting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await remote.end_named([self.site.name])
+
+
+def _tail(file: str) -> str:
+    try:
+        lines = Path(file).read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    except OSError:
+        return ""
+    return "\n".join([f"last lines of its log ({file}):", *lines])

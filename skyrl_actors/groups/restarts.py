@@ -1,0 +1,34 @@
+"""How often something may die (pure): restarts are bounded, with a pause that doubles."""
+
+from skyrl_actors.config.cluster import RestartConfig
+
+
+class RestartLimit:
+    def __init__(self, config: RestartConfig):
+        self._config = config
+        self.in_a_row = 0
+        self._given_up_at: float | None = None
+
+    def died(self, now: float) -> float | None:
+        """Seconds to wait before the next try; None when there is none."""
+        if self.in_a_row >= self._config.max_in_a_row:
+            self._given_up_at = now
+            return None
+        self.in_a_row += 1
+        if self.in_a_row == 1:
+            return 0.0
+        return min(self._config.backoff_s * 2 ** (self.in_a_row - 2), self._config.max_backoff_s)
+
+    def succeeded(self) -> None:
+        self.in_a_row = 0
+        self._given_up_at = None
+
+    def may_try_again(self, now: float) -> bool:
+        """What was given up gets another chance after a while, when somebody asks."""
+        if self._given_up_at is None:
+            return True
+        if now - self._given_up_at < self._config.cooldown_s:
+            return False
+        self.in_a_row = 0
+        self._given_up_at = None
+        return True
