@@ -1,6 +1,7 @@
 """What each request does: backend calls and book-keeping, one function a verb. Called by the lanes."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -131,7 +132,8 @@ class Executor:
     async def unload(self, op: Op, request: rq.Unload) -> Outcome:
         model = self.tenants.models.get(request.model_id)
         if model is not None and model.ready:
-            await self.backend.delete_model(model.spec)
+            with suppress(StateLost):  # ranks that are made anew do not hold it
+                await self.backend.delete_model(model.spec)
         return Outcome(rs.Unloaded(request.model_id))
 
     async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str, path: str | None) -> Sampler:

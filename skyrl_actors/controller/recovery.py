@@ -18,7 +18,7 @@ from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import Operation
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import Corrupt, InternalError, NotFound, StateLost
+from skyrl_actors.messages.errors import Corrupt, InternalError, NotFound
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path
 
@@ -67,7 +67,7 @@ class Recovery:
         self.snapshot_s: list[float] = []
 
     async def restore(self, model: Model) -> None:
-        """Its lock is held. Raises StateLost when ranks die as often as `restart.attempts`, Corrupt when files are gone."""
+        """Its lock is held. Raises InternalError when it fails as often as `restart.attempts`, Corrupt when files are gone."""
         started = asyncio.get_running_loop().time()
         spec, progress = model.spec, self.progress[model.spec.model_id]
         attempts = 0
@@ -77,9 +77,11 @@ class Recovery:
                 exports = {s.number: s.weights.version for s in await self._lost_samplers(spec.model_id) if s.number is not None}
                 replayed = await self._rebuild(spec, spec.model_id, progress.position, exports)
                 break
-            except StateLost as error:
+            except Corrupt:
+                raise
+            except InternalError as error:
                 attempts += 1
-                log.warning("model %s: lost again while it was restored: %s", spec.model_id, error)
+                log.warning("model %s: failed while it was restored: %s", spec.model_id, error)
                 if attempts >= self.config.restart.attempts:
                     raise
         seconds = asyncio.get_running_loop().time() - started

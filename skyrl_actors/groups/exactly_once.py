@@ -1,0 +1,77 @@
+"""What a rank needs so that each operation is applied once, whatever dies around it (pure: no Ray, no torch).
+
+It keeps the epoch of its controller, and for every model the last operation that was applied with its result. An
+operation that is asked for again gets that result; one that broke off leaves the model torn, and a torn model answers
+nothing until it is made anew.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, UserError
+
+MAKE_ANEW = ("create_model", "restore_state")
+CLEAN_FAILURES = ("optim_step",)  # a refusal that leaves the same state on every rank: gradients dropped
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    number: int
+    result: Any
+    error: SkyrlActorsError | None = None
+
+
+class ExactlyOnce:
+    """Around a worker whose verbs it calls by name."""
+
+    def __init__(self, worker: Any):
+        self.worker = worker
+        self.epoch = 0
+        self._applied: dict[str, Applied] = {}
+
+    def adopt(self, epoch: int) -> dict[str, int]:
+        """From now on only this epoch's calls are served. Returns the last operation applied to each whole model."""
+        self.fence(epoch)
+        self.epoch = epoch
+        return {model_id: applied.number for model_id, applied in self._applied.items()}
+
+    def fence(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise InternalError(f"epoch {epoch} is over: a newer controller ({self.epoch}) has taken this part")
+
+    def delete(self, epoch: int, model_id: str) -> None:
+        self.fence(epoch)
+        self._applied.pop(model_id, None)
+        self.worker.delete_model(model_id)
+
+    def apply(self, epoch: int, model_id: str, number: int | None, method: str, *args: Any) -> Any:
+        """A verb of a model. `number` None: it leaves the state as it is."""
+        self.fence(epoch)
+        known = self._applied.get(model_id)
+        if number is None:
+            self._whole(model_id)
+            return getattr(self.worker, method)(*args)
+        if known is not None and known.number == number and method != "restore_state":
+            if known.error is not None:
+                raise known.error
+            return known.result
+        if method not in MAKE_ANEW and self._whole(model_id).number > number:
+            raise InternalError(f"operation {number} of {model_id} comes after {known and known.number}")
+        return self._apply(model_id, number, method, args)
+
+    def _apply(self, model_id: str, number: int, method: str, args: tuple[Any, ...]) -> Any:
+        self._applied.pop(model_id, None)  # torn, until it is done
+        try:
+            result = getattr(self.worker, method)(*args)
+        except UserError as error:
+            if method in CLEAN_FAILURES:
+                self._applied[model_id] = Applied(number, None, error)
+            raise
+        self._applied[model_id] = Applied(number, result)
+        return result
+
+    def _whole(self, model_id: str) -> Applied:
+        known = self._applied.get(model_id)
+        if known is None:
+            raise StateLost(f"this rank does not hold a whole {model_id}")
+        return known

@@ -1,0 +1,282 @@
+"""Ranks in memory behind messages that are delayed, reordered and lost with their sender; engines that only take time.
+
+The ranks outlive a controller, as the real ones do, and use the real `ExactlyOnce`. A model's state is a hash chain over
+everything that was ever done to it, so that nothing can be done twice, left out, or done in another order unseen.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.groups.exactly_once import ExactlyOnce
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from tests.simulation.journal import Disk
+
+
+def chained(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@dataclass
+class State:
+    weights: str
+    moments: str = ""
+    pending: tuple[str, ...] = ()
+
+    def copy(self) -> "State":
+        return State(self.weights, self.moments, self.pending)
+
+
+@dataclass
+class SimWorker:
+    """The verbs of one rank, and of the sequential model that results are checked against."""
+
+    files: dict[str, Any]
+    states: dict[str, State] = field(default_factory=dict)
+    faulty: int = 0  # verbs to come that break off half-way
+    broken: set[str] = field(default_factory=set)  # what broke off once does not again: then it would be an honest failure
+    copies: dict[int, State] = field(default_factory=dict)
+
+    def _half(self, model_id: str, work: str) -> None:
+        if self.faulty and work not in self.broken:
+            self.faulty -= 1
+            self.broken.add(work)
+            self.states[model_id].pending += ("half",)
+            raise InternalError("a verb broke off")
+
+    def create_model(self, spec: ModelSpec) -> None:
+        self.states[spec.model_id] = State(chained("init", spec.seed))
+
+    def delete_model(self, model_id: str) -> None:
+        self.states.pop(model_id, None)
+
+    def forward_backward(self, model_id: str, columns: Columns, forward_only: bool) -> LossOutput:
+        state = self.states[model_id]
+        values = np.frombuffer(bytes.fromhex(chained(state.weights, columns.tokens.tolist())), np.uint8)
+        if not forward_only:
+            self._half(model_id, f"{columns.tokens.tolist()}")
+            state.pending += (chained(columns.tokens.tolist()),)
+        fields = {"logprobs": np.resize(values, columns.num_tokens).astype(np.float32)}
+        return LossOutput(columns.offsets, fields, {"loss:sum": float(values[0])})
+
+    def drop_gradients(self, model_id: str) -> None:
+        self.states[model_id].pending = ()
+
+    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        self._half(model_id, f"{adam.learning_rate}")
+        state = self.states[model_id]
+        state.moments = chained(state.moments, state.pending)
+        state.weights = chained(state.weights, state.moments, adam.learning_rate)
+        state.pending = ()
+        return {"norm": float(int(state.moments[:8], 16))}
+
+    def save(self, model_id: str, folder: str, mark: str) -> None:
+        self.files[folder] = (self.states[model_id].copy(), mark)
+
+    def load(self, model_id: str, folder: str, with_optimizer: bool) -> None:
+        saved: State = self.files[folder][0]
+        self.states[model_id] = State(saved.weights, saved.moments if with_optimizer else "")
+
+    def copy_state(self, model_id: str) -> int:
+        handle = len(self.copies) + 1
+        self.copies[handle] = self.states[model_id].copy()
+        return handle
+
+    def restore_state(self, spec: ModelSpec, folder: str) -> None:
+        self.states[spec.model_id] = self.files[folder].copy()
+
+    def renumber(self, model_id: str, keep_optimizer: bool) -> None:
+        state = self.states[model_id]
+        state.pending, state.moments = (), state.moments if keep_optimizer else ""
+
+    def export(self, model_id: str, version: str) -> None:
+        self.files[f"export {version}"] = self.states[model_id].weights
+
+
+class Machines:
+    """What runs beside the controllers: one group of ranks, and files that a power cut removes (exports)."""
+
+    def __init__(self, disk: Disk, chance: random.Random):
+        self.disk = disk
+        self.chance = chance
+        self.exports: dict[str, Any] = disk.files
+        self.broken: set[str] = set()
+        self.rank: ExactlyOnce | None = self._new_rank()
+        self.changed = asyncio.Event()
+        self.listener: Callable[[], None] = lambda: None
+
+    def _new_rank(self) -> ExactlyOnce:
+        return ExactlyOnce(SimWorker(self.disk.files, broken=self.broken))
+
+    def kill_rank(self) -> None:
+        self.rank = None
+        self.changed.set()
+        asyncio.get_running_loop().call_later(self.chance.random() * 0.5, self._revive)
+
+    def _revive(self) -> None:
+        if self.rank is None:
+            self.rank = self._new_rank()
+            self.changed.set()
+            self.listener()
+
+    def power_cut(self) -> None:
+        self.kill_rank()
+        for name in [name for name in self.disk.files if name.startswith("export ")]:
+            del self.disk.files[name]
+
+
+class SimBackend:
+    """One controller's hold on the machines. Messages of a dead controller may still arrive."""
+
+    def __init__(self, machines: Machines):
+        self.machines = machines
+        self.chance = machines.chance
+        self.on_lost: Callable[[str], None] = lambda role: None
+        self.dead = False
+        self.epoch = 0
+
+    async def _send(self, work: Callable[[ExactlyOnce], Any]) -> Any:
+        """A message to the rank and its answer. It travels on its own: the death of its sender does not stop it."""
+        rank = self.machines.rank
+        if rank is None:
+            raise StateLost("the rank is dead")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        def arrive() -> None:
+            if self.machines.rank is not rank:
+                error: Exception = StateLost("the rank died")
+            else:
+                try:
+                    result = work(rank)
+                except Exception as raised:
+                    error = raised
+                else:
+                    loop.call_later(self.chance.random() * 0.01, lambda: answer.done() or answer.set_result(result))
+                    return
+            loop.call_later(self.chance.random() * 0.01, lambda: answer.done() or answer.set_exception(error))
+
+        loop.call_later(self.chance.random() * 0.05, arrive)
+        result = await answer
+        if self.dead:
+            await asyncio.Event().wait()
+        if self.machines.rank is not rank:
+            raise StateLost("the rank died before it could answer")
+        return result
+
+    def _apply(self, spec: ModelSpec, number: int | None, method: str, *args: Any) -> Awaitable[Any]:
+        epoch = self.epoch
+        return self._send(lambda rank: rank.apply(epoch, spec.model_id, number, method, *args))
+
+    async def start(self, epoch: int) -> Capabilities:
+        self.epoch = epoch
+        self.machines.listener = lambda: self.dead or self.on_lost("policy")
+        await self.ready("policy")
+        try:
+            await self.residents()
+        except StateLost:
+            await self.ready("policy")
+        return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy",))
+
+    async def ready(self, role: str) -> None:
+        while self.machines.rank is None:
+            self.machines.changed.clear()
+            await self.machines.changed.wait()
+        if self.dead:
+            await asyncio.Event().wait()
+
+    async def residents(self) -> dict[str, int]:
+        epoch = self.epoch
+        try:
+            return await self._send(lambda rank: rank.adopt(epoch))
+        except StateLost:
+            return {}
+
+    async def create_model(self, spec: ModelSpec, number: int) -> None:
+        await self._apply(spec, number, "create_model", spec)
+
+    async def delete_model(self, spec: ModelSpec) -> None:
+        epoch = self.epoch
+        await self._send(lambda rank: rank.delete(epoch, spec.model_id))
+
+    async def forward_backward(
+        self, spec: ModelSpec, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
+    ) -> LossOutput:
+        return await self._apply(spec, number, "forward_backward", spec.model_id, columns, forward_only)
+
+    async def drop_gradients(self, spec: ModelSpec, number: int) -> None:
+        await self._apply(spec, number, "drop_gradients", spec.model_id)
+
+    async def optim_step(self, spec: ModelSpec, number: int, adam: AdamParams) -> dict[str, float]:
+        return await self._apply(spec, number, "optim_step", spec.model_id, adam)
+
+    async def save_checkpoint(self, spec: ModelSpec, folder: str, with_optimizer: bool, mark: str) -> None:
+        await self._apply(spec, None, "save", spec.model_id, folder, mark)
+
+    async def load_checkpoint(self, spec: ModelSpec, number: int, folder: str, with_optimizer: bool) -> None:
+        await self._apply(spec, number, "load", spec.model_id, folder, with_optimizer)
+
+    async def copy_state(self, spec: ModelSpec) -> int:
+        return await self._apply(spec, None, "copy_state", spec.model_id)
+
+    async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
+        def work(rank: ExactlyOnce) -> None:
+            if handle not in rank.worker.copies:
+                raise InternalError("that copy is gone")
+            self.machines.disk.files[folder] = rank.worker.copies[handle]
+
+        await self._send(work)
+
+    async def restore(self, spec: ModelSpec, number: int, folder: str) -> None:
+        await self._apply(spec, number, "restore_state", spec, folder)
+
+    async def renumber(self, spec: ModelSpec, number: int, keep_optimizer: bool) -> None:
+        await self._apply(spec, number, "renumber", spec.model_id, keep_optimizer)
+
+    async def save_for_sampler(self, spec: ModelSpec, version: str) -> SamplerWeights:
+        await self._apply(spec, None, "export", spec.model_id, version)
+        return SamplerWeights(version, (WeightManifest(version, "lora", f"export {version}", 1),))
+
+    async def has_sampler(self, weights: SamplerWeights) -> bool:
+        return all(part.path in self.machines.exports for part in weights.parts)
+
+    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+        return SamplerWeights(version, (WeightManifest(version, "lora", folder, 1),))
+
+    async def drop_sampler(self, weights: SamplerWeights) -> None:
+        for part in weights.parts:
+            self.machines.exports.pop(part.path, None)
+
+    async def sample(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+    ) -> SampleOutput:
+        for _ in range(100):  # an engine that finds its files gone waits for the trainer to bring them back
+            await asyncio.sleep(self.chance.random() * 0.1)
+            if weights.parts[0].path in self.machines.exports:
+                break
+        found = self.machines.exports[weights.parts[0].path]
+        if self.dead:
+            await asyncio.Event().wait()
+        drawn = np.frombuffer(bytes.fromhex(chained(found, prompt, params.seed)), np.uint8)[: params.max_tokens]
+        one = Sequence(drawn.astype(np.int32), drawn.astype(np.float32), "length")
+        return SampleOutput((one,), weights.version)
+
+    def fault(self) -> str | None:
+        return None if self.machines.rank is not None else "the group restarts"
+
+    async def status(self) -> dict[str, Any]:
+        return {}
+
+    async def close(self) -> None:
+        pass

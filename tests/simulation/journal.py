@@ -1,0 +1,162 @@
+"""A journal in memory that can lose its last writes, refuse to write, and hold damaged snapshots.
+
+`Disk` is what survives a crash; a `SimJournal` is one controller's hold on it.
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from skyrl_actors.journal.encoding import decode, encode
+from skyrl_actors.journal.entries import (
+    Accepted,
+    Answered,
+    Blob,
+    Books,
+    Entry,
+    Operation,
+    SamplerOpened,
+    SamplerRetired,
+    SessionEnded,
+    SessionOpened,
+    SnapshotDropped,
+    SnapshotTaken,
+)
+from skyrl_actors.messages.errors import Corrupt, Unavailable
+from skyrl_actors.messages.requests import Request
+from skyrl_actors.messages.results import Result
+
+
+@dataclass
+class Disk:
+    epoch: int = 0
+    operations: dict[int, Operation] = field(default_factory=dict)
+    records: dict[str, bytes] = field(default_factory=dict)
+    sessions: dict[str, SessionOpened] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
+    samplers: dict[str, SamplerOpened] = field(default_factory=dict)
+    snapshots: dict[tuple[str, int], SnapshotTaken] = field(default_factory=dict)
+    files: dict[str, object] = field(default_factory=dict)  # what ranks wrote, by folder
+    damaged: set[str] = field(default_factory=set)
+    full: bool = False
+
+    def put(self, entry: Entry) -> None:
+        if isinstance(entry, Accepted):
+            assert entry.number not in self.operations, "a number was used twice"
+            assert all(op.request_id != entry.request_id for op in self.operations.values()), "a request id was used twice"
+            blob = self._record(f"p{entry.number}", entry.request)
+            self.operations[entry.number] = Operation(
+                entry.number, entry.request_id, type(entry.request).__name__, entry.stream, entry.seq_id, entry.digest,
+                entry.model_id, entry.session_id, entry.accepted_at, blob,
+            )  # fmt: skip
+        elif isinstance(entry, Answered):
+            before = self.operations[entry.number]
+            assert before.answered_at is None, f"operation {entry.number} was answered twice"
+            blob = self._record(f"r{entry.number}", entry.result)
+            self.operations[entry.number] = replace(
+                before, answered_at=entry.answered_at, effect=entry.effect, failed=entry.failed, step=entry.step, result=blob
+            )
+        elif isinstance(entry, SessionOpened):
+            assert entry.session_id not in self.sessions
+            self.sessions[entry.session_id] = entry
+        elif isinstance(entry, SessionEnded):
+            self.ended.add(entry.session_id)
+        elif isinstance(entry, SamplerOpened):
+            self.samplers[entry.sampler_id] = entry
+        elif isinstance(entry, SamplerRetired):
+            self.samplers.pop(entry.sampler_id, None)
+        elif isinstance(entry, SnapshotTaken):
+            self.snapshots[entry.model_id, entry.number] = entry
+        elif isinstance(entry, SnapshotDropped):
+            self.snapshots.pop((entry.model_id, entry.number), None)
+
+    def _record(self, name: str, message: Request | Result) -> Blob:
+        self.records[name] = encode(message)
+        return Blob(name, 0, len(self.records[name]), "")
+
+
+class SimJournal:
+    def __init__(self, disk: Disk, chance: random.Random):
+        self.disk = disk
+        self.chance = chance
+        self.trouble: str | None = None
+        self.dead = False
+        self._turn = asyncio.Lock()
+        self._epoch = 0
+
+    async def _pass_time(self) -> None:
+        await asyncio.sleep(self.chance.random() * 0.01)
+        if self.dead:
+            await asyncio.Event().wait()
+
+    async def open(self, holder: str) -> Books:
+        await self._pass_time()
+        disk = self.disk
+        disk.epoch += 1
+        self._epoch = disk.epoch
+        live = [s for s in disk.sessions.values() if s.session_id not in disk.ended]
+        names = {s.session_id for s in live}
+        operations = [op for op in disk.operations.values() if op.answered_at is None or op.session_id in names]
+        ordered = tuple(sorted(operations, key=lambda op: op.number))
+        samplers = tuple(sorted(disk.samplers.values(), key=lambda s: s.number or 0))
+        return Books(disk.epoch, max(disk.operations, default=0) + 1, tuple(live), samplers, ordered)
+
+    async def write(self, *entries: Entry) -> None:
+        async with self._turn:
+            await self._pass_time()
+            if self.disk.full:
+                self.trouble = "no space left on device"
+                raise Unavailable(self.trouble)
+            assert self._epoch == self.disk.epoch, "a fenced journal wrote"
+            self.trouble = None
+            for entry in entries:
+                self.disk.put(entry)
+            await self._pass_time()
+
+    async def request(self, operation: Operation) -> Request:
+        await self._pass_time()
+        assert operation.payload is not None
+        return decode(self.disk.records[operation.payload.pack])
+
+    async def result(self, operation: Operation) -> Result:
+        await self._pass_time()
+        assert operation.result is not None
+        return decode(self.disk.records[operation.result.pack])
+
+    async def find(self, request_id: str) -> Operation | None:
+        await self._pass_time()
+        return next((op for op in self.disk.operations.values() if op.request_id == request_id), None)
+
+    async def operations(self, model_id: str, after: int, upto: int) -> list[Operation]:
+        await self._pass_time()
+        found = [op for op in self.disk.operations.values() if op.model_id == model_id and after < op.number <= upto]
+        return sorted(found, key=lambda op: op.number)
+
+    async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
+        await self._pass_time()
+        mine = [s for s in self.disk.snapshots.values() if s.model_id == model_id]
+        return sorted(mine, key=lambda s: -s.number)
+
+    async def stage_snapshot(self, model_id: str, number: int) -> Path:
+        await self._pass_time()
+        return Path(f"/snapshots/{model_id}@{number}")
+
+    async def seal_snapshot(self, staging: Path, model_id: str, number: int, step: int) -> SnapshotTaken:
+        snapshot = SnapshotTaken(model_id, number, step, str(staging), 1, 0.0)
+        await self.write(snapshot)
+        if self.chance.random() < 0.2:
+            self.disk.damaged.add(str(staging))
+        return snapshot
+
+    async def verified_snapshot(self, snapshot: SnapshotTaken) -> Path:
+        await self._pass_time()
+        if snapshot.folder in self.disk.damaged:
+            raise Corrupt(f"{snapshot.folder} is damaged")
+        return Path(snapshot.folder)
+
+    async def sweep(self) -> int:
+        return 0
+
+    async def close(self) -> None:
+        pass

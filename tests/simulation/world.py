@@ -1,0 +1,292 @@
+"""One simulated service from one seed: tenants that train, a controller that dies at any await, and the check.
+
+    python -m tests.simulation.world 1234          # one seed, with its story
+    python -m tests.simulation.world --count 10000
+"""
+
+import argparse
+import asyncio
+import logging
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, RestartConfig, TinyBase
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.journal.encoding import encode
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from tests.simulation.backend import Machines, SimBackend, SimWorker, chained
+from tests.simulation.clock import SimLoop
+from tests.simulation.journal import Disk, SimJournal
+
+T = TypeVar("T")
+CONFIG = ClusterConfig(
+    base_model=TinyBase(name="tiny"),
+    journal=JournalConfig(snapshot_operations=3, snapshot_s=1e9),
+    restart=RestartConfig(attempts=1000),
+    limits=LimitsConfig(session_timeout_s=1e9, result_ttl_s=1.0),
+    checkpoint_dir=Path("/nonexistent"),
+)
+
+
+@dataclass
+class World:
+    seed: int
+    say: Callable[[str], None] = lambda text: None
+    disk: Disk = field(default_factory=Disk)
+    crashes: int = 0
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        self.machines = Machines(self.disk, self.chance)
+        self.controller: Controller | None = None
+        self.life = asyncio.Event()  # set when the present controller dies
+        self.born = asyncio.Event()
+
+    async def begin(self) -> None:
+        """A new controller on the same disk and machines."""
+        while self.controller is None:
+            controller = Controller(CONFIG, SimBackend(self.machines), SimJournal(self.disk, self.chance), wall=self._wall)
+            died = asyncio.ensure_future(self.life.wait())
+            self.starting: Controller | None = controller
+            started = asyncio.ensure_future(controller.start())
+            await asyncio.wait([started, died], return_when=asyncio.FIRST_COMPLETED)
+            died.cancel()
+            if started.done():
+                started.result()
+                self.controller, self.starting = controller, None
+                self.born.set()
+                self.say(f"{self.now:.3f} controller of epoch {controller.epoch} runs")
+            else:
+                self.life = asyncio.Event()
+
+    @property
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _wall(self) -> float:
+        """A clock that jumps, also back."""
+        return self.now + self.chance.uniform(-1000, 1000)
+
+    def crash(self) -> None:
+        """The controller stops where it is: nothing it awaits ever returns."""
+        victim = self.controller or self.starting
+        if victim is None:
+            return
+        backend, journal = victim.backend, victim.journal
+        assert isinstance(backend, SimBackend) and isinstance(journal, SimJournal)
+        backend.dead = journal.dead = True
+        self.crashes += 1
+        was_running = self.controller is not None
+        self.controller = None
+        self.born.clear()
+        life, self.life = self.life, asyncio.Event() if was_running else self.life
+        life.set()
+        if was_running:
+            self.restarting = asyncio.ensure_future(self.begin())
+
+    async def call(self, make: Callable[[Controller], Awaitable[T]]) -> T:
+        """As ingress and SDK together: again and again until an answer arrives."""
+        while True:
+            await self.born.wait()
+            controller, life = self.controller, self.life
+            assert controller is not None
+            died, answer = asyncio.ensure_future(life.wait()), asyncio.ensure_future(make(controller))
+            await asyncio.wait([died, answer], return_when=asyncio.FIRST_COMPLETED)
+            died.cancel()
+            if answer.done() and not life.is_set():
+                try:
+                    result = answer.result()
+                except InternalError as error:
+                    self.say(f"{self.now:.3f} again: {error}")
+                    await asyncio.sleep(self.chance.random())
+                    continue
+                if self.chance.random() < 0.1:
+                    self.say(f"{self.now:.3f} an answer is lost on its way")
+                    continue
+                return result
+            answer.add_done_callback(lambda future: future.cancelled() or future.exception())
+
+    async def run(self, request: rq.Request) -> rs.Result:
+        stamp = f"r{self.chance.getrandbits(64):016x}"
+        request_id = await self.call(lambda c: c.submit(request, stamp if self.chance.random() < 0.5 else None))
+        return await self.answer(request_id)
+
+    async def answer(self, request_id: str) -> rs.Result:
+        while True:
+            result = await self.call(lambda c: c.retrieve(request_id, 1.0))
+            if result is not None:
+                return result
+
+
+class Tenant:
+    """A client with one model, and the sequential truth it compares every answer with."""
+
+    def __init__(self, world: World, number: int):
+        self.world = world
+        self.chance = random.Random(world.seed * 1000 + number)
+        self.session = f"s{number}"
+        self.spec = ModelSpec(f"s{number}:train:0", "tiny", lora=LoraSpec(4), seed=number)
+        self.truth = SimWorker({})
+        self.seq = 0
+        self.samplers = 0
+
+    async def live(self, operations: int) -> None:
+        await self.world.call(lambda c: c.create_session(self.session))
+        self.truth.create_model(self.spec)
+        created = await self.world.run(rq.CreateModel(self.spec, self.session))
+        assert created == rs.ModelCreated(self.spec.model_id), created
+        done = 0
+        while done < operations:
+            done += await self._some()
+
+    async def _some(self) -> int:
+        """A few requests, sent in order; the answers are awaited afterwards, as the SDK's pipelining does."""
+        sent = []
+        for _ in range(self.chance.randint(1, 4)):
+            verb = self.chance.choice([self._batch, self._batch, self._forward, self._step, self._sampler])
+            request, expected = verb()
+            stamp = f"r{self.chance.getrandbits(64):016x}"
+            request_id = await self.world.call(lambda c, r=request, s=stamp: c.submit(r, s))
+            sent.append((request, request_id, expected))
+        for request, request_id, expected in sent:
+            result = await self.world.answer(request_id)
+            if isinstance(result, rs.SamplerSaved):
+                await self._sample(str(result.sampler_id), expected)
+            else:
+                assert encode(result) == encode(expected), f"{request}: {result} instead of {expected}"
+        return len(sent)
+
+    def _next(self) -> int:
+        self.seq += 1
+        return self.seq
+
+    def _columns(self) -> Any:
+        tokens = np.asarray([self.chance.randint(0, 319) for _ in range(self.chance.randint(1, 4))], np.int32)
+        return columns_from([Example(tokens, {"target_tokens": tokens})])
+
+    def _batch(self) -> tuple[rq.Request, Any]:
+        columns = self._columns()
+        request = rq.ForwardBackward(self.spec.model_id, columns, LossCall("cross_entropy", {}), seq_id=self._next())
+        return request, self.truth.forward_backward(self.spec.model_id, columns, False)
+
+    def _forward(self) -> tuple[rq.Request, Any]:
+        columns = self._columns()
+        request = rq.ForwardBackward(self.spec.model_id, columns, LossCall("cross_entropy", {}), True, self._next())
+        return request, self.truth.forward_backward(self.spec.model_id, columns, True)
+
+    def _step(self) -> tuple[rq.Request, Any]:
+        adam = AdamParams(learning_rate=self.chance.random())
+        return rq.OptimStep(self.spec.model_id, adam, self._next()), rs.StepDone(self.truth.optim_step(self.spec.model_id, adam))
+
+    def _sampler(self) -> tuple[rq.Request, Any]:
+        self.samplers += 1
+        sampler_id = f"{self.session}:sample:{self.samplers}"
+        request = rq.SaveForSampler(self.spec.model_id, sampler_id=sampler_id, seq_id=self._next())
+        return request, self.truth.states[self.spec.model_id].weights
+
+    async def _sample(self, sampler_id: str, weights: str) -> None:
+        params = rq.SamplingParams(4, seed=self.chance.randint(0, 99))
+        result = await self.world.run(rq.Sample(sampler_id, (1, 2), params, seq_id=0))
+        assert isinstance(result, rs.SampleOutput), result
+        drawn = np.frombuffer(bytes.fromhex(chained(weights, (1, 2), params.seed)), np.uint8)[:4]
+        assert result.sequences[0].tokens.tolist() == drawn.tolist(), "a sampler did not answer from its own weights"
+
+
+async def faults(world: World) -> None:
+    """At moments and of kinds that the seed chooses, until the tenants are done."""
+    kinds = ("crash", "rank", "half", "full disk", "power")
+    weights = [world.chance.random() for _ in kinds]
+    pause_s = world.chance.choice([0.05, 0.2, 1.0])
+    while True:
+        await asyncio.sleep(world.chance.expovariate(1 / pause_s))
+        kind = world.chance.choices(kinds, weights)[0]
+        world.say(f"{world.now:.3f} {kind}")
+        if kind == "crash":
+            world.crash()
+        elif kind == "rank":
+            world.machines.kill_rank()
+        elif kind == "half" and world.machines.rank is not None:
+            world.machines.rank.worker.faulty = 1
+        elif kind == "power":
+            world.machines.power_cut()
+            world.crash()
+        elif kind == "full disk":
+            world.disk.full = True
+            await asyncio.sleep(world.chance.random())
+            world.disk.full = False
+
+
+async def simulate(seed: int, say: Callable[[str], None]) -> int:
+    world = World(seed, say)
+    await world.begin()
+    tenants = [Tenant(world, number) for number in range(world.chance.randint(1, 3))]
+    trouble = asyncio.ensure_future(faults(world))
+    await asyncio.gather(*(tenant.live(world.chance.randint(5, 25)) for tenant in tenants))
+    trouble.cancel()
+    world.disk.full = False
+    await check(world, tenants)
+    return world.crashes
+
+
+async def check(world: World, tenants: list[Tenant]) -> None:
+    """After the last answer: every state is the sequential one, and the journal has answered all it accepted."""
+    for tenant in tenants:
+        request, expected = tenant._forward()
+        assert encode(await world.run(request)) == encode(expected)
+        assert world.machines.rank is not None
+        found, truth = world.machines.rank.worker.states[tenant.spec.model_id], tenant.truth.states[tenant.spec.model_id]
+        assert found == truth, f"{tenant.spec.model_id}: {found} instead of {truth}"
+    assert all(op.answered_at is not None for op in world.disk.operations.values())
+
+
+def run_seed(seed: int, say: Callable[[str], None] = lambda text: None) -> int:
+    """Raises when the simulated service broke a promise. Returns how often its controller died."""
+    logging.getLogger("skyrl_actors").setLevel(logging.CRITICAL)
+    loop = SimLoop(seed)
+    asyncio.set_event_loop(loop)
+    loop.set_exception_handler(lambda _, context: None)
+    try:
+        return loop.run_until_complete(simulate(seed, say))
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", type=int, nargs="?", help="replay this one and tell what happens")
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    if options.seed is not None:
+        print(f"held: {run_seed(options.seed, print)} controllers died")
+        return
+    started, crashes = time.perf_counter(), 0
+    for seed in range(options.first, options.first + options.count):
+        try:
+            crashes += run_seed(seed)
+        except BaseException:
+            print(f"seed {seed} broke; replay it with: python -m tests.simulation.world {seed}", flush=True)
+            raise
+        if (seed - options.first) % 500 == 499:
+            print(f"{seed - options.first + 1} seeds, {crashes} controllers died, {time.perf_counter() - started:.0f} s", flush=True)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
