@@ -44,7 +44,7 @@ class Run:
                 self.steps[loop], self.paths[loop] = LOOPS[loop](
                     service, name, lambda step: step >= wanted[loop] if wanted else self.enough.is_set(), self.answers[loop]
                 )
-        except BaseException:
+        except BaseException:  # noqa: BLE001  whatever the client saw is the result
             self.errors.append(f"{loop}: {traceback.format_exc()}")
             self.enough.set()
 
@@ -78,7 +78,7 @@ def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...]) -> list[dict
         for kind in choice.sample(kinds, len(kinds)):
             time.sleep(choice.uniform(0.2, 2.5))
             moment = time.time()
-            killed = faults.kill(kind, choice)
+            killed = faults.kill(harness.NAME, kind, choice)
             if killed and not run.enough.is_set():
                 made.append({"kind": kind, "at": moment, "processes": len(killed)})
                 print(f"kill {len(made):3d}/{kills}: {kind}", flush=True)

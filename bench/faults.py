@@ -1,10 +1,15 @@
 """SIGKILL for the processes of a service on this machine, found by what they call themselves."""
 
+import json
+import os
 import random
+import shutil
 import signal
-from collections.abc import Callable
+from pathlib import Path
 
 import psutil
+
+from skyrl_actors.commands.serve import STATE_FOLDER
 
 TITLES = {
     "rank": "ray::TrainWorkerActor",
@@ -17,26 +22,47 @@ TITLES = {
 KINDS = ("rank", "group", "engine actor", "vLLM process", "controller", "ingress replica", "Serve proxy")
 
 
-def processes(kind: str) -> list[psutil.Process]:
+def family(name: str) -> list[psutil.Process]:
+    """All processes of the service: the daemons of its Ray session, and what they started."""
+    marks = json.loads((STATE_FOLDER / f"{name}.json").read_text())["marks"]
+    daemons = [p for p in psutil.process_iter(["cmdline"]) if any(m in part for m in marks for part in p.info["cmdline"] or ())]
+    found = {p.pid: p for daemon in daemons for p in (daemon, *_children(daemon))}
+    found.pop(os.getpid(), None)
+    return list(found.values())
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def processes(name: str, kind: str) -> list[psutil.Process]:
     title = TITLES["rank" if kind == "group" else kind]
     found = []
-    for process in psutil.process_iter(["cmdline", "name"]):
-        command = process.info["cmdline"] or [""]
+    for process in family(name):
+        try:
+            command = process.cmdline() or [""]
+        except psutil.NoSuchProcess:
+            continue
         if command[0].startswith(title) or (kind == "Serve proxy" and command[0].endswith("/haproxy")):
             found.append(process)
     return found
 
 
-def kill(kind: str, choice: random.Random) -> list[int]:
+def kill(name: str, kind: str, choice: random.Random) -> list[int]:
     """One process of that kind (all ranks for "group"); returns the process ids."""
-    found = processes(kind)
+    found = processes(name, kind)
     chosen = found if kind == "group" else choice.sample(found, min(1, len(found)))
     return [process.pid for process in chosen if _killed(process)]
 
 
-def kill_all(is_ours: Callable[[psutil.Process], bool]) -> int:
-    """As when the power goes: every process that is ours, at once."""
-    return sum(_killed(process) for process in psutil.process_iter() if is_ours(process))
+def power_cut(name: str) -> int:
+    """As when the power goes: every process of the service at once, and what lay in memory only."""
+    count = sum(_killed(process) for process in family(name))
+    shutil.rmtree(Path("/dev/shm/skyrl-actors") / name, ignore_errors=True)
+    return count
 
 
 def _killed(process: psutil.Process) -> bool:

@@ -1,6 +1,8 @@
 """A backend in memory, for tests of the controller's order and books: it records calls and can be held up."""
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ class FakeBackend:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.models: dict[str, ModelSpec] = {}
+        self.numbers: dict[str, int] = {}
+        self.on_lost: Callable[[str], None] = lambda role: None
         self.go = asyncio.Event()
         self.go.set()
         self.failing: set[str] = set()
@@ -29,39 +33,65 @@ class FakeBackend:
             raise InternalError(f"{verb} broke")
         self.calls.append((verb, model_id))
 
-    async def start(self) -> Capabilities:
+    async def start(self, epoch: int) -> Capabilities:
         return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy", "critic"))
 
-    async def create_model(self, spec: ModelSpec) -> None:
+    async def ready(self, role: str) -> None:
+        pass
+
+    async def residents(self) -> dict[str, int]:
+        return dict(self.numbers)
+
+    async def create_model(self, spec: ModelSpec, number: int) -> None:
         await self._call("create_model", spec.model_id)
         self.models[spec.model_id] = spec
+        self.numbers[spec.model_id] = number
 
-    async def delete_model(self, model_id: str) -> None:
-        await self._call("delete_model", model_id)
-        self.models.pop(model_id, None)
+    async def delete_model(self, spec: ModelSpec) -> None:
+        await self._call("delete_model", spec.model_id)
+        self.models.pop(spec.model_id, None)
+        self.numbers.pop(spec.model_id, None)
 
-    async def forward_backward(self, model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool) -> LossOutput:
+    async def forward_backward(
+        self, spec: ModelSpec, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
+    ) -> LossOutput:
         if "forward_backward" in self.failing:
             raise InternalError("forward_backward broke")
-        await self._call(f"forward_backward {int(columns.tokens[0])}", model_id)
+        await self._call(f"forward_backward {int(columns.tokens[0])}", spec.model_id)
         return LossOutput(columns.offsets, {"logprobs": np.zeros(columns.num_tokens, np.float32)}, {"loss:sum": 0.0})
 
-    async def drop_gradients(self, model_id: str) -> None:
-        await self._call("drop_gradients", model_id)
+    async def drop_gradients(self, spec: ModelSpec, number: int) -> None:
+        await self._call("drop_gradients", spec.model_id)
 
-    async def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        await self._call("optim_step", model_id)
+    async def optim_step(self, spec: ModelSpec, number: int, adam: AdamParams) -> dict[str, float]:
+        await self._call("optim_step", spec.model_id)
         return {}
 
-    async def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
-        await self._call("save_checkpoint", model_id)
+    async def save_checkpoint(self, spec: ModelSpec, folder: str, with_optimizer: bool, mark: str) -> None:
+        await self._call("save_checkpoint", spec.model_id)
 
-    async def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
-        await self._call("load_checkpoint", model_id)
+    async def load_checkpoint(self, spec: ModelSpec, number: int, folder: str, with_optimizer: bool) -> None:
+        await self._call("load_checkpoint", spec.model_id)
 
-    async def save_for_sampler(self, model_id: str, version: str) -> SamplerWeights:
-        await self._call(f"save_for_sampler {version}", model_id)
+    async def copy_state(self, spec: ModelSpec) -> int:
+        await self._call("copy_state", spec.model_id)
+        return 1
+
+    async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
+        (Path(folder) / "state").write_text(spec.model_id)
+
+    async def restore(self, spec: ModelSpec, number: int, folder: str) -> None:
+        self.calls.append(("restore", spec.model_id))
+
+    async def renumber(self, spec: ModelSpec, number: int, keep_optimizer: bool) -> None:
+        self.calls.append(("renumber", spec.model_id))
+
+    async def save_for_sampler(self, spec: ModelSpec, version: str) -> SamplerWeights:
+        await self._call(f"save_for_sampler {version}", spec.model_id)
         return SamplerWeights(version, (WeightManifest(version, "lora", f"/dev/shm/{version}", 1),))
+
+    async def has_sampler(self, weights: SamplerWeights) -> bool:
+        return True
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
         return SamplerWeights(version)

@@ -16,14 +16,17 @@ ROOMS = {
     "observe": {"messages"},
     "workers": {"messages", "losses"},
     "remote": {"messages"},
-    "groups": {"messages", "config", "workers", "remote", "placement"},
+    "restarts": {"config"},
+    "migrations": set(),
+    "journal": {"messages", "config", "migrations"},
+    "groups": {"messages", "config", "workers", "remote", "restarts", "placement"},
     "transfer": {"messages", "config", "groups", "remote"},
-    "engines": {"messages", "config", "colocation", "transfer", "remote", "placement"},
-    "backends": {"messages", "config", "colocation", "groups", "engines", "transfer", "remote", "placement"},
-    "controller": {"messages", "config", "losses", "backends", "observe"},
+    "engines": {"messages", "config", "colocation", "transfer", "remote", "restarts", "placement"},
+    "backends": {"messages", "config", "workers", "colocation", "groups", "engines", "transfer", "remote", "placement"},
+    "controller": {"messages", "config", "losses", "journal", "backends", "observe"},
     "api": {"messages", "config", "controller", "backends", "remote", "commands"},
     "jobs": {"messages", "config", "api"},
-    "commands": {"messages", "config", "api", "backends", "controller", "jobs", "remote", "placement"},
+    "commands": {"messages", "config", "api", "backends", "controller", "jobs", "journal", "remote", "placement"},
     "__main__": {"messages", "commands"},
     "placement": set(),
 }
@@ -37,6 +40,7 @@ NARROW = {
         "remote": {"skyrl_actors.remote"},
     },
     "workers": {"losses": {"skyrl_actors.losses", "skyrl_actors.losses.torch_ops"}},
+    "backends": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.tiny_base"}},
     "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},
 }
 HEAVY = {
@@ -44,10 +48,13 @@ HEAVY = {
               "commands/doctor.py"),
     "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py"),
     "ray": (
-        "api/ingress.py", "api/client.py", "groups/", "engines/pool.py", "transfer/", "remote.py", "backends/ray_backend.py",
+        "api/ingress.py", "api/client.py", "groups/", "engines/pool.py", "engines/engine.py", "transfer/", "remote.py", "backends/ray_backend.py",
+        "backends/vitals.py",
         "commands/cluster.py", "commands/serve.py", "commands/train.py", "placement/reserve.py",
     ),
     "jax": (),
+    "sqlalchemy": ("journal/", "migrations/"),
+    "alembic": ("journal/", "migrations/"),
 }  # fmt: skip
 MODULE_LINES, FUNCTION_LINES = 400, 60
 SWALLOWING_EXCEPTS = 4  # the gate, the two lanes, shutdown

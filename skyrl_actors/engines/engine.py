@@ -18,8 +18,8 @@ from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.config.cluster import EngineConfig, RestartConfig
 from skyrl_actors.engines.health import Event, Health, after
 from skyrl_actors.engines.interface import BASE_VERSION, EngineReport, EngineSpec
-from skyrl_actors.groups.restarts import RestartLimit
 from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.restarts import RestartLimit
 
 DROPPED = ""  # state of an engine whose weights were dropped: no version
 TAIL_LINES = 15

@@ -15,8 +15,8 @@ from skyrl_actors import remote
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.groups.last_words import last_words, stacks_of
-from skyrl_actors.groups.restarts import RestartLimit
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.restarts import RestartLimit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

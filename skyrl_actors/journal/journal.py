@@ -7,8 +7,9 @@ fsync is divided among them.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,12 +68,12 @@ class SqlJournal:
         """Whether it could be opened now, before any process is started for it. Raises ConfigError."""
         opening.check_folder(self.folder)
         opening.FolderLock(self.folder, "").release()
+        engine = opening.connect(self._url)
         try:
-            engine = opening.connect(self._url)
-            opening.migrate(engine, self.folder, (self.folder / opening.MARKER).exists(), only_check=True)
+            with _refused(f"the journal's database {self._url} can not be used"):
+                opening.migrate(engine, self.folder, (self.folder / opening.MARKER).exists(), only_check=True)
+        finally:
             engine.dispose()
-        except SQLAlchemyError as error:
-            raise ConfigError(f"the journal's database {self._url} can not be used: {getattr(error, 'orig', error)}") from None
 
     async def open(self, holder: str) -> Books:
         return await asyncio.to_thread(self._open, holder)
@@ -80,23 +81,21 @@ class SqlJournal:
     def _open(self, holder: str) -> Books:
         opening.check_folder(self.folder)
         self._lock = opening.FolderLock(self.folder, holder)
+        engine = opening.connect(self._url)
         try:
-            engine = opening.connect(self._url)
-            if engine.dialect.name == "postgresql":
-                self._guard = _advisory_lock(engine)
-            marked = (self.folder / opening.MARKER).exists()
-            opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
-            self._store = Store(engine, self._packs)
-            books = self._store.begin_epoch(holder)
-            self._packs.sweep(self._store.used_packs())
-            return books
-        except SQLAlchemyError as error:
-            self._lock.release()
-            raise ConfigError(f"the journal's database {self._url} can not be used: {getattr(error, 'orig', error)}") from None
-        except OSError as error:
-            self._lock.release()
-            raise ConfigError(f"the journal {self.folder} can not be used: {error}") from None
+            with _refused(f"the journal's database {self._url} can not be used"):
+                if engine.dialect.name == "postgresql":
+                    self._guard = _advisory_lock(engine)
+                marked = (self.folder / opening.MARKER).exists()
+                opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
+                self._store = Store(engine, self._packs)
+                books = self._store.begin_epoch(holder)
+                self._packs.sweep(self._store.used_packs())
+                return books
         except BaseException:
+            if self._guard is not None:
+                self._guard.close()
+            engine.dispose()
             self._lock.release()
             raise
 
@@ -211,6 +210,17 @@ class SqlJournal:
             self._store.engine.dispose()
         if self._lock is not None:
             self._lock.release()
+
+
+@contextmanager
+def _refused(what: str) -> Generator[None]:
+    """Faults of files and databases while a journal is opened are the config's."""
+    try:
+        yield
+    except SQLAlchemyError as error:
+        raise ConfigError(f"{what}: {_reason(error)}") from None
+    except OSError as error:
+        raise ConfigError(f"{what}: {error}") from None
 
 
 def _advisory_lock(engine: sa.Engine) -> sa.Connection:

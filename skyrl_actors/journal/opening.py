@@ -15,7 +15,6 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl_actors import migrations
 from skyrl_actors.journal.packs import fsync
@@ -104,27 +103,26 @@ class FolderLock:
 
 def migrate(engine: sa.Engine, folder: Path, has_marker: bool, only_check: bool = False) -> str:
     """Bring the tables to this version; returns the journal's id. `only_check` changes nothing and returns ""."""
-    try:
-        with engine.begin() as connection:
-            names = set(sa.inspect(connection).get_table_names())
-            ours = {VERSION_TABLE, "journal_info"}
-            if names and not ours <= names:
-                raise ConfigError(
-                    f"{engine.url} holds tables of something else ({sorted(names)[0]}); give the journal a database of its own"
-                )
-            if not names and has_marker:
-                raise ConfigError(f"{engine.url} is empty, but {folder} is a journal: its database was removed. Restore it, "
-                                  "or set another journal.folder to begin anew")  # fmt: skip
-            _check_version(connection, names)
-            if only_check:
-                return ""
-            if engine.dialect.name == "postgresql":
-                connection.execute(sa.text("SET LOCAL lock_timeout = '10s'"))
-            _run_migrations(connection)
-        with engine.begin() as connection:
-            return _identity(connection, folder)
-    except SQLAlchemyError as error:
-        raise ConfigError(f"the journal's database {engine.url} can not be opened: {getattr(error, 'orig', error)}") from None
+    with engine.begin() as connection:
+        names = set(sa.inspect(connection).get_table_names())
+        ours = {VERSION_TABLE, "journal_info"}
+        if names and not ours <= names:
+            raise ConfigError(
+                f"{engine.url} holds tables of something else ({min(names)}); give the journal a database of its own"
+            )  # fmt: skip
+        if not names and has_marker:
+            raise ConfigError(
+                f"{engine.url} is empty, but {folder} is a journal: its database was removed. Restore it, "
+                "or set another journal.folder to begin anew"
+            )
+        _check_version(connection, names)
+        if only_check:
+            return ""
+        if engine.dialect.name == "postgresql":
+            connection.execute(sa.text("SET LOCAL lock_timeout = '10s'"))
+        _run_migrations(connection)
+    with engine.begin() as connection:
+        return _identity(connection, folder)
 
 
 def _scripts() -> ScriptDirectory:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from skyrl_actors.api import translate, wire
-from skyrl_actors.config.cluster import ClusterConfig, LimitsConfig, LoraConfig, TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, LoraConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
@@ -25,18 +26,18 @@ async def controller(tmp_path: Path):
         base_model=TinyBase(name="tiny"),
         limits=LimitsConfig(open_requests=50, lora_sampler_versions=2, datums=4),
         lora=LoraConfig(max_adapters=2),
-        checkpoint_dir=tmp_path,
+        checkpoint_dir=tmp_path / "checkpoints",
     )
-    made = Controller(config, FakeBackend())
+    made = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
     await made.start()
     yield made
     await made.close()
 
 
 async def model_in(controller: Controller, number: int = 0, **fields) -> tuple[str, str]:
-    session = controller.create_session()
+    session = await controller.create_session()
     spec = ModelSpec(f"{session}:train:{number}", "tiny", lora=LoraSpec(4), **fields)
-    await done(controller, controller.submit(rq.CreateModel(spec, session)))
+    await done(controller, await controller.submit(rq.CreateModel(spec, session)))
     return session, spec.model_id
 
 
@@ -61,8 +62,8 @@ async def test_requests_of_a_model_take_effect_in_order(controller: Controller):
     backend.go.clear()
     ids = []
     for i in range(5):
-        ids.append(controller.submit(batch(model_id, 2 * i + 1, first_token=i)))
-        ids.append(controller.submit(rq.OptimStep(model_id, AdamParams(), 2 * i + 2)))
+        ids.append(await controller.submit(batch(model_id, 2 * i + 1, first_token=i)))
+        ids.append(await controller.submit(rq.OptimStep(model_id, AdamParams(), 2 * i + 2)))
     backend.go.set()
     await asyncio.gather(*(done(controller, i) for i in ids))
     expected = [call for i in range(5) for call in ((f"forward_backward {i}", model_id), ("optim_step", model_id))]
@@ -72,22 +73,22 @@ async def test_requests_of_a_model_take_effect_in_order(controller: Controller):
 async def test_a_retry_is_the_same_request(controller: Controller):
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
-    first = controller.submit(rq.OptimStep(model_id, AdamParams(), 1))
-    assert controller.submit(rq.OptimStep(model_id, AdamParams(), 1)) == first
+    first = await controller.submit(rq.OptimStep(model_id, AdamParams(), 1))
+    assert await controller.submit(rq.OptimStep(model_id, AdamParams(), 1)) == first
     await done(controller, first)
-    assert controller.submit(rq.OptimStep(model_id, AdamParams(), 1)) == first
+    assert await controller.submit(rq.OptimStep(model_id, AdamParams(), 1)) == first
     assert backend.calls.count(("optim_step", model_id)) == 1
     with pytest.raises(Conflict):
-        controller.submit(rq.OptimStep(model_id, AdamParams(learning_rate=1), 1))
+        await controller.submit(rq.OptimStep(model_id, AdamParams(learning_rate=1), 1))
     with pytest.raises(Conflict):
-        controller.submit(batch(model_id, 1))
+        await controller.submit(batch(model_id, 1))
 
 
 async def test_creating_the_same_model_again_is_a_retry(controller: Controller):
-    session = controller.create_session()
+    session = await controller.create_session()
     request = rq.CreateModel(ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4), seed=3), session)
-    first = controller.submit(request)
-    assert controller.submit(request) == first
+    first = await controller.submit(request)
+    assert await controller.submit(request) == first
     assert await done(controller, first) == rs.ModelCreated(request.model_id)
     assert len(controller.tenants.models) == 1
 
@@ -96,7 +97,7 @@ async def test_an_answer_can_be_read_again_and_waited_for_by_many(controller: Co
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()
-    request_id = controller.submit(rq.OptimStep(model_id, AdamParams()))
+    request_id = await controller.submit(rq.OptimStep(model_id, AdamParams()))
     assert await controller.retrieve(request_id, 0.01) is None
     waiting = [asyncio.create_task(controller.retrieve(request_id, 5)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -111,18 +112,18 @@ async def test_a_failure_is_an_answer_and_the_model_goes_on(controller: Controll
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("optim_step")
-    result = await done(controller, controller.submit(rq.OptimStep(model_id, AdamParams())))
+    result = await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams())))
     assert isinstance(result, rs.Failure) and result.category == "server" and "optim_step broke" in result.message
     backend.failing.clear()
-    assert await done(controller, controller.submit(rq.OptimStep(model_id, AdamParams()))) == rs.StepDone({})
+    assert await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams()))) == rs.StepDone({})
 
 
 async def test_a_model_that_was_not_created_leaves_nothing(controller: Controller):
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("create_model")
-    session = controller.create_session()
+    session = await controller.create_session()
     spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
-    assert isinstance(await done(controller, controller.submit(rq.CreateModel(spec, session))), rs.Failure)
+    assert isinstance(await done(controller, await controller.submit(rq.CreateModel(spec, session))), rs.Failure)
     assert not controller.tenants.models
 
 
@@ -139,14 +140,14 @@ async def test_sessions_take_their_models_with_them(controller: Controller):
     session, model_id = await model_in(controller)
     _, other = await model_in(controller)
     sampler = f"{session}:sample:0"
-    await done(controller, controller.submit(rq.SaveForSampler(model_id, sampler_id=sampler)))
+    await done(controller, await controller.submit(rq.SaveForSampler(model_id, sampler_id=sampler)))
     await controller.finish_session(session)
     await controller.finish_session(session)
     assert list(controller.tenants.models) == [other]
     assert ("delete_model", model_id) in controller.backend.calls  # type: ignore[attr-defined]
     assert ("drop_sampler", f"{model_id}@1") in controller.backend.calls  # type: ignore[attr-defined]
     with pytest.raises(NotFound, match="unknown model"):
-        controller.submit(batch(model_id))
+        await controller.submit(batch(model_id))
     with pytest.raises(NotFound):
         controller.heartbeat(session)
 
@@ -154,20 +155,20 @@ async def test_sessions_take_their_models_with_them(controller: Controller):
 async def test_samplers_are_versions_and_old_ones_end(controller: Controller):
     session, model_id = await model_in(controller)
     for i in range(3):
-        await done(controller, controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:{i}")))
+        await done(controller, await controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:{i}")))
     sample = rq.Sample(f"{session}:sample:2", (1, 2), rq.SamplingParams(4))
-    result = await done(controller, controller.submit(sample))
+    result = await done(controller, await controller.submit(sample))
     assert isinstance(result, rs.SampleOutput) and result.version == f"{model_id}@3"
     with pytest.raises(NotFound, match="was dropped: only the newest unnamed versions"):
-        controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4)))
+        await controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4)))
 
 
 async def test_a_sample_retry_is_the_same_request(controller: Controller):
     session, _ = await model_in(controller)
     await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
     sample = rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4), seq_id=7)
-    first = controller.submit(sample)
-    assert controller.submit(sample) == first
+    first = await controller.submit(sample)
+    assert await controller.submit(sample) == first
     await done(controller, first)
     assert controller.backend.calls.count(("sample", "base")) == 1  # type: ignore[attr-defined]
 
@@ -185,10 +186,10 @@ async def test_a_sample_retry_is_the_same_request(controller: Controller):
     ],
 )
 async def test_bad_sampling_parameters(controller: Controller, params: rq.SamplingParams, said: str):
-    session = controller.create_session()
+    session = await controller.create_session()
     await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
     with pytest.raises(InvalidRequest, match=said):
-        controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), params))
+        await controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), params))
 
 
 async def test_bad_batches_are_refused_at_once(controller: Controller):
@@ -205,14 +206,14 @@ async def test_bad_batches_are_refused_at_once(controller: Controller):
         (rows(), LossCall("ppo", {}), "missing: logprobs, advantages"),
     ):
         with pytest.raises(InvalidRequest, match=said):
-            controller.submit(rq.ForwardBackward(model_id, columns, loss))
+            await controller.submit(rq.ForwardBackward(model_id, columns, loss))
     with pytest.raises(InvalidRequest, match=r"beta1 is 1.0"):
-        controller.submit(rq.OptimStep(model_id, AdamParams(beta1=1.0)))
+        await controller.submit(rq.OptimStep(model_id, AdamParams(beta1=1.0)))
     assert controller.queue.num_open == 0
 
 
 async def test_bad_models_are_refused_at_once(controller: Controller):
-    session = controller.create_session()
+    session = await controller.create_session()
     for spec, said in (
         (
             ModelSpec(f"{session}:train:0", "other", lora=LoraSpec(4)),
@@ -225,31 +226,31 @@ async def test_bad_models_are_refused_at_once(controller: Controller):
         ),  # type: ignore[arg-type]
     ):
         with pytest.raises(InvalidRequest, match=said):
-            controller.submit(rq.CreateModel(spec, session))
+            await controller.submit(rq.CreateModel(spec, session))
     with pytest.raises(NotFound, match="unknown session"):
-        controller.submit(rq.CreateModel(ModelSpec("x:train:0", "tiny", lora=LoraSpec(4)), "x"))
+        await controller.submit(rq.CreateModel(ModelSpec("x:train:0", "tiny", lora=LoraSpec(4)), "x"))
 
 
 async def test_a_critic_is_not_sampled(controller: Controller):
     session, critic = await model_in(controller, role="critic")
     with pytest.raises(InvalidRequest, match="is a critic: it has values, not tokens"):
-        controller.submit(rq.SaveForSampler(critic, sampler_id=f"{session}:sample:0"))
+        await controller.submit(rq.SaveForSampler(critic, sampler_id=f"{session}:sample:0"))
 
 
 async def test_ppo_means_ppo_critic_on_a_critic(controller: Controller):
     _, critic = await model_in(controller, role="critic")
     values = np.zeros(3, np.float32)
     request = rq.ForwardBackward(critic, rows(values=values, returns=values), LossCall("ppo", {"value_clip": 0.3}))
-    assert isinstance(await done(controller, controller.submit(request)), rs.LossOutput)
+    assert isinstance(await done(controller, await controller.submit(request)), rs.LossOutput)
 
 
 async def test_open_requests_are_bounded(controller: Controller):
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()
-    ids = [controller.submit(rq.OptimStep(model_id, AdamParams())) for _ in range(50)]
+    ids = [await controller.submit(rq.OptimStep(model_id, AdamParams())) for _ in range(50)]
     with pytest.raises(CapacityError, match="50 requests are open"):
-        controller.submit(rq.OptimStep(model_id, AdamParams()))
+        await controller.submit(rq.OptimStep(model_id, AdamParams()))
     backend.go.set()
     await asyncio.gather(*(done(controller, i) for i in ids))
 
@@ -257,10 +258,10 @@ async def test_open_requests_are_bounded(controller: Controller):
 async def test_unknown_checkpoints(controller: Controller):
     session, model_id = await model_in(controller)
     with pytest.raises(NotFound, match="no checkpoint tinker://a/weights/b"):
-        controller.submit(rq.CreateModel(ModelSpec(f"{session}:train:1", ""), session, from_path="tinker://a/weights/b"))
+        await controller.submit(rq.CreateModel(ModelSpec(f"{session}:train:1", ""), session, from_path="tinker://a/weights/b"))
     with pytest.raises(InvalidRequest, match="not a tinker path"):
-        controller.submit(rq.LoadWeights(model_id, "tinker://a/../b", True))
-    result = await done(controller, controller.submit(rq.LoadWeights(model_id, "tinker://a/weights/b", True)))
+        await controller.submit(rq.LoadWeights(model_id, "tinker://a/../b", True))
+    result = await done(controller, await controller.submit(rq.LoadWeights(model_id, "tinker://a/weights/b", True)))
     assert isinstance(result, rs.Failure) and result.category == "user" and "no checkpoint" in result.message
 
 
@@ -268,20 +269,20 @@ async def test_a_step_behind_a_failed_batch_is_not_applied(controller: Controlle
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("forward_backward")
-    batch_id, step_id = controller.submit(batch(model_id)), controller.submit(rq.OptimStep(model_id, AdamParams()))
+    batch_id, step_id = await controller.submit(batch(model_id)), await controller.submit(rq.OptimStep(model_id, AdamParams()))
     assert isinstance(await done(controller, batch_id), rs.Failure)
     failed = await done(controller, step_id)
     assert isinstance(failed, rs.Failure) and "not applied" in failed.message and failed.category == "server"
     assert backend.calls[-1] == ("drop_gradients", model_id) and ("optim_step", model_id) not in backend.calls
-    assert await done(controller, controller.submit(rq.OptimStep(model_id, AdamParams()))) == rs.StepDone({})
+    assert await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams()))) == rs.StepDone({})
 
 
 async def test_weights_stay_until_the_last_accepted_sample_is_answered(controller: Controller):
     session, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
-    await done(controller, controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0")))
+    await done(controller, await controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0")))
     backend.go.clear()
-    sample_id = controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4)))
+    sample_id = await controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4)))
     finishing = asyncio.create_task(controller.finish_session(session))
     await asyncio.sleep(0.01)
     assert ("drop_sampler", f"{model_id}@1") not in backend.calls
@@ -295,8 +296,8 @@ async def test_finishing_a_session_frees_what_was_still_being_saved(controller: 
     session, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()
-    saving = controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0"))
-    queued = controller.submit(rq.OptimStep(model_id, AdamParams()))
+    saving = await controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0"))
+    queued = await controller.submit(rq.OptimStep(model_id, AdamParams()))
     finishing = asyncio.create_task(controller.finish_session(session))
     await asyncio.sleep(0)
     backend.go.set()
@@ -309,7 +310,7 @@ async def test_finishing_a_session_frees_what_was_still_being_saved(controller: 
 
 async def test_a_model_whose_checkpoint_does_not_load_does_not_stay(controller: Controller):
     session, model_id = await model_in(controller)
-    saved = await done(controller, controller.submit(rq.SaveWeights(model_id, "c")))
+    saved = await done(controller, await controller.submit(rq.SaveWeights(model_id, "c")))
     assert isinstance(saved, rs.Saved)
     folder = Path(saved.folder)
     folder.mkdir(parents=True)
@@ -317,14 +318,14 @@ async def test_a_model_whose_checkpoint_does_not_load_does_not_stay(controller: 
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("load_checkpoint")
     request = rq.CreateModel(ModelSpec(f"{session}:train:1", ""), session, from_path=saved.path)
-    assert isinstance(await done(controller, controller.submit(request)), rs.Failure)
+    assert isinstance(await done(controller, await controller.submit(request)), rs.Failure)
     assert list(backend.models) == [model_id] == list(controller.tenants.models)
 
 
 async def test_a_repeated_create_without_a_seed_is_a_retry(controller: Controller):
-    session = controller.create_session()
+    session = await controller.create_session()
     body = wire.CreateModel(session_id=session, model_seq_id=0, base_model="tiny")
     first, second = translate.create_model(body, 32.0), translate.create_model(body, 32.0)
-    assert first == second and controller.submit(first) == controller.submit(second)
+    assert first == second and await controller.submit(first) == await controller.submit(second)
     other = wire.CreateModel(session_id=session, model_seq_id=1, base_model="tiny")
     assert translate.create_model(other, 32.0).spec.seed != first.spec.seed

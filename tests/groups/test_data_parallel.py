@@ -1,5 +1,6 @@
 """Two data-parallel ranks (Ray actors, gloo) against one, on ragged batches; and errors of ranks."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ from placement.reserve import reserve
 from placement.types import Demand, Node
 from skyrl_actors import losses
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
-from skyrl_actors.groups.actor_group import ActorGroup, build_group
+from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import InvalidRequest, StateLost
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers.interface import TrainWorker
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,8 @@ async def group_of(ranks: int, base: Path, name: str) -> ActorGroup:
     config = ClusterConfig(name=name, policy=group_config, critic=None, engine=EngineConfig(num_engines=ranks))
     made = plan([Demand("policy", ranks, 0.3)], [Node("here", 4, 0)], "CPU", colocated=True)
     reserved = await reserve(made, name, 30, print)
-    group = build_group("policy", config, str(base), made, reserved, {"OMP_WAIT_POLICY": "passive"})
+    builder = GroupBuilder("policy", config, str(base), made, reserved, {"OMP_WAIT_POLICY": "passive"}, 1, detached=False)
+    group = builder.make()
     await group.start()
     return group
 
@@ -55,13 +58,16 @@ async def test_two_ranks_equal_one(local_ray, random_base: Path):
     for spec in (ModelSpec("lora", "tiny", lora=LoraSpec(8), seed=1), ModelSpec("full", "tiny")):
         outputs = {}
         for group in (one, two):
-            await group.create_model(spec)
+            numbers = itertools.count(1)
+            model_id = spec.model_id
+            await group.apply(model_id, next(numbers), TrainWorker.create_model, spec)
             seen = []
             for step in range(2):
                 for k, lengths in enumerate(RAGGED):
-                    seen.append(await group.forward_backward(spec.model_id, batch(10 * step + k, lengths), call, False))
-                seen.append(await group.optim_step(spec.model_id, AdamParams(1e-3, grad_clip_norm=10.0)))
-            seen.append(await group.forward_backward(spec.model_id, batch(99, RAGGED[0]), call, True))
+                    seen.append(await group.forward_backward(model_id, next(numbers), batch(10 * step + k, lengths), call, False))
+                adam = AdamParams(1e-3, grad_clip_norm=10.0)
+                seen += (await group.apply(model_id, next(numbers), TrainWorker.optim_step, model_id, adam))[:1]
+            seen.append(await group.forward_backward(model_id, None, batch(99, RAGGED[0]), call, True))
             outputs[group] = seen
         for a, b in zip(outputs[one], outputs[two], strict=True):
             if isinstance(a, dict):
@@ -74,13 +80,14 @@ async def test_two_ranks_equal_one(local_ray, random_base: Path):
 
 async def test_errors_of_ranks_become_one(local_ray, random_base: Path):
     two = await group_of(2, random_base, "errors")
+    nothing = ModelSpec("m", "tiny", lora=LoraSpec(4, train_attn=False, train_mlp=False, train_unembed=False))
     with pytest.raises(InvalidRequest, match="the LoRA spec trains nothing"):
-        await two.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_attn=False, train_mlp=False, train_unembed=False)))
-    with pytest.raises(InternalError, match=r"policy\[0\]: rank 0 does not hold model nobody; optim_step on policy\[1\]: rank 1"):
-        await two.optim_step("nobody", AdamParams())
+        await two.apply("m", 1, TrainWorker.create_model, nothing)
+    with pytest.raises(StateLost, match=r"policy\[0\], policy\[1\]: this rank does not hold a whole nobody"):
+        await two.apply("nobody", 1, TrainWorker.optim_step, "nobody", AdamParams())
     ray.kill(two.actors[1])
-    with pytest.raises(InternalError, match=r"policy\[1\]: the actor died"):
-        await two.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    with pytest.raises(StateLost, match=r"policy\[1\]: the actor died"):
+        await two.apply("m", 1, TrainWorker.create_model, ModelSpec("m", "tiny", lora=LoraSpec(4)))
 
 
 async def test_placement_that_never_comes_is_said_with_numbers(local_ray):

@@ -160,14 +160,15 @@ class SimBackend:
             else:
                 try:
                     result = work(rank)
-                except Exception as raised:
+                except Exception as raised:  # noqa: BLE001  it travels to the caller
                     error = raised
                 else:
                     loop.call_later(self.chance.random() * 0.01, lambda: answer.done() or answer.set_result(result))
                     return
             loop.call_later(self.chance.random() * 0.01, lambda: answer.done() or answer.set_exception(error))
 
-        loop.call_later(self.chance.random() * 0.05, arrive)
+        late = self.chance.random() < 0.05  # so late that a newer controller may be at work
+        loop.call_later(self.chance.random() * (3.0 if late else 0.05), arrive)
         result = await answer
         if self.dead:
             await asyncio.Event().wait()

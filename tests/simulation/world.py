@@ -1,7 +1,7 @@
 """One simulated service from one seed: tenants that train, a controller that dies at any await, and the check.
 
-    python -m tests.simulation.world 1234          # one seed, with its story
-    python -m tests.simulation.world --count 10000
+python -m tests.simulation.world 1234          # one seed, with its story
+python -m tests.simulation.world --count 10000
 """
 
 import argparse
@@ -284,7 +284,9 @@ def main() -> None:
             print(f"seed {seed} broke; replay it with: python -m tests.simulation.world {seed}", flush=True)
             raise
         if (seed - options.first) % 500 == 499:
-            print(f"{seed - options.first + 1} seeds, {crashes} controllers died, {time.perf_counter() - started:.0f} s", flush=True)
+            print(
+                f"{seed - options.first + 1} seeds, {crashes} controllers died, {time.perf_counter() - started:.0f} s", flush=True
+            )
     sys.exit(0)
 
 

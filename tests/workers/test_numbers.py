@@ -216,7 +216,7 @@ def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
     columns, call, rows = batch(6), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
     worker.forward_backward(rows, "m", columns, call, False)
     worker.optim_step("m", AdamParams(learning_rate=1e-2))
-    worker.save_checkpoint("m", str(tmp_path / "adapter"), with_optimizer=False)
+    worker.save_checkpoint("m", str(tmp_path / "adapter"), with_optimizer=False, mark="r1")
     base = AutoModelForCausalLM.from_pretrained(random_base)
     peft_model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     ours = worker.forward_backward(rows, "m", columns, call, False)
@@ -261,7 +261,7 @@ def test_training_continues_from_a_checkpoint_bit_for_bit(random_base: Path, tmp
         worker.optim_step(model_id, AdamParams(learning_rate=1e-3))
 
     train("a", 1)
-    worker.save_checkpoint("a", str(tmp_path / "c"), with_optimizer=True)
+    worker.save_checkpoint("a", str(tmp_path / "c"), with_optimizer=True, mark="r1")
     train("a", 2)
     worker.load_checkpoint("b", str(tmp_path / "c"), with_optimizer=True)
     train("b", 2)
@@ -278,7 +278,7 @@ def test_full_checkpoint_opens_in_plain_transformers(random_base: Path, tmp_path
     columns, call, rows = batch(7), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
     worker.forward_backward(rows, "m", columns, call, False)
     worker.optim_step("m", AdamParams(learning_rate=1e-2))
-    worker.save_checkpoint("m", str(tmp_path / "c"), with_optimizer=True)
+    worker.save_checkpoint("m", str(tmp_path / "c"), with_optimizer=True, mark="r1")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
     with torch.no_grad():
         expected = torch.cat(reference_logprobs(model, columns)).numpy()

