@@ -77,10 +77,11 @@ def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...]) -> list[dict
     while len(made) < kills and not run.enough.is_set():
         for kind in choice.sample(kinds, len(kinds)):
             time.sleep(choice.uniform(0.2, 2.5))
+            calm = healthy(0.1)
             moment = time.time()
             killed = faults.kill(harness.NAME, kind, choice)
             if killed and not run.enough.is_set():
-                made.append({"kind": kind, "at": moment, "processes": len(killed)})
+                made.append({"kind": kind, "at": moment, "processes": len(killed), "alone": calm})
                 print(f"kill {len(made):3d}/{kills}: {kind}", flush=True)
             if choice.random() < 0.85 and not healthy(120):
                 run.errors.append(f"not healthy 120 s after the kill of {kind}")
@@ -91,8 +92,9 @@ def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...]) -> list[dict
 
 
 def recovery(run: Run, made: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds from a kill to the next answer of each loop."""
+    """Seconds from a kill to the next answer of each loop; kills while something was still down are a kind of their own."""
     by_kind: dict[str, list[float]] = {}
+    made = [entry | {"kind": entry["kind"] if entry["alone"] else "during another's recovery"} for entry in made]
     for entry in made:
         for answers in run.answers.values():
             seconds = answers.next_after(entry["at"])

@@ -82,6 +82,12 @@ def named(name: str) -> ActorHandle | None:
         return None
 
 
+def names_with(prefix: str) -> list[str]:
+    """Of the living actors."""
+    entries: Any = ray.util.list_named_actors(all_namespaces=True)
+    return [e["name"] for e in entries if e["namespace"] == NAMESPACE and e["name"].startswith(prefix)]
+
+
 def make_named(actor_class: Any, *arguments: Any) -> ActorHandle:
     try:
         return actor_class.remote(*arguments)

@@ -18,6 +18,8 @@ from skyrl_actors.config.cluster import ClusterConfig
     # Replicas hold nothing: a client whose long poll is cut asks again.
     graceful_shutdown_wait_loop_s=0.2,
     graceful_shutdown_timeout_s=2.0,
+    health_check_period_s=1.0,
+    health_check_timeout_s=15.0,
 )
 @serve.ingress()
 class TinkerApi:

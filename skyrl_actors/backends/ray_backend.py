@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.pool import EnginePool, build_pool
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
+from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
@@ -50,6 +51,7 @@ class RayBackend:
         self._groups: dict[str, GroupSupervisor] = {}
         self._engines: EnginePool | None = None
         self._reserved: PlacementGroup | None = None
+        self._standby: Standby | None = None
         self._keeper: Keeper = SplitKeeper()
         self._vitals: Vitals | None = None
 
@@ -61,18 +63,35 @@ class RayBackend:
         except DoesNotFit as error:
             raise ConfigError(str(error)) from error
         environment = actor_environment(self.config)
+        if self.config.placement.device == "cpu" and self.config.restart.standbys:
+            self._standby = Standby(
+                self.config.name, self.config.restart.standbys, str(self.base_folder), self._reserved,
+                plan.slots_of("policy")[0].index, environment | {"OMP_NUM_THREADS": str(self.config.policy.num_threads)},
+                epoch, self._detached, self._say,
+            )  # fmt: skip
+            await self._standby.find()
         for role in self._roles:
             builder = GroupBuilder(
-                role, self.config, str(self.base_folder), plan, self._reserved, environment, epoch, self._detached
+                role,
+                self.config,
+                str(self.base_folder),
+                plan,
+                self._reserved,
+                environment,
+                epoch,
+                self._detached,
+                self._standby,
             )
             self._groups[role] = GroupSupervisor(
-                builder, self.config.restart, self._say, lambda: self._hold(Phase.TRAIN), lambda role: self.on_lost(role)
+                builder, self.config.restart, self._say, self._settled, lambda role: self.on_lost(role)
             )
         self._engines = build_pool(
             self.config, self.base_folder, plan, self._reserved, environment, self._deliver, epoch, self._detached, self._say
         )
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         await self._start_parts()
+        if self._standby is not None:
+            self._standby.refill()
         if self.config.placement.layout == "colocated":
             self._keeper = PhaseKeeper(self, Phase.TRAIN, 2 * self.config.engine.call_timeout_s)
         self._vitals = Vitals(self.config.name, list(self._groups.values()), self._engines)
@@ -82,6 +101,10 @@ class RayBackend:
             self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
             min(self.config.engine.max_model_len, info.max_context_tokens), self._roles,
         )  # fmt: skip
+
+    def _settled(self) -> AbstractAsyncContextManager[None]:
+        """When new ranks may load their weights: on a GPU only while the others have theirs there."""
+        return nullcontext() if self.config.placement.device == "cpu" else self._hold(Phase.TRAIN)
 
     @asynccontextmanager
     async def _hold(self, phase: Phase) -> AsyncGenerator[None]:
@@ -292,6 +315,8 @@ class RayBackend:
                 await supervisor.close()
             except InternalError as error:
                 self._say(f"the {supervisor.role} group did not stop in order: {error}")
+        if self._standby is not None:
+            await self._standby.close()
         if self._reserved is not None:
             try:
                 remove_placement_group(self._reserved)

@@ -20,6 +20,7 @@ from ray._private import utils as ray_utils
 from ray.actor import ActorHandle
 from ray.util.placement_group import get_placement_group, remove_placement_group
 
+from skyrl_actors import remote
 from skyrl_actors.api.client import NAMESPACE, actor_name
 from skyrl_actors.backends.base_models import base_model_folder
 from skyrl_actors.commands.terminal import bar, note
@@ -135,10 +136,10 @@ async def close_controller(controller: ActorHandle) -> None:
 
 def end_parts(name: str) -> None:
     """Ranks, engines and slots of a service: they outlive a controller that did not end them."""
-    entries: Any = ray.util.list_named_actors(all_namespaces=True)
-    for entry in entries:
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(f"{name}:"):
-            ray.kill(ray.get_actor(entry["name"], namespace=NAMESPACE))
+    for part in remote.names_with(f"{name}:"):
+        actor = remote.named(part)
+        if actor is not None:
+            ray.kill(actor)
     with suppress(ValueError):  # there is none
         remove_placement_group(get_placement_group(name))
 

@@ -23,7 +23,13 @@ def folder(name: str) -> Path:
 
 
 def environment(config: ClusterConfig) -> dict[str, str]:
-    common = {"RAY_worker_niceness": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+    common = {
+        "RAY_worker_niceness": "0",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a dead edge is made anew after three of these, not after 30 s
+        "RAY_health_check_period_ms": "1000",  # the same for a dead node
+        "RAY_health_check_timeout_ms": "5000",
+    }
     if not config.http.haproxy:
         return common
     own = folder(config.name)
@@ -36,6 +42,7 @@ def environment(config: ClusterConfig) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "2",
     }
 

@@ -57,7 +57,8 @@ def _with_ray(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple[
 async def _run(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple[Outcome, Path]:
     journal = config.cluster.journal.model_copy(update={"folder": (folder.path / ".journal").resolve()})
     checkpoints = (folder.path / ".checkpoints").resolve()
-    scratch = config.cluster.model_copy(update={"checkpoint_dir": checkpoints, "journal": journal})
+    restart = config.cluster.restart.model_copy(update={"standbys": 0})  # a job can wait for a rank's start
+    scratch = config.cluster.model_copy(update={"checkpoint_dir": checkpoints, "journal": journal, "restart": restart})
     controller = cluster.create_controller(scratch, base_folder, detached=False)
     try:
         await cluster.wait_until_started(controller)

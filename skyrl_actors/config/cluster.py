@@ -136,6 +136,9 @@ class RestartConfig(FrozenConfig):
     max_backoff_s: float = Field(default=30.0, ge=0)
     start_timeout_s: float = Field(default=180.0, gt=0, description="longest a restarted group may take to load the base model")
     cooldown_s: float = Field(default=60.0, ge=0, description="a part that failed is tried again when it is asked for after this")
+    standbys: int = Field(
+        default=1, ge=0, description="training processes kept waiting on a CPU service, to take the place of a dead rank at once"
+    )
     attempts: int = Field(default=4, ge=1, description="times one operation is tried when its ranks die under it")
 
 
@@ -158,7 +161,7 @@ class LimitsConfig(FrozenConfig):
 class HttpConfig(FrozenConfig):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
-    replicas: int = Field(default=1, ge=1)
+    replicas: int = Field(default=2, ge=1, description="ingress processes; with two, one may die unnoticed")
     long_poll_s: float = Field(default=30.0, gt=0, le=40)
     api_keys: tuple[str, ...] = Field(default=(), description="allowed X-API-Key values; none = any key")
     haproxy: bool = Field(default=True, description="Ray Serve's HAProxy edge instead of its Python proxy")

@@ -14,7 +14,7 @@ from placement.types import Plan
 from skyrl_actors import remote
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.groups.sharding import assign_rows
-from skyrl_actors.groups.worker_actor import TrainWorkerActor
+from skyrl_actors.groups.standby import Standby, worker_class
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import LossCall, Role
@@ -158,7 +158,7 @@ class GroupBuilder:
 
     def __init__(
         self, role: Role, config: ClusterConfig, base_folder: str, plan: Plan, reserved: PlacementGroup,
-        environment: dict[str, str], epoch: int, detached: bool,
+        environment: dict[str, str], epoch: int, detached: bool, standby: Standby | None = None,
     ):  # fmt: skip
         group_config = config.policy if role == "policy" else config.critic
         if group_config is None:
@@ -176,6 +176,7 @@ class GroupBuilder:
             for rank in range(len(self.slots))
         ]  # fmt: skip
         self._share = next(hold[2] for slot in self.slots[:1] for hold in slot.holds if hold[0] == role)
+        self._standby = standby
         self._on_gpu = plan.device == "GPU"
         self._lifetime = {"lifetime": "detached"} if detached else {}  # outlives a controller, which then takes it over
         self._reserved = reserved
@@ -184,30 +185,45 @@ class GroupBuilder:
 
     def running(self) -> ActorGroup | None:
         """The ranks of an earlier controller, if all of them are there."""
-        actors = [remote.named(name) for name in self.names]
+        promoted = {status.spec: actor for actor, status in (self._standby.strays if self._standby else ())}
+        actors = [promoted.get(spec) or remote.named(name) for name, spec in zip(self.names, self.specs, strict=True)]
         return self._group([actor for actor in actors if actor]) if all(actors) else None
 
     def make(self) -> ActorGroup:
-        """New actors for every rank; they start when `start` is awaited. Raises InternalError while old ones are dying."""
-        make: Any = ray.remote  # its type stubs do not know concurrency_groups
-        remote_worker = make(concurrency_groups={"watch": 1, "vitals": 2, "files": 1})(TrainWorkerActor)
+        """Processes for every rank, waiting ones first; they start when `start` is awaited. Raises InternalError while a
+        name is not free."""
         actors = []
         for name, slot, spec in zip(self.names, self.slots, self.specs, strict=True):
-            actor_class = remote_worker.options(
-                name=name,
-                namespace=remote.NAMESPACE,
-                **self._lifetime,
-                num_cpus=self._share,
-                num_gpus=self._share if self._on_gpu else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=slot.index),
-                runtime_env={"env_vars": self._environment},
-            )
-            actors.append(remote.make_named(actor_class, spec))
+            actor = self._standby.take(slot.index) if self._standby else None
+            if actor is not None:
+                actor.become.remote(spec)
+            else:
+                actor = self._new(name, slot.index, spec)
+            actors.append(actor)
         return self._group(actors)
+
+    def _new(self, name: str, bundle: int, spec: WorkerSpec) -> ActorHandle:
+        actor_class = worker_class().options(
+            name=name,
+            namespace=remote.NAMESPACE,
+            num_cpus=self._share,
+            num_gpus=self._share if self._on_gpu else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=bundle),
+            runtime_env={"env_vars": self._environment},
+            **self._lifetime,
+        )
+        return remote.make_named(actor_class, spec)
 
     def _group(self, actors: list[ActorHandle]) -> ActorGroup:
         return ActorGroup(self.role, self.config, actors, self.epoch, self._start_timeout_s)
 
-    async def remove(self) -> None:
-        """End whatever bears the names of this group, and wait until the names are free."""
+    async def remove(self, group: ActorGroup | None) -> None:
+        """End the ranks of this role, also those that an earlier controller made, and wait until their names are free."""
+        for actor in group.actors if group else ():
+            ray.kill(actor)
+        if self._standby is not None:
+            for actor, status in self._standby.strays:
+                if status.spec is not None and status.spec.role == self.role:
+                    ray.kill(actor)
+            self._standby.strays = [s for s in self._standby.strays if s[1].spec is not None and s[1].spec.role != self.role]
         await remote.end_named(self.names)

@@ -54,7 +54,7 @@ class GroupSupervisor:
             self._say(f"took over the {self.role} group ({len(running.actors)} rank(s))")
             self._set_up(running)
             return
-        await self.builder.remove()
+        await self.builder.remove(running)
         group = self.builder.make()
         await group.start()
         self._set_up(group)
@@ -112,7 +112,7 @@ class GroupSupervisor:
         while (pause_s := self._limit.died(asyncio.get_running_loop().time())) is not None:
             await asyncio.sleep(pause_s)
             try:
-                await self.builder.remove()
+                await self.builder.remove(self.group)
                 async with self._settle():
                     group = self.builder.make()
                     await group.start()
@@ -151,4 +151,4 @@ class GroupSupervisor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.builder.remove()
+        await self.builder.remove(self.group)

@@ -14,17 +14,32 @@ from skyrl_actors.workers.interface import BaseModelInfo, RankStatus, WorkerSpec
 
 
 class TrainWorkerActor:
-    def __init__(self, spec: WorkerSpec):
+    """`spec` None: a process that waits to become a rank."""
+
+    def __init__(self, spec: WorkerSpec | None):
         from skyrl_actors.workers.torch_worker import TorchWorker
 
-        self.worker = TorchWorker(spec)
-        self._once = ExactlyOnce(self.worker)
+        self._make = TorchWorker
         self._info: BaseModelInfo | None = None
+        self.spec: WorkerSpec | None = None
+        self._once = ExactlyOnce(None)
+        if spec is not None:
+            self.become(spec)
+
+    def warm(self, base_folder: str) -> None:
+        """Load all code that a rank needs, by loading the base model once."""
+        from skyrl_actors.workers.torch_worker import load_and_forget
+
+        load_and_forget(base_folder)
+
+    def become(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.worker = self._once.worker = self._make(spec)
 
     def adopt(self, epoch: int) -> RankStatus:
         """What an earlier epoch began has ended when this runs: verbs run one after another."""
         applied = self._once.adopt(epoch)
-        return RankStatus(self.worker.spec, self._info, applied, os.getpid(), os.path.realpath("/proc/self/fd/2"))
+        return RankStatus(self.spec, self._info, applied, os.getpid(), os.path.realpath("/proc/self/fd/2"))
 
     def node_address(self) -> str:
         return ray.util.get_node_ip_address()

@@ -54,7 +54,7 @@ class RowOutput:
 class RankStatus:
     """What a rank says of itself to a controller that takes it over."""
 
-    spec: WorkerSpec
+    spec: WorkerSpec | None  # None: it waits to become a rank
     info: BaseModelInfo | None  # None before `setup`
     applied: dict[str, int]  # model id -> the last operation applied to its state; only models whose state is whole
     pid: int

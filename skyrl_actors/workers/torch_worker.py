@@ -204,6 +204,11 @@ class TorchWorker:
         return {"": source.read_bytes()} if source.is_file() else {f.name: f.read_bytes() for f in source.iterdir()}
 
 
+def load_and_forget(base_folder: str) -> None:
+    """So that every module is imported which loading a base model imports."""
+    BaseModel(base_folder, torch.float32, torch.device("cpu"))
+
+
 class RaggedBuffer:
     """Collects per-token results of passes, which come in another order, at the flat positions of `rows`."""
 

@@ -1,0 +1,98 @@
+"""A training process that waits: torch is imported and the model's code is loaded, so that it can take the place of a dead
+rank in a moment. A rank's own start is mostly imports.
+
+Only for CPU services: a process on a GPU would hold memory there.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_actors import remote
+from skyrl_actors.groups.worker_actor import TrainWorkerActor
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.workers.interface import RankStatus
+
+ASK_TIMEOUT_S = 30.0
+REFILL_PAUSE_S = 2.0  # what was just lost comes first: two cores are soon busy
+CONCURRENCY_GROUPS = {"watch": 1, "vitals": 2, "files": 1}
+
+
+def worker_class() -> Any:
+    make: Any = ray.remote  # its type stubs do not know concurrency_groups
+    return make(concurrency_groups=CONCURRENCY_GROUPS)(TrainWorkerActor)
+
+
+class Standby:
+    """At most `count` idle processes beside the slot `bundle`; taken ones are made anew in the background."""
+
+    def __init__(
+        self, service: str, count: int, base_folder: str, reserved: PlacementGroup, bundle: int, environment: dict[str, str],
+        epoch: int, detached: bool, say: Callable[[str], None],
+    ):  # fmt: skip
+        self.bundle = bundle
+        self.strays: list[tuple[ActorHandle, RankStatus]] = []  # of an earlier controller, and no longer idle
+        self._prefix = f"{service}:standby:"
+        self._count = count
+        self._base_folder = base_folder
+        self._strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
+        self._environment = environment
+        self._epoch = epoch
+        self._options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
+        self._say = say
+        self._idle: list[ActorHandle] = []
+        self._refilling: asyncio.Task[None] | None = None
+
+    async def find(self) -> None:
+        """What an earlier controller left: idle ones are kept, the others may be ranks of a group."""
+        for name in remote.names_with(self._prefix):
+            actor = remote.named(name)
+            if actor is None:
+                continue
+            try:
+                (status,) = await remote.gather([actor.adopt.remote(self._epoch)], [name], "take over", ASK_TIMEOUT_S)
+            except InternalError:
+                ray.kill(actor)
+                continue
+            if status.spec is None:
+                self._idle.append(actor)
+            else:
+                self.strays.append((actor, status))
+
+    def take(self, bundle: int) -> ActorHandle | None:
+        """An idle process beside that slot."""
+        if bundle != self.bundle or not self._idle:
+            return None
+        actor = self._idle.pop()
+        self.refill()
+        return actor
+
+    def refill(self) -> None:
+        if self._refilling is None or self._refilling.done():
+            self._refilling = asyncio.create_task(self._refill())
+
+    async def _refill(self) -> None:
+        while len(self._idle) < self._count:
+            await asyncio.sleep(REFILL_PAUSE_S)
+            actor = worker_class().options(
+                name=f"{self._prefix}{uuid.uuid4().hex[:8]}", namespace=remote.NAMESPACE, num_cpus=0,
+                scheduling_strategy=self._strategy, runtime_env={"env_vars": self._environment}, **self._options,
+            ).remote(None)  # fmt: skip
+            try:
+                await remote.gather([actor.warm.remote(self._base_folder)], ["standby"], "warm up", 10 * ASK_TIMEOUT_S)
+            except InternalError as error:
+                self._say(f"a standby process did not start: {error}")
+                continue
+            self._idle.append(actor)
+
+    async def close(self) -> None:
+        if self._refilling is not None:
+            self._refilling.cancel()
+            await asyncio.gather(self._refilling, return_exceptions=True)
+        await remote.end_named(remote.names_with(self._prefix))
