@@ -1,4 +1,4 @@
-"""The command line: demo, train, serve, status, stop, plan, doctor."""
+"""The command line: demo, train, serve, status, stop, journal, plan, doctor."""
 
 import os
 import secrets
@@ -69,6 +69,20 @@ def stop(name: Name = "skyrl-actors") -> None:
     from skyrl_actors.commands.serve import stop as run
 
     run(name)
+
+
+@app.command()
+def journal(
+    config: Config,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="list the operations of this model; without it, the models")] = None,
+    last: Annotated[int, typer.Option(help="only so many of the newest operations", min=1)] = 50,
+    json: Annotated[bool, typer.Option(help="machine-readable")] = False,
+) -> None:
+    """What a service promised and did. A new model can start from any past step: tinker://<model id>/steps/<n>."""
+    from skyrl_actors.commands.journal import run
+
+    run(config, overrides or [], model, last, json)
 
 
 @app.command()

@@ -52,20 +52,27 @@ class Service:
     url: str
     checkpoints: Path
     base: Path
+    journal: Path
+
+
+def start_service(service: Service) -> None:
+    started = run_cli(
+        "serve", "configs/cpu_tiny.yaml", f"name={service.name}", f"http.port={service.url.rsplit(':', 1)[1]}",
+        f"checkpoint_dir={service.checkpoints}", f"journal.folder={service.journal}", "journal.snapshot_operations=5",
+        "base_model.type=pretrained", "base_model.name=tiny", f"base_model.path={service.base}",
+    )  # fmt: skip
+    assert started.returncode == 0, started.stdout + started.stderr
 
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, random_base: Path) -> Iterator[Service]:
     """A real service by the real command, with its own Ray; ended by the real command."""
-    port, checkpoints = free_port(), tmp_path_factory.mktemp("checkpoints")
+    port, folder = free_port(), tmp_path_factory.mktemp("service")
     name = f"test-{port}"
-    started = run_cli(
-        "serve", "configs/cpu_tiny.yaml", f"name={name}", f"http.port={port}", f"checkpoint_dir={checkpoints}",
-        "base_model.type=pretrained", "base_model.name=tiny", f"base_model.path={random_base}",
-    )  # fmt: skip
-    assert started.returncode == 0, started.stdout + started.stderr
-    os.environ["TINKER_BASE_URL"], os.environ["TINKER_API_KEY"] = f"http://127.0.0.1:{port}", "tml-test"
-    yield Service(name, f"http://127.0.0.1:{port}", checkpoints, random_base)
+    made = Service(name, f"http://127.0.0.1:{port}", folder / "checkpoints", random_base, folder / "journal")
+    start_service(made)
+    os.environ["TINKER_BASE_URL"], os.environ["TINKER_API_KEY"] = made.url, "tml-test"
+    yield made
     stopped = run_cli("stop", "--name", name)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert not [p.info["name"] for p in psutil.process_iter(["name"]) if p.info["name"] in ("raylet", "gcs_server", "haproxy")]

@@ -19,6 +19,7 @@ from skyrl_actors.remote import NAMESPACE, ActorDied, settled
 R = TypeVar("R")
 POLL_S = 30.0
 PATIENCE_S = 45.0  # below the minute after which an SDK gives up one attempt
+GRACE_S = 3.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
@@ -39,12 +40,14 @@ class ControllerClient:
         self.handle = handle
         self.patience_s = patience_s
 
-    async def _call(self, method: str, *arguments: Any, patience_s: float | None = None) -> Any:
+    async def _call(self, method: str, *arguments: Any, patience_s: float | None = None, timeout_s: float = PATIENCE_S) -> Any:
         deadline = asyncio.get_running_loop().time() + (self.patience_s if patience_s is None else patience_s)
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return await settled(getattr(self.handle, method).remote(*arguments))
+                return await asyncio.wait_for(settled(getattr(self.handle, method).remote(*arguments)), timeout_s)
+            except TimeoutError:
+                raise Unavailable(f"the controller did not answer {method} within {timeout_s:.0f} s") from None
             except ActorDied as error:
                 if asyncio.get_running_loop().time() + pause_s > deadline:
                     raise Unavailable(f"the controller restarts: {error}") from None
@@ -61,7 +64,7 @@ class ControllerClient:
         while True:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
-                return await self._call("retrieve", request_id, left_s, patience_s=0.0)
+                return await self._call("retrieve", request_id, left_s, patience_s=0.0, timeout_s=left_s + GRACE_S)
             except Unavailable as error:
                 if left_s <= LONGEST_PAUSE_S:
                     return Waiting("paused_capacity", str(error))

@@ -89,11 +89,11 @@ class RayBackend:
             self.config, self.base_folder, plan, self._reserved, environment, self._deliver, epoch, self._detached, self._say
         )
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
-        await self._start_parts()
+        if not await self._took_over():
+            await self._start_parts()
+            self._keeper = self._new_keeper()
         if self._standby is not None:
             self._standby.refill()
-        if self.config.placement.layout == "colocated":
-            self._keeper = PhaseKeeper(self, Phase.TRAIN, 2 * self.config.engine.call_timeout_s)
         self._vitals = Vitals(self.config.name, list(self._groups.values()), self._engines)
         info = (await self._groups["policy"].up()).info
         assert info is not None
@@ -101,6 +101,30 @@ class RayBackend:
             self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
             min(self.config.engine.max_model_len, info.max_context_tokens), self._roles,
         )  # fmt: skip
+
+    def _new_keeper(self) -> Keeper:
+        if self.config.placement.layout != "colocated":
+            return SplitKeeper()
+        return PhaseKeeper(self, Phase.TRAIN, 2 * self.config.engine.call_timeout_s)
+
+    async def _took_over(self) -> bool:
+        """Go on with the parts that run, if any do; what is missing starts in the background."""
+        supervisors = list(self._groups.values())
+        groups, engines = await asyncio.gather(
+            asyncio.gather(*(supervisor.take_over() for supervisor in supervisors)), self.engines.take_over()
+        )
+        if not any(groups) and not any(engines):
+            return False
+        if self.config.placement.layout == "colocated":
+            await self.engines.sleep()
+            for part in ("weights", "gradients"):
+                await asyncio.gather(*(self._move_group(supervisor, part, "device") for supervisor in supervisors))
+            await asyncio.gather(*(self._move_group(supervisor, "optimizer", "host") for supervisor in supervisors))
+        self._keeper = self._new_keeper()
+        for part, runs in (*zip(supervisors, groups, strict=True), *zip(self.engines.engines, engines, strict=True)):
+            if not runs:
+                part.start_later()
+        return True
 
     def _settled(self) -> AbstractAsyncContextManager[None]:
         """When new ranks may load their weights: on a GPU only while the others have theirs there."""

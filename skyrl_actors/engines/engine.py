@@ -94,20 +94,32 @@ class Engine:
         self.health = after(self.health, event)
         self.on_change()
 
-    async def start(self) -> None:
-        """Take over what runs, or make it. The engine is HEALTHY, with whatever weights it holds."""
+    async def take_over(self) -> bool:
+        """The engine of an earlier controller, if it runs and is what the config asks for, with whatever weights it holds."""
         actor = remote.named(self.site.name)
         report = await self._taken_over(actor) if actor else None
-        if actor is None or report is None or report.status is None:
-            await remote.end_named([self.site.name])
-            await self._make()
-        else:
-            self._say(f"took over {self.name}")
-            self.actor, self._log_file = actor, report.log_file
-            self.gate = self._new_gate(report.status.loaded_version or DROPPED)
-            self._watch()
+        if report is None or report.status is None:
+            return False
+        self._say(f"took over {self.name}")
+        self.actor, self._log_file = actor, report.log_file
+        self.gate = self._new_gate(report.status.loaded_version or DROPPED)
+        self._watch()
         self._step("started")
         self._step("ready")
+        return True
+
+    async def start(self) -> None:
+        """Make it; it is HEALTHY, with the base's weights, when this returns."""
+        await remote.end_named([self.site.name])
+        await self._make()
+        self._step("started")
+        self._step("ready")
+
+    def start_later(self) -> None:
+        """In the background: what else runs need not wait for it."""
+        self.reason = "it did not run when the controller started"
+        self._step("died")
+        self.revive()
 
     async def _taken_over(self, actor: ActorHandle) -> EngineReport | None:
         try:

@@ -48,9 +48,13 @@ class EnginePool:
     def _living(self) -> list[Engine]:
         return [engine for engine in self.engines if engine.health == "HEALTHY" and engine.actor is not None]
 
-    async def start(self) -> None:
+    async def take_over(self) -> list[bool]:
+        """For each engine, whether an earlier controller's is used on."""
         for engine in self.engines:
             engine.on_change = self._changed.set
+        return await asyncio.gather(*(engine.take_over() for engine in self.engines))
+
+    async def start(self) -> None:
         await asyncio.gather(*(engine.start() for engine in self.engines))
 
     def join_with(self, joining: Callable[[], AbstractAsyncContextManager[None]]) -> None:

@@ -47,24 +47,30 @@ class GroupSupervisor:
         self._watching: list[asyncio.Task[None]] = []
         self._restarting: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Take over running ranks, or make them. Raises InternalError when they can not be started at all."""
+    async def take_over(self) -> bool:
+        """The ranks of an earlier controller, if they run and are what the config asks for."""
         running = self.builder.running()
-        if running is not None and await self._taken_over(running):
-            self._say(f"took over the {self.role} group ({len(running.actors)} rank(s))")
-            self._set_up(running)
-            return
-        await self.builder.remove(running)
+        try:
+            if running is None or not await running.adopt(self.builder.specs):
+                return False
+        except InternalError as error:
+            self._say(f"the {self.role} group of an earlier controller can not be taken over: {error}")
+            return False
+        self._say(f"took over the {self.role} group ({len(running.actors)} rank(s))")
+        self._set_up(running)
+        return True
+
+    async def start(self) -> None:
+        """Make the ranks. Raises InternalError when they can not be started at all."""
+        await self.builder.remove(None)
         group = self.builder.make()
         await group.start()
         self._set_up(group)
 
-    async def _taken_over(self, running: ActorGroup) -> bool:
-        try:
-            return await running.adopt(self.builder.specs)
-        except InternalError as error:
-            self._say(f"the {self.role} group of an earlier controller can not be taken over: {error}")
-            return False
+    def start_later(self) -> None:
+        """In the background: what else runs need not wait for it."""
+        self.down = "it did not run when the controller started"
+        self._restart(self.down)
 
     def _set_up(self, group: ActorGroup) -> None:
         self.group, self.down = group, None

@@ -213,6 +213,21 @@ class SqlJournal:
 
 
 @contextmanager
+def reading(config: JournalConfig) -> Generator[Store]:
+    """A journal's rows and records for reading only, beside a service that may be writing. Raises ConfigError."""
+    folder = config.folder.expanduser().resolve()
+    if not (folder / opening.MARKER).is_file():
+        raise ConfigError(f"{folder} is no journal (it has no {opening.MARKER}); name one with journal.folder=…")
+    engine = opening.connect(opening.database_url(folder, config.url))
+    try:
+        with _refused(f"the journal's database {engine.url} can not be used"):
+            opening.migrate(engine, folder, True, only_check=True)
+            yield Store(engine, PackStore(folder / opening.PACKS))
+    finally:
+        engine.dispose()
+
+
+@contextmanager
 def _refused(what: str) -> Generator[None]:
     """Faults of files and databases while a journal is opened are the config's."""
     try:

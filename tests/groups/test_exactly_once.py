@@ -1,0 +1,88 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_actors.groups.exactly_once import ExactlyOnce
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
+
+
+class Adder:
+    def __init__(self) -> None:
+        self.sums: dict[str, int] = {}
+        self.fail: Exception | None = None
+
+    def create_model(self, model_id: str) -> str:
+        self.sums[model_id] = 0
+        return "made"
+
+    def add(self, model_id: str, value: int) -> int:
+        self.sums[model_id] += value
+        if self.fail:
+            raise self.fail
+        return self.sums[model_id]
+
+    optim_step = add
+
+    def read(self, model_id: str) -> int:
+        return self.sums[model_id]
+
+    def delete_model(self, model_id: str) -> None:
+        del self.sums[model_id]
+
+
+def made() -> tuple[ExactlyOnce, Adder]:
+    worker = Adder()
+    once = ExactlyOnce(worker)
+    once.apply(1, "m", 1, "create_model", "m")
+    return once, worker
+
+
+@given(st.lists(st.integers(1, 3), max_size=30))
+def test_asking_again_changes_nothing_and_gives_the_first_answer(repeats: list[int]):
+    once, worker = made()
+    for number, times in enumerate(repeats, start=2):
+        assert {once.apply(1, "m", number, "add", "m", 1) for _ in range(times)} == {number - 1}
+    assert worker.sums["m"] == len(repeats)
+
+
+def test_an_older_operation_is_refused():
+    once, worker = made()
+    once.apply(1, "m", 5, "add", "m", 1)
+    with pytest.raises(InternalError, match="operation 4 of m comes after 5"):
+        once.apply(1, "m", 4, "add", "m", 1)
+    assert worker.sums["m"] == 1
+
+
+def test_a_torn_model_answers_nothing_until_it_is_made_anew():
+    once, worker = made()
+    worker.fail = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError):
+        once.apply(1, "m", 2, "add", "m", 1)
+    worker.fail = None
+    for number, method in ((2, "add"), (None, "read")):
+        with pytest.raises(StateLost, match="does not hold a whole m"):
+            once.apply(1, "m", number, method, "m", *([1] if method == "add" else []))
+    assert once.adopt(1) == {}
+    once.apply(1, "m", 1, "create_model", "m")
+    assert once.apply(1, "m", 2, "add", "m", 1) == 1
+
+
+def test_a_clean_refusal_is_an_answer_too():
+    once, worker = made()
+    worker.fail = InvalidRequest("gradient norm is nan")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="gradient norm"):
+            once.apply(1, "m", 2, "optim_step", "m", 0)
+    worker.fail = None
+    assert once.adopt(1) == {"m": 2}
+
+
+def test_an_older_epoch_is_fenced_off():
+    once, _ = made()
+    assert once.adopt(3) == {"m": 1}
+    for call in (lambda: once.adopt(2), lambda: once.apply(2, "m", 2, "add", "m", 1), lambda: once.delete(2, "m")):
+        with pytest.raises(InternalError, match=r"epoch 2 is over: a newer controller \(3\)"):
+            call()
+    once.delete(3, "m")
+    with pytest.raises(StateLost):
+        once.apply(3, "m", 2, "add", "m", 1)

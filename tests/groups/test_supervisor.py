@@ -1,0 +1,138 @@
+"""Groups of real ranks that die, hang, cannot start, or lose their machine."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from placement.planner import plan
+from placement.reserve import reserve
+from placement.types import Demand, Node
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, RestartConfig
+from skyrl_actors.groups.actor_group import GroupBuilder
+from skyrl_actors.groups.standby import Standby
+from skyrl_actors.groups.supervisor import GroupSupervisor
+from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.remote import NAMESPACE
+from skyrl_actors.workers.interface import TrainWorker
+
+SPEC = ModelSpec("m", "tiny", lora=LoraSpec(2))
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 100 * 2**20})
+    ray.init(made.address, namespace=NAMESPACE, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+class Made:
+    """A supervisor of one or more ranks in slots of their own, and what it said."""
+
+    def __init__(self, name: str, base: Path, ranks: int = 1, call_timeout_s: float = 60, **restart):
+        group = GroupConfig(num_ranks=ranks, call_timeout_s=call_timeout_s)
+        self.config = ClusterConfig(
+            name=name, policy=group, critic=None, engine=EngineConfig(num_engines=ranks), restart=RestartConfig(**restart)
+        )
+        self.base, self.ranks = base, ranks
+        self.said: list[str] = []
+        self.came_up: list[str] = []
+
+    async def start(self, standby: bool = False) -> GroupSupervisor:
+        planned = plan([Demand("policy", self.ranks, 1.0)], [Node("here", 9, 0)], "CPU", colocated=False)
+        reserved = await reserve(planned, self.config.name, 30, self.said.append)
+        environment = {"OMP_WAIT_POLICY": "passive"}
+        self.standby = None
+        if standby:
+            self.standby = Standby(self.config.name, 1, str(self.base), reserved, 0, environment, 1, False, self.said.append)
+            self.standby.refill()
+        builder = GroupBuilder(
+            "policy", self.config, str(self.base), planned, reserved, environment, 1, detached=False, standby=self.standby
+        )
+        self.supervisor = GroupSupervisor(builder, self.config.restart, self.said.append, nullcontext, self.came_up.append)
+        await self.supervisor.start()
+        return self.supervisor
+
+    async def close(self) -> None:
+        await self.supervisor.close()
+        if self.standby is not None:
+            await self.standby.close()
+        ray.util.remove_placement_group(ray.util.get_placement_group(self.config.name))
+
+
+async def until(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_a_dead_rank_is_seen_at_once_and_its_group_made_anew(cluster, random_base: Path):
+    made = Made("anew", random_base)
+    supervisor = await made.start(standby=True)
+    first = await supervisor.up()
+    await first.apply("m", 1, TrainWorker.create_model, SPEC)
+    assert await first.residents() == {"m": 1}
+    await until(lambda: made.standby is not None and made.standby._idle, 60)
+    os.kill(first.pids[0], signal.SIGKILL)
+    with pytest.raises(StateLost):
+        await supervisor.guarded(first.apply("m", 2, TrainWorker.drop_gradients, "m"))
+    second = await supervisor.up()
+    assert second is not first and second.pids != first.pids and await second.residents() == {}
+    assert made.came_up == ["policy"] and supervisor.restarts == 1
+    await made.close()
+
+
+async def test_a_rank_that_hangs_is_named_with_its_stacks(cluster, random_base: Path, caplog: pytest.LogCaptureFixture):
+    made = Made("hangs", random_base, call_timeout_s=5)
+    supervisor = await made.start()
+    group = await supervisor.up()
+    os.kill(group.pids[0], signal.SIGSTOP)
+    with caplog.at_level(logging.ERROR, "skyrl_actors"), pytest.raises(StateLost, match=r"no answer within 5 s from policy\[0\]"):
+        await supervisor.guarded(group.apply("m", 1, TrainWorker.create_model, SPEC))
+    text = caplog.text
+    assert f"policy[0] (process {group.pids[0]})" in text and "main_loop" in text  # py-spy read it from outside
+    again = await supervisor.up()
+    await again.apply("m", 1, TrainWorker.create_model, SPEC)
+    await made.close()
+
+
+async def test_what_keeps_dying_is_given_up_with_its_last_words(cluster, random_base: Path, tmp_path: Path):
+    gone = tmp_path / "base"
+    gone.symlink_to(random_base)
+    made = Made("given-up", gone, max_in_a_row=2, backoff_s=0.1, cooldown_s=60)
+    supervisor = await made.start()
+    gone.unlink()
+    os.kill((await supervisor.up()).pids[0], signal.SIGKILL)
+    await until(lambda: supervisor.down is not None)
+    with pytest.raises(InternalError, match=r"(?s)the policy group keeps dying and was given up: .*last lines of policy\[0\]"):
+        await supervisor.up()
+    with pytest.raises(InternalError, match="was given up"):  # at once, for everybody
+        await asyncio.wait_for(supervisor.up(), 1)
+    await made.close()
+
+
+async def test_a_machine_that_dies_takes_its_rank_elsewhere(cluster: Cluster, random_base: Path):
+    """Two slots: one on the head's raylet, one on the second."""
+    second = cluster.add_node(num_cpus=1)
+    made = Made("nodes", random_base, ranks=2, start_timeout_s=120)
+    supervisor = await made.start()
+    group = await supervisor.up()
+    await group.apply("m", 1, TrainWorker.create_model, SPEC)
+    cluster.remove_node(second, allow_graceful=False)
+    await until(lambda: supervisor.down is not None)
+    cluster.add_node(num_cpus=1)  # as an autoscaler would
+    again = await asyncio.wait_for(supervisor.up(), 120)
+    await again.apply("m", 1, TrainWorker.create_model, SPEC)
+    assert len(set(again.pids)) == 2
+    await made.close()

@@ -1,0 +1,24 @@
+from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.restarts import RestartLimit
+
+
+def test_pauses_double_and_end():
+    limit = RestartLimit(RestartConfig(max_in_a_row=5, backoff_s=0.5, max_backoff_s=3.0))
+    assert [limit.died(0.0) for _ in range(6)] == [0.0, 0.5, 1.0, 2.0, 3.0, None]
+
+
+def test_a_success_forgives():
+    limit = RestartLimit(RestartConfig(max_in_a_row=1))
+    assert limit.died(0.0) == 0.0
+    limit.succeeded()
+    assert limit.died(0.0) == 0.0
+    assert limit.died(0.0) is None
+
+
+def test_what_was_given_up_gets_another_chance_later():
+    limit = RestartLimit(RestartConfig(max_in_a_row=1, cooldown_s=60))
+    assert limit.may_try_again(0.0)
+    limit.died(0.0)
+    assert limit.died(10.0) is None
+    assert not limit.may_try_again(69.0)
+    assert limit.may_try_again(70.0) and limit.died(70.0) == 0.0

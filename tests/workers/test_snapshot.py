@@ -1,0 +1,90 @@
+"""A model that was snapshotted and restored goes on bit by bit as if nothing had happened."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_actors import losses
+from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers import snapshot
+from skyrl_actors.workers.interface import WorkerSpec
+from skyrl_actors.workers.torch_worker import TorchWorker
+
+CALL = losses.find("cross_entropy").checked({})
+KINDS = [
+    ModelSpec("m", "tiny", lora=LoraSpec(8), seed=3),
+    ModelSpec("m", "tiny"),
+    ModelSpec("m", "tiny", "critic", LoraSpec(4), 1),
+]
+
+
+def worker(base: Path) -> TorchWorker:
+    made = TorchWorker(WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 64, 30.0))
+    made.setup("127.0.0.1", 0)
+    return made
+
+
+def batch(seed: int, critic: bool):
+    rng = np.random.default_rng(seed)
+    names = ("values", "returns") if critic else ("weights",)
+    return columns_from([
+        Example(rng.integers(0, 256, n).astype(np.int32), {
+            **({} if critic else {TARGETS: rng.integers(0, 256, n).astype(np.int32)}),
+            **{name: rng.normal(0, 1, n).astype(np.float32) for name in names},
+        })
+        for n in (5, 17, 9)
+    ])  # fmt: skip
+
+
+def work(at: TorchWorker, spec: ModelSpec, seeds: range) -> None:
+    """Two batches and a step for each seed, and one batch more that stays pending."""
+    call = losses.find("ppo_critic").checked({}) if spec.role == "critic" else CALL
+    columns = [batch(seed, spec.role == "critic") for seed in seeds]
+    for one in columns:
+        for _ in range(2):
+            at.forward_backward((0, 1, 2), "m", one, call, False)
+        at.optim_step("m", AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0))
+    at.forward_backward((0, 1, 2), "m", columns[0], call, False)
+
+
+@pytest.mark.parametrize("spec", KINDS, ids=("lora", "full", "critic"))
+def test_a_restored_model_goes_on_bitwise(random_base: Path, tmp_path: Path, spec: ModelSpec):
+    straight, again = worker(random_base), worker(random_base)
+    straight.create_model(spec)
+    work(straight, spec, range(3))
+    handle = straight.copy_state("m")
+    work(straight, spec, range(3, 6))  # the copy is of the moment before
+    straight.write_state(handle, str(tmp_path))
+    again.restore_state(spec, str(tmp_path))
+    work(again, spec, range(3, 6))
+    a, b = straight.models["m"].state, again.models["m"].state
+    assert torch.equal(a.weights, b.weights)
+    assert a.gradients is not None and b.gradients is not None and torch.equal(a.gradients, b.gradients)
+    assert {k: v.tolist() for k, v in a.optimizer_tensors().items()} == {k: v.tolist() for k, v in b.optimizer_tensors().items()}
+
+
+def test_nothing_pending_writes_no_gradients(random_base: Path, tmp_path: Path):
+    made = worker(random_base)
+    made.create_model(KINDS[0])
+    made.write_state(made.copy_state("m"), str(tmp_path))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model_spec.json", "state.safetensors"]
+
+
+def test_shares_of_gradients_under_another_number_of_ranks(random_base: Path, tmp_path: Path):
+    made = worker(random_base)
+    made.create_model(KINDS[0])
+    work(made, KINDS[0], range(1))
+    state = made.models["m"].state
+    assert state.gradients is not None
+    whole = state.gradients.clone()
+    copy = snapshot.StateCopy.of(made.models["m"])
+    for rank in range(2):
+        copy.gradients = whole * (0.25 + 0.5 * rank)
+        copy.write(tmp_path, rank, 2)
+    for rank, world_size, share in ((0, 2, 0.25), (1, 2, 0.75), (0, 1, 1.0), (0, 3, 1.0), (2, 3, 0.0)):
+        state.drop_gradients()
+        snapshot.load(state, tmp_path, rank, world_size)
+        torch.testing.assert_close(state.gradients, whole * share, rtol=1e-6, atol=0)
