@@ -88,7 +88,7 @@ def test_a_sample_outlives_its_engine(service: Service):
     params = types.SamplingParams(max_tokens=300, temperature=1.0, seed=5, stop=[])
     prompt = types.ModelInput.from_ints([5, 6, 7])
     with tinker.ServiceClient() as client:
-        sampler = client.create_sampling_client(base_model="tiny")
+        sampler = client.create_sampling_client(base_model="tiny").result()
         expected = sampler.sample(prompt, 2, params).result()
         future = sampler.sample(prompt, 2, params)
         time.sleep(0.5)
@@ -112,14 +112,14 @@ def test_a_past_step_becomes_a_new_model(service: Service):
             model.forward_backward([datum(9, seed=step)], "cross_entropy").result()
             model.optim_step(adam).result()
         for step in (0, 2):
-            fork = client.create_training_client_from_state_with_optimizer(f"tinker://{model_id}/steps/{step}")
+            fork = client.create_training_client_from_state_with_optimizer(f"tinker://{model_id}/steps/{step}").result()
             assert fork.forward(probe, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data == seen[step]
         # It goes on as the first one did, moments included.
         fork.forward_backward([datum(9, seed=2)], "cross_entropy").result()
         fork.optim_step(adam).result()
         assert fork.forward(probe, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data == seen[3]
         with pytest.raises(Exception, match="is at step 4; use 0 to 4"):
-            client.create_training_client_from_state(f"tinker://{model_id}/steps/9")
+            client.create_training_client_from_state(f"tinker://{model_id}/steps/9").result()
     listed = run_cli("journal", "configs/cpu_tiny.yaml", f"journal.folder={service.journal}", "--model", model_id)
     assert listed.returncode == 0 and "OptimStep" in listed.stdout and f"tinker://{model_id}/steps/<0 to 4>" in listed.stdout
 
