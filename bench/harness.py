@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -32,11 +33,12 @@ def service(*overrides: str, config: str = "configs/cpu_tiny.yaml") -> Iterator[
         "TINKER_API_KEY": "tml-bench",
         "TINKER_TELEMETRY": "0",
     }
-    cli("serve", config, f"name={NAME}", f"http.port={PORT}", "http.haproxy=true", *overrides)
-    try:
-        yield
-    finally:
-        cli("stop", "--name", NAME)
+    with tempfile.TemporaryDirectory(prefix="bench-journal-") as scratch:
+        cli("serve", config, f"name={NAME}", f"http.port={PORT}", "http.haproxy=true", f"journal.folder={scratch}", *overrides)
+        try:
+            yield
+        finally:
+            cli("stop", "--name", NAME)
 
 
 def base_folder(warmup_steps: int = 0) -> Path:

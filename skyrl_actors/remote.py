@@ -57,7 +57,7 @@ async def settled(ref: ObjectRef) -> Any:
             raise cause from None
         raise InternalError(f"{type(cause).__name__}: {cause}\n{error}") from None
     except RayActorError as error:
-        raise ActorDied(f"the actor died: {error}") from None
+        raise ActorDied(f"the actor died: {str(error).splitlines()[0]}") from None
     except RayError as error:
         raise InternalError(f"{type(error).__name__}: {error}") from None
 

@@ -154,7 +154,7 @@ class LimitsConfig(FrozenConfig):
         default=4, ge=1, description="unnamed full-weight samplers kept for a model; older ones are refused"
     )
     lora_sampler_versions: int = Field(default=256, ge=1, description="the same for a LoRA model")
-    result_ttl_s: float = Field(default=600.0, gt=0, description="how long an answer stays readable")
+    result_ttl_s: float = Field(default=30.0, gt=0, description="how long an answer stays in memory; the journal keeps it longer")
     session_timeout_s: float = Field(default=600.0, gt=0, description="silence after which a session's models are freed")
 
 

@@ -48,6 +48,7 @@ class Standby:
         self._say = say
         self._idle: list[ActorHandle] = []
         self._refilling: asyncio.Task[None] | None = None
+        self._watching: set[asyncio.Task[None]] = set()
 
     async def find(self) -> None:
         """What an earlier controller left: idle ones are kept, the others may be ranks of a group."""
@@ -62,6 +63,7 @@ class Standby:
                 continue
             if status.spec is None:
                 self._idle.append(actor)
+                self._watching.add(asyncio.create_task(self._watch(actor)))
             else:
                 self.strays.append((actor, status))
 
@@ -90,9 +92,20 @@ class Standby:
                 self._say(f"a standby process did not start: {error}")
                 continue
             self._idle.append(actor)
+            self._watching = {t for t in self._watching if not t.done()} | {asyncio.create_task(self._watch(actor))}
+
+    async def _watch(self, actor: ActorHandle) -> None:
+        """One that dies while it waits must not be taken."""
+        try:
+            await remote.settled(actor.watch.remote())
+        except InternalError:
+            if actor in self._idle:
+                self._idle.remove(actor)
+                self.refill()
 
     async def close(self) -> None:
-        if self._refilling is not None:
-            self._refilling.cancel()
-            await asyncio.gather(self._refilling, return_exceptions=True)
+        tasks = [*self._watching, *([self._refilling] if self._refilling else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await remote.end_named(remote.names_with(self._prefix))

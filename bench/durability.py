@@ -1,0 +1,158 @@
+"""What durability costs: operations accepted and answered by a controller with its journal and with none, and snapshots.
+
+One process, a backend that computes nothing, 4 KiB of token data an operation; `submit` returns when the operation is
+durable. Side by side in one run.
+"""
+
+import argparse
+import asyncio
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.harness import base_folder, emit
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.journal.base import Journal
+from skyrl_actors.journal.entries import Books, Entry
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.requests import CreateModel, ForwardBackward
+from tests.fakes import FakeBackend
+
+OPERATIONS, MODELS = 3000, 8
+PAYLOAD_TOKENS = 4096 // 12  # token, target and weight of 4 bytes each
+
+
+class NoJournal(SqlJournal):
+    """Promises without writing: what the rest of the controller costs."""
+
+    async def open(self, holder: str) -> Books:
+        return Books(1, 1)
+
+    async def write(self, *entries: Entry) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+async def measure(make: Callable[[Path], Journal], scratch: Path, clients: int) -> dict[str, float]:
+    config = ClusterConfig(
+        base_model=TinyBase(name="tiny"), checkpoint_dir=scratch / "c", limits=LimitsConfig(open_requests=10**6),
+        journal=JournalConfig(folder=scratch / "journal", snapshot_operations=10**9, snapshot_bytes=2**60),
+    )  # fmt: skip
+    controller = Controller(config, FakeBackend(), make(scratch / "journal"))
+    await controller.start()
+    session = await controller.create_session()
+    models = [f"{session}:train:{i}" for i in range(MODELS)]
+    for model_id in models:
+        await controller.retrieve(
+            await controller.submit(CreateModel(ModelSpec(model_id, "tiny", lora=LoraSpec(1)), session)), 30
+        )  # fmt: skip
+    tokens = np.ones(PAYLOAD_TOKENS, np.int32)
+    columns = Columns(
+        tokens, np.array([0, PAYLOAD_TOKENS]), {"target_tokens": tokens, "weights": np.ones(PAYLOAD_TOKENS, np.float32)}
+    )  # fmt: skip
+    waits: list[float] = []
+
+    async def client(index: int) -> list[str]:
+        ids = []
+        for _ in range(OPERATIONS // clients):
+            started = time.perf_counter()
+            request = ForwardBackward(models[index % MODELS], columns, LossCall("cross_entropy", {}))
+            ids.append(await controller.submit(request))
+            waits.append(1e3 * (time.perf_counter() - started))
+        return ids
+
+    started = time.perf_counter()
+    ids = await asyncio.gather(*(client(i) for i in range(clients)))
+    accepted_s = time.perf_counter() - started
+    for request_id in (request_id for some in ids for request_id in some):
+        await controller.retrieve(request_id, 60)
+    answered_s = time.perf_counter() - started
+    await controller.close()
+    return {
+        "accepted_per_s": len(waits) / accepted_s, "answered_per_s": len(waits) / answered_s,
+        "submit_ms_p50": statistics.median(waits), "submit_ms_p99": statistics.quantiles(waits, n=100)[98],
+    }  # fmt: skip
+
+
+async def compared(clients: int, url: str | None, repeats: int) -> dict[str, Any]:
+    """Medians over repeats that take turns."""
+    kinds: dict[str, Callable[[Path], Journal]] = {
+        "without": lambda folder: NoJournal(JournalConfig(folder=folder)),
+        "with": lambda folder: SqlJournal(JournalConfig(folder=folder, url=url)),
+    }
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    for _ in range(repeats):
+        for kind, make in kinds.items():
+            scratch = Path(tempfile.mkdtemp(prefix="durability-", dir=Path.cwd()))
+            try:
+                found[kind].append(await measure(make, scratch, clients))
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    medians = {kind: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for kind, runs in found.items()}
+    rows = {f"{k}_{kind}": round(v, 2) for kind, row in medians.items() for k, v in row.items()}
+    return rows | {"added_ms_p50": round(medians["with"]["submit_ms_p50"] - medians["without"]["submit_ms_p50"], 2)}
+
+
+def snapshots() -> dict[str, Any]:
+    """Seconds and bytes of a snapshot of the tiny model: the copy holds up training, the writing does not."""
+    from skyrl_actors.journal.snapshots import SnapshotFolders
+    from skyrl_actors.messages.model import AdamParams
+    from skyrl_actors.workers.interface import WorkerSpec
+    from skyrl_actors.workers.torch_worker import TorchWorker
+
+    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base_folder()), "float32", "cpu", 1, 4096, 60.0))
+    worker.setup("127.0.0.1", 0)
+    tokens = np.arange(64, dtype=np.int32)
+    columns = Columns(tokens, np.array([0, 64]), {"target_tokens": tokens, "weights": np.ones(64, np.float32)})
+    found: dict[str, Any] = {}
+    for kind, lora in (("lora_rank_32", LoraSpec(32)), ("full_fine_tune", None)):
+        worker.create_model(ModelSpec("m", "tiny", lora=lora))
+        worker.forward_backward((0,), "m", columns, LossCall("cross_entropy", {}), False)
+        worker.optim_step("m", AdamParams())
+        copies, writes, size = [], [], 0
+        for number in range(9):
+            root = Path(tempfile.mkdtemp(prefix="durability-", dir=Path.cwd()))
+            folders = SnapshotFolders(root)
+            started = time.perf_counter()
+            handle = worker.copy_state("m")
+            copied = time.perf_counter()
+            staging = folders.stage("m", number)
+            worker.write_state(handle, str(staging))
+            size = folders.seal(staging, "m", number, 1).num_bytes
+            copies.append(1e3 * (copied - started))
+            writes.append(1e3 * (time.perf_counter() - copied))
+            shutil.rmtree(root)
+        found[kind] = {
+            "copy_ms": round(statistics.median(copies), 2), "write_ms": round(statistics.median(writes), 1), "bytes": size,
+        }  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="a PostgreSQL database instead of SQLite (it must be empty; only one repeat is made)")
+    options = parser.parse_args()
+    repeats = 1 if options.url else 5
+    for clients in (1, 16):
+        emit("durability", {
+            "clients": clients, "operations": OPERATIONS, "database": "postgresql" if options.url else "sqlite",
+            **asyncio.run(compared(clients, options.url, repeats)),
+        })  # fmt: skip
+        if options.url:
+            return
+    emit("snapshot", snapshots())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Memory stays flat over many operations: in the controller with its journal, and in a training rank."""
+
+import asyncio
+import gc
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, LoraConfig, TinyBase
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.groups.exactly_once import ExactlyOnce
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.requests import CreateModel, ForwardBackward, OptimStep
+from skyrl_actors.workers.interface import WorkerSpec
+from skyrl_actors.workers.torch_worker import TorchWorker
+from tests.fakes import FakeBackend
+
+OPERATIONS, WARM, TENANTS = 20_000, 6_000, 8
+GROWTH_BYTES = 12 * 2**20  # 14,000 operations of 1 KiB each, if only one of their copies stayed
+
+
+def rss() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+async def test_the_controllers_memory_is_flat(tmp_path: Path):
+    config = ClusterConfig(
+        base_model=TinyBase(name="tiny"), lora=LoraConfig(max_adapters=TENANTS), limits=LimitsConfig(result_ttl_s=0.05), checkpoint_dir=tmp_path / "c",
+        journal=JournalConfig(folder=tmp_path / "journal", snapshot_operations=1000),
+    )  # fmt: skip
+    backend = FakeBackend()
+    controller = Controller(config, backend, SqlJournal(config.journal))
+    await controller.start()
+    session = await controller.create_session()
+    tokens = np.ones(256, np.int32)
+    columns = columns_from([Example(tokens, {TARGETS: tokens})])
+
+    async def tenant(index: int, first: int, last: int) -> None:
+        spec = ModelSpec(f"{session}:train:{index}", "tiny", lora=LoraSpec(2))
+        if first == 1:
+            await controller.retrieve(await controller.submit(CreateModel(spec, session)), 30)
+        for number in range(first, last):
+            step = number % 4 == 0
+            request = (
+                OptimStep(spec.model_id, AdamParams(), number)
+                if step
+                else ForwardBackward(spec.model_id, columns, LossCall("cross_entropy", {}), seq_id=number)
+            )
+            request_id = await controller.submit(request)
+            if step:
+                assert await controller.retrieve(request_id, 30) is not None
+            backend.calls.clear()
+
+    first = WARM // TENANTS
+    await asyncio.gather(*(tenant(i, 1, first) for i in range(TENANTS)))
+    after_warm = rss()
+    await asyncio.gather(*(tenant(i, first, OPERATIONS // TENANTS) for i in range(TENANTS)))
+    grown = rss() - after_warm
+    await controller.close()
+    # The newest 10,000 sequence numbers of a model are remembered on purpose: that still grows here, 100 bytes or so each.
+    assert grown < GROWTH_BYTES, f"{grown / 2**20:.1f} MiB more after {OPERATIONS - WARM} operations"
+
+
+def test_a_ranks_memory_is_flat(random_base: Path):
+    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(random_base), "float32", "cpu", 1, 256, 30.0))
+    worker.setup("127.0.0.1", 0)
+    once = ExactlyOnce(worker)
+    once.apply(1, "m", 1, "create_model", ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    tokens = np.arange(16, dtype=np.int32)
+    columns = columns_from([Example(tokens, {TARGETS: tokens})])
+    after_warm = 0
+    for number in range(2, 1202, 2):
+        once.apply(1, "m", number, "forward_backward", (0,), "m", columns, LossCall("cross_entropy", {}), False)
+        once.apply(1, "m", number + 1, "optim_step", "m", AdamParams())
+        if number % 100 == 0:
+            once.apply(1, "m", None, "copy_state", "m")  # a snapshot that nobody writes
+        if number == 400:
+            after_warm = rss()
+    assert rss() - after_warm < 8 * 2**20
