@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import tinker
 
 from bench import faults, harness
 from bench.loops import LOOPS, Answers, difference, digest, tensors_of
+
+MACHINE_EVERY = 40
 
 
 class Run:
@@ -71,17 +74,23 @@ def healthy(timeout_s: float) -> bool:
     return False
 
 
-def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Kinds in turn, shuffled; mostly one fault at a time, now and then the next before the last is mended."""
+def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...], serve: Callable[[], None]) -> list[dict[str, Any]]:
+    """Kinds in turn, shuffled; mostly one fault at a time, now and then the next before the last is mended. Every
+    `MACHINE_EVERY`th is the machine: all processes at once, and what lay in shared memory."""
     choice, made = random.Random(seed), []
     while len(made) < kills and not run.enough.is_set():
-        for kind in choice.sample(kinds, len(kinds)):
+        for drawn in choice.sample(kinds, len(kinds)):
+            kind = "machine" if len(made) % MACHINE_EVERY == MACHINE_EVERY - 1 else drawn
             time.sleep(choice.uniform(0.2, 2.5))
             calm = healthy(0.1)
             moment = time.time()
-            killed = faults.kill(harness.NAME, kind, choice)
+            if kind == "machine":
+                killed = faults.power_cut(harness.NAME)
+                serve()
+            else:
+                killed = len(faults.kill(harness.NAME, kind, choice))
             if killed and not run.enough.is_set():
-                made.append({"kind": kind, "at": moment, "processes": len(killed), "alone": calm})
+                made.append({"kind": kind, "at": moment, "processes": killed, "alone": calm})
                 print(f"kill {len(made):3d}/{kills}: {kind}", flush=True)
             if choice.random() < 0.85 and not healthy(120):
                 run.errors.append(f"not healthy 120 s after the kill of {kind}")
@@ -120,10 +129,10 @@ def compare(a: Run, b: Run, checkpoints: Path) -> dict[str, Any]:
 
 def chaos(kills: int, seed: int, kinds: tuple[str, ...], scratch: Path) -> dict[str, Any]:
     checkpoints = scratch / "checkpoints"
-    with harness.service(f"journal.folder={scratch / 'journal'}", f"checkpoint_dir={checkpoints}"):
+    with harness.service(f"checkpoint_dir={checkpoints}") as serve:
         started = time.time()
         disturbed = Run("disturbed").start()
-        made = killer(disturbed, kills, seed, kinds)
+        made = killer(disturbed, kills, seed, kinds, serve)
         disturbed.enough.set()
         disturbed.join()
         seconds = time.time() - started

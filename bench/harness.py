@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,17 +26,23 @@ def cli(*arguments: str) -> None:
 
 
 @contextmanager
-def service(*overrides: str, config: str = "configs/cpu_tiny.yaml") -> Iterator[None]:
-    """A fresh service for one benchmark; the SDK finds it through its environment variables."""
+def service(*overrides: str, config: str = "configs/cpu_tiny.yaml") -> Iterator[Callable[[], None]]:
+    """A fresh service for one benchmark; the SDK finds it through its environment variables. Yields what serves again, on
+    the same journal, after everything was killed."""
     os.environ |= {
         "TINKER_BASE_URL": f"http://127.0.0.1:{PORT}",
         "TINKER_API_KEY": "tml-bench",
         "TINKER_TELEMETRY": "0",
     }
     with tempfile.TemporaryDirectory(prefix="bench-journal-") as scratch:
-        cli("serve", config, f"name={NAME}", f"http.port={PORT}", "http.haproxy=true", f"journal.folder={scratch}", *overrides)
+        options = (f"name={NAME}", f"http.port={PORT}", "http.haproxy=true", f"journal.folder={scratch}", *overrides)
+
+        def serve() -> None:
+            cli("serve", config, *options)
+
+        serve()
         try:
-            yield
+            yield serve
         finally:
             cli("stop", "--name", NAME)
 

@@ -155,7 +155,8 @@ class TorchWorker:
         return checkpoint.export(self._model(model_id), self.base, Path(self.spec.base_folder), Path(path), version)
 
     def copy_state(self, model_id: str) -> int:
-        self._copies.clear()  # of a snapshot that was never written
+        # One that was never written, because its controller died, is not kept.
+        self._copies = {handle: copy for handle, copy in self._copies.items() if copy.spec.model_id != model_id}
         self._next_copy += 1
         self._copies[self._next_copy] = StateCopy.of(self._model(model_id))
         return self._next_copy
