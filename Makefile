@@ -1,5 +1,7 @@
 # make demo   set up, then watch PPO learn        make check   ruff and pyright
 # make test   set up, then all tests              make bench   benchmarks, one JSON line each
+# make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
+# make simulate  10,000 seeds of the simulated controller (about 15 minutes)
 # The first of these that runs (a name on PATH may be an empty shim).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do "$$p" -c '' 2>/dev/null && command -v "$$p" && break; done)
 VENV := .venv
@@ -9,7 +11,7 @@ READY := $(VENV)/.ready
 ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
 
-.PHONY: demo test check bench setup clean
+.PHONY: demo test check bench chaos simulate setup clean
 
 setup: $(READY)
 
@@ -40,7 +42,13 @@ check: $(READY)
 	$(BIN)/pyright
 
 bench: $(READY)
-	@for name in latency training sampling transfer; do $(BIN)/python -m bench.$$name || exit 1; done
+	@for name in latency training sampling transfer durability; do $(BIN)/python -m bench.$$name || exit 1; done
+
+chaos: $(READY)
+	$(BIN)/python -m bench.chaos --kills 100
+
+simulate: $(READY)
+	$(BIN)/python -m tests.simulation.world --count 10000
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

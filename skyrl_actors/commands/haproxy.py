@@ -8,10 +8,12 @@ from pathlib import Path
 
 from skyrl_actors.config.cluster import ClusterConfig
 
-# Ray's template binds HAProxy's statistics to every address; here they are for this machine only.
+# Ray's template binds HAProxy's statistics to every address; here they are for this machine only. And it answers 404 while it
+# does not know the application, as after its own restart: to a client that is final, and 503 is what it repeats.
 LAUNCHER = r"""#!/bin/sh
 for word in "$@"; do
-  case "$word" in *.cfg) sed -i -e 's/^\( *bind \)\*\{0,1\}:\([0-9]\)/\1127.0.0.1:\2/' "$word" ;; esac
+  case "$word" in *.cfg) sed -i -e 's/^\( *bind \)\*\{0,1\}:\([0-9]\)/\1127.0.0.1:\2/' \
+    -e '/not found. Ping/s/return status 404/return status 503/' "$word" ;; esac
 done
 exec "%s" "$@"
 """

@@ -1,6 +1,7 @@
 """An unmodified SDK client trains while processes of the service are killed: it sees no exception, and the same numbers."""
 
 import random
+import shutil
 import threading
 import time
 
@@ -122,6 +123,23 @@ def test_a_past_step_becomes_a_new_model(service: Service):
             client.create_training_client_from_state(f"tinker://{model_id}/steps/9").result()
     listed = run_cli("journal", "configs/cpu_tiny.yaml", f"journal.folder={service.journal}", "--model", model_id)
     assert listed.returncode == 0 and "OptimStep" in listed.stdout and f"tinker://{model_id}/steps/<0 to 4>" in listed.stdout
+
+
+def test_what_was_loaded_is_kept_when_its_checkpoint_is_gone(service: Service):
+    probe = [datum(8, seed=1)]
+    with tinker.ServiceClient() as client:
+        model = client.create_lora_training_client("tiny", rank=4, seed=6).result()
+        for step in range(2):
+            model.forward_backward([datum(9, seed=step)], "cross_entropy").result()
+            model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            if step == 0:
+                path = model.save_state("c").result().path
+        model.load_state(path).result()
+        expected = model.forward(probe, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+        shutil.rmtree(service.checkpoints / model.model_id.replace(":", "_"))
+        assert faults.kill(service.name, "group", random.Random(0))
+        assert model.forward(probe, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data == expected
+    healthy(service)
 
 
 def test_a_second_service_on_the_same_journal_is_refused(service: Service):

@@ -7,13 +7,15 @@ everything that was ever done to it, so that nothing can be done twice, left out
 import asyncio
 import hashlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.colocation.keeper import PhaseKeeper
+from skyrl_actors.colocation.phases import RESIDENT, Move, Phase
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, StateLost
@@ -136,12 +138,26 @@ class Machines:
             del self.disk.files[name]
 
 
+class Devices:
+    """What is resident, moved by the real `PhaseKeeper`; every move takes a moment."""
+
+    def __init__(self, chance: random.Random):
+        self.chance = chance
+        self.resident = set(RESIDENT[Phase.TRAIN])
+
+    async def move(self, move: Move, to: Phase) -> None:
+        await asyncio.sleep(self.chance.random() * 0.01)
+        (self.resident.add if move.action == "load" else self.resident.discard)(move.part)
+
+
 class SimBackend:
     """One controller's hold on the machines. Messages of a dead controller may still arrive."""
 
     def __init__(self, machines: Machines):
         self.machines = machines
         self.chance = machines.chance
+        self.devices = Devices(machines.chance)
+        self.keeper = PhaseKeeper(self.devices, Phase.TRAIN, 60.0)
         self.on_lost: Callable[[str], None] = lambda role: None
         self.dead = False
         self.epoch = 0
@@ -176,9 +192,13 @@ class SimBackend:
             raise StateLost("the rank died before it could answer")
         return result
 
-    def _apply(self, spec: ModelSpec, number: int | None, method: str, *args: Any) -> Awaitable[Any]:
+    async def _apply(self, spec: ModelSpec, number: int | None, method: str, *args: Any) -> Any:
         epoch = self.epoch
-        return self._send(lambda rank: rank.apply(epoch, spec.model_id, number, method, *args))
+        phase = Phase.TRAIN if method in ("create_model", "forward_backward", "drop_gradients", "export") else Phase.STEP
+        async with self.keeper.hold(phase):
+            result = await self._send(lambda rank: rank.apply(epoch, spec.model_id, number, method, *args))
+            assert self.devices.resident >= RESIDENT[phase], f"{method} in {self.devices.resident}"
+            return result
 
     async def start(self, epoch: int) -> Capabilities:
         self.epoch = epoch
@@ -266,6 +286,9 @@ class SimBackend:
             await asyncio.sleep(self.chance.random() * 0.1)
             if weights.parts[0].path in self.machines.exports:
                 break
+        async with self.keeper.hold(Phase.SAMPLE):
+            await asyncio.sleep(self.chance.random() * 0.05)
+            assert self.devices.resident == RESIDENT[Phase.SAMPLE], f"sampled in {self.devices.resident}"
         found = self.machines.exports[weights.parts[0].path]
         if self.dead:
             await asyncio.Event().wait()

@@ -1,22 +1,24 @@
 """A few hundred seeds of the simulated service, and the proof that a broken promise would be seen."""
 
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.recovery import Recovery
 from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
-from tests.simulation.world import run_seed
+from tests.simulation.world import run_many, run_seed
 
 SEEDS = 300
 MUTANT_SEEDS = 120
 
 
 def test_no_seed_breaks_a_promise():
-    with ProcessPoolExecutor(2) as pool:
-        crashes = sum(pool.map(run_seed, range(SEEDS), chunksize=10))
-    assert crashes > SEEDS  # else nothing was tried
+    assert run_many(range(SEEDS)) == []
+
+
+def test_seeds_kill_controllers_and_repeat_themselves():
+    crashes = [run_seed(seed) for seed in range(20)]
+    assert sum(crashes) > 20  # else nothing is tried
+    assert [run_seed(seed) for seed in range(20)] == crashes
 
 
 def _applies_again(self, epoch, model_id, number, method, *args):

@@ -7,10 +7,13 @@ python -m tests.simulation.world --count 10000
 import argparse
 import asyncio
 import logging
+import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -276,18 +279,31 @@ def main() -> None:
     if options.seed is not None:
         print(f"held: {run_seed(options.seed, print)} controllers died")
         return
-    started, crashes = time.perf_counter(), 0
-    for seed in range(options.first, options.first + options.count):
-        try:
-            crashes += run_seed(seed)
-        except BaseException:
-            print(f"seed {seed} broke; replay it with: python -m tests.simulation.world {seed}", flush=True)
-            raise
-        if (seed - options.first) % 500 == 499:
-            print(
-                f"{seed - options.first + 1} seeds, {crashes} controllers died, {time.perf_counter() - started:.0f} s", flush=True
-            )
-    sys.exit(0)
+    broken = run_many(range(options.first, options.first + options.count))
+    sys.exit(f"{len(broken)} seeds broke a promise" if broken else 0)
+
+
+def verdict(seed: int) -> tuple[int, int, str | None]:
+    """The seed, how often its controller died, and what broke."""
+    try:
+        return seed, run_seed(seed), None
+    except Exception:  # noqa: BLE001  whatever broke, the seed is what counts
+        return seed, 0, traceback.format_exc()
+
+
+def run_many(seeds: range) -> list[int]:
+    """Seeds that broke a promise, each printed with how to replay it."""
+    started, crashes, broken = time.perf_counter(), 0, []
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for done, (seed, died, story) in enumerate(pool.map(verdict, seeds, chunksize=10), start=1):
+            crashes += died
+            if story is not None:
+                broken.append(seed)
+                print(f"{story}seed {seed} broke; replay it with: python -m tests.simulation.world {seed}", flush=True)
+            if done % 500 == 0 or done == len(seeds):
+                spent = time.perf_counter() - started
+                print(f"{done} seeds, {crashes} controllers died, {len(broken)} broke, {spent:.0f} s", flush=True)
+    return broken
 
 
 if __name__ == "__main__":

@@ -1,0 +1,136 @@
+"""A controller on a real journal, with ranks that can be killed: damaged files, restarts, promises across them."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, RestartConfig, TinyBase
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.errors import NotFound, Unavailable
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from tests.simulation.backend import Machines, SimBackend
+from tests.simulation.journal import Disk
+
+
+class Service:
+    """Controllers that follow each other over the same machines and journal."""
+
+    def __init__(self, folder: Path):
+        self.config = ClusterConfig(
+            base_model=TinyBase(name="tiny"), checkpoint_dir=folder / "checkpoints", limits=LimitsConfig(result_ttl_s=0.01),
+            journal=JournalConfig(folder=folder / "journal", snapshot_operations=10**6), restart=RestartConfig(attempts=3),
+        )  # fmt: skip
+        self.machines = Machines(Disk(), random.Random(0))
+
+    async def start(self) -> Controller:
+        controller = Controller(self.config, SimBackend(self.machines), SqlJournal(self.config.journal))
+        await controller.start()
+        return controller
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Service:
+    return Service(tmp_path)
+
+
+async def done(controller: Controller, request_id: str) -> rs.Result:
+    result = await controller.retrieve(request_id, 10)
+    assert result is not None
+    return result
+
+
+async def made(controller: Controller, session: str) -> str:
+    await controller.create_session(session)
+    spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
+    await done(controller, await controller.submit(rq.CreateModel(spec, session)))
+    return spec.model_id
+
+
+def batch(model_id: str, token: int, seq_id: int | None = None) -> rq.ForwardBackward:
+    tokens = np.full(3, token, np.int32)
+    return rq.ForwardBackward(model_id, columns_from([Example(tokens, {"target_tokens": tokens})]), LossCall("cross_entropy", {}),
+                              seq_id=seq_id)  # fmt: skip
+
+
+async def test_a_lost_payload_fails_its_model_and_no_other(service: Service):
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    await done(controller, await controller.submit(batch(one, 1)))
+    lost = await controller.journal.find(await controller.submit(batch(one, 2)))
+    answer = await done(controller, await controller.submit(batch(two, 3)))
+    assert isinstance(answer, rs.LossOutput) and lost is not None and lost.payload is not None
+    (service.config.journal.folder / "packs" / lost.payload.pack).unlink()
+    service.machines.kill_rank()
+    failed = await done(controller, await controller.submit(batch(one, 4)))
+    assert isinstance(failed, rs.Failure) and failed.category == "server" and "is missing" in failed.message
+    assert isinstance(await done(controller, await controller.submit(batch(two, 4))), rs.LossOutput)
+    await controller.close()
+
+
+async def test_a_creation_that_was_lost_fails_its_model_and_no_other(service: Service):
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    (creation,) = await controller.journal.operations(one, 0, 99)
+    assert creation.payload is not None
+    await controller.close()
+    (service.config.journal.folder / "packs" / creation.payload.pack).unlink()
+    controller = await service.start()
+    with pytest.raises(Exception, match=f"model {one} is lost: .* is missing"):
+        await controller.submit(batch(one, 1))
+    assert isinstance(await done(controller, await controller.submit(batch(two, 1))), rs.LossOutput)
+    await controller.close()
+
+
+async def test_promises_and_answers_outlive_the_controller(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+    first = await controller.submit(batch(model_id, 1, seq_id=1))
+    answer = await done(controller, first)
+    step = await controller.submit(rq.OptimStep(model_id, AdamParams(), 2), "r-of-the-ingress")
+    await done(controller, step)
+    await controller.close()
+    controller = await service.start()
+    assert controller.epoch == 2
+    again = await controller.retrieve(first, 0)
+    assert isinstance(again, rs.LossOutput) and isinstance(answer, rs.LossOutput)
+    assert again.fields["logprobs"].tolist() == answer.fields["logprobs"].tolist()
+    # A client that did not hear the acknowledgement repeats its request, with its number or through the same ingress.
+    assert await controller.submit(batch(model_id, 1, seq_id=1)) == first
+    assert await controller.submit(rq.OptimStep(model_id, AdamParams(), 2), "r-of-the-ingress") == step
+    status = await controller.status()
+    assert [m["steps"] for m in status["models"]] == [1]
+    with pytest.raises(NotFound, match="not known"):
+        await controller.retrieve("r-nobody", 0)
+    await controller.close()
+
+
+async def test_a_finished_session_stays_finished(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+    await controller.finish_session("s1")
+    await controller.close()
+    controller = await service.start()
+    with pytest.raises(NotFound, match="unknown session"):
+        controller.heartbeat("s1")
+    with pytest.raises(NotFound, match="unknown model"):
+        await controller.submit(batch(model_id, 1))
+    await controller.close()
+
+
+async def test_nothing_is_said_before_the_journal_was_read(service: Service):
+    """An unknown id is a final answer to a client, so it is not given by a controller that does not know yet."""
+    controller = Controller(service.config, SimBackend(service.machines), SqlJournal(service.config.journal))
+    for ask in (
+        lambda: controller.submit(batch("s1:train:0", 1)), lambda: controller.create_session("s1"),
+        lambda: controller.retrieve("r1", 0),
+    ):  # fmt: skip
+        with pytest.raises(Unavailable, match="still starting"):
+            await ask()
+    with pytest.raises(Unavailable):
+        controller.heartbeat("s1")
