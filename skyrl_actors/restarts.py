@@ -4,13 +4,19 @@ from skyrl_actors.config.cluster import RestartConfig
 
 
 class RestartLimit:
+    """What ran for `cooldown_s` was well: its next death is the first of a row."""
+
     def __init__(self, config: RestartConfig):
         self._config = config
         self.in_a_row = 0
         self._given_up_at: float | None = None
+        self._died_at: float | None = None
 
     def died(self, now: float) -> float | None:
         """Seconds to wait before the next try; None when there is none."""
+        if self._died_at is not None and now - self._died_at > self._longest_row_s():
+            self.in_a_row = 0
+        self._died_at = now
         if self.in_a_row >= self._config.max_in_a_row:
             self._given_up_at = now
             return None
@@ -18,6 +24,10 @@ class RestartLimit:
         if self.in_a_row == 1:
             return 0.0
         return min(self._config.backoff_s * 2 ** (self.in_a_row - 2), self._config.max_backoff_s)
+
+    def _longest_row_s(self) -> float:
+        """Deaths further apart than a start, a pause and a while of good service are no row."""
+        return self._config.start_timeout_s + self._config.max_backoff_s + self._config.cooldown_s
 
     def succeeded(self) -> None:
         self.in_a_row = 0

@@ -15,6 +15,13 @@ def test_a_success_forgives():
     assert limit.died(0.0) is None
 
 
+def test_deaths_that_are_far_apart_are_no_row():
+    limit = RestartLimit(RestartConfig(max_in_a_row=1, start_timeout_s=100, max_backoff_s=10, cooldown_s=60))
+    assert limit.died(0.0) == 0.0
+    assert limit.died(171.0) == 0.0
+    assert limit.died(300.0) is None
+
+
 def test_what_was_given_up_gets_another_chance_later():
     limit = RestartLimit(RestartConfig(max_in_a_row=1, cooldown_s=60))
     assert limit.may_try_again(0.0)

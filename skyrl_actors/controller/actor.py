@@ -11,6 +11,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.journal.build import build_journal
+from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
@@ -30,61 +31,81 @@ class ControllerActor:
     def __init__(self, config: ClusterConfig, base_folder: str, detached: bool):
         set_up_logging()
         self.progress: list[str] = []
-        backend = build_backend(config, Path(base_folder), self._say, detached)
-        self.controller = Controller(config, backend, build_journal(config.journal))
+        self._parts = (config, Path(base_folder), detached)
+        self.controller = self._build()
         self._starting: asyncio.Task[Capabilities] | None = None
 
     def _say(self, text: str) -> None:
         self.progress.append(text)
         log.info(text)
 
+    def _build(self) -> Controller:
+        config, base_folder, detached = self._parts
+        return Controller(config, build_backend(config, base_folder, self._say, detached), build_journal(config.journal))
+
     async def start(self) -> Capabilities:
-        """Once, whoever asks first; a start that failed fails for everybody."""
+        """Once, whoever asks first. A start that failed fails for all who wait, and whoever asks next tries again."""
         if self._starting is None:
-            self._starting = asyncio.create_task(self.controller.start())
+            self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
+
+    async def _start(self) -> Capabilities:
+        try:
+            return await self.controller.start()
+        except BaseException:
+            self._starting = None
+            await self.controller.journal.close()
+            self.controller = self._build()
+            raise
+
+    async def _up(self) -> None:
+        """For calls of clients, to whom a failing start is a passing fault."""
+        try:
+            await self.start()
+        except SkyrlActorsError as error:
+            raise Unavailable(f"the service does not start: {error}") from None
 
     async def get_progress(self) -> list[str]:
         return self.progress
 
     async def get_capabilities(self) -> Capabilities:
-        await self.start()
+        await self._up()
         return self.controller.able
 
     async def create_session(self, session_id: str, user_metadata: dict[str, str]) -> str:
-        await self.start()
+        await self._up()
         return await self.controller.create_session(session_id, user_metadata)
 
     async def heartbeat(self, session_id: str) -> None:
-        await self.start()
+        await self._up()
         self.controller.heartbeat(session_id)
 
     async def finish_session(self, session_id: str) -> None:
-        await self.start()
+        await self._up()
         await self.controller.finish_session(session_id)
 
     async def submit(self, request: Request, request_id: str) -> str:
-        await self.start()
+        await self._up()
         return await self.controller.submit(request, request_id)
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
-        await self.start()
+        await self._up()
         return await self.controller.retrieve(request_id, timeout_s) or self.controller.waiting()
 
     async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str | None, path: str | None) -> Sampler:
-        await self.start()
+        await self._up()
         return await self.controller.open_sampler(sampler_id, session_id, base_model, path)
 
     async def get_sampler(self, sampler_id: str) -> Sampler:
-        await self.start()
+        await self._up()
         return self.controller.tenants.sampler(sampler_id)
 
     async def get_model(self, model_id: str) -> Model:
-        await self.start()
+        await self._up()
         return self.controller.tenants.model(model_id)
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
-        await self.start()
+        await self._up()
         return await self.controller.checkpoint_spec(path)
 
     async def fault(self) -> str | None:

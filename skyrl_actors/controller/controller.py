@@ -197,6 +197,8 @@ class Controller:
         spec = request.spec
         if request.from_path:
             spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
+            if (known := self.queue.known(model_id, 0, digest)) is not None:  # while the path was read
+                return await self._ledger.accepted_before(known)
         alive = [model.spec for model in self.tenants.models.values()]
         admission.check_spec(spec, self.config, self.able, alive)
         request = replace(request, spec=spec)

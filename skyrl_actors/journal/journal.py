@@ -38,6 +38,7 @@ from skyrl_actors.messages.results import LossOutput, Result
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+LOCK_WAIT_S = 3.0
 BATCH_ENTRIES = 1024
 BATCH_BYTES = 64 * 2**20
 FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError)
@@ -80,7 +81,7 @@ class SqlJournal:
 
     def _open(self, holder: str) -> Books:
         opening.check_folder(self.folder)
-        self._lock = opening.FolderLock(self.folder, holder)
+        self._lock = opening.FolderLock(self.folder, holder, LOCK_WAIT_S)
         engine = opening.connect(self._url)
         try:
             with _refused(f"the journal's database {self._url} can not be used"):
@@ -90,7 +91,9 @@ class SqlJournal:
                 opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
                 self._store = Store(engine, self._packs)
                 books = self._store.begin_epoch(holder)
+                # What an interrupted write or snapshot left.
                 self._packs.sweep(self._store.used_packs())
+                self._folders.sweep(self._store.snapshot_folders())
                 return books
         except BaseException:
             if self._guard is not None:
@@ -170,7 +173,11 @@ class SqlJournal:
             snapshot = await asyncio.to_thread(self._folders.seal, staging, model_id, number, step)
         except OSError as error:
             raise Unavailable(f"no snapshot of {model_id}: {error}") from None
-        await self.write(snapshot)
+        try:
+            await self.write(snapshot)
+        except Unavailable:
+            await asyncio.to_thread(self._folders.remove, snapshot.folder)
+            raise
         return snapshot
 
     async def verified_snapshot(self, snapshot: SnapshotTaken) -> Path:

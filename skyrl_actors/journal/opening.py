@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import sqlite3
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -82,20 +83,30 @@ def check_folder(folder: Path) -> None:
 class FolderLock:
     """One process at a time; freed by the system when that process ends, however it ends."""
 
-    def __init__(self, folder: Path, holder: str):
+    def __init__(self, folder: Path, holder: str, wait_s: float = 0.0):
         self._stream = (folder / LOCK).open("a+")
-        try:
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._taken(wait_s):
             self._stream.seek(0)
             first = self._stream.read().strip() or "a process that did not say its name"
             self._stream.close()
             raise ConfigError(
                 f"the journal {folder} is in use by {first}; stop it first, or set another journal.folder for this service"
-            ) from None
+            )
         self._stream.truncate(0)
         self._stream.write(holder)
         self._stream.flush()
+
+    def _taken(self, wait_s: float) -> bool:
+        """A service that was just killed may take a moment to be gone."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.05)
 
     def release(self) -> None:
         self._stream.close()

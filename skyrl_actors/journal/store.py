@@ -137,6 +137,10 @@ class Store:
         with self.engine.connect() as connection:
             return [SnapshotTaken(**row._mapping) for row in connection.execute(query)]
 
+    def snapshot_folders(self) -> set[str]:
+        with self.engine.connect() as connection:
+            return set(connection.execute(sa.select(t.snapshots.c.folder)).scalars())
+
     def used_packs(self) -> set[str]:
         column = t.operations.c
         with self.engine.connect() as connection:
