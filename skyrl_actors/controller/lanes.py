@@ -154,13 +154,38 @@ class Lanes:
             request = await self.ledger.request_of(op)
             assert isinstance(request, rq.Sample)
             async with self._sample_slots:
-                outcome = await self.executor.sample(op.request_id, request, sampler)
+                outcome = await self._sampled(op, request, sampler)
         except Exception as error:  # noqa: BLE001  the lane's boundary
             outcome = self._failed(op, error)
         await self.ledger.answer(op, outcome)
         sampler.users -= 1
         if sampler.retired and not sampler.users:
             await self._free(sampler)
+
+    async def _sampled(self, op: Op, request: rq.Sample, sampler: Sampler) -> Outcome:
+        """Weights that lay in memory only may have gone with a machine: the model that froze them freezes them again."""
+        for _ in range(self.config.restart.attempts):
+            try:
+                return await self.executor.sample(op.request_id, request, sampler)
+            except InternalError as error:
+                if not await self._frozen_again(sampler):
+                    raise
+                log.warning("sample %s is run again with weights that were lost: %s", op.request_id, error)
+        return await self.executor.sample(op.request_id, request, sampler)
+
+    async def _frozen_again(self, sampler: Sampler) -> bool:
+        """False when the weights were not missing, so that they are not what failed."""
+        model = self.tenants.models.get(sampler.owner or "")
+        backend = self.recovery.backend
+        try:
+            if model is None or await backend.has_sampler(sampler.weights):
+                return False
+        except StateLost:
+            return True
+        async with self.recovery.progress[model.spec.model_id].lock:
+            if not await backend.has_sampler(sampler.weights):
+                await self.recovery.restore(model)
+        return True
 
     async def retire(self, sampler: Sampler) -> None:
         """No new samples from it; what it holds is freed when the last accepted one was answered."""

@@ -119,7 +119,10 @@ class Machines:
         self.listener: Callable[[], None] = lambda: None
 
     def _new_rank(self) -> ExactlyOnce:
-        return ExactlyOnce(SimWorker(self.disk.files, broken=self.broken))
+        """Made, and adopted at once, by the controller of this moment."""
+        rank = ExactlyOnce(SimWorker(self.disk.files, broken=self.broken))
+        rank.adopt(self.disk.epoch)
+        return rank
 
     def kill_rank(self) -> None:
         self.rank = None
@@ -164,6 +167,8 @@ class SimBackend:
 
     async def _send(self, work: Callable[[ExactlyOnce], Any]) -> Any:
         """A message to the rank and its answer. It travels on its own: the death of its sender does not stop it."""
+        if self.dead:
+            await asyncio.Event().wait()
         rank = self.machines.rank
         if rank is None:
             raise StateLost("the rank is dead")
@@ -282,16 +287,14 @@ class SimBackend:
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
     ) -> SampleOutput:
-        for _ in range(100):  # an engine that finds its files gone waits for the trainer to bring them back
-            await asyncio.sleep(self.chance.random() * 0.1)
-            if weights.parts[0].path in self.machines.exports:
-                break
         async with self.keeper.hold(Phase.SAMPLE):
             await asyncio.sleep(self.chance.random() * 0.05)
             assert self.devices.resident == RESIDENT[Phase.SAMPLE], f"sampled in {self.devices.resident}"
-        found = self.machines.exports[weights.parts[0].path]
         if self.dead:
             await asyncio.Event().wait()
+        found = self.machines.exports.get(weights.parts[0].path)
+        if found is None:
+            raise InternalError(f"no adapter found for {weights.version}")
         drawn = np.frombuffer(bytes.fromhex(chained(found, prompt, params.seed)), np.uint8)[: params.max_tokens]
         one = Sequence(drawn.astype(np.int32), drawn.astype(np.float32), "length")
         return SampleOutput((one,), weights.version)
