@@ -9,7 +9,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost
+from skyrl_actors.messages.errors import CollectiveFailed, InternalError, SkyrlActorsError, StateLost
 
 NAMESPACE = "skyrl-actors"
 NAME_FREE_S = 20.0
@@ -71,7 +71,10 @@ def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:
     if len(kinds) == 1 and isinstance(first, SkyrlActorsError) and first.category == "user":
         return first
     text = "; ".join(f"{what} on {', '.join(names)}: {text}" for text, names in kinds.items())
-    return (StateLost if any(isinstance(error, StateLost) for error in errors.values()) else InternalError)(text)
+    for kind in (CollectiveFailed, StateLost):
+        if any(isinstance(error, kind) for error in errors.values()):
+            return kind(text)
+    return InternalError(text)
 
 
 def named(name: str) -> ActorHandle | None:

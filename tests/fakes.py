@@ -112,5 +112,8 @@ class FakeBackend:
     async def status(self) -> dict[str, Any]:
         return {}
 
+    async def detach(self) -> None:
+        pass
+
     async def close(self) -> None:
         self.calls.append(("close", ""))

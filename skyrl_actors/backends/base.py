@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec, Role
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights
@@ -23,7 +23,7 @@ class Capabilities:
     vocab_size: int
     max_context_tokens: int  # of training rows
     max_sample_tokens: int  # prompt and answer of a sample
-    roles: tuple[str, ...]
+    roles: tuple[Role, ...]
 
 
 class Backend(Protocol):
@@ -60,11 +60,11 @@ class Backend(Protocol):
 
     async def load_checkpoint(self, spec: ModelSpec, number: int, folder: str, with_optimizer: bool) -> None: ...
 
-    async def copy_state(self, spec: ModelSpec) -> int:
+    async def copy_state(self, spec: ModelSpec) -> Any:
         """Copy weights, moments and pending gradients aside, as they are now; returns a handle for `write_state`."""
         ...
 
-    async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
+    async def write_state(self, spec: ModelSpec, handle: Any, folder: str) -> None:
         """Write that copy while training goes on."""
         ...
 
@@ -101,5 +101,9 @@ class Backend(Protocol):
         ...
 
     async def status(self) -> dict[str, Any]: ...
+
+    async def detach(self) -> None:
+        """Stop watching and restarting; what runs goes on, for the next controller."""
+        ...
 
     async def close(self) -> None: ...

@@ -67,7 +67,7 @@ class RayBackend:
             self._standby = Standby(
                 self.config.name, self.config.restart.standbys, str(self.base_folder), self._reserved,
                 plan.slots_of("policy")[0].index, environment | {"OMP_NUM_THREADS": str(self.config.policy.num_threads)},
-                epoch, self._detached, self._say,
+                epoch, self._detached, self._say, self.config.policy.call_timeout_s,
             )  # fmt: skip
             await self._standby.find()
         for role in self._roles:
@@ -175,8 +175,9 @@ class RayBackend:
     async def residents(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for supervisor in self._groups.values():
-            with suppress(StateLost):  # a group that is made anew holds nothing
-                found |= await supervisor.guarded((await supervisor.up()).residents())
+            if supervisor.group is not None and supervisor.down is None:  # one that is made anew holds nothing
+                with suppress(StateLost):
+                    found |= await supervisor.guarded(supervisor.group.residents())
         return found
 
     async def _on(self, spec: ModelSpec, phase: Phase, work: Callable[[ActorGroup], Awaitable[T]]) -> T:
@@ -225,14 +226,18 @@ class RayBackend:
         arguments = (spec.model_id, folder, with_optimizer)
         await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, number, TrainWorker.load_checkpoint, *arguments))
 
-    async def copy_state(self, spec: ModelSpec) -> int:
-        """The ranks count their copies alike, but a rank's number is its own: rank 0's stands for all."""
-        return (await self._on(spec, Phase.STEP, lambda g: g.copy_state(spec.model_id)))[0]
+    async def copy_state(self, spec: ModelSpec) -> tuple[ActorGroup, list[int]]:
+        """Every rank has a number of its own for its copy."""
+        group = self._groups[spec.role].group
+        handles = await self._on(spec, Phase.STEP, lambda g: g.copy_state(spec.model_id))
+        if group is None or group is not self._groups[spec.role].group:
+            raise StateLost(f"the {spec.role} group was made anew while its state was copied")
+        return group, handles
 
-    async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
-        """No phase is held: the copy lies in host memory."""
-        group = await self._groups[spec.role].up()
-        await group.write_state([handle] * len(group.actors), folder)
+    async def write_state(self, spec: ModelSpec, handle: tuple[ActorGroup, list[int]], folder: str) -> None:
+        """No phase is held: the copy lies in host memory, of the ranks that made it."""
+        group, handles = handle
+        await group.write_state(handles, folder)
 
     async def restore(self, spec: ModelSpec, number: int, folder: str) -> None:
         await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, number, TrainWorker.restore_state, spec, folder))
@@ -264,8 +269,13 @@ class RayBackend:
                 await self._transfer.discard(part, group, self.engines.actors)
 
     async def _deliver(self, manifest: WeightManifest, engine: ActorHandle) -> None:
-        if manifest.path.startswith(str(self.config.transfer.folder)):
-            await self._transfer.deliver(manifest, await self._groups["policy"].up(), engine)
+        """Called in a phase, so it waits for no group: one that is made anew may need another phase."""
+        if self.config.transfer.type == "shm" or not manifest.path.startswith(str(self.config.transfer.folder)):
+            return  # the engine maps the file where it is
+        policy = self._groups["policy"]
+        if policy.group is None or policy.down is not None:
+            raise StateLost(f"the policy group is being made anew: {policy.down}")
+        await self._transfer.deliver(manifest, policy.group, engine)
 
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
@@ -275,6 +285,8 @@ class RayBackend:
         attempts, lost = self.config.restart.attempts, ""
         for attempt in range(attempts):
             await self.engines.any_healthy()
+            if self.config.transfer.type != "shm":  # weights that are not there yet come from the trainers
+                await self.ready("policy")
             try:
                 if self.engines.needs_weights():
                     async with self._keeper.hold(Phase.SYNC):
@@ -325,6 +337,12 @@ class RayBackend:
             "weight_load_seconds": [round(s, 4) for s in self.engines.load_seconds[-20:]],
             **await self._vitals.read(),
         }
+
+    async def detach(self) -> None:
+        if self._vitals is not None:
+            self._vitals.close()
+        parts = [*self._groups.values(), *(self._engines.engines if self._engines else ()), self._standby]
+        await asyncio.gather(*(part.detach() for part in parts if part is not None))
 
     async def close(self) -> None:
         if self._vitals is not None:

@@ -19,6 +19,7 @@ from skyrl_actors.messages.results import Result, Waiting
 from skyrl_actors.observe.log import set_up_logging
 
 log = logging.getLogger(__name__)
+AFTER_FAILURE_S = 2.0
 
 
 class ControllerActor:
@@ -53,8 +54,9 @@ class ControllerActor:
         try:
             return await self.controller.start()
         except BaseException:
+            await self.controller.abandon()
+            await asyncio.sleep(AFTER_FAILURE_S)  # whoever asks meanwhile hears of this failure
             self._starting = None
-            await self.controller.journal.close()
             self.controller = self._build()
             raise
 
@@ -86,7 +88,8 @@ class ControllerActor:
 
     async def submit(self, request: Request, request_id: str) -> str:
         await self._up()
-        return await self.controller.submit(request, request_id)
+        # Its caller may give up waiting; then it is accepted, or not, all the same.
+        return await asyncio.shield(asyncio.ensure_future(self.controller.submit(request, request_id)))
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
         await self._up()
@@ -109,6 +112,8 @@ class ControllerActor:
         return await self.controller.checkpoint_spec(path)
 
     async def fault(self) -> str | None:
+        if self._starting is None:  # made anew, and nobody else has asked for anything yet
+            self._starting = asyncio.create_task(self._start())
         return self.controller.fault()
 
     async def status(self) -> dict[str, Any]:

@@ -14,6 +14,12 @@ from skyrl_actors.messages.model import ROLES, AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.requests import ForwardBackward, Request, Sample
 
 MIN_TEMPERATURE = 0.0
+LARGEST_INT = 2**62  # of numbers that only name something
+
+
+def check_seq_id(seq_id: int | None) -> None:
+    if seq_id is not None and not 0 <= seq_id <= LARGEST_INT:
+        raise InvalidRequest(f"seq_id {seq_id}: use 0 to 2^62")
 
 
 def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities, alive: list[ModelSpec]) -> None:
@@ -94,6 +100,13 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
         raise InvalidRequest(f"temperature {params.temperature}: use 0 (greedy) or more")
     if not 0 < params.top_p <= 1:
         raise InvalidRequest(f"top_p {params.top_p}: use more than 0, up to 1")
+    if params.seed is not None and not 0 <= params.seed <= LARGEST_INT:
+        raise InvalidRequest(f"seed {params.seed}: use 0 to 2^62")
+    for stop in params.stop or ():
+        if isinstance(stop, int) and not 0 <= stop < capabilities.vocab_size:
+            raise InvalidRequest(f"stop token {stop}: use 0 to {capabilities.vocab_size - 1}")
+    if params.top_k > LARGEST_INT:
+        raise InvalidRequest(f"top_k {params.top_k}: use -1 (off) or at most {capabilities.vocab_size}")
     if params.top_k != -1 and params.top_k < 1:
         raise InvalidRequest(f"top_k {params.top_k}: use -1 (off) or at least 1")
     if not 0 <= params.topk_prompt_logprobs <= config.engine.max_logprobs:

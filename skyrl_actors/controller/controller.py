@@ -10,6 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from skyrl_actors.controller import admission, restart
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.lanes import Lanes, seeded
-from skyrl_actors.controller.ledger import Ledger, Op, Outcome
+from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
 from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
@@ -28,7 +29,7 @@ from skyrl_actors.controller.waiters import ResultTable
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SamplerOpened, SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, SkyrlActorsError, Unavailable
+from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, NotFound, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
 from skyrl_actors.messages.results import Failure, Result, Waiting
@@ -74,9 +75,8 @@ class Controller:
         residents = await self.backend.residents()
         for model_id in residents.keys() - self.tenants.models.keys():
             for role in self.able.roles:
-                await self.backend.delete_model(
-                    ModelSpec(model_id, self.able.base_model, "critic" if role == "critic" else "policy")
-                )
+                with suppress(InternalError):  # ranks that are made anew do not hold it
+                    await self.backend.delete_model(ModelSpec(model_id, self.able.base_model, role))
         for sampler in list(self.tenants.samplers.values()):
             if sampler.session_id is not None and sampler.session_id not in self.tenants.sessions:
                 await self._lanes.retire(sampler)
@@ -141,21 +141,31 @@ class Controller:
                 op = self._ledger.ops[request_id]
                 # Its line is another's by now: it only leaves the open ones.
                 await self._ledger.answer(replace(op, line=None), Outcome(Failure(text, "user")))
-            op = await self._ledger.accept(rq.Unload(model_id), model_id, None, model_id, session_id, bounded=False)
+            op = await self._accepted_unload(model_id, session_id)
             self._lanes.start_next(model_id)
             unloads.append(op.request_id)
         for request_id in unloads:
-            await self.results.wait(request_id, self.config.policy.call_timeout_s)
+            if request_id in self.results:  # else it was answered a while ago
+                await self.results.wait(request_id, self.config.policy.call_timeout_s)
         # Only now: a save that was running when the session ended has left its sampler too.
         for sampler in self.tenants.samplers_of(session_id):
             self.queue.forget(sampler.sampler_id)
             await self._lanes.retire(sampler)
         self.tenants.forget_expired(session_id)
 
+    async def _accepted_unload(self, model_id: str, session_id: str) -> Op:
+        """The session is gone already, so this may not be given up."""
+        while True:
+            try:
+                return await self._ledger.accept(rq.Unload(model_id), model_id, None, model_id, session_id, bounded=False)
+            except Unavailable:
+                await asyncio.sleep(LONGEST_PAUSE_S)
+
     async def submit(self, request: rq.Request, request_id: str | None = None) -> str:
         """Accept a request and answer its id, which is durable; the work happens later. Raises UserError or Unavailable
         and then nothing was accepted. The same `request_id` again is the same request."""
         self.able  # noqa: B018
+        admission.check_seq_id(getattr(request, "seq_id", None))
         if request_id is not None and self._ledger.knows(request_id):
             return await self._ledger.accepted_before(request_id)
         if isinstance(request, rq.Sample):
@@ -197,8 +207,10 @@ class Controller:
         spec = request.spec
         if request.from_path:
             spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
-            if (known := self.queue.known(model_id, 0, digest)) is not None:  # while the path was read
+            # While the path was read, the same request may have come again, or the session may have ended.
+            if (known := self.queue.known(model_id, 0, digest)) is not None:
                 return await self._ledger.accepted_before(known)
+            self.tenants.session(request.session_id)
         alive = [model.spec for model in self.tenants.models.values()]
         admission.check_spec(spec, self.config, self.able, alive)
         request = replace(request, spec=spec)
@@ -237,7 +249,7 @@ class Controller:
             )  # fmt: skip
             self._lanes.start_sample(op, sampler)
         finally:
-            sampler.users -= 1
+            await self._lanes.release(sampler)
         return op.request_id
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
@@ -248,7 +260,10 @@ class Controller:
         operation = await self.journal.find(request_id)
         if operation is None or operation.answered_at is None or operation.result is None:
             raise NotFound(f"request {request_id!r} is not known here (answers are kept for journal.retention_s)")
-        return await self.journal.result(operation)
+        try:
+            return await self.journal.result(operation)
+        except Corrupt as error:  # final: asking again would not mend it
+            return Failure.of(error)
 
     def waiting(self) -> Waiting:
         """What to tell a client whose answer is not there yet."""
@@ -267,6 +282,8 @@ class Controller:
         if base_model is not None and base_model != able.base_model:
             raise InvalidRequest(f"unknown base model {base_model!r}; this service has {able.base_model!r}")
         sampler = await self._executor.open_sampler(checked_id(sampler_id, "sampler id"), session_id, able.base_model, path)
+        if session_id is not None:
+            self.tenants.session(session_id)  # it may have ended meanwhile
         await self.journal.write(SamplerOpened(sampler_id, session_id, able.base_model, path, sampler.weights))
         return self.tenants.samplers.setdefault(sampler_id, sampler)
 
@@ -311,6 +328,14 @@ class Controller:
         await self._lanes.close()
         await self._recovery.close()
         await self.backend.close()
+        await self.journal.close()
+
+    async def abandon(self) -> None:
+        """Stop without ending anything that another controller can take over."""
+        self._closing = True
+        await self._lanes.close()
+        await self._recovery.close()
+        await self.backend.detach()
         await self.journal.close()
 
     async def _free_silent_sessions(self) -> None:

@@ -7,6 +7,7 @@ operation, the model is restored and the operation is run again; the client sees
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +48,7 @@ class Lanes:
     async def _run(self, op: Op, line: str) -> None:
         progress = self.recovery.progress.setdefault(line, Progress(op.number))
         async with progress.lock:
-            outcome = await self._outcome(op, line, progress)
+            outcome = await self._outcome(op, progress)
             model = self.tenants.models.get(line)
             if model is not None:
                 self._note(op, outcome, model, progress)
@@ -58,18 +59,33 @@ class Lanes:
             self.recovery.progress.pop(line, None)
         self.start_next(line)
 
-    async def _outcome(self, op: Op, line: str, progress: Progress) -> Outcome:
+    async def _outcome(self, op: Op, progress: Progress) -> Outcome:
         try:
-            request = await self.ledger.request_of(op)
+            request = await self._request(op)
             return await self._attempts(op, request, progress)
         except Exception as error:  # noqa: BLE001  the lane's boundary: every fault becomes an answer
+            progress.suspect = True
+            if isinstance(op.request, rq.CreateModel):
+                with suppress(InternalError):  # some ranks may hold it
+                    await self.executor.backend.delete_model(op.request.spec)
             return self._failed(op, error)
+
+    async def _request(self, op: Op) -> rq.Request:
+        """A journal that can not be read now can be read later."""
+        while True:
+            try:
+                return await self.ledger.request_of(op)
+            except Unavailable as error:
+                log.warning("operation %d waits for the journal: %s", op.number, error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def _attempts(self, op: Op, request: rq.Request, progress: Progress) -> Outcome:
         """Until it is done, or has failed as often as it may. Raises what it failed of; then nothing of it was applied."""
         attempts = faults = 0
         while True:
             try:
+                if attempts or faults or progress.suspect:
+                    await self._bring_back(op, request, progress)
                 outcome = await self.executor.run(op, request)
                 if isinstance(request, rq.LoadWeights) or (isinstance(request, rq.CreateModel) and request.from_path):
                     await self._keep_what_was_loaded(op, progress)
@@ -81,12 +97,14 @@ class Lanes:
                     raise
             except UserError:
                 raise
+            except Unavailable as error:
+                log.warning("operation %d waits: %s", op.number, error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
             except InternalError as error:
                 faults += 1
                 log.warning("operation %d (%s) failed: %s", op.number, type(request).__name__, error)
                 if faults >= FAULTY_ATTEMPTS or not isinstance(request, TRAINING):
                     raise
-            await self._bring_back(op, request)
 
     async def _keep_what_was_loaded(self, op: Op, progress: Progress) -> None:
         """A snapshot before the answer: the checkpoint may be overwritten later, so it can not be loaded once more."""
@@ -103,12 +121,16 @@ class Lanes:
             finally:
                 progress.position = before
 
-    async def _bring_back(self, op: Op, request: rq.Request) -> None:
+    async def _bring_back(self, op: Op, request: rq.Request, progress: Progress) -> None:
+        """The model's state is there, and is what the journal says, when this returns."""
         model = self.tenants.models.get(op.line or "")
-        if model is None or isinstance(request, rq.CreateModel):
-            await self.recovery.backend.ready(request.spec.role if isinstance(request, rq.CreateModel) else "policy")
-        elif not isinstance(request, rq.Unload):
-            await self.recovery.restore(model)
+        if isinstance(request, rq.CreateModel):
+            await self.recovery.backend.ready(request.spec.role)
+        elif model is not None and model.ready and not isinstance(request, rq.Unload):
+            resident = (await self.recovery.backend.residents()).get(model.spec.model_id)
+            if resident != progress.position:  # an operation that failed may have been applied before it did
+                await self.recovery.restore(model)
+        progress.suspect = False
 
     def _note(self, op: Op, outcome: Outcome, model: Model, progress: Progress) -> None:
         """The books, before the answer is visible."""
@@ -151,13 +173,17 @@ class Lanes:
 
     async def _run_sample(self, op: Op, sampler: Sampler) -> None:
         try:
-            request = await self.ledger.request_of(op)
+            request = await self._request(op)
             assert isinstance(request, rq.Sample)
             async with self._sample_slots:
                 outcome = await self._sampled(op, request, sampler)
         except Exception as error:  # noqa: BLE001  the lane's boundary
             outcome = self._failed(op, error)
         await self.ledger.answer(op, outcome)
+        await self.release(sampler)
+
+    async def release(self, sampler: Sampler) -> None:
+        """One user less; a retired one is freed with its last."""
         sampler.users -= 1
         if sampler.retired and not sampler.users:
             await self._free(sampler)
@@ -196,6 +222,7 @@ class Lanes:
 
     async def _free(self, sampler: Sampler) -> None:
         await self.ledger.insist(SamplerRetired(sampler.sampler_id))
+        self.queue.forget(sampler.sampler_id)
         if sampler.owner is not None:  # named checkpoints keep their files
             try:
                 await self.executor.backend.drop_sampler(sampler.weights)

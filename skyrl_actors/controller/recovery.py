@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from skyrl_actors.backends.base import Backend
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
@@ -18,7 +19,7 @@ from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import Operation
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import Corrupt, InternalError, NotFound
+from skyrl_actors.messages.errors import Corrupt, InternalError, NotFound, StateLost, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path
 
@@ -32,6 +33,7 @@ class Progress:
 
     position: int  # the last operation that was applied to the state
     step: int = 0
+    suspect: bool = False  # an operation failed: the ranks may hold something else than the journal says
     snapshot: int = -1  # the position of the newest snapshot
     operations: int = 0  # applied since
     num_bytes: int = 0  # of their payloads
@@ -75,9 +77,9 @@ class Recovery:
             await self.backend.ready(spec.role)
             try:
                 exports = {s.number: s.weights.version for s in await self._lost_samplers(spec.model_id) if s.number is not None}
-                replayed = await self._rebuild(spec, spec.model_id, progress.position, exports)
+                replayed = await self._rebuilt(spec, progress.position, exports)
                 break
-            except Corrupt:
+            except (Corrupt, Unavailable):
                 raise
             except InternalError as error:
                 attempts += 1
@@ -87,6 +89,16 @@ class Recovery:
         seconds = asyncio.get_running_loop().time() - started
         self.recovery_s = [*self.recovery_s[1 - KEPT_TIMES :], seconds]
         log.info("model %s is back at operation %d (%d replayed, %.2f s)", spec.model_id, progress.position, replayed, seconds)
+
+    async def _rebuilt(self, spec: ModelSpec, position: int, exports: Mapping[int, str]) -> int:
+        """A version whose way back is lost does not keep its model from coming back."""
+        try:
+            return await self._rebuild(spec, spec.model_id, position, exports)
+        except (Corrupt, NotFound) as error:
+            if not exports:
+                raise
+            log.error("samplers of %s can not be frozen again: %s", spec.model_id, error)
+            return await self._rebuild(spec, spec.model_id, position, {})
 
     async def _lost_samplers(self, model_id: str) -> list:
         mine = [s for s in self.tenants.samplers.values() if s.owner == model_id]
@@ -207,10 +219,16 @@ class Recovery:
 
         progress.writing = asyncio.create_task(write())
 
-    async def _write_snapshot(self, spec: ModelSpec, position: int, step: int, handle: int) -> None:
+    async def _write_snapshot(self, spec: ModelSpec, position: int, step: int, handle: Any) -> None:
         started = asyncio.get_running_loop().time()
         staging = await self.journal.stage_snapshot(spec.model_id, position)
-        await self.backend.write_state(spec, handle, str(staging))
+        try:
+            await self.backend.write_state(spec, handle, str(staging))
+        except InternalError as error:
+            await self.journal.drop_staging(staging)
+            if isinstance(error, StateLost):
+                raise
+            raise Unavailable(f"the ranks can not write a snapshot: {error}") from None
         await self.journal.seal_snapshot(staging, spec.model_id, position, step)
         self.snapshot_s = [*self.snapshot_s[1 - KEPT_TIMES :], asyncio.get_running_loop().time() - started]
 

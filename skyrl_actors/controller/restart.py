@@ -68,6 +68,10 @@ async def _history(header: Operation, ledger: Ledger, tenants: TenantTable, reco
     elif header.kind == "OptimStep" and header.effect != "none":
         model.incomplete = None
     elif header.kind == "ForwardBackward" and header.failed:
-        request, result = await ledger.journal.request(header), await ledger.journal.result(header)
+        try:
+            request, result = await ledger.journal.request(header), await ledger.journal.result(header)
+        except Corrupt as error:
+            model.incomplete = f"the reason is lost: {error}"
+            return
         if isinstance(request, rq.ForwardBackward) and not request.forward_only and isinstance(result, Failure):
             model.incomplete = result.message

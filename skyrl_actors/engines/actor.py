@@ -63,7 +63,7 @@ class EngineActor:
         task = asyncio.ensure_future(self.engine.sample(request_id, prompt, params, adapter, version))
         self._samples.add(task)
         task.add_done_callback(self._samples.discard)
-        return await task
+        return await self._lost_if_dead(task)
 
     async def load_full(self, epoch: int, version: str, parts: tuple[WeightManifest, ...]) -> float:
         return await self._change(epoch, self.engine.load_full(version, parts))
@@ -92,7 +92,16 @@ class EngineActor:
     async def _change(self, epoch: int, work: Awaitable[T]) -> T:
         async with self._changes:
             self._fence(epoch, work)
+            return await self._lost_if_dead(work)
+
+    async def _lost_if_dead(self, work: Awaitable[T]) -> T:
+        """Whatever fails because vLLM's process is gone is lost with it, and may be asked of another engine."""
+        try:
             return await work
+        except Exception as error:
+            if self.engine.died_of(error):
+                raise StateLost(f"vLLM's process of {self.engine.spec.name} ended: {error}") from None
+            raise
 
     def _fence(self, epoch: int, work: Awaitable | None = None) -> None:
         if epoch < self._epoch:

@@ -223,17 +223,25 @@ class Engine:
         self._say(f"{self.name} runs again ({time.perf_counter() - started:.1f} s)")
 
     async def _join(self) -> None:
+        if self.health == "DEAD":  # while it waited for its phase
+            raise StateLost(f"{self.name} died before it could join: {self.reason}")
         self._step("started")
         if self.wanted != self.gate.state:
             async with self.gate.hold(self.wanted):
                 pass
+        if self.health == "DEAD":
+            raise StateLost(f"{self.name} died while it joined: {self.reason}")
         self._step("ready")
 
-    async def close(self) -> None:
+    async def detach(self) -> None:
+        """Watch and restart no more."""
         tasks = [task for task in (self._watching, self._restarting) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.detach()
         await remote.end_named([self.site.name])
 
 

@@ -64,6 +64,8 @@ class EnginePool:
 
     async def any_healthy(self) -> None:
         """Wait for an engine. Raises InternalError, with their last words, when all were given up."""
+        for engine in self.engines:
+            engine.revive()
         while not self._living():
             for engine in self.engines:
                 engine.revive()
@@ -82,10 +84,12 @@ class EnginePool:
             raise StateLost("no engine runs now")
         loads = [EngineLoad(e.gate.num_holders, e.gate.num_waiting, e.gate.state == wanted) for e in living]
         engine = living[choose(loads)]
-        engine.wanted = wanted
-        async with engine.gate.hold(wanted):
+        engine.wanted, gate = wanted, engine.gate
+        async with gate.hold(wanted):
             if weights.adapter:
                 await self._delivered_to(engine, weights.adapter)
+            if engine.gate is not gate:
+                raise StateLost(f"{engine.name} was made anew while this sample waited for its weights")
             output = await engine.ask("sample", request_id, prompt, params, weights.adapter, weights.version)
         engine.worked()
         return output

@@ -23,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput, Sequence
 from skyrl_actors.messages.weights import WeightManifest
@@ -58,6 +58,12 @@ class VllmEngine:
         if not loop.is_closed():
             loop.call_soon_threadsafe(self.dead.set)
 
+    def died_of(self, error: Exception) -> bool:
+        """Whether the process below is gone, as this error or its watcher says."""
+        if isinstance(error, EngineDeadError):
+            self.dead.set()
+        return self.dead.is_set()
+
     @property
     def llm(self) -> AsyncLLM:
         if self._llm is None:
@@ -86,9 +92,6 @@ class VllmEngine:
                 )
                 async for part in stream:
                     output = part
-        except EngineDeadError as error:
-            self.dead.set()
-            raise StateLost(f"vLLM's process of {self.spec.name} ended: {error}") from None
         except (VLLMValidationError, ValueError) as error:
             raise InvalidRequest(str(error)) from None
         except TimeoutError:

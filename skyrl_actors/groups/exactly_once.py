@@ -17,6 +17,7 @@ CLEAN_FAILURES = ("optim_step",)  # a refusal that leaves the same state on ever
 @dataclass(frozen=True, slots=True)
 class Applied:
     number: int
+    method: str  # an operation may have two parts: a model that is made and then filled
     result: Any
     error: SkyrlActorsError | None = None
 
@@ -51,7 +52,7 @@ class ExactlyOnce:
         if number is None:
             self._whole(model_id)
             return getattr(self.worker, method)(*args)
-        if known is not None and known.number == number and method != "restore_state":
+        if known is not None and (known.number, known.method) == (number, method) and method != "restore_state":
             if known.error is not None:
                 raise known.error
             return known.result
@@ -65,9 +66,9 @@ class ExactlyOnce:
             result = getattr(self.worker, method)(*args)
         except UserError as error:
             if method in CLEAN_FAILURES:
-                self._applied[model_id] = Applied(number, None, error)
+                self._applied[model_id] = Applied(number, method, None, error)
             raise
-        self._applied[model_id] = Applied(number, result)
+        self._applied[model_id] = Applied(number, method, result)
         return result
 
     def _whole(self, model_id: str) -> Applied:

@@ -20,6 +20,7 @@ from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.workers.interface import RankStatus
 
 ASK_TIMEOUT_S = 30.0
+LONGEST_PAUSE_S = 300.0
 REFILL_PAUSE_S = 2.0  # what was just lost comes first: two cores are soon busy
 CONCURRENCY_GROUPS = {"watch": 1, "vitals": 2, "files": 1}
 
@@ -34,7 +35,7 @@ class Standby:
 
     def __init__(
         self, service: str, count: int, base_folder: str, reserved: PlacementGroup, bundle: int, environment: dict[str, str],
-        epoch: int, detached: bool, say: Callable[[str], None],
+        epoch: int, detached: bool, say: Callable[[str], None], busy_timeout_s: float = 900.0,
     ):  # fmt: skip
         self.bundle = bundle
         self.strays: list[tuple[ActorHandle, RankStatus]] = []  # of an earlier controller, and no longer idle
@@ -46,6 +47,7 @@ class Standby:
         self._epoch = epoch
         self._options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
         self._say = say
+        self._busy_timeout_s = busy_timeout_s  # one that became a rank may be at work
         self._idle: list[ActorHandle] = []
         self._refilling: asyncio.Task[None] | None = None
         self._watching: set[asyncio.Task[None]] = set()
@@ -57,7 +59,7 @@ class Standby:
             if actor is None:
                 continue
             try:
-                (status,) = await remote.gather([actor.adopt.remote(self._epoch)], [name], "take over", ASK_TIMEOUT_S)
+                (status,) = await remote.gather([actor.adopt.remote(self._epoch)], [name], "take over", self._busy_timeout_s)
             except InternalError:
                 ray.kill(actor)
                 continue
@@ -80,8 +82,9 @@ class Standby:
             self._refilling = asyncio.create_task(self._refill())
 
     async def _refill(self) -> None:
+        pause_s = REFILL_PAUSE_S
         while len(self._idle) < self._count:
-            await asyncio.sleep(REFILL_PAUSE_S)
+            await asyncio.sleep(pause_s)
             actor = worker_class().options(
                 name=f"{self._prefix}{uuid.uuid4().hex[:8]}", namespace=remote.NAMESPACE, num_cpus=0,
                 scheduling_strategy=self._strategy, runtime_env={"env_vars": self._environment}, **self._options,
@@ -90,6 +93,8 @@ class Standby:
                 await remote.gather([actor.warm.remote(self._base_folder)], ["standby"], "warm up", 10 * ASK_TIMEOUT_S)
             except InternalError as error:
                 self._say(f"a standby process did not start: {error}")
+                ray.kill(actor)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             self._idle.append(actor)
             self._watching = {t for t in self._watching if not t.done()} | {asyncio.create_task(self._watch(actor))}
@@ -103,9 +108,13 @@ class Standby:
                 self._idle.remove(actor)
                 self.refill()
 
-    async def close(self) -> None:
+    async def detach(self) -> None:
+        """Watch and refill no more."""
         tasks = [*self._watching, *([self._refilling] if self._refilling else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.detach()
         await remote.end_named(remote.names_with(self._prefix))

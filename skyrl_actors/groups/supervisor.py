@@ -15,7 +15,7 @@ from skyrl_actors import remote
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.groups.last_words import last_words, stacks_of
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import CollectiveFailed, InternalError
 from skyrl_actors.restarts import RestartLimit
 
 log = logging.getLogger(__name__)
@@ -149,12 +149,20 @@ class GroupSupervisor:
         except remote.Overdue as error:
             await self.overdue(error)
             raise
+        except CollectiveFailed as error:
+            if self.group is not None:
+                self.lost(self.group, str(error))
+            raise
         self.worked()
         return result
 
-    async def close(self) -> None:
+    async def detach(self) -> None:
+        """Watch and restart no more."""
         tasks = [*self._watching, *([self._restarting] if self._restarting else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.detach()
         await self.builder.remove(self.group)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 LOCK_WAIT_S = 3.0
 BATCH_ENTRIES = 1024
 BATCH_BYTES = 64 * 2**20
-FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError)
+FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError, ValueError, TypeError, OverflowError)
 
 
 class SqlJournal:
@@ -168,6 +168,9 @@ class SqlJournal:
         except OSError as error:
             raise Unavailable(f"no snapshot of {model_id}: {error}") from None
 
+    async def drop_staging(self, staging: Path) -> None:
+        await asyncio.to_thread(self._folders.remove, staging.name)
+
     async def seal_snapshot(self, staging: Path, model_id: str, number: int, step: int) -> SnapshotTaken:
         try:
             snapshot = await asyncio.to_thread(self._folders.seal, staging, model_id, number, step)
@@ -196,12 +199,14 @@ class SqlJournal:
         freed = sum(self._folders.remove(name) for name in store.forget_ended(now - self.config.retention_s))
         for model_id in store.live_models():
             policy = Retention(self.config.retention_s, self.config.keep_snapshots)
-            plan = plan_sweep(policy, store.snapshots(model_id), store.oldest_sampler(model_id), now)
+            pinned = store.loads(model_id)
+            plan = plan_sweep(policy, store.snapshots(model_id), store.oldest_sampler(model_id), pinned, now)
             for snapshot in plan.drop:
                 store.commit([SnapshotDropped(model_id, snapshot.number)])
                 freed += self._folders.remove(snapshot.folder)
             if plan.forget_upto is not None:
                 store.forget_records(model_id, plan.forget_upto)
+        store.forget_old(now - self.config.retention_s)
         return freed + self._packs.sweep(store.used_packs())
 
     async def close(self) -> None:

@@ -161,6 +161,22 @@ class Store:
         with self.engine.begin() as connection:
             connection.execute(sa.update(t.operations).where(*where).values(**none))
 
+    def forget_old(self, before: float) -> None:
+        """Records of answered operations that no replay needs: samples, and what left its model as it was."""
+        column = t.operations.c
+        idle = sa.or_(column.model_id.is_(None), column.effect == "none")
+        where = (column.answered_at < before, idle, column.kind != "CreateModel")
+        with self.engine.begin() as connection:
+            connection.execute(sa.update(t.operations).where(*where).values(payload_pack=None, result_pack=None))
+
+    def loads(self, model_id: str) -> set[int]:
+        """Operations that read files which are not the journal's: they can not be replayed, only their snapshots help."""
+        column = t.operations.c
+        kinds = ("LoadWeights", "CreateModel")
+        query = sa.select(column.number).where(column.model_id == model_id, column.kind.in_(kinds))
+        with self.engine.connect() as connection:
+            return set(connection.execute(query).scalars())
+
     def forget_ended(self, before: float) -> list[str]:
         """Delete all rows of sessions that ended before that time; returns their snapshot folders."""
         column = t.operations.c

@@ -9,6 +9,7 @@ SkyrlActorsError
 ├── ConfigError           found before any process starts
 └── InternalError         our fault or the machine's; the request itself was right
     ├── StateLost         the ranks that held a model's state died, hang, or stopped half-way: restore it and ask again
+    │   └── CollectiveFailed   the ranks can not reach each other any more: they must be made anew
     ├── Unavailable       passing: the journal can not write, a part restarts; the same request later is right
     └── Corrupt           a file is missing or not what was written
 """
@@ -56,6 +57,10 @@ class InternalError(SkyrlActorsError):
 
 
 class StateLost(InternalError):
+    pass
+
+
+class CollectiveFailed(StateLost):
     pass
 
 

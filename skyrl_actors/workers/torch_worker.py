@@ -15,7 +15,7 @@ from torch import Tensor
 from skyrl_actors.losses import REGISTRY
 from skyrl_actors.losses.torch_ops import TORCH_OPS
 from skyrl_actors.messages.columns import TARGETS, Columns
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import CollectiveFailed, InternalError
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.weights import WeightManifest
 from skyrl_actors.workers import checkpoint, snapshot
@@ -74,6 +74,7 @@ class TorchWorker:
 
     def delete_model(self, model_id: str) -> None:
         self.base.release()
+        self._forget_copies(model_id)
         self.models.pop(model_id, None)
 
     def forward_backward(
@@ -137,7 +138,10 @@ class TorchWorker:
         state = self._model(model_id).state
         gradients = state.ensure_gradients()
         if self.spec.world_size > 1:
-            dist.all_reduce(gradients)
+            try:
+                dist.all_reduce(gradients)
+            except RuntimeError as error:  # its deadline, or a peer that is gone: this process group is of no use any more
+                raise CollectiveFailed(f"rank {self.spec.rank}: {error}") from None
         norm = state.step(adam)
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
@@ -155,11 +159,15 @@ class TorchWorker:
         return checkpoint.export(self._model(model_id), self.base, Path(self.spec.base_folder), Path(path), version)
 
     def copy_state(self, model_id: str) -> int:
-        # One that was never written, because its controller died, is not kept.
-        self._copies = {handle: copy for handle, copy in self._copies.items() if copy.spec.model_id != model_id}
+        self._forget_copies(model_id)  # one that was never written, because its controller died
         self._next_copy += 1
         self._copies[self._next_copy] = StateCopy.of(self._model(model_id))
         return self._next_copy
+
+    def _forget_copies(self, model_id: str) -> None:
+        for handle, copy in list(self._copies.items()):  # another thread may take one out meanwhile
+            if copy.spec.model_id == model_id:
+                self._copies.pop(handle, None)
 
     def write_state(self, handle: int, folder: str) -> None:
         """Called on another thread than the verbs: training goes on."""

@@ -1,5 +1,6 @@
 """A controller on a real journal, with ranks that can be killed: damaged files, restarts, promises across them."""
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import pytest
 
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, RestartConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.journal.entries import Accepted
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
-from skyrl_actors.messages.errors import NotFound, Unavailable
+from skyrl_actors.messages.errors import InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from tests.simulation.backend import Machines, SimBackend
 from tests.simulation.journal import Disk
@@ -84,6 +86,55 @@ async def test_a_creation_that_was_lost_fails_its_model_and_no_other(service: Se
     with pytest.raises(Exception, match=f"model {one} is lost: .* is missing"):
         await controller.submit(batch(one, 1))
     assert isinstance(await done(controller, await controller.submit(batch(two, 1))), rs.LossOutput)
+    await controller.close()
+
+
+async def test_a_swept_or_damaged_record_does_not_keep_the_service_from_starting(service: Service):
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    service.machines.rank.worker.faulty = 1  # type: ignore[union-attr]
+
+    class Again(set):
+        """What broke off breaks off again: an honest failure."""
+
+        def add(self, item: object) -> None:
+            service.machines.rank.worker.faulty = 1  # type: ignore[union-attr]
+
+    service.machines.rank.worker.broken = Again()  # type: ignore[union-attr]
+    failed_id = await controller.submit(batch(one, 1))
+    assert isinstance(await done(controller, failed_id), rs.Failure)
+    service.machines.rank.worker.broken, service.machines.rank.worker.faulty = set(), 0  # type: ignore[union-attr]
+    header = await controller.journal.find(failed_id)
+    assert header is not None and header.payload is not None and header.result is not None
+    await controller.close()
+    (service.config.journal.folder / "packs" / header.payload.pack).unlink()
+    controller = await service.start()
+    refused = await done(controller, await controller.submit(rq.OptimStep(one, AdamParams())))
+    assert isinstance(refused, rs.Failure) and "the reason is lost" in refused.message
+    assert isinstance(await done(controller, await controller.submit(batch(two, 1))), rs.LossOutput)
+    (service.config.journal.folder / "packs" / header.result.pack).unlink(missing_ok=True)
+    lost = await controller.retrieve(failed_id, 0)  # an answer, not a fault that is asked about for ever
+    assert isinstance(lost, rs.Failure) and "is missing" in lost.message
+    await controller.close()
+
+
+async def test_numbers_beyond_64_bits_hurt_nobody_else(service: Service):
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
+    large = 2**70
+    for request in (
+        batch(one, 1, seq_id=large), batch(one, 1, seq_id=-1), rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, seed=large)),
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, top_k=large)), rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, stop=(large,))),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest):
+            await controller.submit(request)
+    results = await asyncio.gather(
+        controller.journal.write(Accepted(10**6, "bad", "x", None, large, None, None, 0.0, rq.Unload("x"))),
+        controller.submit(batch(two, 1)), return_exceptions=True,
+    )  # fmt: skip
+    assert isinstance(results[0], Unavailable)
+    assert isinstance(await done(controller, results[1]), rs.LossOutput)  # type: ignore[arg-type]
     await controller.close()
 
 

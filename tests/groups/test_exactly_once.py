@@ -45,6 +45,15 @@ def test_asking_again_changes_nothing_and_gives_the_first_answer(repeats: list[i
     assert worker.sums["m"] == len(repeats)
 
 
+def test_both_parts_of_an_operation_are_done():
+    """A model that is created from a checkpoint is made and then filled, under one number."""
+    once, worker = made()
+    assert once.apply(1, "m", 1, "add", "m", 7) == 7
+    assert once.apply(1, "m", 1, "add", "m", 7) == 7  # asked again
+    assert once.apply(1, "m", 1, "create_model", "m") == "made"  # begun again from the first part
+    assert once.apply(1, "m", 1, "add", "m", 7) == 7 and worker.sums["m"] == 7
+
+
 def test_an_older_operation_is_refused():
     once, worker = made()
     once.apply(1, "m", 5, "add", "m", 1)

@@ -305,5 +305,8 @@ class SimBackend:
     async def status(self) -> dict[str, Any]:
         return {}
 
+    async def detach(self) -> None:
+        pass
+
     async def close(self) -> None:
         pass

@@ -142,6 +142,9 @@ class SimJournal:
         await self._pass_time()
         return Path(f"/snapshots/{model_id}@{number}")
 
+    async def drop_staging(self, staging: Path) -> None:
+        pass
+
     async def seal_snapshot(self, staging: Path, model_id: str, number: int, step: int) -> SnapshotTaken:
         snapshot = SnapshotTaken(model_id, number, step, str(staging), 1, 0.0)
         await self.write(snapshot)

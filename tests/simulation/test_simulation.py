@@ -48,7 +48,7 @@ def _torn_counts_as_whole(self, model_id, number, method, args):
     try:
         result = getattr(self.worker, method)(*args)
     finally:
-        self._applied[model_id] = Applied(number, result)
+        self._applied[model_id] = Applied(number, method, result)
     return result
 
 
