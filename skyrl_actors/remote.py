@@ -27,6 +27,8 @@ class Overdue(StateLost):
 
 async def gather(refs: Sequence[ObjectRef], names: Sequence[str], what: str, timeout_s: float) -> list[Any]:
     """Results in order. Errors of many actors become one; a deadline names the actors that did not answer."""
+    if not refs:
+        return []
     tasks = [asyncio.ensure_future(settled(ref)) for ref in refs]
     try:
         _, pending = await asyncio.wait(tasks, timeout=timeout_s)
