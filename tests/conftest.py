@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from skyrl_actors.__main__ import use_ray_token
 
@@ -26,6 +27,8 @@ from skyrl_actors.backends.base_models import base_model_folder  # noqa: E402
 from skyrl_actors.config.cluster import TinyBase  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
+settings.register_profile("shared-machine", deadline=None)  # a slow example is no wrong one
+settings.load_profile("shared-machine")
 
 
 @pytest.fixture(scope="session")

@@ -131,6 +131,7 @@ class World:
             result = await self.call(lambda c: c.retrieve(request_id, 1.0))
             if result is not None:
                 return result
+            await asyncio.sleep(0.1)  # time must pass, also when an answer is wrongly nothing at all
 
 
 class Tenant:
