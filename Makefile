@@ -1,7 +1,7 @@
 # make demo   set up, then watch PPO learn        make check   ruff and pyright
 # make test   set up, then all tests              make bench   benchmarks, one JSON line each
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
-# make simulate  10,000 seeds of the simulated controller (about 15 minutes)
+# make simulate  10,000 seeds of the simulated controller (about 10 minutes)
 # The first of these that runs (a name on PATH may be an empty shim).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do "$$p" -c '' 2>/dev/null && command -v "$$p" && break; done)
 VENV := .venv
