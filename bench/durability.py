@@ -143,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a PostgreSQL database instead of SQLite (it must be empty; only one repeat is made)")
     options = parser.parse_args()
-    repeats = 1 if options.url else 5
+    repeats = 1 if options.url else 3
     for clients in (1, 16):
         emit("durability", {
             "clients": clients, "operations": OPERATIONS, "database": "postgresql" if options.url else "sqlite",

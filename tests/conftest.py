@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from skyrl_actors.__main__ import use_ray_token
 
@@ -27,7 +27,8 @@ from skyrl_actors.backends.base_models import base_model_folder  # noqa: E402
 from skyrl_actors.config.cluster import TinyBase  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-settings.register_profile("shared-machine", deadline=None)  # a slow example is no wrong one
+# A slow example is no wrong one.
+settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
 
 

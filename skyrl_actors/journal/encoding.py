@@ -25,6 +25,7 @@ TYPES: dict[str, type] = {
 }  # fmt: skip
 FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in TYPES.items()}
 TAG = "$"
+PAIRS = ""  # in the place of a type: a plain dict as pairs
 ARRAY = 1
 
 
@@ -57,7 +58,8 @@ def _plain(value: Any) -> Any:
     if names is not None:
         return {TAG: type(value).__name__, **{name: _plain(getattr(value, name)) for name in names}}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        plain = {key: _plain(item) for key, item in value.items()}
+        return {TAG: PAIRS, "items": list(plain.items())} if TAG in plain else plain  # a client's own key looks like ours
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, np.ndarray):
@@ -70,6 +72,8 @@ def _built(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_built(item) for item in value)
     if isinstance(value, dict):
+        if value.get(TAG) == PAIRS:
+            return {key: _built(item) for key, item in value["items"]}
         items = {key: _built(item) for key, item in value.items() if key != TAG}
         return TYPES[value[TAG]](**items) if TAG in value else items
     return value

@@ -49,6 +49,12 @@ def test_messages_come_back_as_they_were(message: object):
     assert same(decode(encode(message)), message)
 
 
+def test_a_clients_key_that_looks_like_ours():
+    message = rq.CreateModel(ModelSpec("m", "tiny"), "s", {"$": "Popen", "": "x"})
+    assert decode(encode(message)) == message
+    assert from_json(to_json(rs.StepDone({"$": 1.0}))) == rs.StepDone({"$": 1.0})
+
+
 def test_every_message_that_can_be_asked_or_answered_is_known():
     import typing
 
