@@ -27,7 +27,7 @@ from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward
 from tests.fakes import FakeBackend
 
-OPERATIONS, MODELS = 3000, 8
+OPERATIONS, MODELS = 1000, 8
 PAYLOAD_TOKENS = 4096 // 12  # token, target and weight of 4 bytes each
 
 
