@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,12 @@ import tinker
 
 from bench import faults, harness
 from bench.loops import LOOPS, Answers, difference, digest, tensors_of
+from bench.nodes import TwoNodes
 
-MACHINE_EVERY = 40
+MACHINE_EVERY, NODE_EVERY = 40, 25
+FIRST_ANSWERS = 8
+LONGEST_S = 60.0
+OVERLAPPING = "during another's recovery"
 ENGINE_KINDS = ("engine actor", "vLLM process")
 
 
@@ -75,22 +78,29 @@ def healthy(timeout_s: float) -> bool:
     return False
 
 
-def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...], serve: Callable[[], None]) -> list[dict[str, Any]]:
+def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...], served: harness.Served) -> list[dict[str, Any]]:
     """Kinds in turn, shuffled; mostly one fault at a time, now and then the next before the last is mended. Every
-    `MACHINE_EVERY`th is the machine: all processes at once, and what lay in shared memory."""
+    `MACHINE_EVERY`th is the machine: all processes at once, and what lay in shared memory; every `NODE_EVERY`th the worker
+    node with all ranks and engines, which comes back empty."""
     choice, made = random.Random(seed), []
+    while any(len(a.times) < FIRST_ANSWERS for a in run.answers.values()) and not run.enough.is_set():
+        time.sleep(0.1)  # a client's own start is not a recovery
     while len(made) < kills and not run.enough.is_set():
         spared = choice.choice(ENGINE_KINDS)  # one of the two a round: a start of vLLM takes as long as all the others
         for drawn in choice.sample(kinds, len(kinds)):
             if drawn == spared and len(kinds) > 1:
                 continue
-            kind = "machine" if len(made) % MACHINE_EVERY == MACHINE_EVERY - 1 else drawn
+            count = len(made) + 1
+            kind = "machine" if count % MACHINE_EVERY == 0 else "worker node" if count % NODE_EVERY == 0 else drawn
             time.sleep(choice.uniform(0.2, 2.5))
             calm = healthy(0.1)
             moment = time.time()
             if kind == "machine":
                 killed = faults.power_cut(harness.NAME)
-                serve()
+                served.serve()
+            elif kind == "worker node":
+                assert served.nodes is not None
+                killed = served.nodes.kill_node()
             else:
                 killed = len(faults.kill(harness.NAME, kind, choice))
             if killed and not run.enough.is_set():
@@ -105,15 +115,23 @@ def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...], serve: Calla
 
 
 def recovery(run: Run, made: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds from a kill to the next answer of each loop; kills while something was still down are a kind of their own."""
-    by_kind: dict[str, list[float]] = {}
-    made = [entry | {"kind": entry["kind"] if entry["alone"] else "during another's recovery"} for entry in made]
-    for entry in made:
-        for answers in run.answers.values():
-            seconds = answers.next_after(entry["at"])
-            if seconds is not None:
-                by_kind.setdefault(entry["kind"], []).append(seconds)
-    return {kind: quantiles(values) | {"kills": sum(e["kind"] == kind for e in made)} for kind, values in by_kind.items()}
+    """Seconds from a kill to the next answer of each loop, and the longest that it waited between two answers until the next
+    kill. A kill while something was still down, or before an answer to the kill before it, is a kind of its own."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    counts: dict[str, int] = {}
+    for entry, following in zip(made, [*made[1:], {"at": made[-1]["at"] + LONGEST_S}], strict=True):
+        waits = {loop: answers.after(entry["at"], following["at"]) for loop, answers in run.answers.items()}
+        alone = entry["alone"] and all(entry["at"] + seconds <= following["at"] for seconds, _ in waits.values())
+        kind = entry["kind"] if alone else OVERLAPPING
+        counts[kind] = counts.get(kind, 0) + 1
+        found.setdefault(kind, []).extend(waits.values())
+        told = "  ".join(f"{loop} {seconds:.1f} ({longest:.1f}) s" for loop, (seconds, longest) in waits.items())
+        when = time.strftime("%H:%M:%S", time.localtime(entry["at"]))
+        print(f"{when}  {entry['kind']:16}{'' if alone else OVERLAPPING:28}  {told}", flush=True)
+    return {
+        kind: {"kills": counts[kind], **quantiles([w[0] for w in pairs]), "longest_wait": quantiles([w[1] for w in pairs])}
+        for kind, pairs in found.items()
+    }
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
@@ -133,10 +151,10 @@ def compare(a: Run, b: Run, checkpoints: Path) -> dict[str, Any]:
 
 def chaos(kills: int, seed: int, kinds: tuple[str, ...], scratch: Path) -> dict[str, Any]:
     checkpoints = scratch / "checkpoints"
-    with harness.service(f"checkpoint_dir={checkpoints}") as serve:
+    with harness.service(f"checkpoint_dir={checkpoints}", nodes=TwoNodes) as served:
         started = time.time()
         disturbed = Run("disturbed").start()
-        made = killer(disturbed, kills, seed, kinds, serve)
+        made = killer(disturbed, kills, seed, kinds, served)
         disturbed.enough.set()
         disturbed.join()
         seconds = time.time() - started

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,17 @@ OPERATIONS, MODELS = 1000, 8
 PAYLOAD_TOKENS = 4096 // 12  # token, target and weight of 4 bytes each
 
 
+@dataclass(frozen=True)
+class Load:
+    """Clients that submit one operation after another, or arrivals at a rate whoever waits; then waits count from when due."""
+
+    clients: int = 0
+    per_s: float = 0.0
+
+
+LOADS = Load(clients=1), Load(per_s=1000), Load(clients=16)
+
+
 class NoJournal(SqlJournal):
     """Promises without writing: what the rest of the controller costs."""
 
@@ -44,7 +56,7 @@ class NoJournal(SqlJournal):
         pass
 
 
-async def measure(make: Callable[[Path], Journal], scratch: Path, clients: int) -> dict[str, float]:
+async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) -> dict[str, float]:
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"), checkpoint_dir=scratch / "c", limits=LimitsConfig(open_requests=10**6),
         journal=JournalConfig(folder=scratch / "journal", snapshot_operations=10**9, snapshot_bytes=2**60),
@@ -63,17 +75,25 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, clients: int) 
     )  # fmt: skip
     waits: list[float] = []
 
+    async def submit(index: int, due: float) -> str:
+        request = ForwardBackward(models[index % MODELS], columns, LossCall("cross_entropy", {}))
+        request_id = await controller.submit(request)
+        waits.append(1e3 * (time.perf_counter() - due))
+        return request_id
+
     async def client(index: int) -> list[str]:
-        ids = []
-        for _ in range(OPERATIONS // clients):
-            started = time.perf_counter()
-            request = ForwardBackward(models[index % MODELS], columns, LossCall("cross_entropy", {}))
-            ids.append(await controller.submit(request))
-            waits.append(1e3 * (time.perf_counter() - started))
-        return ids
+        return [await submit(index, time.perf_counter()) for _ in range(OPERATIONS // load.clients)]
+
+    async def arrivals(started: float) -> list[str]:
+        submits = []
+        for index in range(OPERATIONS):
+            due = started + index / load.per_s
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            submits.append(asyncio.create_task(submit(index, due)))
+        return await asyncio.gather(*submits)
 
     started = time.perf_counter()
-    ids = await asyncio.gather(*(client(i) for i in range(clients)))
+    ids = await (asyncio.gather(*(client(i) for i in range(load.clients))) if load.clients else asyncio.gather(arrivals(started)))
     accepted_s = time.perf_counter() - started
     for request_id in (request_id for some in ids for request_id in some):
         await controller.retrieve(request_id, 60)
@@ -85,7 +105,7 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, clients: int) 
     }  # fmt: skip
 
 
-async def compared(clients: int, url: str | None, repeats: int) -> dict[str, Any]:
+async def compared(load: Load, url: str | None, repeats: int) -> dict[str, Any]:
     """Medians over repeats that take turns."""
     kinds: dict[str, Callable[[Path], Journal]] = {
         "without": lambda folder: NoJournal(JournalConfig(folder=folder)),
@@ -96,7 +116,7 @@ async def compared(clients: int, url: str | None, repeats: int) -> dict[str, Any
         for kind, make in kinds.items():
             scratch = Path(tempfile.mkdtemp(prefix="durability-", dir=Path.cwd()))
             try:
-                found[kind].append(await measure(make, scratch, clients))
+                found[kind].append(await measure(make, scratch, load))
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     medians = {kind: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for kind, runs in found.items()}
@@ -144,10 +164,10 @@ def main() -> None:
     parser.add_argument("--url", help="a PostgreSQL database instead of SQLite (it must be empty; only one repeat is made)")
     options = parser.parse_args()
     repeats = 1 if options.url else 3
-    for clients in (1, 16):
+    for load in LOADS:
         emit("durability", {
-            "clients": clients, "operations": OPERATIONS, "database": "postgresql" if options.url else "sqlite",
-            **asyncio.run(compared(clients, options.url, repeats)),
+            **{k: v for k, v in asdict(load).items() if v}, "operations": OPERATIONS, "database": "postgresql" if options.url else "sqlite",
+            **asyncio.run(compared(load, options.url, repeats)),
         })  # fmt: skip
         if options.url:
             return

@@ -11,13 +11,13 @@ import psutil
 
 from skyrl_actors.commands.serve import STATE_FOLDER
 
-TITLES = {
+TITLES: dict[str, str | tuple[str, ...]] = {
     "rank": "ray::TrainWorkerActor",
     "engine actor": "ray::EngineActor",
     "vLLM process": "VLLM::EngineCore",
     "controller": "ray::ControllerActor",
     "ingress replica": "ray::ServeReplica",
-    "Serve proxy": "haproxy",
+    "Serve proxy": ("haproxy", "ray::HAProxyManager", "ray::ProxyActor"),
 }
 KINDS = ("rank", "group", "engine actor", "vLLM process", "controller", "ingress replica", "Serve proxy")
 
@@ -39,16 +39,20 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def processes(name: str, kind: str) -> list[psutil.Process]:
-    title = TITLES["rank" if kind == "group" else kind]
+    titles = TITLES["rank" if kind == "group" else kind]
     found = []
     for process in family(name):
-        try:
-            command = process.cmdline() or [""]
-        except psutil.NoSuchProcess:
-            continue
-        if command[0].startswith(title) or (kind == "Serve proxy" and command[0].endswith("/haproxy")):
+        command = (_command(process) or [""])[0]
+        if command.startswith(titles) or (kind == "Serve proxy" and command.endswith("/haproxy")):
             found.append(process)
     return found
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def kill(name: str, kind: str, choice: random.Random) -> list[int]:
@@ -60,7 +64,8 @@ def kill(name: str, kind: str, choice: random.Random) -> list[int]:
 
 def power_cut(name: str) -> int:
     """As when the power goes: every process of the service at once, and what lay in memory only."""
-    count = sum(_killed(process) for process in family(name))
+    watchers_first = sorted(family(name), key=lambda p: "haproxy_launcher" not in " ".join(_command(p)))
+    count = sum(_killed(process) for process in watchers_first)
     shutil.rmtree(Path("/dev/shm/skyrl-actors") / name, ignore_errors=True)
     return count
 

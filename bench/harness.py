@@ -6,13 +6,16 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from bench.nodes import TwoNodes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -25,10 +28,23 @@ def cli(*arguments: str) -> None:
         raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stdout}\n{done.stderr}")
 
 
+@dataclass(frozen=True)
+class Served:
+    config: str
+    options: tuple[str, ...]
+    nodes: TwoNodes | None
+
+    def serve(self) -> None:
+        """Also again, on the same journal, after everything was killed."""
+        if self.nodes is not None:
+            self.nodes.start()
+        cli("serve", self.config, *self.options)
+
+
 @contextmanager
-def service(*overrides: str, config: str = "configs/cpu_tiny.yaml") -> Iterator[Callable[[], None]]:
-    """A fresh service for one benchmark; the SDK finds it through its environment variables. Yields what serves again, on
-    the same journal, after everything was killed."""
+def service(*overrides: str, config: str = "configs/cpu_tiny.yaml", nodes: type[TwoNodes] | None = None) -> Iterator["Served"]:
+    """A fresh service for one benchmark, on a Ray cluster of its own or on these nodes; the SDK finds it through its
+    environment variables."""
     os.environ |= {
         "TINKER_BASE_URL": f"http://127.0.0.1:{PORT}",
         "TINKER_API_KEY": "tml-bench",
@@ -36,15 +52,14 @@ def service(*overrides: str, config: str = "configs/cpu_tiny.yaml") -> Iterator[
     }
     with tempfile.TemporaryDirectory(prefix="bench-journal-") as scratch:
         options = (f"name={NAME}", f"http.port={PORT}", "http.haproxy=true", f"journal.folder={scratch}", *overrides)
-
-        def serve() -> None:
-            cli("serve", config, *options)
-
-        serve()
+        served = Served(config, options, nodes(config, options) if nodes else None)
         try:
-            yield serve
+            served.serve()
+            yield served
         finally:
             cli("stop", "--name", NAME)
+            if served.nodes is not None:
+                served.nodes.end()
 
 
 def base_folder(warmup_steps: int = 0) -> Path:

@@ -7,7 +7,9 @@ behaviour logprobs from the trainer's forward, so an engine only decides which t
 import hashlib
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tinker
@@ -31,8 +33,40 @@ class Answers:
         self.times.append(time.time())
         return result
 
-    def next_after(self, moment: float) -> float | None:
-        return next((t - moment for t in self.times if t > moment), None)
+    def after(self, moment: float, end: float) -> tuple[float, float]:
+        """Seconds to the next answer, and the longest wait for an answer that came between then and `end`."""
+        times = [t for t in self.times if t > moment]
+        if not times:
+            return 0.0, 0.0
+        until = [t for t in times if t <= end] or times[:1]
+        gaps = [b - a for a, b in pairwise([moment, *until])]
+        return until[0] - moment, max(gaps)
+
+
+class Noted:
+    """A future of the SDK whose answer is noted when it is taken."""
+
+    def __init__(self, future: Any, answers: Answers):
+        self._future, self._answers = future, answers
+
+    def result(self) -> Any:
+        return self._answers(self._future)
+
+
+class Recorded:
+    """A client of the SDK, all whose futures are `Noted`."""
+
+    def __init__(self, client: Any, answers: Answers):
+        self._client, self._answers = client, answers
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = method(*args, **kwargs)
+            return Noted(found, self._answers) if hasattr(found, "result") else found
+
+        return call
 
 
 def sft_batch(chat: Chat, step: int, rows: int = 8) -> list[types.Datum]:
@@ -61,20 +95,20 @@ def sft(service: tinker.ServiceClient, name: str, done: Done, answers: Answers) 
 
 
 def ppo(service: tinker.ServiceClient, name: str, done: Done, answers: Answers) -> tuple[int, list[str]]:
-    policy = answers(service.create_lora_training_client(MODEL, rank=16, seed=0))
-    critic = answers(service.create_lora_training_client(MODEL, rank=16, seed=1, user_metadata={"model_role": "critic"}))
-    reference = answers(service.create_lora_training_client(MODEL, rank=1, seed=2))
+    def made(rank: int, seed: int, **metadata: str) -> Any:
+        return Recorded(
+            answers(service.create_lora_training_client(MODEL, rank=rank, seed=seed, user_metadata=metadata)), answers
+        )
+
+    policy, critic, reference = made(16, 0), made(16, 1, model_role="critic"), made(1, 2)
     chat, step = Chat(policy.get_tokenizer()), 0
     while not done(step):
-        sampler = answers(policy.save_weights_and_get_sampling_client())
-        rows = sample(sampler, chat, words(6, seed=1000 + step), 4, seed=step)
-        answers.times.append(time.time())
+        sampler = Recorded(policy.save_weights_and_get_sampling_client().result(), answers)
+        rows = sample(sampler, chat, words(6, seed=1000 + step), 4, seed=step)  # pyright: ignore[reportArgumentType]
         score(rows, policy, critic, reference)
-        answers.times.append(time.time())
         update(rows, policy, critic, (1e-3, 3e-3), seed=step)
-        answers.times.append(time.time())
         step += 1
-    return step, [answers(policy.save_state(f"{name}-policy")).path, answers(critic.save_state(f"{name}-critic")).path]
+    return step, [m.save_state(f"{name}-{role}").result().path for role, m in (("policy", policy), ("critic", critic))]
 
 
 LOOPS = {"sft": sft, "ppo": ppo}
