@@ -2,6 +2,7 @@
 # make test   set up, then all tests              make bench   benchmarks, one JSON line each
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
 # make simulate  10,000 seeds of the simulated controller (about 10 minutes)
+# make sdk-matrix  every call of twelve versions of the tinker SDK (about 3 minutes)
 # The first of these that runs (a name on PATH may be an empty shim).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do "$$p" -c '' 2>/dev/null && command -v "$$p" && break; done)
 VENV := .venv
@@ -11,7 +12,7 @@ READY := $(VENV)/.ready
 ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
 
-.PHONY: demo test check bench chaos simulate setup clean
+.PHONY: demo test check bench chaos simulate sdk-matrix setup clean
 
 setup: $(READY)
 
@@ -49,6 +50,9 @@ chaos: $(READY)
 
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation.world --count 10000
+
+sdk-matrix: $(READY)
+	$(BIN)/python -m tests.matrix.run
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

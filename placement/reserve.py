@@ -10,12 +10,15 @@ from placement.types import DoesNotFit, Node, Plan
 
 
 def cluster_nodes() -> list[Node]:
-    """Living nodes of the Ray cluster with what each has in all."""
-    return [
-        Node(n["NodeManagerHostname"], n["Resources"].get("CPU", 0.0), n["Resources"].get("GPU", 0.0))
-        for n in ray.nodes()
-        if n["Alive"]
-    ]
+    """Living nodes of the Ray cluster with what each has in all. Names are those of the hosts; of two nodes on one host the
+    second bears its id as well."""
+    found: dict[str, Node] = {}
+    for n in ray.nodes():
+        if n["Alive"]:
+            name = n["NodeManagerHostname"]
+            name = f"{name}/{n['NodeID'][:8]}" if name in found else name
+            found[name] = Node(name, n["Resources"].get("CPU", 0.0), n["Resources"].get("GPU", 0.0))
+    return list(found.values())
 
 
 def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:

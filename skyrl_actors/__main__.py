@@ -20,6 +20,7 @@ app = typer.Typer(
 Config = Annotated[Path, typer.Argument(help="a YAML file, e.g. configs/cpu_tiny.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the file")]
 INTERRUPTED = 130
+USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")  # typer brings its own click
 RAY_TOKEN = Path.home() / ".ray" / "auth_token"
 DEMO_CONFIG = Path(__file__).parent.parent / "configs" / "jobs" / "ppo_tiny.yaml"
 
@@ -137,11 +138,9 @@ def main() -> None:
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except Exception as error:
-        if hasattr(error, "format_message") and hasattr(error, "show"):  # usage errors of the command line
-            error.show()  # type: ignore[attr-defined]
-            sys.exit(2)
-        raise
+    except USAGE_ERROR as error:
+        error.show()
+        sys.exit(2)
     if code == INTERRUPTED:
         print("interrupted: everything that was started has been ended", file=sys.stderr)
     sys.exit(code or 0)

@@ -1,18 +1,22 @@
 """A backend in memory, for tests of the controller's order and books: it records calls and can be held up."""
 
 import asyncio
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 
 
@@ -42,10 +46,10 @@ class FakeBackend:
     async def residents(self) -> dict[str, int]:
         return dict(self.numbers)
 
-    async def create_model(self, spec: ModelSpec, number: int) -> None:
+    async def create_model(self, spec: ModelSpec, turn: Turn) -> None:
         await self._call("create_model", spec.model_id)
         self.models[spec.model_id] = spec
-        self.numbers[spec.model_id] = number
+        self.numbers[spec.model_id] = turn.number or 0
 
     async def delete_model(self, spec: ModelSpec) -> None:
         await self._call("delete_model", spec.model_id)
@@ -53,40 +57,43 @@ class FakeBackend:
         self.numbers.pop(spec.model_id, None)
 
     async def forward_backward(
-        self, spec: ModelSpec, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
+        self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput:
         if "forward_backward" in self.failing:
             raise InternalError("forward_backward broke")
         await self._call(f"forward_backward {int(columns.tokens[0])}", spec.model_id)
         return LossOutput(columns.offsets, {"logprobs": np.zeros(columns.num_tokens, np.float32)}, {"loss:sum": 0.0})
 
-    async def drop_gradients(self, spec: ModelSpec, number: int) -> None:
+    async def drop_gradients(self, spec: ModelSpec, turn: Turn) -> None:
         await self._call("drop_gradients", spec.model_id)
 
-    async def optim_step(self, spec: ModelSpec, number: int, adam: AdamParams) -> dict[str, float]:
+    async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
         await self._call("optim_step", spec.model_id)
         return {}
 
-    async def save_checkpoint(self, spec: ModelSpec, folder: str, with_optimizer: bool, mark: str) -> None:
+    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mark: str) -> None:
         await self._call("save_checkpoint", spec.model_id)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / SPEC_FILE).write_text(json.dumps(asdict(spec)))
+        (Path(folder) / SAVED_BY).write_text(mark)
 
-    async def load_checkpoint(self, spec: ModelSpec, number: int, folder: str, with_optimizer: bool) -> None:
+    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None:
         await self._call("load_checkpoint", spec.model_id)
 
-    async def copy_state(self, spec: ModelSpec) -> int:
+    async def copy_state(self, spec: ModelSpec, turn: Turn) -> int:
         await self._call("copy_state", spec.model_id)
         return 1
 
     async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
         (Path(folder) / "state").write_text(spec.model_id)
 
-    async def restore(self, spec: ModelSpec, number: int, folder: str) -> None:
+    async def restore(self, spec: ModelSpec, turn: Turn, folder: str) -> None:
         self.calls.append(("restore", spec.model_id))
 
-    async def renumber(self, spec: ModelSpec, number: int, keep_optimizer: bool) -> None:
+    async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
         self.calls.append(("renumber", spec.model_id))
 
-    async def save_for_sampler(self, spec: ModelSpec, version: str) -> SamplerWeights:
+    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
         await self._call(f"save_for_sampler {version}", spec.model_id)
         return SamplerWeights(version, (WeightManifest(version, "lora", f"/dev/shm/{version}", 1),))
 

@@ -14,11 +14,11 @@ ROOMS = {
     "losses": {"messages"},
     "colocation": {"messages"},
     "observe": {"messages"},
-    "workers": {"messages", "losses"},
+    "workers": {"files", "messages", "losses"},
     "remote": {"messages"},
     "restarts": {"config"},
     "migrations": set(),
-    "journal": {"messages", "config", "migrations"},
+    "journal": {"files", "messages", "config", "migrations"},
     "groups": {"messages", "config", "workers", "remote", "restarts", "placement"},
     "transfer": {"messages", "config", "groups", "remote"},
     "engines": {"messages", "config", "colocation", "transfer", "remote", "restarts", "placement"},
@@ -29,12 +29,13 @@ ROOMS = {
     "commands": {"messages", "config", "api", "backends", "controller", "jobs", "journal", "remote", "placement"},
     "__main__": {"messages", "commands"},
     "placement": set(),
+    "files": set(),
 }
 # Single modules that may see less or more than their room.
 NARROW = {
     "controller": {"backends": {"skyrl_actors.backends.base", "skyrl_actors.backends.build"}},
     "api": {
-        "controller": {"skyrl_actors.controller.tenants"},
+        "controller": {"skyrl_actors.controller.tenants", "skyrl_actors.controller.checkpoints"},
         "backends": {"skyrl_actors.backends.base"},
         "commands": {"skyrl_actors.commands.serve"},
         "remote": {"skyrl_actors.remote"},

@@ -8,8 +8,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_actors.api import routes_sampling, routes_service, routes_training
-from skyrl_actors.api.state import ApiState, state_of
+from skyrl_actors.api import routes_catalog, routes_sampling, routes_service, routes_training
+from skyrl_actors.api.state import ARCHIVES, ApiState, state_of
 from skyrl_actors.messages.errors import SkyrlActorsError
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
     """`state` may be set later as `app.state.api`, before the first request."""
     app = FastAPI(title="skyrl-actors", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
     app.state.api = state
-    for module in (routes_service, routes_training, routes_sampling):
+    for module in (routes_service, routes_training, routes_sampling, routes_catalog):
         app.include_router(module.router, prefix="/api/v1")
 
     @app.get("/healthz")
@@ -29,6 +29,8 @@ def build_app(state: ApiState | None = None) -> FastAPI:
 
     app.add_exception_handler(SkyrlActorsError, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(404, _no_route)
+    app.add_exception_handler(405, _no_route)
     app.add_exception_handler(Exception, _unknown_error)
     app.add_middleware(Guard)
     return app
@@ -47,6 +49,11 @@ async def _invalid_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     faults = [f"{'.'.join(str(p) for p in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()]
     return JSONResponse({"detail": "; ".join(faults), "category": "user"}, 422)
+
+
+async def _no_route(request: Request, error: Exception) -> JSONResponse:
+    text = f"{request.method} {request.url.path} is not served; GET /api/v1/openapi.json lists what is"
+    return JSONResponse({"detail": text, "category": "user"}, getattr(error, "status_code", 404))
 
 
 async def _unknown_error(request: Request, error: Exception) -> JSONResponse:
@@ -74,7 +81,8 @@ class Guard:
     def _refusal(scope: Scope) -> JSONResponse | None:
         config = scope["app"].state.api.config
         headers = {key.decode("latin1").lower(): value.decode("latin1") for key, value in scope["headers"]}
-        if config.http.api_keys and scope["path"] not in OPEN_PATHS:
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{ARCHIVES}/")
+        if config.http.api_keys and not is_open:
             given = headers.get("x-api-key", "")
             if not any(hmac.compare_digest(given.encode(), key.encode()) for key in config.http.api_keys):
                 return JSONResponse({"detail": "unknown API key (header X-API-Key)", "category": "user"}, 401)

@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.controller.tenants import Model, Sampler
+from skyrl_actors.messages.catalog import CatalogVerb
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
@@ -107,6 +108,15 @@ class ControllerClient:
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
         return await self._call("checkpoint_spec", path)
+
+    async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
+        return await self._call("catalog", verb, *arguments)
+
+    async def sessions(self) -> list[str]:
+        return await self._call("sessions")
+
+    async def session(self, session_id: str) -> dict[str, Any]:
+        return await self._call("session", session_id)
 
     async def fault(self) -> str | None:
         return await self._call("fault", patience_s=0.0)

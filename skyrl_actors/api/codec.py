@@ -146,19 +146,24 @@ def loss_output_to_json(output: LossOutput) -> dict[str, Any]:
 def sample_to_proto(output: SampleOutput) -> bytes:
     message = schema.SampleResponse(prompt_cache_hit_tokens=output.cached_tokens)
     for sequence in output.sequences:
-        message.sequences.add(
+        added = message.sequences.add(
             stop_reason=schema.STOP if sequence.stop_reason == "stop" else schema.LENGTH,
             tokens=sequence.tokens.astype("<i4").tobytes(),
             logprobs=sequence.logprobs.astype("<f4").tobytes(),
         )
+        if sequence.topk_ids is not None and sequence.topk_logprobs is not None:
+            _set_topk(added.topk_sampled_logprobs, sequence.topk_ids, sequence.topk_logprobs)
     if output.prompt_logprobs is not None:
         message.prompt_logprobs = output.prompt_logprobs.astype("<f4").tobytes()
     if output.topk_prompt_ids is not None and output.topk_prompt_logprobs is not None:
-        best = message.topk_prompt_logprobs
-        best.token_ids = output.topk_prompt_ids.astype("<i4").tobytes()
-        best.logprobs = output.topk_prompt_logprobs.astype("<f4").tobytes()
-        best.length, best.k = output.topk_prompt_ids.shape
+        _set_topk(message.topk_prompt_logprobs, output.topk_prompt_ids, output.topk_prompt_logprobs)
     return message.SerializeToString()
+
+
+def _set_topk(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    message.token_ids = ids.astype("<i4").tobytes()
+    message.logprobs = logprobs.astype("<f4").tobytes()
+    message.length, message.k = ids.shape
 
 
 def sample_to_json(output: SampleOutput) -> dict[str, Any]:

@@ -41,7 +41,9 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "ArrayRecord": ("1 type_tag string", "2 fields map<string,BatchedTensor>", "3 num_datums int64"),
     "ForwardBackwardOutput": ("1 loss_fn_output_type string", "2 loss_fn_outputs *ArrayRecord", "3 metrics map<string,double>"),
     "TopkLogprobs": ("1 token_ids bytes", "2 logprobs bytes", "3 k uint32", "4 length uint32"),
-    "SampledSequence": ("1 stop_reason StopReason", "2 tokens bytes", "3 logprobs ?bytes"),
+    "SampledSequence": (
+        "1 stop_reason StopReason", "2 tokens bytes", "3 logprobs ?bytes", "4 topk_sampled_logprobs ?TopkLogprobs",
+    ),
     "SampleResponse": (
         "1 sequences *SampledSequence", "2 prompt_logprobs ?bytes", "3 topk_prompt_logprobs ?TopkLogprobs",
         "4 prompt_cache_hit_tokens int32",

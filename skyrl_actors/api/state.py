@@ -9,9 +9,11 @@ from skyrl_actors.api import codec
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.messages.errors import NotFound, SkyrlActorsError
 
 HEALTH_TIMEOUT_S = 5.0
+ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
 
 
 @dataclass
@@ -19,6 +21,10 @@ class ApiState:
     config: ClusterConfig
     client: ControllerClient
     _capabilities: Capabilities | None = field(default=None)
+
+    @property
+    def folders(self) -> CheckpointFolders:
+        return CheckpointFolders(self.config.checkpoint_dir)
 
     async def capabilities(self) -> Capabilities:
         if self._capabilities is None:

@@ -44,35 +44,31 @@ def optim_step(body: wire.OptimStep) -> rq.OptimStep:
 
 
 def save_weights(body: wire.SaveWeights) -> rq.SaveWeights:
-    _refuse_ttl(body.ttl_seconds)
-    return rq.SaveWeights(body.model_id, body.path, body.overwrite, body.seq_id, _strings(body.user_metadata))
+    return rq.SaveWeights(
+        body.model_id, body.path, body.overwrite, body.seq_id, _strings(body.user_metadata), body.ttl_seconds
+    )  # fmt: skip
 
 
 def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
-    _refuse_ttl(body.ttl_seconds)
     if body.kind != "snapshot":
         raise InvalidRequest(f"kind {body.kind!r} is not served; use snapshot")
     if (body.path is None) == (body.sampling_session_seq_id is None):
         raise InvalidRequest("give either path (a name) or sampling_session_seq_id")
     if body.path is not None:
-        return rq.SaveForSampler(body.model_id, body.path, seq_id=body.seq_id, user_metadata=_strings(body.user_metadata))
+        metadata = _strings(body.user_metadata)
+        return rq.SaveForSampler(
+            body.model_id, body.path, seq_id=body.seq_id, user_metadata=metadata, ttl_seconds=body.ttl_seconds
+        )  # fmt: skip
     assert body.sampling_session_seq_id is not None
     session_id = body.model_id.split(":train:")[0]
     sampler_id = sampler_id_for(session_id, body.sampling_session_seq_id)
     return rq.SaveForSampler(body.model_id, sampler_id=sampler_id, seq_id=body.seq_id)
 
 
-def _refuse_ttl(ttl_seconds: int | None) -> None:
-    if ttl_seconds is not None:
-        raise InvalidRequest("ttl_seconds is not served yet: checkpoints stay until their files are removed; leave it out")
-
-
 def sample(body: wire.Asample, sampler_id: str, default_max_tokens: int) -> rq.Sample:
     unserved = {
-        "topk_sample_logprobs": body.topk_sample_logprobs,
         "target_prompt_logprobs": body.target_prompt_logprobs is not None,
         "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
-        "prompt_logprobs_last_n": body.prompt_logprobs_last_n is not None,
         "record_stability_info": body.record_stability_info,
     }
     if asked := [name for name, value in unserved.items() if value]:
@@ -90,6 +86,8 @@ def sample(body: wire.Asample, sampler_id: str, default_max_tokens: int) -> rq.S
         stop=stop,  # type: ignore[arg-type]
         prompt_logprobs=body.prompt_logprobs,
         topk_prompt_logprobs=body.topk_prompt_logprobs,
+        topk_sample_logprobs=body.topk_sample_logprobs,
+        prompt_logprobs_last_n=body.prompt_logprobs_last_n,
     )
     # Without a sampling session there is no numbering to tell a retry by.
     return rq.Sample(sampler_id, prompt, params, body.seq_id if body.sampling_session_id else None)

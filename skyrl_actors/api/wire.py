@@ -66,11 +66,15 @@ class OptimStep(Body):
     seq_id: int | None = None
 
 
+class Ttl(Body):
+    ttl_seconds: int | None = Field(default=None, gt=0)
+
+
 class SaveWeights(Body):
     model_id: str
     path: str
     seq_id: int | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: int | None = Field(default=None, gt=0)
     overwrite: bool = False
     user_metadata: dict[str, Any] = {}
 
@@ -80,7 +84,7 @@ class SaveForSampler(Body):
     path: str | None = None
     sampling_session_seq_id: int | None = Field(default=None, ge=0)
     seq_id: int | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: int | None = Field(default=None, gt=0)
     kind: str = "snapshot"
     user_metadata: dict[str, Any] = {}
 
@@ -130,11 +134,11 @@ class Asample(Body):
     seq_id: int | None = None
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
-    # Fields of newer SDKs that are not served: refused when they ask for something.
     topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    # Fields of newer SDKs that are not served: refused when they ask for something.
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False
 
 

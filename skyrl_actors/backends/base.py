@@ -1,8 +1,8 @@
 """What computes: the verbs the controller calls. A backend keeps models and weights, no books about requests.
 
 State may be lost at any time: every verb on a model may raise StateLost. The controller then waits for `ready`, restores
-the model, and asks again. `number` is the operation's: a backend applies each number once, so that asking again for the
-last one gives the first answer.
+the model, and asks again. A `Turn` names the operation and the state it wants: a backend applies each number once, so that
+asking again for the last one gives the first answer, and it is StateLost when the model is in another state.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec, Role
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 
 
@@ -42,25 +43,25 @@ class Backend(Protocol):
         """The models whose state is whole in the ranks, with the number of the last operation applied to each."""
         ...
 
-    async def create_model(self, spec: ModelSpec, number: int) -> None: ...
+    async def create_model(self, spec: ModelSpec, turn: Turn) -> None: ...
 
     async def delete_model(self, spec: ModelSpec) -> None: ...
 
     async def forward_backward(
-        self, spec: ModelSpec, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
+        self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput: ...
 
-    async def drop_gradients(self, spec: ModelSpec, number: int) -> None: ...
+    async def drop_gradients(self, spec: ModelSpec, turn: Turn) -> None: ...
 
-    async def optim_step(self, spec: ModelSpec, number: int, adam: AdamParams) -> dict[str, float]: ...
+    async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]: ...
 
-    async def save_checkpoint(self, spec: ModelSpec, folder: str, with_optimizer: bool, mark: str) -> None:
+    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mark: str) -> None:
         """`mark` is left in the folder: who asks again knows its own."""
         ...
 
-    async def load_checkpoint(self, spec: ModelSpec, number: int, folder: str, with_optimizer: bool) -> None: ...
+    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None: ...
 
-    async def copy_state(self, spec: ModelSpec) -> Any:
+    async def copy_state(self, spec: ModelSpec, turn: Turn) -> Any:
         """Copy weights, moments and pending gradients aside, as they are now; returns a handle for `write_state`."""
         ...
 
@@ -68,15 +69,15 @@ class Backend(Protocol):
         """Write that copy while training goes on."""
         ...
 
-    async def restore(self, spec: ModelSpec, number: int, folder: str) -> None:
+    async def restore(self, spec: ModelSpec, turn: Turn, folder: str) -> None:
         """Make the model from what `write_state` wrote."""
         ...
 
-    async def renumber(self, spec: ModelSpec, number: int, keep_optimizer: bool) -> None:
+    async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
         """End of a fork: its state counts as operation `number`; pending gradients are dropped."""
         ...
 
-    async def save_for_sampler(self, spec: ModelSpec, version: str) -> SamplerWeights:
+    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
         """Freeze the model's weights as they are, for sampling."""
         ...
 

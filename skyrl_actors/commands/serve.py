@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ import httpx
 import psutil
 import ray
 from ray import serve
-from rich.table import Table
 
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.commands import cluster, haproxy
-from skyrl_actors.commands.terminal import console, note
+from skyrl_actors.commands.terminal import console, note, show_rows
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.load import load
 from skyrl_actors.journal.journal import SqlJournal
@@ -36,21 +36,20 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     base_folder = cluster.prepare_base_model(config)
     started_ray = _join_or_start_ray(config)
     _refuse_second(config)  # before the clean-up below may touch anything: a running service is not ours to end
-    try:
+    with ExitStack() as undo:
+        undo.callback(stop, config.name)
+        undo.callback(note, "start did not finish: ending what was started")
         STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
         state = {
             "started_ray": started_ray,
-            "marks": ray_marks(),
+            "marks": [*ray_marks(), str(haproxy.folder(config.name))],
             "transfer": str(config.transfer.folder / config.name),
         }
         _state_file(config.name).write_text(json.dumps(state))
         asyncio.run(_start_controller(config, base_folder))
         start_ingress(config)
         _wait_until_healthy(config)
-    except BaseException:
-        note("start did not finish: ending what was started")
-        stop(config.name)
-        raise
+        undo.pop_all()
     _say_how_to_use(config)
     if block:
         note("serving until Ctrl-C")
@@ -96,7 +95,8 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
     cpus = max(os.cpu_count() or 1, 2)
     before = ray_session()
-    try:
+    with ExitStack() as undo:
+        undo.callback(lambda: ray_session() != before and end_ray_session(ray_marks()))
         done = cluster.ray_command(
             "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
             f"--num-cpus={cpus}", f"--object-store-memory={cluster.OBJECT_STORE_BYTES}", environment=environment,
@@ -104,10 +104,7 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
         if done.returncode != 0:
             raise InternalError(f"ray start failed:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
         cluster.join_ray()
-    except BaseException:
-        if ray_session() != before:
-            end_ray_session(ray_marks())
-        raise
+        undo.pop_all()
     return True
 
 
@@ -181,11 +178,10 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
         find_controller(config.name)
     except ValueError:
         base_folder = cluster.prepare_base_model(config)
-        try:
+        with ExitStack() as undo:
+            undo.callback(lambda: ray.kill(find_controller(config.name)))  # else the next deploy would find it and serve nothing
             asyncio.run(_start_controller(config, base_folder))
-        except BaseException:
-            ray.kill(find_controller(config.name))  # else the next deploy would find it and serve nothing
-            raise
+            undo.pop_all()
     return TinkerApi.options(num_replicas=config.http.replicas).bind(config)
 
 
@@ -199,22 +195,10 @@ def status(name: str, as_json: bool) -> None:
         f"[bold]{content['name']}[/bold]  up {content['uptime_s']:.0f} s  phase {content.get('phase', 'starting')}  "
         f"sessions {content['sessions']}  samplers {content['samplers']}  open requests {content['open_requests']}"
     )
-    _table("models", content["models"])
-    _table("groups", [{"role": role, **group} for role, group in content.get("groups", {}).items()])
-    _table("engines", content.get("engines", []))
-    _table("queued requests", [{"model_id": m, "requests": n} for m, n in content["queued"].items()])
-
-
-def _table(title: str, rows: list[dict[str, Any]]) -> None:
-    if not rows:
-        console.print(f"{title}: none")
-        return
-    table = Table(title=title, title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    console.print(table)
+    show_rows("models", content["models"])
+    show_rows("groups", [{"role": role, **group} for role, group in content.get("groups", {}).items()])
+    show_rows("engines", content.get("engines", []))
+    show_rows("queued requests", [{"model_id": m, "requests": n} for m, n in content["queued"].items()])
 
 
 async def _status(name: str) -> dict[str, Any]:
@@ -249,6 +233,7 @@ def stop(name: str) -> None:
         if not state["started_ray"]:
             cluster.end_parts(name)
         ray.shutdown()
+    haproxy.closing(name)
     if state["started_ray"]:
         end_ray_session(state["marks"])
         cluster.forget_ray_address()

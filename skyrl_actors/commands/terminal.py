@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -36,6 +37,19 @@ COLUMNS = (
 
 def note(text: str) -> None:
     console.print(f"[dim]·[/dim] {text}")
+
+
+def show_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """A table with the keys of the first row as its columns."""
+    if not rows:
+        console.print(f"{title}: none")
+        return
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row.values()))
+    console.print(table)
 
 
 @contextmanager

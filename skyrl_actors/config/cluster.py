@@ -3,6 +3,7 @@
 Every choice is a tagged union; rules that span sections are checked here, before any process starts.
 """
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -164,7 +165,24 @@ class HttpConfig(FrozenConfig):
     replicas: int = Field(default=2, ge=1, description="ingress processes; with two, one may die unnoticed")
     long_poll_s: float = Field(default=30.0, gt=0, le=40)
     api_keys: tuple[str, ...] = Field(default=(), description="allowed X-API-Key values; none = any key")
+    open_to_network: bool = Field(default=False, description="listen beyond this machine although no API keys are set")
     haproxy: bool = Field(default=True, description="Ray Serve's HAProxy edge instead of its Python proxy")
+
+    @model_validator(mode="after")
+    def _network_needs_keys(self) -> "HttpConfig":
+        if not (_is_loopback(self.host) or self.api_keys or self.open_to_network):
+            raise ValueError(
+                f"host {self.host} is open to the network and api_keys is empty: anybody could use the service. Set "
+                "http.api_keys=[tml-…], or http.open_to_network=true if that is meant"
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class ClusterConfig(FrozenConfig):

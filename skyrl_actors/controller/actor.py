@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.journal.build import build_journal
+from skyrl_actors.messages.catalog import CatalogVerb
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
@@ -51,14 +53,17 @@ class ControllerActor:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> Capabilities:
-        try:
-            return await self.controller.start()
-        except BaseException:
-            await self.controller.abandon()
-            await asyncio.sleep(AFTER_FAILURE_S)  # whoever asks meanwhile hears of this failure
-            self._starting = None
-            self.controller = self._build()
-            raise
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._start_over)
+            able = await self.controller.start()
+            undo.pop_all()
+            return able
+
+    async def _start_over(self) -> None:
+        await self.controller.abandon()
+        await asyncio.sleep(AFTER_FAILURE_S)  # whoever asks meanwhile hears of this failure
+        self._starting = None
+        self.controller = self._build()
 
     async def _up(self) -> None:
         """For calls of clients, to whom a failing start is a passing fault."""
@@ -110,6 +115,18 @@ class ControllerActor:
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
         await self._up()
         return await self.controller.checkpoint_spec(path)
+
+    async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
+        await self._up()
+        return await self.controller.catalog(verb, *arguments)
+
+    async def sessions(self) -> list[str]:
+        await self._up()
+        return await self.controller.sessions()
+
+    async def session(self, session_id: str) -> dict[str, Any]:
+        await self._up()
+        return await self.controller.session(session_id)
 
     async def fault(self) -> str | None:
         if self._starting is None:  # made anew, and nobody else has asked for anything yet

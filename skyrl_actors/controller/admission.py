@@ -109,8 +109,14 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
         raise InvalidRequest(f"top_k {params.top_k}: use -1 (off) or at most {capabilities.vocab_size}")
     if params.top_k != -1 and params.top_k < 1:
         raise InvalidRequest(f"top_k {params.top_k}: use -1 (off) or at least 1")
-    if not 0 <= params.topk_prompt_logprobs <= config.engine.max_logprobs:
-        raise InvalidRequest(f"topk_prompt_logprobs {params.topk_prompt_logprobs}: use 0 to {config.engine.max_logprobs}")
+    for name, k in (("prompt", params.topk_prompt_logprobs), ("sample", params.topk_sample_logprobs)):
+        if not 0 <= k <= config.engine.max_logprobs:
+            raise InvalidRequest(f"topk_{name}_logprobs {k}: use 0 to {config.engine.max_logprobs}")
+    if params.prompt_logprobs_last_n is not None:
+        if params.prompt_logprobs_last_n < 1:
+            raise InvalidRequest(f"prompt_logprobs_last_n {params.prompt_logprobs_last_n}: use at least 1")
+        if not (params.prompt_logprobs or params.topk_prompt_logprobs):
+            raise InvalidRequest("prompt_logprobs_last_n says of how many tokens prompt_logprobs are wanted; ask for those too")
 
 
 def digest_of(request: Request) -> int:

@@ -1,27 +1,41 @@
-"""Where checkpoints lie, and what a checkpoint says of itself."""
+"""Where checkpoints lie, what a checkpoint says of itself, and which runs there were. Files only; they outlive the service."""
 
 import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import Conflict, InternalError, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
-from skyrl_actors.messages.paths import TinkerPath
+from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath
 
 SPEC_FILE = "model_spec.json"
+RUN_FILE = "run.json"
+ABOUT_FILE = "about.json"
 SAVED_BY = "saved_by"
+DELETED = ".deleted"
 
 
 class CheckpointFolders:
     """tinker://<model id>/<kind>/<name> is <root>/<model id>/<kind>/<name>; ids and names were checked when parsed."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, wall: Callable[[], float] = time.time):
         self.root = root.expanduser().resolve()
+        self._wall = wall
+
+    def _run_folder(self, model_id: str) -> Path:
+        folder = self.root / model_id.replace(":", "_")
+        if not folder.is_relative_to(self.root):
+            raise InternalError(f"{model_id} leaves the checkpoint folder")
+        return folder
 
     def folder(self, path: TinkerPath) -> Path:
-        folder = self.root / path.model_id.replace(":", "_") / path.kind / path.name
-        if not folder.is_relative_to(self.root):
-            raise InternalError(f"{path} leaves the checkpoint folder")
-        return folder
+        return self._run_folder(path.model_id) / path.kind / path.name
 
     def saved_by(self, folder: Path, request_id: str) -> bool:
         """Whether this very request wrote the folder, before it could be answered."""
@@ -30,22 +44,15 @@ class CheckpointFolders:
 
     def new(self, path: TinkerPath, overwrite: bool, request_id: str) -> Path:
         folder = self.folder(path)
-        if folder.exists() and not overwrite and not self.saved_by(folder, request_id):
+        if folder.exists() and not overwrite and not self.saved_by(folder, request_id) and not self._is_expired(folder):
             raise Conflict(f"{path} exists already; use another name" + (" or overwrite=true" if path.kind == "weights" else ""))
         return folder
 
     def existing(self, path: TinkerPath) -> Path:
         folder = self.folder(path)
-        if not (folder / SPEC_FILE).is_file():
+        if not (folder / SPEC_FILE).is_file() or self._is_expired(folder):
             raise NotFound(f"no checkpoint {path}")
         return folder
-
-    def note(self, folder: Path, user_metadata: dict[str, str]) -> None:
-        """Keep what the client said of its checkpoint beside it."""
-        if user_metadata:
-            staging = folder / ".user_metadata.partial"
-            staging.write_text(json.dumps(user_metadata, indent=2))
-            staging.replace(folder / "user_metadata.json")
 
     def version(self, path: TinkerPath) -> str:
         """Differs when the same name was removed and saved again."""
@@ -56,3 +63,109 @@ class CheckpointFolders:
         content = json.loads((self.existing(path) / SPEC_FILE).read_text())
         lora = content.pop("lora")
         return ModelSpec(**content, lora=LoraSpec(**lora) if lora else None)
+
+    def note(self, folder: Path, user_metadata: dict[str, str], ttl_seconds: int | None) -> None:
+        """Keep what the client said of its checkpoint beside it."""
+        self._write_about(folder, user_metadata=user_metadata, expires_at=self._end_of(ttl_seconds))
+
+    def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> None:
+        self._write_about(self.existing(path), expires_at=self._end_of(ttl_seconds))
+
+    def set_public(self, path: TinkerPath, public: bool) -> None:
+        self._write_about(self.existing(path), public=public)
+
+    def delete(self, path: TinkerPath) -> None:
+        self._remove(self.existing(path))
+
+    def sweep(self) -> int:
+        """Remove what has expired; returns how many checkpoints that were."""
+        count = 0
+        for run in self._run_folders():
+            for left in run.glob(f"*/.*{DELETED}"):  # by a service that died while it deleted
+                shutil.rmtree(left, ignore_errors=True)
+            for folder in list(_checkpoints_in(run)):
+                if self._is_expired(folder):
+                    self._remove(folder)
+                    count += 1
+        return count
+
+    def note_run(self, spec: ModelSpec, session_id: str, user_metadata: dict[str, str]) -> None:
+        """Once for each model; a repeat changes nothing."""
+        folder = self._run_folder(spec.model_id)
+        if not (folder / RUN_FILE).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            rank = spec.lora.rank if spec.lora else None
+            entry = asdict(RunEntry(spec.model_id, session_id, spec.base_model, rank, self._wall(), user_metadata))
+            del entry["checkpoints"]
+            _write_json(folder / RUN_FILE, entry)
+
+    def runs(self) -> list[RunEntry]:
+        """Newest first."""
+        found = [self._run(folder) for folder in self._run_folders()]
+        return sorted(found, key=lambda run: run.created_at, reverse=True)
+
+    def run(self, model_id: str) -> RunEntry:
+        folder = self._run_folder(model_id)
+        if not (folder / RUN_FILE).is_file():
+            raise NotFound(f"no training run {model_id!r}")
+        return self._run(folder)
+
+    def checkpoints(self) -> list[CheckpointEntry]:
+        """Of all runs, newest first."""
+        return _newest_first(checkpoint for run in self.runs() for checkpoint in run.checkpoints)
+
+    def _run_folders(self) -> list[Path]:
+        return [file.parent for file in self.root.glob(f"*/{RUN_FILE}")]
+
+    def _run(self, folder: Path) -> RunEntry:
+        content = json.loads((folder / RUN_FILE).read_text())
+        found = []
+        for item in list(_checkpoints_in(folder)):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                if not self._is_expired(item):
+                    found.append(self._entry(content["run_id"], item))
+        return RunEntry(**content, checkpoints=tuple(_newest_first(found)))
+
+    def _entry(self, run_id: str, folder: Path) -> CheckpointEntry:
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        saved = (folder / SPEC_FILE).stat().st_mtime
+        return CheckpointEntry(run_id, folder.parent.name, folder.name, saved, size, **_about(folder))
+
+    def _end_of(self, ttl_seconds: int | None) -> float | None:
+        return None if ttl_seconds is None else self._wall() + ttl_seconds
+
+    def _is_expired(self, folder: Path) -> bool:
+        end = _about(folder).get("expires_at")
+        return end is not None and end <= self._wall()
+
+    def _write_about(self, folder: Path, **changes: Any) -> None:
+        _write_json(folder / ABOUT_FILE, _about(folder) | changes)
+
+    def _remove(self, folder: Path) -> None:
+        """Gone at once, whatever the size."""
+        hidden = folder.with_name(f".{folder.name}{DELETED}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def _checkpoints_in(run: Path) -> Iterator[Path]:
+    for kind in CHECKPOINT_KINDS:
+        for file in (run / kind).glob(f"*/{SPEC_FILE}"):
+            if not file.parent.name.startswith("."):
+                yield file.parent
+
+
+def _newest_first(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
+    return sorted(entries, key=lambda entry: (entry.time, entry.path), reverse=True)
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    file = folder / ABOUT_FILE
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    staging = file.with_name(f".{file.name}.partial")
+    staging.write_text(json.dumps(content, indent=2))
+    staging.replace(file)

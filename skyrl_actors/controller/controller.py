@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from skyrl_actors.controller.waiters import ResultTable
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SamplerOpened, SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages.catalog import CatalogVerb
 from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, NotFound, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
@@ -61,9 +62,10 @@ class Controller:
         holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
         books = await self.journal.open(holder)
         self.epoch = books.epoch
-        self.backend.on_lost = self._bring_back_role
         able = await self.backend.start(books.epoch)
         owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery)
+        # Not before the tables are full: a model would be restored to where it stood half-way through them.
+        self.backend.on_lost = self._bring_back_role
         self.capabilities = able
         await self._resume(owed)
         self._lanes.spawn(self._free_silent_sessions())
@@ -215,13 +217,12 @@ class Controller:
         admission.check_spec(spec, self.config, self.able, alive)
         request = replace(request, spec=spec)
         self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.tenants.models.pop, model_id, None)
             op = await self._ledger.accept(
                 request, model_id, 0, model_id, request.session_id, digest=digest, request_id=request_id
             )  # fmt: skip
-        except BaseException:
-            self.tenants.models.pop(model_id, None)
-            raise
+            undo.pop_all()
         self._recovery.progress[model_id] = Progress(op.number)
         self._lanes.start_next(model_id)
         return op.request_id
@@ -292,6 +293,25 @@ class Controller:
             return await self._recovery.spec_of_step(path)
         return self._executor.folders.spec(path)
 
+    async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
+        """Runs and checkpoints: files, so in a thread."""
+        return await asyncio.to_thread(getattr(self._executor.folders, verb), *arguments)
+
+    async def sessions(self) -> list[str]:
+        """Those that are open, and those that left training runs; newest first."""
+        runs = await self.catalog("runs")
+        return list(dict.fromkeys([*reversed(self.tenants.sessions), *(run.session_id for run in runs)]))
+
+    async def session(self, session_id: str) -> dict[str, Any]:
+        runs = [run.run_id for run in await self.catalog("runs") if run.session_id == session_id]
+        known = self.tenants.sessions.get(session_id)
+        if known is None and not runs:
+            raise NotFound(f"unknown session {session_id!r}")
+        return {
+            "training_run_ids": runs, "sampler_ids": [s.sampler_id for s in self.tenants.samplers_of(session_id)],
+            "user_metadata": known.user_metadata if known else None,
+        }  # fmt: skip
+
     def fault(self) -> str | None:
         """Why a request would not be served now; None when it would."""
         if self.capabilities is None:
@@ -353,6 +373,7 @@ class Controller:
         while True:
             await asyncio.sleep(self.config.journal.sweep_s)
             try:
+                await asyncio.to_thread(self._executor.folders.sweep)
                 freed = await self.journal.sweep()
                 if freed:
                     log.info("swept %.1f MiB out of the journal", freed / 2**20)

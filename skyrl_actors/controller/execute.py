@@ -1,7 +1,8 @@
 """What each request does: backend calls and book-keeping, one function a verb. Called by the lanes."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,11 @@ from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost, UserError
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost, Unavailable, UserError
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_name, parse_path
 from skyrl_actors.messages.results import Failure
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 
 Fork = Callable[[ModelSpec, str, int, bool], Awaitable[None]]
@@ -45,44 +47,58 @@ class Executor:
         return await self._verbs[type(request)](op, request)
 
     async def create_model(self, op: Op, request: rq.CreateModel) -> Outcome:
-        await self.backend.create_model(request.spec, op.number)
+        await self.backend.create_model(request.spec, Turn(op.number))
         result: rs.Result = rs.ModelCreated(request.model_id)
         if request.from_path:
             result = await self._fill(request.spec, op.number, request.from_path, request.with_optimizer)
+        await self._on_disk(self.folders.note_run, request.spec, request.session_id, request.user_metadata)
         self.tenants.models[request.model_id].ready = True
         return Outcome(result, "applied")
 
+    async def _on_disk(self, write: Callable[..., None], *arguments: Any) -> None:
+        """A disk that takes nothing now may take it later: the operation waits."""
+        try:
+            await asyncio.to_thread(write, *arguments)
+        except OSError as error:
+            raise Unavailable(f"the checkpoint folder can not be written: {error}") from None
+
     async def _fill(self, spec: ModelSpec, number: int, path: str, with_optimizer: bool) -> rs.Loaded:
         """Load a checkpoint, or a past step, into a model that was just made; one that can not be filled does not stay."""
-        try:
-            where = parse_path(path)
-            if where.kind == "steps":
-                await self._fork(spec, path, number, with_optimizer)
-                return rs.Loaded(spec.model_id, path)
-            folder = self.folders.existing(where)
-            await self.backend.load_checkpoint(spec, number, str(folder), with_optimizer)
-            return rs.Loaded(spec.model_id, path, self.folders.version(where))
-        except StateLost:
-            raise
-        except BaseException:
-            await self.backend.delete_model(spec)
-            raise
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.backend.delete_model, spec)
+            try:
+                loaded = await self._loaded(spec, number, path, with_optimizer)
+            except StateLost:
+                undo.pop_all()  # it is made anew
+                raise
+            undo.pop_all()
+            return loaded
+
+    async def _loaded(self, spec: ModelSpec, number: int, path: str, with_optimizer: bool) -> rs.Loaded:
+        where = parse_path(path)
+        if where.kind == "steps":
+            await self._fork(spec, path, number, with_optimizer)
+            return rs.Loaded(spec.model_id, path)
+        folder = self.folders.existing(where)
+        await self.backend.load_checkpoint(spec, Turn(number, number), str(folder), with_optimizer)
+        return rs.Loaded(spec.model_id, path, self.folders.version(where))
 
     async def forward_backward(self, op: Op, request: rq.ForwardBackward) -> Outcome:
         model = self._ready(request.model_id)
-        number = None if request.forward_only else op.number
-        result = await self.backend.forward_backward(model.spec, number, request.columns, _loss(model, request), number is None)
+        turn = op.reading if request.forward_only else op.turn
+        loss = _loss(model, request)
+        result = await self.backend.forward_backward(model.spec, turn, request.columns, loss, request.forward_only)
         return Outcome(result, "none" if request.forward_only else "applied")
 
     async def optim_step(self, op: Op, request: rq.OptimStep) -> Outcome:
         """A step behind a forward_backward that failed would apply a part of what was asked for: it is refused."""
         model = self._ready(request.model_id)
         if model.incomplete is not None:
-            await self.backend.drop_gradients(model.spec, op.number)
+            await self.backend.drop_gradients(model.spec, op.turn)
             text = f"not applied: a forward_backward since the last step failed ({model.incomplete}); gradients were dropped"
             return Outcome(Failure.of(InternalError(text)), "dropped")
         try:
-            metrics = await self.backend.optim_step(model.spec, op.number, request.adam)
+            metrics = await self.backend.optim_step(model.spec, op.turn, request.adam)
         except UserError as error:
             return Outcome(Failure.of(error), "dropped")
         return Outcome(rs.StepDone(metrics), "applied")
@@ -92,8 +108,8 @@ class Executor:
         path = TinkerPath(request.model_id, "weights", checked_name(request.name))
         folder = self.folders.new(path, request.overwrite, op.request_id)
         if not self.folders.saved_by(folder, op.request_id):
-            await self.backend.save_checkpoint(model.spec, str(folder), with_optimizer=True, mark=op.request_id)
-        self.folders.note(folder, request.user_metadata)
+            await self.backend.save_checkpoint(model.spec, op.reading, str(folder), with_optimizer=True, mark=op.request_id)
+        await self._on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
         return Outcome(rs.Saved(str(path), str(folder)))
 
     async def save_for_sampler(self, op: Op, request: rq.SaveForSampler) -> Outcome:
@@ -103,12 +119,12 @@ class Executor:
             path = TinkerPath(request.model_id, "sampler_weights", checked_name(request.name))
             folder = self.folders.new(path, False, op.request_id)
             if not self.folders.saved_by(folder, op.request_id):
-                await self.backend.save_checkpoint(model.spec, str(folder), with_optimizer=False, mark=op.request_id)
-            self.folders.note(folder, request.user_metadata)
+                await self.backend.save_checkpoint(model.spec, op.reading, str(folder), with_optimizer=False, mark=op.request_id)
+            await self._on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
             return Outcome(rs.SamplerSaved(None, str(path), str(path)))
         if request.sampler_id is None:
             raise InternalError("save_for_sampler needs a name or a sampler id")
-        weights = await self.backend.save_for_sampler(model.spec, f"{request.model_id}@{model.versions + 1}")
+        weights = await self.backend.save_for_sampler(model.spec, op.reading, f"{request.model_id}@{model.versions + 1}")
         base = model.spec.base_model
         opened = SamplerOpened(request.sampler_id, model.session_id, base, None, weights, request.model_id, op.number)
         size = sum(part.num_bytes for part in weights.parts)
@@ -126,7 +142,7 @@ class Executor:
         if request.with_optimizer and path.kind != "weights":
             raise InvalidRequest(f"{path} has no optimizer state; only tinker://<model id>/weights/<name> does")
         folder, version = self.folders.existing(path), self.folders.version(path)
-        await self.backend.load_checkpoint(model.spec, op.number, str(folder), request.with_optimizer)
+        await self.backend.load_checkpoint(model.spec, op.turn, str(folder), request.with_optimizer)
         return Outcome(rs.Loaded(request.model_id, request.path, version), "applied")
 
     async def unload(self, op: Op, request: rq.Unload) -> Outcome:

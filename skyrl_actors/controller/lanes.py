@@ -86,6 +86,7 @@ class Lanes:
             try:
                 if attempts or faults or progress.suspect:
                     await self._bring_back(op, request, progress)
+                op.after = progress.position
                 outcome = await self.executor.run(op, request)
                 if isinstance(request, rq.LoadWeights) or (isinstance(request, rq.CreateModel) and request.from_path):
                     await self._keep_what_was_loaded(op, progress)

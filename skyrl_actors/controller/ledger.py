@@ -18,6 +18,7 @@ from skyrl_actors.journal.entries import Accepted, Answered, Effect, Entry, Oper
 from skyrl_actors.messages.errors import Corrupt, Unavailable
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
+from skyrl_actors.messages.turn import Turn
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
@@ -33,6 +34,16 @@ class Op:
     line: str | None  # the model whose order it keeps
     request: Request | None
     header: Operation | None = None
+    after: int = -1  # the operation whose state it is run on; set when it is run
+
+    @property
+    def turn(self) -> Turn:
+        return Turn(self.number, self.after)
+
+    @property
+    def reading(self) -> Turn:
+        """For verbs that leave the state as it is."""
+        return Turn(None, self.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +85,26 @@ class Ledger:
         self.ops[op.request_id] = op
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepting[op.request_id] = written
+        refused: Unavailable | None = Unavailable("the request was not accepted")
         try:
             await self.journal.write(
                 Accepted(op.number, op.request_id, stream, seq_id, digest, line, session_id, self.wall(), request)
             )
-        except BaseException as error:
-            self.queue.withdraw(op.request_id, stream, seq_id, line)
-            del self.ops[op.request_id]
-            written.set_exception(error if isinstance(error, Unavailable) else Unavailable("the request was not accepted"))
-            written.exception()  # nobody may be waiting for it
+            refused = None
+        except Unavailable as error:
+            refused = error
             raise
-        else:
-            self.results.open(op.request_id)
-            self.queue.confirm(op.request_id)
-            written.set_result(None)
         finally:
             del self._accepting[op.request_id]
+            if refused is None:
+                self.results.open(op.request_id)
+                self.queue.confirm(op.request_id)
+                written.set_result(None)
+            else:
+                self.queue.withdraw(op.request_id, stream, seq_id, line)
+                del self.ops[op.request_id]
+                written.set_exception(refused)
+                written.exception()  # nobody may be waiting for it
         return op
 
     async def accepted_before(self, request_id: str) -> str:

@@ -22,6 +22,7 @@ from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import Corrupt, InternalError, NotFound, StateLost, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path
+from skyrl_actors.messages.turn import Turn
 
 log = logging.getLogger(__name__)
 KEPT_TIMES = 1000
@@ -107,14 +108,14 @@ class Recovery:
     async def _rebuild(self, spec: ModelSpec, source: str, upto: int, exports: Mapping[int, str]) -> int:
         """`source`'s state behind operation `upto`, in the model `spec`; versions named by `exports` are frozen again on
         the way. Returns the number of operations that were run again."""
-        start = await self._from_snapshot(spec, source, min([upto, *exports]))
+        start = at = await self._from_snapshot(spec, source, min([upto, *exports]))
         replayed = 0
         for operation in await self.journal.operations(source, start, max([upto, *exports])):
             if operation.effect in ("applied", "dropped") and operation.number <= upto:
-                await self._replay(spec, operation)
-                replayed += 1
+                await self._replay(spec, operation, Turn(operation.number, at))
+                replayed, at = replayed + 1, operation.number
             if operation.number in exports:
-                await self.backend.save_for_sampler(spec, exports[operation.number])
+                await self.backend.save_for_sampler(spec, Turn(None, at), exports[operation.number])
         return replayed
 
     async def _from_snapshot(self, spec: ModelSpec, source: str, upto: int) -> int:
@@ -127,36 +128,35 @@ class Recovery:
             except Corrupt as error:
                 log.error("%s; an older one and a longer replay are used", error)
                 continue
-            await self.backend.restore(spec, snapshot.number, str(folder))
+            await self.backend.restore(spec, Turn(snapshot.number), str(folder))
             return snapshot.number
         return -1
 
-    async def _replay(self, spec: ModelSpec, operation: Operation) -> None:
+    async def _replay(self, spec: ModelSpec, operation: Operation, turn: Turn) -> None:
         """Do to the model what this answered operation did to it. The answer stays the one that was given."""
         request = await self.journal.request(operation)
-        number = operation.number
         if operation.effect == "dropped":
-            await self.backend.drop_gradients(spec, number)
+            await self.backend.drop_gradients(spec, turn)
         elif isinstance(request, rq.ForwardBackward):
-            await self.backend.forward_backward(spec, number, request.columns, request.loss, False)
+            await self.backend.forward_backward(spec, turn, request.columns, request.loss, False)
         elif isinstance(request, rq.OptimStep):
-            await self.backend.optim_step(spec, number, request.adam)
+            await self.backend.optim_step(spec, turn, request.adam)
         elif isinstance(request, rq.LoadWeights):
             path, result = parse_path(request.path), await self.journal.result(operation)
             if not isinstance(result, rs.Loaded) or self.folders.version(path) != result.version:
-                raise Corrupt(f"{path} was changed since operation {number} loaded it, and the snapshot behind it is lost")
-            await self.backend.load_checkpoint(spec, number, str(self.folders.existing(path)), request.with_optimizer)
+                raise Corrupt(f"{path} was changed since operation {turn.number} loaded it, and the snapshot behind it is lost")
+            await self.backend.load_checkpoint(spec, turn, str(self.folders.existing(path)), request.with_optimizer)
         elif isinstance(request, rq.CreateModel):
             if request.from_path:
                 raise Corrupt(f"the snapshot behind {spec.model_id}'s start from {request.from_path} is lost")
-            await self.backend.create_model(spec, number)
+            await self.backend.create_model(spec, Turn(turn.number))
 
     async def fork(self, spec: ModelSpec, path: str, number: int, with_optimizer: bool) -> None:
         """Fill `spec`'s model with a past step of another one."""
         where = parse_path(path)
         target = await self._step(where)
         await self._rebuild(spec, where.model_id, target.number, {})
-        await self.backend.renumber(spec, number, with_optimizer)
+        await self.backend.renumber(spec, Turn(number, target.number), with_optimizer)
 
     async def spec_of_step(self, where: TinkerPath) -> ModelSpec:
         """The model whose past step this is. Raises NotFound for a model or step that the journal does not hold."""
@@ -192,7 +192,7 @@ class Recovery:
         progress = self.progress[model.spec.model_id]
         if progress.writing is not None:
             await asyncio.wait([progress.writing])
-        handle = await self.backend.copy_state(model.spec)
+        handle = await self.backend.copy_state(model.spec, Turn(None, progress.position))
         await self._write_snapshot(model.spec, progress.position, progress.step, handle)
         progress.snapshot = progress.position
 
@@ -200,7 +200,7 @@ class Recovery:
         position, step = progress.position, progress.step
         before = replace(progress)
         try:
-            handle = await self.backend.copy_state(spec)
+            handle = await self.backend.copy_state(spec, Turn(None, position))
         except InternalError as error:
             log.warning("no snapshot of %s: %s", spec.model_id, error)
             return

@@ -235,10 +235,7 @@ class Engine:
 
     async def detach(self) -> None:
         """Watch and restart no more."""
-        tasks = [task for task in (self._watching, self._restarting) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await remote.ended(self._watching, self._restarting)
 
     async def close(self) -> None:
         await self.detach()

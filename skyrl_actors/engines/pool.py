@@ -171,12 +171,9 @@ class EnginePool:
         deliveries = engine.delivered
         if manifest.version not in deliveries:
             assert engine.actor is not None
-            deliveries[manifest.version] = asyncio.ensure_future(self._deliver(manifest, engine.actor))
-        try:
-            await asyncio.shield(deliveries[manifest.version])
-        except Exception:
-            deliveries.pop(manifest.version, None)
-            raise
+            delivery = deliveries[manifest.version] = asyncio.ensure_future(self._deliver(manifest, engine.actor))
+            delivery.add_done_callback(lambda done: _forget_failed(deliveries, manifest.version, done))
+        await asyncio.shield(deliveries[manifest.version])
 
     async def _each(self, work: Callable[[Engine], Awaitable[Any]]) -> None:
         """On every living engine. One that dies of it is made anew in its own time and does not fail the others."""
@@ -211,3 +208,8 @@ def build_pool(
         site = EngineSite(spec, f"{config.name}:engine:{index}", reserved, slot.index, share, on_gpu, environment, detached)
         pool.engines.append(Engine(site, engine, config.restart, epoch, pool.load, say))
     return pool
+
+
+def _forget_failed(deliveries: dict[str, asyncio.Task[None]], version: str, delivery: asyncio.Task[None]) -> None:
+    if delivery.cancelled() or delivery.exception() is not None:
+        deliveries.pop(version, None)

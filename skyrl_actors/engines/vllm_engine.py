@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -254,7 +255,7 @@ def _vllm_params(params: SamplingParams) -> VllmSamplingParams:
         stop_token_ids=ids or None,
         ignore_eos=stop is not None,
         detokenize=bool(texts),
-        logprobs=0,
+        logprobs=params.topk_sample_logprobs,
         prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -267,10 +268,13 @@ def _as_output(output: Any, version: str, params: SamplingParams) -> SampleOutpu
             raise InternalError(f"vLLM ended a sample with {choice.finish_reason!r}")
         tokens = np.asarray(choice.token_ids, np.int32)
         logprobs = [step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True)]
-        sequences.append(Sequence(tokens, np.asarray(logprobs, np.float32), choice.finish_reason))
+        best = _best(choice.logprobs, params.topk_sample_logprobs) if params.topk_sample_logprobs else (None, None)
+        sequences.append(Sequence(tokens, np.asarray(logprobs, np.float32), choice.finish_reason, *best))
     of_prompt: dict[str, Any] = {}
     if output.prompt_logprobs is not None:
-        of_prompt = _prompt_fields(output.prompt_token_ids, output.prompt_logprobs, params.topk_prompt_logprobs)
+        kept = len(output.prompt_token_ids) if params.prompt_logprobs_last_n is None else params.prompt_logprobs_last_n
+        rows = [row if i >= len(output.prompt_logprobs) - kept else None for i, row in enumerate(output.prompt_logprobs)]
+        of_prompt = _prompt_fields(output.prompt_token_ids, rows, params.topk_prompt_logprobs)
     return SampleOutput(tuple(sequences), version, cached_tokens=output.num_cached_tokens or 0, **of_prompt)
 
 
@@ -279,8 +283,14 @@ def _prompt_fields(prompt: SequenceOf[int], rows: SequenceOf[Any], k: int) -> di
     own = [math.nan if row is None else row[token].logprob for token, row in zip(prompt, rows, strict=True)]
     fields: dict[str, Any] = {"prompt_logprobs": np.asarray(own, np.float32)}
     if k:
-        best = [sorted(((e.rank, t, e.logprob) for t, e in (row or {}).items()))[:k] for row in rows]
-        padded = [[(t, lp) for _, t, lp in row] + [EMPTY_CELL] * (k - len(row)) for row in best]
-        fields["topk_prompt_ids"] = np.asarray([[t for t, _ in row] for row in padded], np.int32)
-        fields["topk_prompt_logprobs"] = np.asarray([[lp for _, lp in row] for row in padded], np.float32)
+        fields["topk_prompt_ids"], fields["topk_prompt_logprobs"] = _best(rows, k)
     return fields
+
+
+def _best(rows: SequenceOf[Any], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The ids and logprobs of the k most likely tokens of each position, best first; both [P, k]. vLLM adds the token that was
+    drawn where it is not among them."""
+    best = [sorted(((e.rank, t, e.logprob) for t, e in (row or {}).items()))[:k] for row in rows]
+    padded = [[(t, lp) for _, t, lp in row] + [EMPTY_CELL] * (k - len(row)) for row in best]
+    ids = np.asarray([[t for t, _ in row] for row in padded], np.int32)
+    return ids, np.asarray([[lp for _, lp in row] for row in padded], np.float32)

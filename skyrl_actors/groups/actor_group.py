@@ -19,6 +19,7 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import LossCall, Role
 from skyrl_actors.messages.results import LossOutput
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import WeightManifest
 from skyrl_actors.workers.interface import BaseModelInfo, Part, RankStatus, RowOutput, TrainWorker, WorkerSpec
 
@@ -83,36 +84,36 @@ class ActorGroup:
     async def _gather(self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float | None = None) -> list[Any]:
         return await remote.gather(refs, self.names[: len(refs)], what, timeout_s or self.config.call_timeout_s)
 
-    async def apply(self, model_id: str, number: int | None, method: Any, *args: Any) -> list[Any]:
-        """A verb of a model on every rank, applied once for each number."""
-        return await self._apply(model_id, number, method, [args] * len(self.actors))
+    async def apply(self, model_id: str, turn: Turn, method: Any, *args: Any) -> list[Any]:
+        """A verb of a model on every rank, applied once for each turn."""
+        return await self._apply(model_id, turn, method, [args] * len(self.actors))
 
-    async def _apply(self, model_id: str, number: int | None, method: Any, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def _apply(self, model_id: str, turn: Turn, method: Any, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = zip(self.actors, args, strict=True)
-        refs = [actor.apply.remote(self.epoch, model_id, number, method.__name__, *share) for actor, share in calls]
+        refs = [actor.apply.remote(self.epoch, model_id, turn, method.__name__, *share) for actor, share in calls]
         return await self._gather(refs, method.__name__)
 
     async def delete_model(self, model_id: str) -> None:
         await self._gather([actor.delete.remote(self.epoch, model_id) for actor in self.actors], "delete_model")
 
     async def forward_backward(
-        self, model_id: str, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
+        self, model_id: str, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput:
         shares = assign_rows(columns.lengths, len(self.actors))
         data = ray.put(columns) if len(self.actors) > 1 else columns
         args = [(rows, model_id, data, loss, forward_only) for rows in shares]
-        outputs: list[RowOutput] = await self._apply(model_id, number, TrainWorker.forward_backward, args)
+        outputs: list[RowOutput] = await self._apply(model_id, turn, TrainWorker.forward_backward, args)
         return merge_rows(columns, outputs, loss)
 
-    async def copy_state(self, model_id: str) -> list[int]:
-        return await self.apply(model_id, None, TrainWorker.copy_state, model_id)
+    async def copy_state(self, model_id: str, turn: Turn) -> list[int]:
+        return await self.apply(model_id, turn, TrainWorker.copy_state, model_id)
 
     async def write_state(self, handles: Sequence[int], folder: str) -> None:
         calls = zip(self.actors, handles, strict=True)
         await self._gather([actor.write_state.remote(self.epoch, handle, folder) for actor, handle in calls], "write_state")
 
-    async def export_weights(self, model_id: str, path: str, version: str) -> WeightManifest:
-        return (await self.apply(model_id, None, TrainWorker.export_weights, model_id, path, version))[0]
+    async def export_weights(self, model_id: str, turn: Turn, path: str, version: str) -> WeightManifest:
+        return (await self.apply(model_id, turn, TrainWorker.export_weights, model_id, path, version))[0]
 
     async def exists(self, paths: Sequence[str]) -> bool:
         first = self.actors[:1]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, UserError
+from skyrl_actors.messages.turn import Turn
 
 MAKE_ANEW = ("create_model", "restore_state")
 CLEAN_FAILURES = ("optim_step",)  # a refusal that leaves the same state on every rank: gradients dropped
@@ -45,20 +46,20 @@ class ExactlyOnce:
         self._applied.pop(model_id, None)
         self.worker.delete_model(model_id)
 
-    def apply(self, epoch: int, model_id: str, number: int | None, method: str, *args: Any) -> Any:
-        """A verb of a model. `number` None: it leaves the state as it is."""
+    def apply(self, epoch: int, model_id: str, turn: Turn, method: str, *args: Any) -> Any:
+        """A verb of a model."""
         self.fence(epoch)
         known = self._applied.get(model_id)
-        if number is None:
-            self._whole(model_id)
+        if turn.number is None:
+            self._check_state(model_id, turn)
             return getattr(self.worker, method)(*args)
-        if known is not None and (known.number, known.method) == (number, method) and method != "restore_state":
+        if known is not None and (known.number, known.method) == (turn.number, method) and method != "restore_state":
             if known.error is not None:
                 raise known.error
             return known.result
-        if method not in MAKE_ANEW and self._whole(model_id).number > number:
-            raise InternalError(f"operation {number} of {model_id} comes after {known and known.number}")
-        return self._apply(model_id, number, method, args)
+        if method not in MAKE_ANEW:
+            self._check_state(model_id, turn)
+        return self._apply(model_id, turn.number, method, args)
 
     def _apply(self, model_id: str, number: int, method: str, args: tuple[Any, ...]) -> Any:
         self._applied.pop(model_id, None)  # torn, until it is done
@@ -70,6 +71,11 @@ class ExactlyOnce:
             raise
         self._applied[model_id] = Applied(number, method, result)
         return result
+
+    def _check_state(self, model_id: str, turn: Turn) -> None:
+        at = self._whole(model_id).number
+        if at != turn.after:
+            raise StateLost(f"{model_id} is behind operation {at}, not {turn.after} as operation {turn.number} wants it")
 
     def _whole(self, model_id: str) -> Applied:
         known = self._applied.get(model_id)

@@ -6,7 +6,7 @@ Only for CPU services: a process on a GPU would hold memory there.
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -21,7 +21,7 @@ from skyrl_actors.workers.interface import RankStatus
 
 ASK_TIMEOUT_S = 30.0
 LONGEST_PAUSE_S = 300.0
-REFILL_PAUSE_S = 2.0  # what was just lost comes first: two cores are soon busy
+REFILL_PAUSE_S = 2.0  # the loss of one process is often followed by the loss of its neighbours
 CONCURRENCY_GROUPS = {"watch": 1, "vitals": 2, "files": 1}
 
 
@@ -31,11 +31,12 @@ def worker_class() -> Any:
 
 
 class Standby:
-    """At most `count` idle processes beside the slot `bundle`; taken ones are made anew in the background."""
+    """At most `count` idle processes beside the slot `bundle`; taken ones are made anew in the background, when `calm`
+    returns: what was lost comes first."""
 
     def __init__(
         self, service: str, count: int, base_folder: str, reserved: PlacementGroup, bundle: int, environment: dict[str, str],
-        epoch: int, detached: bool, say: Callable[[str], None], busy_timeout_s: float = 900.0,
+        epoch: int, detached: bool, say: Callable[[str], None], calm: Callable[[], Awaitable[None]], busy_timeout_s: float = 900.0,
     ):  # fmt: skip
         self.bundle = bundle
         self.strays: list[tuple[ActorHandle, RankStatus]] = []  # of an earlier controller, and no longer idle
@@ -47,8 +48,10 @@ class Standby:
         self._epoch = epoch
         self._options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
         self._say = say
+        self._calm = calm
         self._busy_timeout_s = busy_timeout_s  # one that became a rank may be at work
         self._idle: list[ActorHandle] = []
+        self._warming: ActorHandle | None = None
         self._refilling: asyncio.Task[None] | None = None
         self._watching: set[asyncio.Task[None]] = set()
 
@@ -70,11 +73,14 @@ class Standby:
                 self.strays.append((actor, status))
 
     def take(self, bundle: int) -> ActorHandle | None:
-        """An idle process beside that slot."""
-        if bundle != self.bundle or not self._idle:
+        """A process beside that slot: an idle one, or the one that is on its way there, which does as told when it is warm."""
+        if bundle != self.bundle:
             return None
-        actor = self._idle.pop()
-        self.refill()
+        if self._idle:
+            actor = self._idle.pop()
+            self.refill()
+        else:
+            actor, self._warming = self._warming, None
         return actor
 
     def refill(self) -> None:
@@ -85,7 +91,8 @@ class Standby:
         pause_s = REFILL_PAUSE_S
         while len(self._idle) < self._count:
             await asyncio.sleep(pause_s)
-            actor = worker_class().options(
+            await self._calm()
+            actor = self._warming = worker_class().options(
                 name=f"{self._prefix}{uuid.uuid4().hex[:8]}", namespace=remote.NAMESPACE, num_cpus=0,
                 scheduling_strategy=self._strategy, runtime_env={"env_vars": self._environment}, **self._options,
             ).remote(None)  # fmt: skip
@@ -93,9 +100,13 @@ class Standby:
                 await remote.gather([actor.warm.remote(self._base_folder)], ["standby"], "warm up", 10 * ASK_TIMEOUT_S)
             except InternalError as error:
                 self._say(f"a standby process did not start: {error}")
+                self._warming = None
                 ray.kill(actor)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
+            if self._warming is None:
+                continue  # it was taken
+            self._warming = None
             self._idle.append(actor)
             self._watching = {t for t in self._watching if not t.done()} | {asyncio.create_task(self._watch(actor))}
 
@@ -110,10 +121,7 @@ class Standby:
 
     async def detach(self) -> None:
         """Watch and refill no more."""
-        tasks = [*self._watching, *([self._refilling] if self._refilling else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await remote.ended(*self._watching, self._refilling)
 
     async def close(self) -> None:
         await self.detach()

@@ -10,6 +10,7 @@ import psutil
 import ray
 
 from skyrl_actors.groups.exactly_once import ExactlyOnce
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.workers.interface import BaseModelInfo, RankStatus, WorkerSpec
 
 
@@ -77,6 +78,6 @@ class TrainWorkerActor:
     def delete(self, epoch: int, model_id: str) -> None:
         self._once.delete(epoch, model_id)
 
-    def apply(self, epoch: int, model_id: str, number: int | None, method: str, *args: Any) -> Any:
-        """A verb of a model, applied once for each number. `number` None: it leaves the state as it is."""
-        return self._once.apply(epoch, model_id, number, method, *args)
+    def apply(self, epoch: int, model_id: str, turn: Turn, method: str, *args: Any) -> Any:
+        """A verb of a model, applied once for each turn."""
+        return self._once.apply(epoch, model_id, turn, method, *args)

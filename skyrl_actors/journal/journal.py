@@ -1,15 +1,10 @@
-"""The journal on SQL and files: group commit from one writer thread, reads from others.
-
-All that waits while a commit is on its way shares the next one: one pack, one transaction, so the cost of a disk's
-fsync is divided among them.
-"""
+"""The journal on SQL and files, for an event loop: it writes by group commit and reads in other threads."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,27 +15,24 @@ from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.journal import opening
 from skyrl_actors.journal.encoding import decode
 from skyrl_actors.journal.entries import (
-    Accepted,
-    Answered,
     Books,
     Entry,
     Operation,
     SnapshotDropped,
     SnapshotTaken,
 )
+from skyrl_actors.journal.group_commit import GroupCommit, reason
 from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.retention import Retention, plan_sweep
 from skyrl_actors.journal.snapshots import SnapshotFolders
 from skyrl_actors.journal.store import Store
 from skyrl_actors.messages.errors import ConfigError, Corrupt, InternalError, SkyrlActorsError, Unavailable
-from skyrl_actors.messages.requests import ForwardBackward, Request
-from skyrl_actors.messages.results import LossOutput, Result
+from skyrl_actors.messages.requests import Request
+from skyrl_actors.messages.results import Result
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOCK_WAIT_S = 3.0
-BATCH_ENTRIES = 1024
-BATCH_BYTES = 64 * 2**20
 FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError, ValueError, TypeError, OverflowError)
 
 
@@ -48,16 +40,13 @@ class SqlJournal:
     def __init__(self, config: JournalConfig):
         self.config = config
         self.folder = config.folder.expanduser().resolve()
-        self.trouble: str | None = None
         self._url = opening.database_url(self.folder, config.url)
         self._folders = SnapshotFolders(self.folder / opening.SNAPSHOTS)
         self._packs = PackStore(self.folder / opening.PACKS)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._store: Store | None = None
+        self._commits: GroupCommit | None = None
         self._lock: opening.FolderLock | None = None
         self._guard: sa.Connection | None = None
-        self._pending: list[tuple[tuple[Entry, ...], asyncio.Future[None]]] = []
-        self._flushing: asyncio.Task[None] | None = None
 
     @property
     def store(self) -> Store:
@@ -83,10 +72,13 @@ class SqlJournal:
         opening.check_folder(self.folder)
         self._lock = opening.FolderLock(self.folder, holder, LOCK_WAIT_S)
         engine = opening.connect(self._url)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._lock.release)
+            undo.callback(engine.dispose)
             with _refused(f"the journal's database {self._url} can not be used"):
                 if engine.dialect.name == "postgresql":
                     self._guard = _advisory_lock(engine)
+                    undo.callback(self._guard.close)
                 marked = (self.folder / opening.MARKER).exists()
                 opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
                 self._store = Store(engine, self._packs)
@@ -94,54 +86,30 @@ class SqlJournal:
                 # What an interrupted write or snapshot left.
                 self._packs.sweep(self._store.used_packs())
                 self._folders.sweep(self._store.snapshot_folders())
-                return books
-        except BaseException:
-            if self._guard is not None:
-                self._guard.close()
-            engine.dispose()
-            self._lock.release()
-            raise
+            self._commits = GroupCommit(self._store.write)
+            undo.pop_all()
+            return books
+
+    @property
+    def trouble(self) -> str | None:
+        if self._commits is None or self._store is None:
+            return None
+        return self._store.waiting or self._commits.trouble
+
+    @property
+    def _writer(self) -> GroupCommit:
+        if self._commits is None:
+            raise InternalError("the journal is not open")
+        return self._commits
 
     async def write(self, *entries: Entry) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pending.append((entries, future))
-        if self._flushing is None or self._flushing.done():
-            self._flushing = asyncio.create_task(self._flush())
-        await future
-
-    async def _flush(self) -> None:
-        while self._pending:
-            taken = _take(self._pending)
-            batch, self._pending = self._pending[:taken], self._pending[taken:]
-            reason = await self._commit([entry for entries, _ in batch for entry in entries])
-            if reason is not None and len(batch) > 1:
-                # One bad entry must not refuse the others, and a passing fault may be over.
-                for entries, future in batch:
-                    _settle(future, await self._commit(entries))
-            else:
-                for _, future in batch:
-                    _settle(future, reason)
-
-    async def _commit(self, entries: Sequence[Entry]) -> str | None:
-        """The reason why it failed, or None."""
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._writer, self.store.commit, entries)
-        except FAULTS as error:
-            reason = _reason(error)
-            if reason != self.trouble:
-                log.error("the journal can not write: %s", reason)
-            self.trouble = reason
-            return reason
-        if self.trouble:
-            log.info("the journal writes again")
-        self.trouble = None
-        return None
+        await self._writer.write(entries)
 
     async def _read(self, function: Callable[..., T], *arguments: Any) -> T:
         try:
             return await asyncio.to_thread(function, *arguments)
         except DBAPIError as error:
-            raise Unavailable(f"the journal can not be read now: {_reason(error)}") from None
+            raise Unavailable(f"the journal can not be read now: {reason(error)}") from None
 
     async def request(self, operation: Operation) -> Request:
         if operation.payload is None:
@@ -187,12 +155,10 @@ class SqlJournal:
         return await asyncio.to_thread(self._folders.verify, snapshot)
 
     async def sweep(self) -> int:
-        """Runs in the writer's thread: a pack that is written but not yet named by a row is not garbage."""
-        loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._writer, self._sweep)
+            return await self._writer.between(self._sweep)
         except FAULTS as error:
-            raise Unavailable(f"the journal was not swept: {_reason(error)}") from None
+            raise Unavailable(f"the journal was not swept: {reason(error)}") from None
 
     def _sweep(self) -> int:
         store, now = self.store, time.time()
@@ -202,7 +168,7 @@ class SqlJournal:
             pinned = store.loads(model_id)
             plan = plan_sweep(policy, store.snapshots(model_id), store.oldest_sampler(model_id), pinned, now)
             for snapshot in plan.drop:
-                store.commit([SnapshotDropped(model_id, snapshot.number)])
+                store.write([SnapshotDropped(model_id, snapshot.number)])
                 freed += self._folders.remove(snapshot.folder)
             if plan.forget_upto is not None:
                 store.forget_records(model_id, plan.forget_upto)
@@ -210,16 +176,17 @@ class SqlJournal:
         return freed + self._packs.sweep(store.used_packs())
 
     async def close(self) -> None:
-        if self._flushing is not None:
-            await asyncio.wait([self._flushing])
+        if self._store is not None:
+            self._store.closing.set()
+        if self._commits is not None:
+            await self._commits.close()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        self._writer.shutdown(wait=True)
         if self._guard is not None:
             self._guard.close()
         if self._store is not None:
-            self._store.engine.dispose()
+            self._store.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -245,7 +212,7 @@ def _refused(what: str) -> Generator[None]:
     try:
         yield
     except SQLAlchemyError as error:
-        raise ConfigError(f"{what}: {_reason(error)}") from None
+        raise ConfigError(f"{what}: {reason(error)}") from None
     except OSError as error:
         raise ConfigError(f"{what}: {error}") from None
 
@@ -257,34 +224,3 @@ def _advisory_lock(engine: sa.Engine) -> sa.Connection:
         connection.close()
         raise ConfigError(f"the journal {engine.url} is in use by {first}; stop it first, or set another journal.url")
     return connection
-
-
-def _take(pending: list[tuple[tuple[Entry, ...], asyncio.Future[None]]]) -> int:
-    """How many of these make the next commit: at least one, within the bounds of a pack."""
-    size = 0
-    for count, (entries, _) in enumerate(pending[:BATCH_ENTRIES]):
-        size += sum(_size(entry) for entry in entries)
-        if size > BATCH_BYTES and count:
-            return count
-    return min(len(pending), BATCH_ENTRIES)
-
-
-def _size(entry: Entry) -> int:
-    if isinstance(entry, Accepted) and isinstance(entry.request, ForwardBackward):
-        return entry.request.columns.nbytes
-    if isinstance(entry, Answered) and isinstance(entry.result, LossOutput):
-        return sum(array.nbytes for array in entry.result.fields.values())
-    return 1024
-
-
-def _settle(future: asyncio.Future[None], reason: str | None) -> None:
-    if future.done():
-        return
-    if reason is None:
-        future.set_result(None)
-    else:
-        future.set_exception(Unavailable(f"the journal can not write: {reason}"))
-
-
-def _reason(error: BaseException) -> str:
-    return str(error.orig) if isinstance(error, DBAPIError) and error.orig else str(error) or type(error).__name__

@@ -18,7 +18,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, make_url
 
 from skyrl_actors import migrations
-from skyrl_actors.journal.packs import fsync
+from skyrl_actors.files import fsync
 from skyrl_actors.journal.tables import PROJECT, info
 from skyrl_actors.messages.errors import ConfigError
 

@@ -5,44 +5,51 @@ A pack is written under another name, fsynced, renamed, and its folder fsynced: 
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from io import RawIOBase
 from pathlib import Path
 
+from skyrl_actors.files import fsync
 from skyrl_actors.journal.entries import Blob
 from skyrl_actors.messages.errors import Corrupt
 
 PARTIAL = ".partial"
 
 
+class Pack:
+    """Records on their way into one file."""
+
+    def __init__(self, records: Sequence[bytes]):
+        self.records = records
+        whole = hashlib.sha256()
+        for record in records:
+            whole.update(record)
+        self.name = whole.hexdigest()
+
+    def blobs(self) -> Iterator[Blob]:
+        offset = 0
+        for record in self.records:
+            yield Blob(self.name, offset, len(record), hashlib.sha256(record).hexdigest())
+            offset += len(record)
+
+
 class PackStore:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def write(self, records: Sequence[bytes]) -> list[Blob]:
+    def write(self, pack: Pack) -> None:
         """Durable when this returns. Raises OSError, then no pack was added."""
-        if not records:
-            return []
-        whole = hashlib.sha256()
-        for record in records:
-            whole.update(record)
-        name = whole.hexdigest()
-        target = self.folder / name
-        staging = self.folder / f"{name}{PARTIAL}"
-        try:
-            with staging.open("wb") as stream:
-                stream.writelines(records)
-                stream.flush()
+        target = f"{self.folder}/{pack.name}"
+        staging = f"{target}{PARTIAL}"
+        with ExitStack() as undo:
+            undo.callback(Path(staging).unlink, missing_ok=True)
+            with open(staging, "wb", buffering=0) as stream:
+                _write_all(stream, b"".join(pack.records))
                 os.fsync(stream.fileno())
             os.replace(staging, target)
-            fsync(self.folder)
-        except BaseException:
-            staging.unlink(missing_ok=True)
-            raise
-        blobs, offset = [], 0
-        for record in records:
-            blobs.append(Blob(name, offset, len(record), hashlib.sha256(record).hexdigest()))
-            offset += len(record)
-        return blobs
+            undo.pop_all()
+        fsync(self.folder)
 
     def read(self, blob: Blob) -> bytes:
         path = self.folder / blob.pack
@@ -66,9 +73,7 @@ class PackStore:
         return freed
 
 
-def fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _write_all(stream: RawIOBase, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[stream.write(left) :]

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from skyrl_actors.journal.entries import SnapshotTaken
@@ -26,7 +27,8 @@ class SnapshotFolders:
 
     def seal(self, staging: Path, model_id: str, number: int, step: int) -> SnapshotTaken:
         """Raises OSError; then the staging folder is gone and nothing else changed."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, staging, ignore_errors=True)
             files = {file.name: _described(file) for file in sorted(staging.iterdir())}
             manifest = staging / MANIFEST
             manifest.write_text(json.dumps({"model_id": model_id, "number": number, "step": step, "files": files}, indent=2))
@@ -37,9 +39,7 @@ class SnapshotFolders:
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(staging, folder)
             fsync(self.root)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
+            undo.pop_all()
         size = sum(int(entry["bytes"]) for entry in files.values())
         return SnapshotTaken(model_id, number, step, folder.name, size, time.time())
 

@@ -1,31 +1,35 @@
-"""The journal's rows and packs, synchronously: one `commit` is one pack and one transaction. Called from one thread."""
+"""The journal's rows and packs, synchronously: one `write` is one pack and one transaction. Called from one thread."""
 
 import json
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
+from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_exponential
 
 from skyrl_actors.journal import tables as t
-from skyrl_actors.journal.encoding import encode, from_json, to_json
+from skyrl_actors.journal.encoding import encode, from_json
 from skyrl_actors.journal.entries import (
-    Accepted,
-    Answered,
-    Blob,
     Books,
     Entry,
     Operation,
     SamplerOpened,
-    SamplerRetired,
-    SessionEnded,
     SessionOpened,
-    SnapshotDropped,
     SnapshotTaken,
 )
-from skyrl_actors.journal.packs import PackStore
+from skyrl_actors.journal.packs import Pack, PackStore
+from skyrl_actors.journal.rows import insert, operation_of, record_of
 from skyrl_actors.messages.errors import InternalError
+
+LAST_COMMIT = sa.select(t.info.c.value).where(t.info.c.key == "commit")
+FENCE = (
+    sa.update(t.info).where(t.info.c.key == "commit", t.info.c.value == sa.bindparam("last")).values(value=sa.bindparam("next"))
+)
 
 
 class Fenced(InternalError):
@@ -37,12 +41,13 @@ class Store:
         self.engine = engine
         self.packs = packs
         self.epoch = 0
+        self.waiting: str | None = None  # the fault behind which a commit's fate is not yet known
+        self.closing = threading.Event()
+        self._token = ""
+        self._packer = ThreadPoolExecutor(1, thread_name_prefix="journal-pack")
+        name = engine.url.database
+        self._file = Path(name) if engine.dialect.name == "sqlite" and name else None
         self._inode: int | None = None
-
-    @property
-    def _file(self) -> Path | None:
-        name = self.engine.url.database
-        return Path(name) if self.engine.dialect.name == "sqlite" and name else None
 
     def begin_epoch(self, holder: str) -> Books:
         """Fence off whoever wrote before, and read what is known."""
@@ -53,8 +58,10 @@ class Store:
             found = connection.execute(sa.select(t.info.c.value).where(key == "epoch").with_for_update()).scalar_one()
             self.epoch = int(found) + 1
             connection.execute(sa.update(t.info).where(key == "epoch").values(value=str(self.epoch)))
-            connection.execute(sa.delete(t.info).where(key == "holder"))
-            connection.execute(sa.insert(t.info).values(key="holder", value=holder))
+            self._token = f"{self.epoch}.0"
+            for name, value in (("holder", holder), ("commit", self._token)):
+                connection.execute(sa.delete(t.info).where(key == name))
+                connection.execute(sa.insert(t.info).values(key=name, value=value))
             return self._books(connection)
 
     def _books(self, connection: sa.Connection) -> Books:
@@ -72,52 +79,78 @@ class Store:
                 SamplerOpened(s.sampler_id, s.session_id, s.base_model, s.model_path, from_json(s.weights), s.owner, s.number)
                 for s in samplers
             ),
-            tuple(_operation(row) for row in rows),
+            tuple(operation_of(row) for row in rows),
         )
 
-    def commit(self, entries: Sequence[Entry]) -> None:
-        """All entries, or none."""
+    def write(self, entries: Sequence[Entry]) -> None:
+        """All entries, or none. Their rows are made while their records are on the way to the disk, and committed behind
+        them: what a row names is there."""
         self._check_file()
-        blobs = self.packs.write([encode(record) for entry in entries if (record := _record(entry)) is not None])
-        placed = iter(blobs)
-        accepted, answered, others = [], [], []
-        for entry in entries:
-            if isinstance(entry, Accepted):
-                accepted.append(_accepted_row(entry, next(placed)))
-            elif isinstance(entry, Answered):
-                answered.append(_answered_row(entry, next(placed)))
-            else:
-                others.append(entry)
-        with self.engine.begin() as connection:
-            fence = sa.update(t.info).where(t.info.c.key == "epoch", t.info.c.value == str(self.epoch))
-            if connection.execute(fence.values(value=str(self.epoch))).rowcount != 1:
-                raise Fenced("another service has opened this journal since; this one may not write to it any more")
-            if accepted:
-                connection.execute(sa.insert(t.operations), accepted)
-            if answered:
-                update = sa.update(t.operations).where(t.operations.c.number == sa.bindparam("of"))
-                connection.execute(update, answered)
-            for entry in others:
-                for statement in _statements(entry):
-                    connection.execute(statement)
+        pack = Pack([encode(record) for entry in entries if (record := record_of(entry)) is not None])
+        packing = self._packer.submit(self.packs.write, pack) if pack.records else None
+        try:
+            self._commit(entries, pack, packing)
+        finally:
+            if packing is not None:
+                wait([packing])
         self._check_file()
+
+    def _commit(self, entries: Sequence[Entry], pack: Pack, packing: "Future[None] | None") -> None:
+        epoch, _, count = self._token.partition(".")
+        token = f"{epoch}.{int(count) + 1}"
+        try:
+            with self.engine.begin() as connection:
+                if connection.execute(FENCE, {"last": self._token, "next": token}).rowcount != 1:
+                    raise Fenced("another service has opened this journal since; this one may not write to it any more")
+                insert(connection, entries, pack.blobs())
+                if packing is not None:
+                    packing.result()
+        except DBAPIError as error:
+            if not error.connection_invalidated or not self._reached(token, error):
+                raise
+        self._token = token
+
+    def close(self) -> None:
+        self._packer.shutdown(wait=True)
+        self.engine.dispose()
+
+    def _reached(self, token: str, error: DBAPIError) -> bool:
+        """Whether a commit is in the database whose answer was lost with the connection. Whoever waits for that commit must
+        not be refused before this is known, else a repeat would be done twice."""
+        self.waiting = str(error.orig)
+        try:
+            for attempt in Retrying(
+                retry=retry_if_exception_type(DBAPIError), wait=wait_exponential(0.05, max=2), stop=stop_when_event_set(self.closing),
+                sleep=sleep_using_event(self.closing), reraise=True,
+            ):  # fmt: skip
+                with attempt, self.engine.connect() as connection:
+                    return connection.execute(LAST_COMMIT).scalar() == token
+        finally:
+            self.waiting = None
+        return False
 
     def _check_file(self) -> None:
         """SQLite goes on writing into a file that was deleted: nobody would ever read that again."""
-        if self._file is not None and (not self._file.exists() or self._file.stat().st_ino != self._inode):
+        if self._file is None:
+            return
+        try:
+            inode = os.stat(self._file).st_ino
+        except FileNotFoundError:
+            inode = None
+        if inode != self._inode:
             self.engine.dispose()
             raise OSError(f"the journal's database {self._file} was removed or replaced")
 
     def find(self, request_id: str) -> Operation | None:
         with self.engine.connect() as connection:
             row = connection.execute(sa.select(t.operations).where(t.operations.c.request_id == request_id)).first()
-        return _operation(row) if row else None
+        return operation_of(row) if row else None
 
     def operations(self, model_id: str, after: int, upto: int) -> list[Operation]:
         column = t.operations.c
         query = sa.select(t.operations).where(column.model_id == model_id, column.number > after, column.number <= upto)
         with self.engine.connect() as connection:
-            return [_operation(row) for row in connection.execute(query.order_by(column.number))]
+            return [operation_of(row) for row in connection.execute(query.order_by(column.number))]
 
     def models(self) -> list[dict[str, Any]]:
         """One row a model: id, operations, step, first and last time."""
@@ -207,62 +240,6 @@ class Store:
         )
         with self.engine.connect() as connection:
             return [name for name in connection.execute(query).scalars() if name]
-
-
-def _record(entry: Entry) -> Any:
-    """What goes into the pack."""
-    return entry.request if isinstance(entry, Accepted) else entry.result if isinstance(entry, Answered) else None
-
-
-def _accepted_row(entry: Accepted, blob: Blob) -> dict[str, Any]:
-    names = ("number", "request_id", "stream", "seq_id", "digest", "model_id", "session_id", "accepted_at")
-    return {
-        **{name: getattr(entry, name) for name in names}, "kind": type(entry.request).__name__, "failed": False,
-        "payload_pack": blob.pack, "payload_offset": blob.offset, "payload_length": blob.length, "payload_digest": blob.digest,
-    }  # fmt: skip
-
-
-def _answered_row(entry: Answered, blob: Blob) -> dict[str, Any]:
-    return {
-        "of": entry.number, "answered_at": entry.answered_at, "effect": entry.effect, "failed": entry.failed, "step": entry.step,
-        "result_pack": blob.pack, "result_offset": blob.offset, "result_length": blob.length, "result_digest": blob.digest,
-    }  # fmt: skip
-
-
-def _statements(entry: Entry) -> list[Any]:
-    assert not isinstance(entry, Accepted | Answered)
-    if isinstance(entry, SessionOpened):
-        values = {"session_id": entry.session_id, "user_metadata": json.dumps(entry.user_metadata), "opened_at": entry.opened_at}
-        return [sa.insert(t.sessions).values(**values)]
-    if isinstance(entry, SessionEnded):
-        return [sa.update(t.sessions).where(t.sessions.c.session_id == entry.session_id).values(ended_at=entry.ended_at)]
-    if isinstance(entry, SamplerOpened):
-        names = ("sampler_id", "session_id", "base_model", "model_path", "owner", "number")
-        values = {name: getattr(entry, name) for name in names} | {"weights": to_json(entry.weights), "retired": False}
-        again = sa.delete(t.samplers).where(t.samplers.c.sampler_id == entry.sampler_id)
-        return [again, sa.insert(t.samplers).values(**values)]
-    if isinstance(entry, SamplerRetired):
-        return [sa.update(t.samplers).where(t.samplers.c.sampler_id == entry.sampler_id).values(retired=True)]
-    where = (t.snapshots.c.model_id == entry.model_id, t.snapshots.c.number == entry.number)
-    drop = sa.delete(t.snapshots).where(*where)
-    if isinstance(entry, SnapshotDropped):
-        return [drop]
-    assert isinstance(entry, SnapshotTaken)
-    names = ("model_id", "number", "step", "folder", "num_bytes", "taken_at")
-    return [drop, sa.insert(t.snapshots).values(**{name: getattr(entry, name) for name in names})]
-
-
-def _operation(row: Any) -> Operation:
-    def blob(name: str) -> Blob | None:
-        pack = getattr(row, f"{name}_pack")
-        if pack is None:
-            return None
-        return Blob(pack, getattr(row, f"{name}_offset"), getattr(row, f"{name}_length"), getattr(row, f"{name}_digest"))
-
-    return Operation(
-        row.number, row.request_id, row.kind, row.stream, row.seq_id, row.digest, row.model_id, row.session_id, row.accepted_at,
-        blob("payload"), row.answered_at, row.effect, bool(row.failed), row.step, blob("result"),
-    )  # fmt: skip
 
 
 def holder_text(name: str) -> str:

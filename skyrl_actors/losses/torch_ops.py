@@ -1,10 +1,17 @@
 """`Ops` over torch tensors: the torch side of the losses, used by the workers."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 class TorchOps:
+    """For a pass over rows of these lengths, one behind the other."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self._lengths = lengths
+
     def exp(self, x: Tensor) -> Tensor:
         return torch.exp(x)
 
@@ -23,8 +30,16 @@ class TorchOps:
     def detach(self, x: Tensor) -> Tensor:
         return x.detach()
 
+    def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(condition, x, y)
+
     def count(self, condition: Tensor, like: Tensor) -> Tensor:
         return condition.to(like.dtype).sum()
 
-
-TORCH_OPS = TorchOps()
+    def row_mean(self, x: Tensor, mask: Tensor) -> Tensor:
+        lengths = torch.tensor(self._lengths, device=x.device)
+        rows = torch.repeat_interleave(torch.arange(len(lengths), device=x.device), lengths)
+        counts = (mask != 0).to(x.dtype)
+        sums = torch.zeros(len(lengths), dtype=x.dtype, device=x.device).index_add(0, rows, x * counts)
+        totals = torch.zeros_like(sums).index_add(0, rows, counts)
+        return (sums / totals.clamp(min=1))[rows]

@@ -12,6 +12,7 @@ from skyrl_actors.messages.errors import InvalidRequest
 
 Kind = Literal["weights", "sampler_weights", "steps"]
 KINDS: dict[str, Kind] = {"weights": "weights", "sampler_weights": "sampler_weights", "steps": "steps"}
+CHECKPOINT_KINDS = ("weights", "sampler_weights")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|steps)/([^/]+)")

@@ -44,6 +44,7 @@ class SaveWeights:
     overwrite: bool = False
     seq_id: int | None = None
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+    ttl_seconds: int | None = None  # None: it stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class SaveForSampler:
     sampler_id: str | None = None
     seq_id: int | None = None
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+    ttl_seconds: int | None = None  # of the named one
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class SamplingParams:
     stop: tuple[str, ...] | tuple[int, ...] | None = None
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None  # only of so many tokens at the prompt's end; None: of all
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ class Sequence:
     tokens: NDArray[np.int32]  # [R], the stop token included
     logprobs: NDArray[np.float32]  # [R], at temperature 1
     stop_reason: str  # "stop" or "length"
+    topk_ids: NDArray[np.int32] | None = None  # [R, K]; empty cells id 0, logprob -99999
+    topk_logprobs: NDArray[np.float32] | None = None  # [R, K]
 
 
 @dataclass(frozen=True, slots=True)

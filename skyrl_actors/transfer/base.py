@@ -10,11 +10,12 @@ from typing import Protocol
 from ray.actor import ActorHandle
 
 from skyrl_actors.groups.actor_group import ActorGroup
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import WeightManifest
 
 
 class Transfer(Protocol):
-    async def publish(self, group: ActorGroup, model_id: str, version: str) -> WeightManifest: ...
+    async def publish(self, group: ActorGroup, model_id: str, turn: Turn, version: str) -> WeightManifest: ...
 
     async def deliver(self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle) -> None: ...
 

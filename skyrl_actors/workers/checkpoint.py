@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyrl_actors.files import fsync
 from skyrl_actors.messages.model import LoraSpec
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest
 from skyrl_actors.workers.base_model import BaseModel
@@ -37,7 +38,7 @@ def save(
         if mark is not None:
             (staging / SAVED_BY).write_text(mark)
         for file in staging.iterdir():
-            _fsync(file)
+            fsync(file)
         _replace(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -132,14 +133,6 @@ def _copy_model_files(base_folder: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _replace(staging: Path, folder: Path) -> None:
     if folder.exists():
         old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
@@ -148,4 +141,4 @@ def _replace(staging: Path, folder: Path) -> None:
         shutil.rmtree(old)
     else:
         os.rename(staging, folder)
-    _fsync(folder.parent)
+    fsync(folder.parent)

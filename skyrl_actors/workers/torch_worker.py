@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_actors.losses import REGISTRY
-from skyrl_actors.losses.torch_ops import TORCH_OPS
+from skyrl_actors.losses.torch_ops import TorchOps
 from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import CollectiveFailed, InternalError
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
@@ -115,7 +115,7 @@ class TorchWorker:
         for name, array in columns.fields.items():
             if name != TARGETS:
                 inputs[name] = torch.from_numpy(array[where]).to(self.device)
-        terms = entry.function(TORCH_OPS, predicted, inputs, **loss.config)
+        terms = entry.function(TorchOps(columns.lengths[list(plan.rows)].tolist()), predicted, inputs, **loss.config)
         total = terms.elementwise.sum()
         if not forward_only:
             total.backward()

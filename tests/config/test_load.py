@@ -54,6 +54,17 @@ def test_faults_are_named(override: str, said: str):
         load(CONFIGS / "cpu_tiny.yaml", [override])
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "::", "example.org"])
+def test_the_network_is_asked_for_twice_or_needs_keys(host: str):
+    config = CONFIGS / "cpu_tiny.yaml"
+    with pytest.raises(ConfigError, match="anybody could use the service"):
+        load(config, [f"http.host='{host}'"])
+    assert load(config, [f"http.host='{host}'", "http.api_keys=[tml-x]"]).http.host == host
+    assert load(config, [f"http.host='{host}'", "http.open_to_network=true"]).http.host == host
+    for own in ("127.0.0.1", "127.0.0.9", "::1", "localhost"):
+        assert load(config, [f"http.host='{own}'"]).http.host == own
+
+
 def test_files_that_are_no_configs(tmp_path: Path):
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "none.yaml")

@@ -1,8 +1,6 @@
 """The controller with a backend in memory: order, idempotency, failures, sessions, long polls."""
 
 import asyncio
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -312,9 +310,6 @@ async def test_a_model_whose_checkpoint_does_not_load_does_not_stay(controller: 
     session, model_id = await model_in(controller)
     saved = await done(controller, await controller.submit(rq.SaveWeights(model_id, "c")))
     assert isinstance(saved, rs.Saved)
-    folder = Path(saved.folder)
-    folder.mkdir(parents=True)
-    (folder / "model_spec.json").write_text(json.dumps(asdict(controller.tenants.model(model_id).spec)))
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("load_checkpoint")
     request = rq.CreateModel(ModelSpec(f"{session}:train:1", ""), session, from_path=saved.path)
@@ -329,3 +324,30 @@ async def test_a_repeated_create_without_a_seed_is_a_retry(controller: Controlle
     assert first == second and await controller.submit(first) == await controller.submit(second)
     other = wire.CreateModel(session_id=session, model_seq_id=1, base_model="tiny")
     assert translate.create_model(other, 32.0).spec.seed != first.spec.seed
+
+
+async def test_what_can_not_be_noted_now_is_noted_later_and_done_once(controller: Controller, monkeypatch: pytest.MonkeyPatch):
+    """A checkpoint folder on a full disk: the operation waits, is not failed, and is not done again."""
+    monkeypatch.setattr("skyrl_actors.controller.lanes.LONGEST_PAUSE_S", 0.01)
+    folders, failures = controller._executor.folders, {"note_run": 2, "note": 2}
+
+    def full_at_first(name: str):
+        note = getattr(folders, name)
+
+        def noted(*arguments):
+            if failures[name]:
+                failures[name] -= 1
+                raise OSError(28, "No space left on device")
+            note(*arguments)
+
+        return noted
+
+    for name in failures:
+        monkeypatch.setattr(folders, name, full_at_first(name))
+    _, model_id = await model_in(controller)
+    saved = await done(controller, await controller.submit(rq.SaveWeights(model_id, "c", user_metadata={"a": "b"})))
+    assert isinstance(saved, rs.Saved) and failures == {"note_run": 0, "note": 0}
+    (entry,) = (await controller.catalog("run", model_id)).checkpoints
+    assert entry.path == saved.path and entry.user_metadata == {"a": "b"}
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    assert [verb for verb, _ in backend.calls].count("save_checkpoint") == 1

@@ -14,6 +14,7 @@ from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward, OptimStep
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.workers.interface import WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.fakes import FakeBackend
@@ -69,15 +70,15 @@ def test_a_ranks_memory_is_flat(random_base: Path):
     worker = TorchWorker(WorkerSpec("policy", 0, 1, str(random_base), "float32", "cpu", 1, 256, 30.0))
     worker.setup("127.0.0.1", 0)
     once = ExactlyOnce(worker)
-    once.apply(1, "m", 1, "create_model", ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    once.apply(1, "m", Turn(1), "create_model", ModelSpec("m", "tiny", lora=LoraSpec(4)))
     tokens = np.arange(16, dtype=np.int32)
     columns = columns_from([Example(tokens, {TARGETS: tokens})])
     after_warm = 0
     for number in range(2, 1202, 2):
-        once.apply(1, "m", number, "forward_backward", (0,), "m", columns, LossCall("cross_entropy", {}), False)
-        once.apply(1, "m", number + 1, "optim_step", "m", AdamParams())
+        once.apply(1, "m", Turn(number, number - 1), "forward_backward", (0,), "m", columns, LossCall("cross_entropy", {}), False)
+        once.apply(1, "m", Turn(number + 1, number), "optim_step", "m", AdamParams())
         if number % 100 == 0:
-            once.apply(1, "m", None, "copy_state", "m")  # a snapshot that nobody writes
+            once.apply(1, "m", Turn(None, number + 1), "copy_state", "m")  # a snapshot that nobody writes
         if number == 400:
             after_warm = rss()
     assert rss() - after_warm < 8 * 2**20

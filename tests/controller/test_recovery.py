@@ -64,7 +64,9 @@ async def test_a_lost_payload_fails_its_model_and_no_other(service: Service):
     controller = await service.start()
     one, two = await made(controller, "s1"), await made(controller, "s2")
     await done(controller, await controller.submit(batch(one, 1)))
-    lost = await controller.journal.find(await controller.submit(batch(one, 2)))
+    request_id = await controller.submit(batch(one, 2))
+    await done(controller, request_id)
+    lost = await controller.journal.find(request_id)
     answer = await done(controller, await controller.submit(batch(two, 3)))
     assert isinstance(answer, rs.LossOutput) and lost is not None and lost.payload is not None
     (service.config.journal.folder / "packs" / lost.payload.pack).unlink()

@@ -16,6 +16,7 @@ from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
 from skyrl_actors.messages.errors import InvalidRequest, StateLost
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.workers.interface import TrainWorker
 
 
@@ -58,16 +59,16 @@ async def test_two_ranks_equal_one(local_ray, random_base: Path):
     for spec in (ModelSpec("lora", "tiny", lora=LoraSpec(8), seed=1), ModelSpec("full", "tiny")):
         outputs = {}
         for group in (one, two):
-            numbers = itertools.count(1)
+            turns = (Turn(number, number - 1) for number in itertools.count(1))
             model_id = spec.model_id
-            await group.apply(model_id, next(numbers), TrainWorker.create_model, spec)
+            await group.apply(model_id, next(turns), TrainWorker.create_model, spec)
             seen = []
             for step in range(2):
                 for k, lengths in enumerate(RAGGED):
-                    seen.append(await group.forward_backward(model_id, next(numbers), batch(10 * step + k, lengths), call, False))
+                    seen.append(await group.forward_backward(model_id, next(turns), batch(10 * step + k, lengths), call, False))
                 adam = AdamParams(1e-3, grad_clip_norm=10.0)
-                seen += (await group.apply(model_id, next(numbers), TrainWorker.optim_step, model_id, adam))[:1]
-            seen.append(await group.forward_backward(model_id, None, batch(99, RAGGED[0]), call, True))
+                seen += (await group.apply(model_id, next(turns), TrainWorker.optim_step, model_id, adam))[:1]
+            seen.append(await group.forward_backward(model_id, Turn(None, 9), batch(99, RAGGED[0]), call, True))
             outputs[group] = seen
         for a, b in zip(outputs[one], outputs[two], strict=True):
             if isinstance(a, dict):
@@ -82,12 +83,12 @@ async def test_errors_of_ranks_become_one(local_ray, random_base: Path):
     two = await group_of(2, random_base, "errors")
     nothing = ModelSpec("m", "tiny", lora=LoraSpec(4, train_attn=False, train_mlp=False, train_unembed=False))
     with pytest.raises(InvalidRequest, match="the LoRA spec trains nothing"):
-        await two.apply("m", 1, TrainWorker.create_model, nothing)
+        await two.apply("m", Turn(1), TrainWorker.create_model, nothing)
     with pytest.raises(StateLost, match=r"policy\[0\], policy\[1\]: this rank does not hold a whole nobody"):
-        await two.apply("nobody", 1, TrainWorker.optim_step, "nobody", AdamParams())
+        await two.apply("nobody", Turn(1, 0), TrainWorker.optim_step, "nobody", AdamParams())
     ray.kill(two.actors[1])
     with pytest.raises(StateLost, match=r"policy\[1\]: the actor died"):
-        await two.apply("m", 1, TrainWorker.create_model, ModelSpec("m", "tiny", lora=LoraSpec(4)))
+        await two.apply("m", Turn(1), TrainWorker.create_model, ModelSpec("m", "tiny", lora=LoraSpec(4)))
 
 
 async def test_placement_that_never_comes_is_said_with_numbers(local_ray):

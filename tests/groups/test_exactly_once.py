@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.turn import Turn
 
 
 class Adder:
@@ -33,7 +34,7 @@ class Adder:
 def made() -> tuple[ExactlyOnce, Adder]:
     worker = Adder()
     once = ExactlyOnce(worker)
-    once.apply(1, "m", 1, "create_model", "m")
+    once.apply(1, "m", Turn(1), "create_model", "m")
     return once, worker
 
 
@@ -41,39 +42,41 @@ def made() -> tuple[ExactlyOnce, Adder]:
 def test_asking_again_changes_nothing_and_gives_the_first_answer(repeats: list[int]):
     once, worker = made()
     for number, times in enumerate(repeats, start=2):
-        assert {once.apply(1, "m", number, "add", "m", 1) for _ in range(times)} == {number - 1}
+        assert {once.apply(1, "m", Turn(number, number - 1), "add", "m", 1) for _ in range(times)} == {number - 1}
     assert worker.sums["m"] == len(repeats)
 
 
 def test_both_parts_of_an_operation_are_done():
     """A model that is created from a checkpoint is made and then filled, under one number."""
     once, worker = made()
-    assert once.apply(1, "m", 1, "add", "m", 7) == 7
-    assert once.apply(1, "m", 1, "add", "m", 7) == 7  # asked again
-    assert once.apply(1, "m", 1, "create_model", "m") == "made"  # begun again from the first part
-    assert once.apply(1, "m", 1, "add", "m", 7) == 7 and worker.sums["m"] == 7
+    assert once.apply(1, "m", Turn(1, 1), "add", "m", 7) == 7
+    assert once.apply(1, "m", Turn(1, 1), "add", "m", 7) == 7  # asked again
+    assert once.apply(1, "m", Turn(1), "create_model", "m") == "made"  # begun again from the first part
+    assert once.apply(1, "m", Turn(1, 1), "add", "m", 7) == 7 and worker.sums["m"] == 7
 
 
-def test_an_older_operation_is_refused():
+@pytest.mark.parametrize("turn", [Turn(4, 3), Turn(6, 1), Turn(9, 7), Turn(None, 1), Turn(None, 6)])
+def test_a_turn_on_another_state_is_refused(turn: Turn):
+    """Whatever the controller's books say: neither a step nor a reading is made of a state that is not the one it wants."""
     once, worker = made()
-    once.apply(1, "m", 5, "add", "m", 1)
-    with pytest.raises(InternalError, match="operation 4 of m comes after 5"):
-        once.apply(1, "m", 4, "add", "m", 1)
-    assert worker.sums["m"] == 1
+    once.apply(1, "m", Turn(5, 1), "add", "m", 1)
+    with pytest.raises(StateLost, match=f"m is behind operation 5, not {turn.after}"):
+        once.apply(1, "m", turn, *(("read", "m") if turn.number is None else ("add", "m", 1)))
+    assert worker.sums["m"] == 1 and once.apply(1, "m", Turn(None, 5), "read", "m") == 1
 
 
 def test_a_torn_model_answers_nothing_until_it_is_made_anew():
     once, worker = made()
     worker.fail = RuntimeError("out of memory")
     with pytest.raises(RuntimeError):
-        once.apply(1, "m", 2, "add", "m", 1)
+        once.apply(1, "m", Turn(2, 1), "add", "m", 1)
     worker.fail = None
     for number, method in ((2, "add"), (None, "read")):
         with pytest.raises(StateLost, match="does not hold a whole m"):
-            once.apply(1, "m", number, method, "m", *([1] if method == "add" else []))
+            once.apply(1, "m", Turn(number, 1), method, "m", *([1] if method == "add" else []))
     assert once.adopt(1) == {}
-    once.apply(1, "m", 1, "create_model", "m")
-    assert once.apply(1, "m", 2, "add", "m", 1) == 1
+    once.apply(1, "m", Turn(1), "create_model", "m")
+    assert once.apply(1, "m", Turn(2, 1), "add", "m", 1) == 1
 
 
 def test_a_clean_refusal_is_an_answer_too():
@@ -81,7 +84,7 @@ def test_a_clean_refusal_is_an_answer_too():
     worker.fail = InvalidRequest("gradient norm is nan")
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="gradient norm"):
-            once.apply(1, "m", 2, "optim_step", "m", 0)
+            once.apply(1, "m", Turn(2, 1), "optim_step", "m", 0)
     worker.fail = None
     assert once.adopt(1) == {"m": 2}
 
@@ -89,9 +92,9 @@ def test_a_clean_refusal_is_an_answer_too():
 def test_an_older_epoch_is_fenced_off():
     once, _ = made()
     assert once.adopt(3) == {"m": 1}
-    for call in (lambda: once.adopt(2), lambda: once.apply(2, "m", 2, "add", "m", 1), lambda: once.delete(2, "m")):
+    for call in (lambda: once.adopt(2), lambda: once.apply(2, "m", Turn(2, 1), "add", "m", 1), lambda: once.delete(2, "m")):
         with pytest.raises(InternalError, match=r"epoch 2 is over: a newer controller \(3\)"):
             call()
     once.delete(3, "m")
     with pytest.raises(StateLost):
-        once.apply(3, "m", 2, "add", "m", 1)
+        once.apply(3, "m", Turn(2, 1), "add", "m", 1)

@@ -22,6 +22,8 @@ from skyrl_actors.journal.entries import (
     SnapshotTaken,
 )
 from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.journal.packs import PackStore
+from skyrl_actors.journal.store import Store
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import ConfigError, Corrupt, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
@@ -109,12 +111,11 @@ async def test_two_services_on_one_journal(config: JournalConfig):
 async def test_who_was_fenced_off_can_not_write(config: JournalConfig):
     """As when a folder lock is worth nothing: a network file system, a machine that was thought dead."""
     journal = await opened(config)
-    later = opening.connect(opening.database_url(journal.folder, config.url))
-    with later.begin() as connection:
-        connection.execute(sa.text("UPDATE journal_info SET value = '2' WHERE key = 'epoch'"))
+    later = Store(opening.connect(opening.database_url(journal.folder, config.url)), PackStore(journal.folder / "packs"))
+    later.begin_epoch("service 'second'")
     with pytest.raises(Unavailable, match="another service has opened this journal since"):
         await journal.write(accepted(1))
-    later.dispose()
+    later.engine.dispose()
     await journal.close()
 
 
@@ -292,3 +293,13 @@ async def test_a_sweep_removes_what_nobody_can_ask_for(config: JournalConfig):
     assert not list((config.folder / "packs").iterdir()) and not list((config.folder / "snapshots").iterdir())
     assert await journal.operations("s:train:0", 0, 99) == []
     await journal.close()
+
+
+async def test_what_was_given_is_written_before_it_closes(config: JournalConfig):
+    journal = await opened(config)
+    writes = [asyncio.create_task(journal.write(accepted(n))) for n in range(1, 50)]
+    await asyncio.sleep(0)
+    await journal.close()
+    assert await asyncio.gather(*writes) == [None] * 49
+    with pytest.raises(Unavailable, match="closed"):
+        await journal.write(accepted(99))

@@ -1,13 +1,15 @@
 """Losses against straightforward float64 formulas written with loops, and their gradients by finite differences."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from skyrl_actors import losses
-from skyrl_actors.losses.torch_ops import TORCH_OPS
+from skyrl_actors.losses.table import markdown
+from skyrl_actors.losses.torch_ops import TorchOps
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
 
@@ -20,11 +22,25 @@ INPUTS = {
     "weights": RNG.normal(0.5, 1, T),
     "values": RNG.normal(0, 1, T),
     "returns": RNG.normal(0, 1, T),
+    "sequence_ratio_mask": (RNG.random(T) < 0.8).astype(np.float64),
 }
+LENGTHS = (7, 13, 20)
+OPS = TorchOps(LENGTHS)
+
+
+def sequence_ratios(predicted: np.ndarray) -> list[float]:
+    """For each token, exp of the mean drift of its row over the mask."""
+    ratios, start = [], 0
+    for length in LENGTHS:
+        kept = [t for t in range(start, start + length) if INPUTS["sequence_ratio_mask"][t]]
+        drift = sum(predicted[t] - INPUTS["logprobs"][t] for t in kept) / len(kept)
+        ratios += [math.exp(drift)] * length
+        start += length
+    return ratios
 
 
 def reference(name: str, predicted: np.ndarray) -> float:
-    total = 0.0
+    total, whole = 0.0, sequence_ratios(predicted)
     for t in range(T):
         p, w = predicted[t], INPUTS["weights"][t]
         q, a = INPUTS["logprobs"][t], INPUTS["advantages"][t]
@@ -35,6 +51,17 @@ def reference(name: str, predicted: np.ndarray) -> float:
             total += -w * ratio * a
         elif name == "ppo":
             total += -w * min(ratio * a, min(max(ratio, 0.9), 1.3) * a)
+        elif name == "cispo":
+            total += -w * min(max(ratio, 0.7), 1.1) * p * a
+        elif name == "dro":
+            total += -w * (p * a - 0.5 * 0.3 * (p - q) ** 2)
+        elif name == "gspo":
+            s = whole[t]
+            total += -w * min(s * a, min(max(s, 0.95), 1.02) * a) * INPUTS["sequence_ratio_mask"][t]
+        elif name == "dppo":
+            moved = math.exp(p) - math.exp(q)
+            masked = (a > 0 and moved > 0.02) or (a < 0 and moved < -0.03)
+            total += 0.0 if masked else -w * ratio * a
         else:
             old, goal = INPUTS["values"][t], INPUTS["returns"][t]
             bounded = min(max(p, old - 0.3), old + 0.3)
@@ -42,10 +69,32 @@ def reference(name: str, predicted: np.ndarray) -> float:
     return total
 
 
-OPTIONS = {"ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}, "ppo_critic": {"value_clip": 0.3}}
+def stopped_gradient(name: str) -> list[float]:
+    """Of losses that stop gradients, where differences of the value say nothing."""
+    whole, gradient = sequence_ratios(P), []
+    for t in range(T):
+        a, w, ratio = INPUTS["advantages"][t], INPUTS["weights"][t], math.exp(P[t] - INPUTS["logprobs"][t])
+        if name == "cispo":
+            gradient.append(-w * min(max(ratio, 0.7), 1.1) * a)
+        else:
+            s = whole[t]
+            is_clipped = min(max(s, 0.95), 1.02) * a < s * a
+            gradient.append(0.0 if is_clipped else -w * s * a * INPUTS["sequence_ratio_mask"][t])
+    return gradient
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "ppo_critic"])
+OPTIONS = {
+    "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}, "ppo_critic": {"value_clip": 0.3},
+    "cispo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}, "dro": {"beta": 0.3},
+    "gspo": {"clip_low_threshold": 0.95, "clip_high_threshold": 1.02}, "dppo": {"delta_high": 0.02, "delta_low": 0.03},
+}  # fmt: skip
+
+
+def test_every_loss_is_here():
+    assert set(losses.REGISTRY) == {*OPTIONS, "cross_entropy", "importance_sampling"}
+
+
+@pytest.mark.parametrize("name", sorted(losses.REGISTRY))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_value_and_gradient(name: str, dtype: torch.dtype):
     entry = losses.find(name)
@@ -53,11 +102,14 @@ def test_value_and_gradient(name: str, dtype: torch.dtype):
     predicted = torch.tensor(P, dtype=dtype, requires_grad=True)
     inputs = {key: torch.tensor(INPUTS[key], dtype=dtype) for key in needed}
     call = entry.checked(OPTIONS.get(name, {}))
-    total = entry.function(TORCH_OPS, predicted, inputs, **call.config).elementwise.sum()
+    total = entry.function(OPS, predicted, inputs, **call.config).elementwise.sum()
     total.backward()
     assert float(total.detach()) == pytest.approx(reference(name, P), rel=1e-5)
     step = 1e-6
-    numeric = [(reference(name, P + step * e) - reference(name, P - step * e)) / (2 * step) for e in np.eye(T)]
+    if name in ("cispo", "gspo"):
+        numeric = stopped_gradient(name)
+    else:
+        numeric = [(reference(name, P + step * e) - reference(name, P - step * e)) / (2 * step) for e in np.eye(T)]
     assert predicted.grad is not None
     np.testing.assert_allclose(predicted.grad.numpy(), numeric, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-7)
 
@@ -66,7 +118,7 @@ def test_clip_counts():
     entry = losses.find("ppo")
     ratio, advantages = [0.5, 0.5, 1.0, 2.0, 2.0], [1.0, -1.0, 1.0, 1.0, -1.0]
     inputs = {"logprobs": torch.zeros(5), "advantages": torch.tensor(advantages), "weights": torch.ones(5)}
-    terms = entry.function(TORCH_OPS, torch.tensor(ratio).log(), inputs, **entry.checked({}).config)
+    terms = entry.function(TorchOps([5]), torch.tensor(ratio).log(), inputs, **entry.checked({}).config)
     assert terms.sums["clipped_tokens:sum"] == 2  # 0.5 with A < 0, 2.0 with A > 0
 
 
@@ -108,7 +160,10 @@ def test_a_critic_forward_needs_no_inputs():
 
 
 def test_names_and_options_are_checked():
-    with pytest.raises(InvalidRequest, match="unknown loss 'nope'; served: cross_entropy, importance_sampling, ppo, ppo_critic"):
+    with pytest.raises(
+        InvalidRequest,
+        match="unknown loss 'nope'; served: cispo, cross_entropy, dppo, dro, gspo, importance_sampling, ppo, ppo_critic",
+    ):
         losses.find("nope")
     with pytest.raises(InvalidRequest, match="importance_sampling is the closest"):
         losses.find("stable_reinforce")
@@ -118,3 +173,8 @@ def test_names_and_options_are_checked():
         losses.find("ppo").checked({"clip_low_threshold": math.nan})
     with pytest.raises(InvalidRequest, match="a finite number is needed"):
         losses.find("ppo").checked({"clip_low_threshold": "x"})
+
+
+def test_the_table_of_the_docs_is_that_of_the_registry():
+    shown = (Path(__file__).parent.parent.parent / "docs" / "losses.md").read_text()
+    assert shown == markdown(), "write it anew: python -m skyrl_actors.losses.table > docs/losses.md"

@@ -222,6 +222,27 @@ def test_base_logprobs_against_transformers(service: Service, client: tinker.Ser
         np.testing.assert_allclose([lp for _, lp in cells], top.values[position], atol=1e-4)
 
 
+def test_the_likeliest_tokens_of_a_sample_and_of_the_prompts_end(service: Service, client: tinker.ServiceClient):
+    row, drawn_tokens = tokens(20, seed=7), 6
+    sampler = client.create_sampling_client(base_model="tiny").result()
+    answer = sampler.sample(
+        types.ModelInput.from_ints(row), 1, types.SamplingParams(max_tokens=drawn_tokens, seed=3, stop=[]),
+        include_prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=4, prompt_logprobs_last_n=5,
+    ).result()  # fmt: skip
+    (sequence,) = answer.sequences
+    reference = AutoModelForCausalLM.from_pretrained(service.base, dtype=torch.float64)
+    with torch.no_grad():
+        every = F.log_softmax(reference(input_ids=torch.tensor([row + list(sequence.tokens)])).logits[0], -1)
+    top = every[len(row) - 1 : -1].topk(4)
+    assert sequence.topk_logprobs is not None and len(sequence.topk_logprobs) == drawn_tokens
+    for position, cells in enumerate(sequence.topk_logprobs):
+        assert cells is not None and [i for i, _ in cells] == top.indices[position].tolist()
+        np.testing.assert_allclose([lp for _, lp in cells], top.values[position], atol=1e-4)
+    assert answer.prompt_logprobs is not None and answer.topk_prompt_logprobs is not None
+    assert answer.prompt_logprobs[:-5] == [None] * 15 and None not in answer.prompt_logprobs[-5:]
+    assert [cells is None for cells in answer.topk_prompt_logprobs] == [True] * 15 + [False] * 5
+
+
 def test_training_continues_from_a_saved_state(client: tinker.ServiceClient, model: tinker.TrainingClient):
     data = [datum(10, seed=4, weights=[1.0] * 10)]
 

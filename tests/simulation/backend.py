@@ -22,6 +22,7 @@ from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from tests.simulation.journal import Disk
 
@@ -197,11 +198,11 @@ class SimBackend:
             raise StateLost("the rank died before it could answer")
         return result
 
-    async def _apply(self, spec: ModelSpec, number: int | None, method: str, *args: Any) -> Any:
+    async def _apply(self, spec: ModelSpec, turn: Turn, method: str, *args: Any) -> Any:
         epoch = self.epoch
         phase = Phase.TRAIN if method in ("create_model", "forward_backward", "drop_gradients", "export") else Phase.STEP
         async with self.keeper.hold(phase):
-            result = await self._send(lambda rank: rank.apply(epoch, spec.model_id, number, method, *args))
+            result = await self._send(lambda rank: rank.apply(epoch, spec.model_id, turn, method, *args))
             assert self.devices.resident >= RESIDENT[phase], f"{method} in {self.devices.resident}"
             return result
 
@@ -229,32 +230,32 @@ class SimBackend:
         except StateLost:
             return {}
 
-    async def create_model(self, spec: ModelSpec, number: int) -> None:
-        await self._apply(spec, number, "create_model", spec)
+    async def create_model(self, spec: ModelSpec, turn: Turn) -> None:
+        await self._apply(spec, turn, "create_model", spec)
 
     async def delete_model(self, spec: ModelSpec) -> None:
         epoch = self.epoch
         await self._send(lambda rank: rank.delete(epoch, spec.model_id))
 
     async def forward_backward(
-        self, spec: ModelSpec, number: int | None, columns: Columns, loss: LossCall | None, forward_only: bool
+        self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput:
-        return await self._apply(spec, number, "forward_backward", spec.model_id, columns, forward_only)
+        return await self._apply(spec, turn, "forward_backward", spec.model_id, columns, forward_only)
 
-    async def drop_gradients(self, spec: ModelSpec, number: int) -> None:
-        await self._apply(spec, number, "drop_gradients", spec.model_id)
+    async def drop_gradients(self, spec: ModelSpec, turn: Turn) -> None:
+        await self._apply(spec, turn, "drop_gradients", spec.model_id)
 
-    async def optim_step(self, spec: ModelSpec, number: int, adam: AdamParams) -> dict[str, float]:
-        return await self._apply(spec, number, "optim_step", spec.model_id, adam)
+    async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
+        return await self._apply(spec, turn, "optim_step", spec.model_id, adam)
 
-    async def save_checkpoint(self, spec: ModelSpec, folder: str, with_optimizer: bool, mark: str) -> None:
-        await self._apply(spec, None, "save", spec.model_id, folder, mark)
+    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mark: str) -> None:
+        await self._apply(spec, turn, "save", spec.model_id, folder, mark)
 
-    async def load_checkpoint(self, spec: ModelSpec, number: int, folder: str, with_optimizer: bool) -> None:
-        await self._apply(spec, number, "load", spec.model_id, folder, with_optimizer)
+    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None:
+        await self._apply(spec, turn, "load", spec.model_id, folder, with_optimizer)
 
-    async def copy_state(self, spec: ModelSpec) -> int:
-        return await self._apply(spec, None, "copy_state", spec.model_id)
+    async def copy_state(self, spec: ModelSpec, turn: Turn) -> int:
+        return await self._apply(spec, turn, "copy_state", spec.model_id)
 
     async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
         def work(rank: ExactlyOnce) -> None:
@@ -264,14 +265,14 @@ class SimBackend:
 
         await self._send(work)
 
-    async def restore(self, spec: ModelSpec, number: int, folder: str) -> None:
-        await self._apply(spec, number, "restore_state", spec, folder)
+    async def restore(self, spec: ModelSpec, turn: Turn, folder: str) -> None:
+        await self._apply(spec, turn, "restore_state", spec, folder)
 
-    async def renumber(self, spec: ModelSpec, number: int, keep_optimizer: bool) -> None:
-        await self._apply(spec, number, "renumber", spec.model_id, keep_optimizer)
+    async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
+        await self._apply(spec, turn, "renumber", spec.model_id, keep_optimizer)
 
-    async def save_for_sampler(self, spec: ModelSpec, version: str) -> SamplerWeights:
-        await self._apply(spec, None, "export", spec.model_id, version)
+    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
+        await self._apply(spec, turn, "export", spec.model_id, version)
         return SamplerWeights(version, (WeightManifest(version, "lora", f"export {version}", 1),))
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:

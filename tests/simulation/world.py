@@ -61,6 +61,7 @@ class World:
         """A new controller on the same disk and machines."""
         while self.controller is None:
             controller = Controller(CONFIG, SimBackend(self.machines), SimJournal(self.disk, self.chance), wall=self._wall)
+            controller._executor._on_disk = _nothing  # the disk is simulated
             died = asyncio.ensure_future(self.life.wait())
             self.starting: Controller | None = controller
             started = asyncio.ensure_future(controller.start())
@@ -206,6 +207,10 @@ class Tenant:
         assert isinstance(result, rs.SampleOutput), result
         drawn = np.frombuffer(bytes.fromhex(chained(weights, (1, 2), params.seed)), np.uint8)[:4]
         assert result.sequences[0].tokens.tolist() == drawn.tolist(), "a sampler did not answer from its own weights"
+
+
+async def _nothing(*_: Any) -> None:
+    pass
 
 
 async def faults(world: World) -> None:

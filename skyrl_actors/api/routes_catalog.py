@@ -1,0 +1,141 @@
+"""Training runs, checkpoints and sessions: what there is, and what may be done with it afterwards."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from email.utils import formatdate
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from skyrl_actors.api import archives, wire
+from skyrl_actors.api.state import ARCHIVES, state_of
+from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, parse_path
+
+router = APIRouter()
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0)]
+TYPES = {"weights": "training", "sampler_weights": "sampler"}
+
+
+@router.get("/training_runs")
+async def training_runs(request: Request, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
+    runs: list[RunEntry] = await state_of(request).client.catalog("runs")
+    return {"training_runs": [_run(run) for run in runs[offset : offset + limit]], "cursor": _cursor(runs, limit, offset)}
+
+
+@router.get("/training_runs/{run_id}")
+async def training_run(run_id: str, request: Request) -> dict[str, Any]:
+    return _run(await state_of(request).client.catalog("run", run_id))
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+@router.get("/models/{run_id}/checkpoints")  # its name up to SDK 0.3
+async def run_checkpoints(run_id: str, request: Request) -> dict[str, Any]:
+    run: RunEntry = await state_of(request).client.catalog("run", run_id)
+    return {"checkpoints": [_checkpoint(entry) for entry in run.checkpoints]}
+
+
+@router.get("/checkpoints")
+async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
+    entries: list[CheckpointEntry] = await state_of(request).client.catalog("checkpoints")
+    shown = [_checkpoint(entry) for entry in entries[offset : offset + limit]]
+    return {"checkpoints": shown, "cursor": _cursor(entries, limit, offset)}
+
+
+@router.post("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
+async def publish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+    await state_of(request).client.catalog("set_public", _path(run_id, checkpoint), True)
+    return {}
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
+async def unpublish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+    await state_of(request).client.catalog("set_public", _path(run_id, checkpoint), False)
+    return {}
+
+
+@router.put("/training_runs/{run_id}/checkpoints/{checkpoint:path}/ttl")
+async def set_ttl(run_id: str, checkpoint: str, body: wire.Ttl, request: Request) -> dict[str, Any]:
+    await state_of(request).client.catalog("set_ttl", _path(run_id, checkpoint), body.ttl_seconds)
+    return {}
+
+
+@router.get("/training_runs/{run_id}/checkpoints/{checkpoint:path}/archive")
+async def archive(run_id: str, checkpoint: str, request: Request) -> Response:
+    """A redirect to a link that needs no key and ends; SDKs read both from this answer."""
+    state, path = state_of(request), _path(run_id, checkpoint)
+    await state.client.checkpoint_spec(path)
+    expires = int(time.time()) + archives.VALID_S
+    secret = await asyncio.to_thread(archives.secret_of, state.folders.root)
+    signed = f"expires={expires}&signature={archives.signature(secret, path, expires)}"
+    link = f"{str(request.base_url).rstrip('/')}{ARCHIVES}/{quote(run_id)}/{checkpoint}?{signed}"
+    return Response(status_code=302, headers={"Location": link, "Expires": formatdate(expires, usegmt=True)})
+
+
+@router.get("/archives/{run_id}/{checkpoint:path}")
+async def download(run_id: str, checkpoint: str, expires: int, signature: str, request: Request) -> StreamingResponse:
+    state, path = state_of(request), _path(run_id, checkpoint)
+    archives.check(await asyncio.to_thread(archives.secret_of, state.folders.root), path, expires, signature)
+    folder = await asyncio.to_thread(state.folders.existing, path)
+    name = f"{path.model_id}-{path.name}.tar".replace(":", "_")
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(archives.tar(folder), media_type="application/x-tar", headers=headers)
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}")
+async def delete(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+    await state_of(request).client.catalog("delete", _path(run_id, checkpoint))
+    return {}
+
+
+@router.get("/sessions")
+async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
+    return {"sessions": (await state_of(request).client.sessions())[offset : offset + limit]}
+
+
+@router.get("/sessions/{session_id}")
+async def session(session_id: str, request: Request) -> dict[str, Any]:
+    return await state_of(request).client.session(session_id)
+
+
+def _path(run_id: str, checkpoint: str) -> TinkerPath:
+    """The route's tail is that of the tinker path."""
+    if "/" not in checkpoint:
+        raise InvalidRequest(f"checkpoint {checkpoint[:80]!r}: its id has its kind in front, as in weights/{checkpoint[:80]}")
+    path = parse_path(f"tinker://{run_id}/{checkpoint}")
+    if path.kind not in CHECKPOINT_KINDS:
+        raise InvalidRequest(f"{path} is no checkpoint; ids are weights/<name> and sampler_weights/<name>")
+    return path
+
+
+def _cursor(entries: Sequence[Any], limit: int, offset: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": len(entries)}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _run(run: RunEntry) -> dict[str, Any]:
+    last, last_sampler = run.last("weights"), run.last("sampler_weights")
+    return {
+        "training_run_id": run.run_id, "base_model": run.base_model, "model_owner": run.session_id,
+        "is_lora": run.lora_rank is not None, "lora_rank": run.lora_rank, "corrupted": False,
+        "last_request_time": _time(run.last_time), "user_metadata": run.user_metadata,
+        "last_checkpoint": _checkpoint(last) if last else None,
+        "last_sampler_checkpoint": _checkpoint(last_sampler) if last_sampler else None,
+    }  # fmt: skip
+
+
+def _checkpoint(entry: CheckpointEntry) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{entry.kind}/{entry.name}", "checkpoint_type": TYPES[entry.kind], "time": _time(entry.time),
+        "tinker_path": entry.path, "size_bytes": entry.num_bytes, "public": entry.public, "user_metadata": entry.user_metadata,
+        "expires_at": None if entry.expires_at is None else _time(entry.expires_at),
+    }  # fmt: skip

@@ -1,0 +1,100 @@
+"""Entries as rows and back: what of each goes into which table, and what into its pack."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from skyrl_actors.journal import tables as t
+from skyrl_actors.journal.encoding import to_json
+from skyrl_actors.journal.entries import (
+    Accepted,
+    Answered,
+    Blob,
+    Entry,
+    Operation,
+    SamplerOpened,
+    SamplerRetired,
+    SessionEnded,
+    SessionOpened,
+    SnapshotDropped,
+    SnapshotTaken,
+)
+
+ACCEPT = sa.insert(t.operations)
+ANSWER = sa.update(t.operations).where(t.operations.c.number == sa.bindparam("of"))
+
+
+def insert(connection: sa.Connection, entries: Sequence[Entry], blobs: Iterator[Blob]) -> None:
+    accepted, answered, others = [], [], []
+    for entry in entries:
+        if isinstance(entry, Accepted):
+            accepted.append(accepted_row(entry, next(blobs)))
+        elif isinstance(entry, Answered):
+            answered.append(answered_row(entry, next(blobs)))
+        else:
+            others.append(entry)
+    if accepted:
+        connection.execute(ACCEPT, accepted)
+    if answered:
+        connection.execute(ANSWER, answered)
+    for entry in others:
+        for statement in _statements(entry):
+            connection.execute(statement)
+
+
+def record_of(entry: Entry) -> Any:
+    """What goes into the pack."""
+    return entry.request if isinstance(entry, Accepted) else entry.result if isinstance(entry, Answered) else None
+
+
+def accepted_row(entry: Accepted, blob: Blob) -> dict[str, Any]:
+    names = ("number", "request_id", "stream", "seq_id", "digest", "model_id", "session_id", "accepted_at")
+    return {
+        **{name: getattr(entry, name) for name in names}, "kind": type(entry.request).__name__, "failed": False,
+        "payload_pack": blob.pack, "payload_offset": blob.offset, "payload_length": blob.length, "payload_digest": blob.digest,
+    }  # fmt: skip
+
+
+def answered_row(entry: Answered, blob: Blob) -> dict[str, Any]:
+    return {
+        "of": entry.number, "answered_at": entry.answered_at, "effect": entry.effect, "failed": entry.failed, "step": entry.step,
+        "result_pack": blob.pack, "result_offset": blob.offset, "result_length": blob.length, "result_digest": blob.digest,
+    }  # fmt: skip
+
+
+def _statements(entry: Entry) -> list[Any]:
+    assert not isinstance(entry, Accepted | Answered)
+    if isinstance(entry, SessionOpened):
+        values = {"session_id": entry.session_id, "user_metadata": json.dumps(entry.user_metadata), "opened_at": entry.opened_at}
+        return [sa.insert(t.sessions).values(**values)]
+    if isinstance(entry, SessionEnded):
+        return [sa.update(t.sessions).where(t.sessions.c.session_id == entry.session_id).values(ended_at=entry.ended_at)]
+    if isinstance(entry, SamplerOpened):
+        names = ("sampler_id", "session_id", "base_model", "model_path", "owner", "number")
+        values = {name: getattr(entry, name) for name in names} | {"weights": to_json(entry.weights), "retired": False}
+        again = sa.delete(t.samplers).where(t.samplers.c.sampler_id == entry.sampler_id)
+        return [again, sa.insert(t.samplers).values(**values)]
+    if isinstance(entry, SamplerRetired):
+        return [sa.update(t.samplers).where(t.samplers.c.sampler_id == entry.sampler_id).values(retired=True)]
+    where = (t.snapshots.c.model_id == entry.model_id, t.snapshots.c.number == entry.number)
+    drop = sa.delete(t.snapshots).where(*where)
+    if isinstance(entry, SnapshotDropped):
+        return [drop]
+    assert isinstance(entry, SnapshotTaken)
+    names = ("model_id", "number", "step", "folder", "num_bytes", "taken_at")
+    return [drop, sa.insert(t.snapshots).values(**{name: getattr(entry, name) for name in names})]
+
+
+def operation_of(row: Any) -> Operation:
+    def blob(name: str) -> Blob | None:
+        pack = getattr(row, f"{name}_pack")
+        if pack is None:
+            return None
+        return Blob(pack, getattr(row, f"{name}_offset"), getattr(row, f"{name}_length"), getattr(row, f"{name}_digest"))
+
+    return Operation(
+        row.number, row.request_id, row.kind, row.stream, row.seq_id, row.digest, row.model_id, row.session_id, row.accepted_at,
+        blob("payload"), row.answered_at, row.effect, bool(row.failed), row.step, blob("result"),
+    )  # fmt: skip

@@ -1,0 +1,21 @@
+"""DPPO with the binary total variation (Qi et al., 2026, arXiv:2602.04879): −Σ M·r·A, r = exp(p − q).
+
+M is 0 where the update would leave the trust region further: A > 0 and e^p − e^q > delta_high, or A < 0 and
+e^q − e^p > delta_low; else 1. So it is the probability of the sampled token that may not move too far, not its ratio.
+"""
+
+from collections.abc import Mapping
+
+from skyrl_actors.losses.base import Array, LossTerms, Ops, loss
+
+
+@loss("dppo", role="policy", required=("logprobs", "advantages"), optional={"weights": 1.0})
+def dppo(
+    ops: Ops, logprobs: Array, inputs: Mapping[str, Array], *, delta_low: float = 0.15, delta_high: float = 0.15
+) -> LossTerms:
+    advantages = inputs["advantages"]
+    moved = ops.detach(ops.exp(logprobs)) - ops.exp(inputs["logprobs"])
+    outside = ((advantages > 0) & (moved > delta_high)) | ((advantages < 0) & (moved < -delta_low))
+    ratio = ops.exp(logprobs - inputs["logprobs"])
+    kept = ops.where(outside, ratio * 0.0, ratio)
+    return LossTerms(-kept * advantages * inputs["weights"], {"clipped_tokens:sum": ops.count(outside, like=advantages)})

