@@ -25,6 +25,14 @@ class Overdue(StateLost):
     missing: tuple[str, ...] = ()
 
 
+async def ended(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel these and wait until they have ended."""
+    some = [task for task in tasks if task is not None]
+    for task in some:
+        task.cancel()
+    await asyncio.gather(*some, return_exceptions=True)
+
+
 async def gather(refs: Sequence[ObjectRef], names: Sequence[str], what: str, timeout_s: float) -> list[Any]:
     """Results in order. Errors of many actors become one; a deadline names the actors that did not answer."""
     if not refs:
@@ -73,7 +81,7 @@ def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:
     if len(kinds) == 1 and isinstance(first, SkyrlActorsError) and first.category == "user":
         return first
     text = "; ".join(f"{what} on {', '.join(names)}: {text}" for text, names in kinds.items())
-    for kind in (CollectiveFailed, StateLost):
+    for kind in (CollectiveFailed, ActorDied, StateLost):
         if any(isinstance(error, kind) for error in errors.values()):
             return kind(text)
     return InternalError(text)

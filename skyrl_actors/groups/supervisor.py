@@ -95,6 +95,11 @@ class GroupSupervisor:
         assert self.group is not None
         return self.group
 
+    async def calm(self) -> None:
+        """Returns when it is not being made anew."""
+        while self._restarting is not None and not self._restarting.done():
+            await asyncio.wait([self._restarting])
+
     def worked(self) -> None:
         """Something succeeded: deaths before it no longer count."""
         self._limit.succeeded()
@@ -134,34 +139,32 @@ class GroupSupervisor:
         self.down = f"{reason}\n{words}".strip()
         log.error("the %s group is given up: %s", self.role, self.down)
 
-    async def overdue(self, error: remote.Overdue) -> None:
+    async def overdue(self, group: ActorGroup | None, error: remote.Overdue) -> None:
         """A call passed its deadline: keep the stacks of the ranks, then make the group anew."""
-        group = self.group
-        if group is None or not self._is_up.is_set():
+        if group is None or group is not self.group or not self._is_up.is_set():
             return
         log.error("%s; stacks of the %s group:\n%s", error, self.role, await stacks_of(group))
         self.lost(group, str(error))
 
     async def guarded(self, work: Awaitable[T]) -> T:
-        """Await a call to the group; a deadline that it passes is seen to."""
+        """Await a call to the group that runs now. A deadline that it passes and a death that it meets are seen to before
+        it raises: who asks `up` next gets another group."""
+        group = self.group
         try:
             result = await work
         except remote.Overdue as error:
-            await self.overdue(error)
+            await self.overdue(group, error)
             raise
-        except CollectiveFailed as error:
-            if self.group is not None:
-                self.lost(self.group, str(error))
+        except (CollectiveFailed, remote.ActorDied) as error:
+            if group is not None:
+                self.lost(group, str(error))
             raise
         self.worked()
         return result
 
     async def detach(self) -> None:
         """Watch and restart no more."""
-        tasks = [*self._watching, *([self._restarting] if self._restarting else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await remote.ended(*self._watching, self._restarting)
 
     async def close(self) -> None:
         await self.detach()

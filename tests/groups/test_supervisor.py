@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from placement.planner import plan
-from placement.reserve import reserve
+from placement.reserve import cluster_nodes, reserve
 from placement.types import Demand, Node
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, RestartConfig
 from skyrl_actors.groups.actor_group import GroupBuilder
@@ -21,6 +21,7 @@ from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.remote import NAMESPACE
 from skyrl_actors.workers.interface import TrainWorker
 
@@ -47,14 +48,17 @@ class Made:
         self.base, self.ranks = base, ranks
         self.said: list[str] = []
         self.came_up: list[str] = []
+        self.standby: Standby | None = None
+        self.supervisor: GroupSupervisor | None = None
 
     async def start(self, standby: bool = False) -> GroupSupervisor:
         planned = plan([Demand("policy", self.ranks, 1.0)], [Node("here", 9, 0)], "CPU", colocated=False)
         reserved = await reserve(planned, self.config.name, 30, self.said.append)
         environment = {"OMP_WAIT_POLICY": "passive"}
-        self.standby = None
         if standby:
-            self.standby = Standby(self.config.name, 1, str(self.base), reserved, 0, environment, 1, False, self.said.append)
+            self.standby = Standby(
+                self.config.name, 1, str(self.base), reserved, 0, environment, 1, False, self.said.append, self.calm
+            )  # fmt: skip
             self.standby.refill()
         builder = GroupBuilder(
             "policy", self.config, str(self.base), planned, reserved, environment, 1, detached=False, standby=self.standby
@@ -63,11 +67,31 @@ class Made:
         await self.supervisor.start()
         return self.supervisor
 
+    async def calm(self) -> None:
+        assert self.supervisor is not None
+        await self.supervisor.calm()
+
     async def close(self) -> None:
+        if self.supervisor is None:
+            return
         await self.supervisor.close()
         if self.standby is not None:
             await self.standby.close()
         ray.util.remove_placement_group(ray.util.get_placement_group(self.config.name))
+
+
+@pytest.fixture
+async def make():
+    """Makes them; what a failed test leaves must not hold the slots of the next."""
+    some: list[Made] = []
+
+    def one(*args, **kwargs) -> Made:
+        some.append(Made(*args, **kwargs))
+        return some[-1]
+
+    yield one
+    for made in some:
+        await made.close()
 
 
 async def until(condition, seconds: float = 30) -> None:
@@ -77,40 +101,44 @@ async def until(condition, seconds: float = 30) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_dead_rank_is_seen_at_once_and_its_group_made_anew(cluster, random_base: Path):
-    made = Made("anew", random_base)
+async def test_a_dead_rank_is_seen_at_once_and_its_group_made_anew(cluster, make, random_base: Path):
+    made = make("anew", random_base)
     supervisor = await made.start(standby=True)
     first = await supervisor.up()
-    await first.apply("m", 1, TrainWorker.create_model, SPEC)
+    await first.apply("m", Turn(1), TrainWorker.create_model, SPEC)
     assert await first.residents() == {"m": 1}
     await until(lambda: made.standby is not None and made.standby._idle, 60)
     os.kill(first.pids[0], signal.SIGKILL)
     with pytest.raises(StateLost):
-        await supervisor.guarded(first.apply("m", 2, TrainWorker.drop_gradients, "m"))
+        await supervisor.guarded(first.apply("m", Turn(2, 1), TrainWorker.drop_gradients, "m"))
     second = await supervisor.up()
     assert second is not first and second.pids != first.pids and await second.residents() == {}
     assert made.came_up == ["policy"] and supervisor.restarts == 1
-    await made.close()
+    await until(lambda: made.standby is not None and made.standby._warming)
+    assert made.standby is not None
+    warming = made.standby._warming
+    os.kill(second.pids[0], signal.SIGKILL)
+    await until(lambda: supervisor.down is not None)
+    assert (await supervisor.up()).actors == [warming]  # no other one beside it, which would slow down both
 
 
-async def test_a_rank_that_hangs_is_named_with_its_stacks(cluster, random_base: Path, caplog: pytest.LogCaptureFixture):
-    made = Made("hangs", random_base, call_timeout_s=5)
+async def test_a_rank_that_hangs_is_named_with_its_stacks(cluster, make, random_base: Path, caplog: pytest.LogCaptureFixture):
+    made = make("hangs", random_base, call_timeout_s=5)
     supervisor = await made.start()
     group = await supervisor.up()
     os.kill(group.pids[0], signal.SIGSTOP)
     with caplog.at_level(logging.ERROR, "skyrl_actors"), pytest.raises(StateLost, match=r"no answer within 5 s from policy\[0\]"):
-        await supervisor.guarded(group.apply("m", 1, TrainWorker.create_model, SPEC))
+        await supervisor.guarded(group.apply("m", Turn(1), TrainWorker.create_model, SPEC))
     text = caplog.text
     assert f"policy[0] (process {group.pids[0]})" in text and "main_loop" in text  # py-spy read it from outside
     again = await supervisor.up()
-    await again.apply("m", 1, TrainWorker.create_model, SPEC)
-    await made.close()
+    await again.apply("m", Turn(1), TrainWorker.create_model, SPEC)
 
 
-async def test_what_keeps_dying_is_given_up_with_its_last_words(cluster, random_base: Path, tmp_path: Path):
+async def test_what_keeps_dying_is_given_up_with_its_last_words(cluster, make, random_base: Path, tmp_path: Path):
     gone = tmp_path / "base"
     gone.symlink_to(random_base)
-    made = Made("given-up", gone, max_in_a_row=2, backoff_s=0.1, cooldown_s=60)
+    made = make("given-up", gone, max_in_a_row=2, backoff_s=0.1, cooldown_s=60)
     supervisor = await made.start()
     gone.unlink()
     os.kill((await supervisor.up()).pids[0], signal.SIGKILL)
@@ -119,20 +147,19 @@ async def test_what_keeps_dying_is_given_up_with_its_last_words(cluster, random_
         await supervisor.up()
     with pytest.raises(InternalError, match="was given up"):  # at once, for everybody
         await asyncio.wait_for(supervisor.up(), 1)
-    await made.close()
 
 
-async def test_a_machine_that_dies_takes_its_rank_elsewhere(cluster: Cluster, random_base: Path):
+async def test_a_machine_that_dies_takes_its_rank_elsewhere(cluster: Cluster, make, random_base: Path):
     """Two slots: one on the head's raylet, one on the second."""
     second = cluster.add_node(num_cpus=1)
-    made = Made("nodes", random_base, ranks=2, start_timeout_s=120)
+    assert [node.cpus for node in cluster_nodes()] == [1, 1]  # nodes of one host do not hide each other
+    made = make("nodes", random_base, ranks=2, start_timeout_s=120)
     supervisor = await made.start()
     group = await supervisor.up()
-    await group.apply("m", 1, TrainWorker.create_model, SPEC)
+    await group.apply("m", Turn(1), TrainWorker.create_model, SPEC)
     cluster.remove_node(second, allow_graceful=False)
     await until(lambda: supervisor.down is not None)
     cluster.add_node(num_cpus=1)  # as an autoscaler would
     again = await asyncio.wait_for(supervisor.up(), 120)
-    await again.apply("m", 1, TrainWorker.create_model, SPEC)
+    await again.apply("m", Turn(1), TrainWorker.create_model, SPEC)
     assert len(set(again.pids)) == 2
-    await made.close()
