@@ -47,7 +47,7 @@ NARROW = {
 HEAVY = {
     "torch": ("workers/", "losses/torch_ops.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
               "commands/doctor.py"),
-    "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py"),
+    "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py", "engines/vllm_samples.py"),
     "ray": (
         "api/ingress.py", "api/client.py", "groups/", "engines/pool.py", "engines/engine.py", "transfer/", "remote.py", "backends/ray_backend.py",
         "backends/vitals.py",

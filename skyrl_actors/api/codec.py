@@ -1,4 +1,4 @@
-"""Bytes and JSON to Columns and back. Nothing here knows of HTTP."""
+"""Bytes and JSON of requests to Columns. Nothing here knows of HTTP."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.requests import ForwardBackward
-from skyrl_actors.messages.results import LossOutput, SampleOutput
+from skyrl_actors.messages.sampling import PromptTargets, SparseLayout
 
 DTYPES = {schema.FLOAT32: np.float32, schema.INT64: np.int64, "float32": np.float32, "int64": np.int64}
 
@@ -35,41 +35,45 @@ def decompress(body: bytes, limit: int) -> bytes:
     return plain
 
 
-def forward_backward_from_proto(body: bytes) -> ForwardBackward:
+def forward_backward_from_proto(body: bytes, limit: int = 2**31) -> ForwardBackward:
     """The protobuf body of /forward_backward (SDK 0.25 and later)."""
     message = schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidRequest(f"the body is not a ForwardBackwardRequest: {error}") from None
-    examples = [_example_from_proto(i, datum) for i, datum in enumerate(message.data)]
+    bound = SparseBound(limit)
+    examples = [_example_from_proto(i, datum, bound) for i, datum in enumerate(message.data)]
     config: dict[str, Any] = dict(message.loss_fn_config)
     config |= {key: getattr(v, v.WhichOneof("kind") or "number") for key, v in message.loss_fn_config_v2.items()}
     return ForwardBackward(
         message.model_id,
-        columns_from(examples),
+        columns_from(examples, limit),
         LossCall(message.loss_fn, config),
         message.forward_only,
         message.seq_id or None,
     )
 
 
-def _example_from_proto(index: int, datum: Any) -> Example:
+def _example_from_proto(index: int, datum: Any, bound: "SparseBound") -> Example:
     parts = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("kind") != "encoded_text":
             raise InvalidRequest(f"datum {index} has a chunk of kind {chunk.WhichOneof('kind')}; only text tokens are served")
         parts.append(_array(chunk.encoded_text.tokens, np.int32, "tokens"))
-    fields = {name: _tensor_from_proto(index, name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
+    fields = {name: _tensor_from_proto(f"datum {index}: {name}", tensor, bound) for name, tensor in datum.loss_fn_inputs.items()}
     return Example(np.concatenate(parts) if parts else np.zeros(0, np.int32), fields)
 
 
-def _tensor_from_proto(index: int, name: str, tensor: Any) -> NDArray[np.generic]:
-    if tensor.WhichOneof("kind") == "sparse_csr":
-        raise InvalidRequest(f"datum {index}: {name} is two-dimensional; only one value for each token is served")
+def _tensor_from_proto(what: str, tensor: Any, bound: "SparseBound") -> NDArray[np.generic]:
     if tensor.dtype not in DTYPES:
-        raise InvalidRequest(f"datum {index}: {name} has dtype {tensor.dtype}; use float32 or int64")
-    return _shaped(_array(tensor.dense, DTYPES[tensor.dtype], name), list(tensor.shape), index, name)
+        raise InvalidRequest(f"{what} has dtype {tensor.dtype}; use float32 or int64")
+    shape = list(tensor.shape)
+    if tensor.WhichOneof("kind") != "sparse_csr":
+        return _shaped(_array(tensor.dense, DTYPES[tensor.dtype], what), shape, what)
+    csr = tensor.sparse_csr
+    crow, col = _array(csr.crow_indices, np.int64, what), _array(csr.col_indices, np.int64, what)
+    return bound.dense(what, shape, _array(csr.values, DTYPES[tensor.dtype], what), crow, col)
 
 
 def _array(data: bytes, dtype: Any, name: str) -> NDArray[Any]:
@@ -79,15 +83,43 @@ def _array(data: bytes, dtype: Any, name: str) -> NDArray[Any]:
         raise InvalidRequest(f"{name}: {error}") from None
 
 
-def _shaped(flat: NDArray[Any], shape: Sequence[int], index: int, name: str) -> NDArray[Any]:
-    if shape and math.prod(shape) != flat.size:
-        raise InvalidRequest(f"datum {index}: {name} has {flat.size} values but shape {list(shape)}")
-    if len(shape) > 1:
-        raise InvalidRequest(f"datum {index}: {name} has shape {list(shape)}; only one value for each token is served")
-    return flat
+def _shaped(flat: NDArray[Any], shape: Sequence[int], what: str) -> NDArray[Any]:
+    """One-dimensional unless the shape says otherwise."""
+    if flat.ndim != 1:
+        raise InvalidRequest(f"{what}: data must be flat, with its shape beside it")
+    if not shape:
+        return flat
+    if min(shape) < 0 or math.prod(shape) != flat.size:
+        raise InvalidRequest(f"{what} has {flat.size} values but shape {list(shape)}")
+    return flat.reshape(shape)
 
 
-def forward_backward_from_json(body: Mapping[str, Any], forward_only: bool) -> ForwardBackward:
+class SparseBound:
+    """Makes CSR matrices dense; all of one request may have `limit` bytes together, as if they had been sent dense."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._taken = 0
+
+    def dense(
+        self, what: str, shape: Sequence[int], values: NDArray[Any], crow: NDArray[Any], col: NDArray[Any]
+    ) -> NDArray[Any]:  # fmt: skip
+        """[T, K]; cells that are not listed are 0."""
+        if len(shape) != 2 or min(shape) < 0:
+            raise InvalidRequest(f"{what} is sparse and has shape {list(shape)}; a sparse tensor has two dimensions")
+        self._taken += shape[0] * shape[1] * values.itemsize
+        if self._taken > self._limit:
+            raise BodyTooLarge(f"{what} has shape {list(shape)}: made dense, the request has more than {self._limit} bytes")
+        counts = np.diff(crow)
+        is_csr = len(crow) == shape[0] + 1 and crow[0] == 0 and (counts >= 0).all() and crow[-1] == len(col) == len(values)
+        if not is_csr or (len(col) and (col.min() < 0 or col.max() >= shape[1])):
+            raise InvalidRequest(f"{what} is not a CSR matrix of shape {list(shape)}")
+        dense = np.zeros(tuple(shape), values.dtype)
+        dense[np.repeat(np.arange(shape[0]), counts), col] = values
+        return dense
+
+
+def forward_backward_from_json(body: Mapping[str, Any], forward_only: bool, limit: int = 2**31) -> ForwardBackward:
     """The JSON bodies of /forward_backward and /forward (SDKs before 0.25)."""
     content = body.get("forward_input" if forward_only else "forward_backward_input")
     if not isinstance(content, Mapping) or not isinstance(body.get("model_id"), str):
@@ -95,88 +127,75 @@ def forward_backward_from_json(body: Mapping[str, Any], forward_only: bool) -> F
     data = content.get("data")
     if not isinstance(data, list) or not isinstance(content.get("loss_fn"), str):
         raise InvalidRequest("the input needs data (a list) and loss_fn (a string)")
-    examples = [_example_from_json(i, datum) for i, datum in enumerate(data)]
-    loss = LossCall(content["loss_fn"], dict(content.get("loss_fn_config") or {}))
-    return ForwardBackward(body["model_id"], columns_from(examples), loss, forward_only, body.get("seq_id"))
+    bound = SparseBound(limit)
+    examples = [_example_from_json(i, datum, bound) for i, datum in enumerate(data)]
+    config, seq_id = content.get("loss_fn_config") or {}, body.get("seq_id")
+    if not isinstance(config, Mapping) or isinstance(seq_id, bool) or not isinstance(seq_id, int | None):
+        raise InvalidRequest("loss_fn_config is an object, and seq_id a whole number")
+    return ForwardBackward(
+        body["model_id"], columns_from(examples, limit), LossCall(content["loss_fn"], dict(config)), forward_only, seq_id
+    )
 
 
-def _example_from_json(index: int, datum: Any) -> Example:
+def _example_from_json(index: int, datum: Any, bound: SparseBound) -> Example:
     try:
-        tokens = np.asarray(tokens_from_chunks(datum["model_input"]["chunks"]), np.int32)
-        fields = {
-            name: _shaped(np.asarray(t["data"], DTYPES[t["dtype"]]), t.get("shape") or [], index, name)
-            for name, t in datum["loss_fn_inputs"].items()
-        }
+        tokens = _numbers(f"datum {index}: tokens", tokens_from_chunks(datum["model_input"]["chunks"]), np.int32)
+        tensors = datum["loss_fn_inputs"].items()
+        fields = {name: _tensor_from_json(f"datum {index}: {name}", tensor, bound) for name, tensor in tensors}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InvalidRequest(f"datum {index} is not a Datum: {type(error).__name__} {error}") from None
     return Example(tokens, fields)
+
+
+def _tensor_from_json(what: str, tensor: Any, bound: SparseBound) -> NDArray[np.generic]:
+    values, shape = _numbers(what, tensor["data"], DTYPES[tensor["dtype"]]), tensor.get("shape") or []
+    if not all(isinstance(size, int) for size in shape):
+        raise InvalidRequest(f"{what}: shape is a list of whole numbers")
+    crow, col = tensor.get("sparse_crow_indices"), tensor.get("sparse_col_indices")
+    if crow is None or col is None:
+        return _shaped(values, shape, what)
+    return bound.dense(what, shape, values, _numbers(what, crow, np.int64), _numbers(what, col, np.int64))
+
+
+def _numbers(what: str, data: Any, dtype: Any) -> NDArray[Any]:
+    """Whole numbers are not made of fractions, nor any number of true and false."""
+    found = np.asarray(data)
+    kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
+    if found.size and found.dtype.kind not in kinds:
+        raise InvalidRequest(f"{what} must be a list of {'whole ' * (kinds == 'iu')}numbers")
+    info = np.iinfo(dtype) if kinds == "iu" else None
+    if info is not None and found.size and (int(found.min()) < info.min or int(found.max()) > info.max):
+        raise InvalidRequest(f"{what} has a number that does not fit {np.dtype(dtype).name}")
+    with np.errstate(over="ignore"):
+        return found.astype(dtype)
 
 
 def tokens_from_chunks(chunks: Sequence[Mapping[str, Any]]) -> list[int]:
     """All text chunks in order; SDKs up to 0.16 leave out `type`, so the keys decide."""
     tokens: list[int] = []
     for chunk in chunks:
+        if not isinstance(chunk, Mapping):
+            raise InvalidRequest(f"a chunk is an object with tokens, not {type(chunk).__name__}")
         if "tokens" not in chunk or chunk.get("type", "encoded_text") != "encoded_text":
             raise InvalidRequest(f"a chunk of kind {chunk.get('type', sorted(chunk))}; only text tokens are served")
         tokens.extend(chunk["tokens"])
     return tokens
 
 
-def loss_output_to_proto(output: LossOutput) -> bytes:
-    message = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record = message.loss_fn_outputs.add(num_datums=len(output.offsets) - 1)
-    for name, array in output.fields.items():
-        tensor = record.fields[name]
-        tensor.data = np.ascontiguousarray(array, "<f4").tobytes()
-        tensor.offsets = (output.offsets * 4).astype("<i8").tobytes()  # bytes, not elements
-        tensor.dtype = schema.FLOAT32
-    for name, value in output.metrics.items():
-        message.metrics[name] = value
-    return message.SerializeToString()
-
-
-def loss_output_to_json(output: LossOutput) -> dict[str, Any]:
-    rows = []
-    for start, end in zip(output.offsets[:-1], output.offsets[1:], strict=True):
-        fields = {name: array[start:end].tolist() for name, array in output.fields.items()}
-        rows.append({name: {"data": data, "dtype": "float32", "shape": [len(data)]} for name, data in fields.items()})
-    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": output.metrics}
-
-
-def sample_to_proto(output: SampleOutput) -> bytes:
-    message = schema.SampleResponse(prompt_cache_hit_tokens=output.cached_tokens)
-    for sequence in output.sequences:
-        added = message.sequences.add(
-            stop_reason=schema.STOP if sequence.stop_reason == "stop" else schema.LENGTH,
-            tokens=sequence.tokens.astype("<i4").tobytes(),
-            logprobs=sequence.logprobs.astype("<f4").tobytes(),
-        )
-        if sequence.topk_ids is not None and sequence.topk_logprobs is not None:
-            _set_topk(added.topk_sampled_logprobs, sequence.topk_ids, sequence.topk_logprobs)
-    if output.prompt_logprobs is not None:
-        message.prompt_logprobs = output.prompt_logprobs.astype("<f4").tobytes()
-    if output.topk_prompt_ids is not None and output.topk_prompt_logprobs is not None:
-        _set_topk(message.topk_prompt_logprobs, output.topk_prompt_ids, output.topk_prompt_logprobs)
-    return message.SerializeToString()
-
-
-def _set_topk(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
-    message.token_ids = ids.astype("<i4").tobytes()
-    message.logprobs = logprobs.astype("<f4").tobytes()
-    message.length, message.k = ids.shape
-
-
-def sample_to_json(output: SampleOutput) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "type": "sample",
-        "sequences": [
-            {"stop_reason": s.stop_reason, "tokens": s.tokens.tolist(), "logprobs": s.logprobs.tolist()} for s in output.sequences
-        ],
-    }
-    if output.prompt_logprobs is not None:
-        body["prompt_logprobs"] = [None if math.isnan(x) else x for x in output.prompt_logprobs.tolist()]
-    if output.topk_prompt_ids is not None and output.topk_prompt_logprobs is not None:
-        rows = zip(output.topk_prompt_ids.tolist(), output.topk_prompt_logprobs.tolist(), strict=True)
-        kept = [[(i, lp) for i, lp in zip(ids, lps, strict=True) if lp > -99999.0] for ids, lps in rows]
-        body["topk_prompt_logprobs"] = [row or None for row in kept]
-    return body
+def prompt_targets_from_json(tensor: Any, limit: int) -> PromptTargets:
+    """The ids to score at each position of a prompt, [P - 1, K] int64; -1 scores nothing."""
+    what = "target_prompt_logprobs"
+    if not isinstance(tensor, Mapping) or tensor.get("dtype") != "int64":
+        raise InvalidRequest(f"{what} is an int64 tensor of token ids")
+    shape, crow, col = (tensor.get(key) for key in ("shape", "sparse_crow_indices", "sparse_col_indices"))
+    ids = _numbers(what, tensor.get("data", ()), np.int64)
+    if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise InvalidRequest(f"{what} has shape {shape}; [tokens of the prompt - 1, K] is needed")
+    layout = None
+    if crow is None or col is None:
+        _shaped(ids, shape, what)
+    else:
+        # Made dense only to be checked.
+        SparseBound(limit).dense(what, shape, ids, _numbers(what, crow, np.int64), _numbers(what, col, np.int64))
+        layout = SparseLayout(tuple(crow), tuple(col))
+    return PromptTargets((shape[0], shape[1]), tuple(ids.ravel().tolist()), layout)

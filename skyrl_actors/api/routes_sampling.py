@@ -32,7 +32,7 @@ async def asample(body: wire.Asample, request: Request) -> dict[str, Any]:
     state = state_of(request)
     sampler_id = body.sampling_session_id or await _direct_sampler(state, body)
     able = await state.capabilities()
-    wanted = translate.sample(body, sampler_id, able.max_sample_tokens)
+    wanted = translate.sample(body, sampler_id, able.max_sample_tokens, state.config.limits.body_bytes)
     request_id = await state.client.submit(wanted)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(body.num_samples)]}
 

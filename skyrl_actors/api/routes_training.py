@@ -51,19 +51,20 @@ async def forward(request: Request) -> dict[str, Any]:
 
 async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
     state = state_of(request)
-    body = await read_body(request, state.config.limits.body_bytes)
+    limit = state.config.limits.body_bytes
+    body = await read_body(request, limit)
     proto = translate.PROTOBUF in request.headers.get("content-type", "")
 
     def decode() -> ForwardBackward:
         if proto:
-            return codec.forward_backward_from_proto(body)
+            return codec.forward_backward_from_proto(body, limit)
         try:
             content = json.loads(body)
         except ValueError as error:
             raise InvalidRequest(f"the body is not JSON: {error}") from None
         if not isinstance(content, dict):
             raise InvalidRequest("the body is not a JSON object")
-        return codec.forward_backward_from_json(content, forward_only)
+        return codec.forward_backward_from_json(content, forward_only, limit)
 
     wanted = await asyncio.to_thread(decode) if len(body) > THREAD_BYTES else decode()
     return {"request_id": await state.client.submit(wanted), "model_id": wanted.model_id}

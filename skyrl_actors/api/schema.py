@@ -46,8 +46,9 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     ),
     "SampleResponse": (
         "1 sequences *SampledSequence", "2 prompt_logprobs ?bytes", "3 topk_prompt_logprobs ?TopkLogprobs",
-        "4 prompt_cache_hit_tokens int32",
+        "4 prompt_cache_hit_tokens int32", "5 target_prompt_logprobs ?Tensor", "6 prompt_alt_tokens ?PromptAltTokens",
     ),
+    "PromptAltTokens": ("1 tokens Tensor", "2 logprobs Tensor"),
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from skyrl_actors.api import codec, wire
+from skyrl_actors.api import answers, codec, wire
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import InvalidRequest
@@ -65,16 +65,13 @@ def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
     return rq.SaveForSampler(body.model_id, sampler_id=sampler_id, seq_id=body.seq_id)
 
 
-def sample(body: wire.Asample, sampler_id: str, default_max_tokens: int) -> rq.Sample:
-    unserved = {
-        "target_prompt_logprobs": body.target_prompt_logprobs is not None,
-        "prompt_alt_tokens_k": body.prompt_alt_tokens_k,
-        "record_stability_info": body.record_stability_info,
-    }
-    if asked := [name for name, value in unserved.items() if value]:
-        raise InvalidRequest(f"{', '.join(asked)}: not served; leave out")
+def sample(body: wire.Asample, sampler_id: str, default_max_tokens: int, limit_bytes: int) -> rq.Sample:
+    if body.record_stability_info:
+        raise InvalidRequest(
+            "record_stability_info is for the loss stable_reinforce, which is not served; use importance_sampling"
+        )
     prompt = tuple(codec.tokens_from_chunks(body.prompt.chunks))
-    p = body.sampling_params
+    p, targets = body.sampling_params, body.target_prompt_logprobs
     stop = (p.stop,) if isinstance(p.stop, str) else None if p.stop is None else tuple(p.stop)
     params = rq.SamplingParams(
         max_tokens=p.max_tokens if p.max_tokens is not None else max(1, default_max_tokens - len(prompt)),
@@ -88,6 +85,8 @@ def sample(body: wire.Asample, sampler_id: str, default_max_tokens: int) -> rq.S
         topk_prompt_logprobs=body.topk_prompt_logprobs,
         topk_sample_logprobs=body.topk_sample_logprobs,
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
+        prompt_targets=None if targets is None else codec.prompt_targets_from_json(targets, limit_bytes),
+        prompt_alternatives=body.prompt_alt_tokens_k,
     )
     # Without a sampling session there is no numbering to tell a retry by.
     return rq.Sample(sampler_id, prompt, params, body.seq_id if body.sampling_session_id else None)
@@ -100,9 +99,9 @@ def result_body(result: rs.Result, accept: str) -> tuple[bytes, str] | dict[str,
         case rs.Failure():
             return {"error": result.message, "category": result.category}
         case rs.LossOutput():
-            return (codec.loss_output_to_proto(result), PROTOBUF) if proto else codec.loss_output_to_json(result)
+            return (answers.loss_output_to_proto(result), PROTOBUF) if proto else answers.loss_output_to_json(result)
         case rs.SampleOutput():
-            return (codec.sample_to_proto(result), PROTOBUF) if proto else codec.sample_to_json(result)
+            return (answers.sample_to_proto(result), PROTOBUF) if proto else answers.sample_to_json(result)
         case rs.ModelCreated():
             return {"type": "create_model", "model_id": result.model_id}
         case rs.StepDone():

@@ -136,8 +136,7 @@ class Asample(Body):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None
-    # Fields of newer SDKs that are not served: refused when they ask for something.
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool = False
 

@@ -83,6 +83,11 @@ class EngineConfig(FrozenConfig):
     kv_cache_bytes: int = Field(default=128 * 2**20, ge=2**20, description="bytes of KV cache of an engine")
     max_loras: int = Field(default=4, ge=1, description="different adapters in one batch")
     max_logprobs: int = Field(default=20, ge=1)
+    max_scored_cells: int = Field(
+        default=4_000_000,
+        ge=1,
+        description="prompt tokens × vocabulary of a sample with target_prompt_logprobs or prompt_alt_tokens_k",
+    )
     enforce_eager: bool = True
     sleep_level: Literal["auto", "1", "2"] = Field(
         default="auto", description="1 keeps weights in host memory, 2 drops them; auto drops what a full fine-tune sends again"

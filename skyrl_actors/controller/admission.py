@@ -112,11 +112,32 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
     for name, k in (("prompt", params.topk_prompt_logprobs), ("sample", params.topk_sample_logprobs)):
         if not 0 <= k <= config.engine.max_logprobs:
             raise InvalidRequest(f"topk_{name}_logprobs {k}: use 0 to {config.engine.max_logprobs}")
+    _check_prompt_scores(request, config, capabilities)
     if params.prompt_logprobs_last_n is not None:
         if params.prompt_logprobs_last_n < 1:
             raise InvalidRequest(f"prompt_logprobs_last_n {params.prompt_logprobs_last_n}: use at least 1")
         if not (params.prompt_logprobs or params.topk_prompt_logprobs):
             raise InvalidRequest("prompt_logprobs_last_n says of how many tokens prompt_logprobs are wanted; ask for those too")
+
+
+def _check_prompt_scores(request: Sample, config: ClusterConfig, capabilities: Capabilities) -> None:
+    params, length = request.params, len(request.prompt)
+    if not 0 <= params.prompt_alternatives <= config.engine.max_logprobs:
+        raise InvalidRequest(f"prompt_alt_tokens_k {params.prompt_alternatives}: use 0 to {config.engine.max_logprobs}")
+    targets = params.prompt_targets
+    if targets is not None:
+        if targets.shape[0] != length - 1:
+            raise InvalidRequest(
+                f"target_prompt_logprobs has {targets.shape[0]} rows; a prompt of {length} tokens needs {length - 1}"
+            )
+        if targets.ids and (min(targets.ids) < -1 or max(targets.ids) >= capabilities.vocab_size):
+            raise InvalidRequest(f"target_prompt_logprobs has an id outside -1 to {capabilities.vocab_size - 1}")
+    if params.scores_prompt and length * capabilities.vocab_size > config.engine.max_scored_cells:
+        most = config.engine.max_scored_cells // capabilities.vocab_size
+        raise InvalidRequest(
+            f"target_prompt_logprobs and prompt_alt_tokens_k look at the whole vocabulary at each position: at most {most} prompt "
+            "tokens here (engine.max_scored_cells)"
+        )
 
 
 def digest_of(request: Request) -> int:
@@ -127,6 +148,8 @@ def digest_of(request: Request) -> int:
     total = zlib.crc32(
         repr((request.loss.name, sorted(request.loss.config.items()), request.forward_only, sorted(columns.fields))).encode()
     )
+    if columns.widths is not None:
+        total = zlib.crc32(columns.widths.tobytes(), total)
     for array in (columns.tokens, columns.offsets, *(columns.fields[name] for name in sorted(columns.fields))):
         total = zlib.crc32(np.ascontiguousarray(array).tobytes(), total)
     return total

@@ -25,7 +25,6 @@ class EngineSpec:
     max_loras: int
     max_lora_rank: int
     max_adapters: int
-    max_logprobs: int
     enforce_eager: bool
     call_timeout_s: float
 

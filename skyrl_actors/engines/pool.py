@@ -201,7 +201,7 @@ def build_pool(
         spec = EngineSpec(
             f"engine[{index}]", str(base_folder), config.placement.device, engine.dtype, engine.max_model_len,
             engine.max_num_seqs, engine.max_num_batched_tokens, engine.kv_cache_bytes, engine.max_loras,
-            config.lora.max_rank, config.lora.max_adapters * 4, engine.max_logprobs, engine.enforce_eager, engine.call_timeout_s,
+            config.lora.max_rank, config.lora.max_adapters * 4, engine.enforce_eager, engine.call_timeout_s,
         )  # fmt: skip
         environment = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
         on_gpu = plan.device == "GPU"

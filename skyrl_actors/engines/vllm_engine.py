@@ -1,36 +1,30 @@
 """One vLLM engine in an actor. It samples with the weights it is told to use and refuses any others."""
 
 import asyncio
-import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import psutil
-from numpy.typing import NDArray
-from vllm import SamplingParams as VllmSamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
+from skyrl_actors.engines.vllm_samples import as_output, vllm_params
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import SampleOutput, Sequence
+from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest
 
 LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
-EMPTY_CELL = (0, -99999.0)
 
 
 class VllmEngine:
@@ -88,9 +82,7 @@ class VllmEngine:
         self._running += 1
         try:
             async with asyncio.timeout(self.spec.call_timeout_s):
-                stream = self.llm.generate(
-                    {"prompt_token_ids": list(prompt)}, _vllm_params(params), request_id, lora_request=lora
-                )
+                stream = self.llm.generate({"prompt_token_ids": list(prompt)}, vllm_params(params), request_id, lora_request=lora)
                 async for part in stream:
                     output = part
         except (VLLMValidationError, ValueError) as error:
@@ -101,7 +93,7 @@ class VllmEngine:
             ) from None
         finally:
             self._running -= 1
-        return _as_output(output, version, params)
+        return as_output(output, version, params)
 
     async def _lora_request(self, manifest: WeightManifest) -> LoRARequest:
         """An adapter is loaded before its first use, under an id and a path of its own version: never replaced."""
@@ -216,7 +208,7 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         max_cpu_loras=max(spec.max_adapters, spec.max_loras),
         max_lora_rank=literals.max_lora_rank,
         lora_target_modules=LORA_LAYERS,
-        max_logprobs=spec.max_logprobs,
+        max_logprobs=-1,  # the controller bounds what is asked for; scoring a prompt looks at the whole vocabulary
         generation_config="vllm",
         enable_log_requests=False,
         disable_log_stats=True,
@@ -235,62 +227,3 @@ def _update_info(part: WeightManifest) -> dict[str, Any]:
         "shapes": [list(t.shape) for t in part.tensors],
         "offsets": [t.offset_bytes for t in part.tensors],
     }
-
-
-def _vllm_params(params: SamplingParams) -> VllmSamplingParams:
-    stop = params.stop
-    texts = [s for s in stop or () if isinstance(s, str)]
-    ids = [s for s in stop or () if isinstance(s, int)]
-    prompt_logprobs = None
-    if params.prompt_logprobs or params.topk_prompt_logprobs:
-        prompt_logprobs = params.topk_prompt_logprobs
-    return VllmSamplingParams(
-        n=params.num_samples,
-        max_tokens=params.max_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k if params.top_k > 0 else 0,
-        top_p=params.top_p,
-        seed=params.seed,
-        stop=texts or None,
-        stop_token_ids=ids or None,
-        ignore_eos=stop is not None,
-        detokenize=bool(texts),
-        logprobs=params.topk_sample_logprobs,
-        prompt_logprobs=prompt_logprobs,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput:
-    sequences = []
-    for choice in output.outputs:
-        if choice.finish_reason not in ("stop", "length"):
-            raise InternalError(f"vLLM ended a sample with {choice.finish_reason!r}")
-        tokens = np.asarray(choice.token_ids, np.int32)
-        logprobs = [step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True)]
-        best = _best(choice.logprobs, params.topk_sample_logprobs) if params.topk_sample_logprobs else (None, None)
-        sequences.append(Sequence(tokens, np.asarray(logprobs, np.float32), choice.finish_reason, *best))
-    of_prompt: dict[str, Any] = {}
-    if output.prompt_logprobs is not None:
-        kept = len(output.prompt_token_ids) if params.prompt_logprobs_last_n is None else params.prompt_logprobs_last_n
-        rows = [row if i >= len(output.prompt_logprobs) - kept else None for i, row in enumerate(output.prompt_logprobs)]
-        of_prompt = _prompt_fields(output.prompt_token_ids, rows, params.topk_prompt_logprobs)
-    return SampleOutput(tuple(sequences), version, cached_tokens=output.num_cached_tokens or 0, **of_prompt)
-
-
-def _prompt_fields(prompt: SequenceOf[int], rows: SequenceOf[Any], k: int) -> dict[str, Any]:
-    """[P] logprobs of the prompt's own tokens (first NaN), and with k > 0 the k most likely ones of each position."""
-    own = [math.nan if row is None else row[token].logprob for token, row in zip(prompt, rows, strict=True)]
-    fields: dict[str, Any] = {"prompt_logprobs": np.asarray(own, np.float32)}
-    if k:
-        fields["topk_prompt_ids"], fields["topk_prompt_logprobs"] = _best(rows, k)
-    return fields
-
-
-def _best(rows: SequenceOf[Any], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The ids and logprobs of the k most likely tokens of each position, best first; both [P, k]. vLLM adds the token that was
-    drawn where it is not among them."""
-    best = [sorted(((e.rank, t, e.logprob) for t, e in (row or {}).items()))[:k] for row in rows]
-    padded = [[(t, lp) for _, t, lp in row] + [EMPTY_CELL] * (k - len(row)) for row in best]
-    ids = np.asarray([[t for t, _ in row] for row in padded], np.int32)
-    return ids, np.asarray([[lp for _, lp in row] for row in padded], np.float32)

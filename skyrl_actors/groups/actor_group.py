@@ -137,8 +137,8 @@ class ActorGroup:
 def merge_rows(columns: Columns, outputs: Sequence[RowOutput], loss: LossCall | None) -> LossOutput:
     """Shares of ranks put back at their rows; sums add up."""
     field = outputs[0].field
-    predicted: NDArray[np.float32] = np.zeros(columns.num_tokens, np.float32)
-    elementwise: NDArray[np.float32] = np.zeros(columns.num_tokens, np.float32)
+    predicted: NDArray[np.float32] = np.zeros(columns.shape, np.float32)
+    elementwise: NDArray[np.float32] = np.zeros(columns.shape, np.float32)
     metrics: dict[str, float] = {}
     for output in outputs:
         where = columns.positions(output.rows)
@@ -151,7 +151,7 @@ def merge_rows(columns: Columns, outputs: Sequence[RowOutput], loss: LossCall | 
     fields = {field: predicted}
     if loss is not None:
         fields["elementwise_loss"] = elementwise
-    return LossOutput(columns.offsets, fields, metrics)
+    return LossOutput(columns.offsets, fields, metrics, columns.widths)
 
 
 class GroupBuilder:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from skyrl_actors.messages import columns, model, requests, results, weights
+from skyrl_actors.messages import columns, model, requests, results, sampling, weights
 from skyrl_actors.messages.errors import Corrupt
 
 TYPES: dict[str, type] = {
@@ -20,7 +20,7 @@ TYPES: dict[str, type] = {
         requests.ForwardBackward, requests.OptimStep, requests.SaveWeights, requests.SaveForSampler, requests.LoadWeights,
         requests.Unload, requests.SamplingParams, requests.Sample, results.ModelCreated, results.LossOutput, results.StepDone,
         results.Saved, results.SamplerSaved, results.Loaded, results.Unloaded, results.Sequence, results.SampleOutput,
-        results.Failure, weights.TensorEntry, weights.WeightManifest, weights.SamplerWeights,
+        results.Failure, sampling.SparseLayout, sampling.PromptTargets, sampling.TargetLogprobs, sampling.PromptAlternatives, weights.TensorEntry, weights.WeightManifest, weights.SamplerWeights,
     )
 }  # fmt: skip
 FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in TYPES.items()}

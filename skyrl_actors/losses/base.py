@@ -49,6 +49,7 @@ class Loss:
     optional: Mapping[str, float]  # inputs that may be absent, with the value they then have
     options: Mapping[str, float]
     function: LossFunction
+    many_targets: bool = False  # also takes inputs of shape [T, K]
 
     def checked(self, config: Mapping[str, Any]) -> LossCall:
         """The call with every option filled in. Raises InvalidRequest for an unknown or unusable option."""
@@ -65,14 +66,14 @@ REGISTRY: dict[str, Loss] = {}
 
 
 def loss(
-    name: str, *, role: Role, required: tuple[str, ...], optional: Mapping[str, float] | None = None
+    name: str, *, role: Role, required: tuple[str, ...], optional: Mapping[str, float] | None = None, many_targets: bool = False
 ) -> Callable[[LossFunction], LossFunction]:
     """Register a loss. Its options are the keyword-only parameters of the function, with their defaults."""
 
     def register(function: LossFunction) -> LossFunction:
         parameters = inspect.signature(function).parameters.values()
         options = {p.name: float(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
-        REGISTRY[name] = Loss(name, role, required, dict(optional or {}), options, function)
+        REGISTRY[name] = Loss(name, role, required, dict(optional or {}), options, function, many_targets)
         return function
 
     return register
@@ -93,6 +94,9 @@ def check_inputs(entry: Loss, role: Role, columns: Columns, forward_only: bool) 
     if entry.role != role:
         allowed = ", ".join(sorted(e.name for e in REGISTRY.values() if e.role == role))
         raise InvalidRequest(f"loss {entry.name} is for a {entry.role}, this model is a {role}; use {allowed}")
+    if columns.widths is not None and not entry.many_targets:
+        able = ", ".join(sorted(e.name for e in REGISTRY.values() if e.many_targets))
+        raise InvalidRequest(f"loss {entry.name} takes inputs of one value for each token; of shape (N, K) only {able} does")
     present = set(columns.fields)
     if role == "critic" and forward_only and not present & set(entry.required):
         return

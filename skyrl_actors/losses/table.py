@@ -23,6 +23,8 @@ def _row(entry: Loss) -> str:
     module = inspect.getmodule(entry.function)
     said = " ".join((inspect.getdoc(module) or "").split())
     inputs = [f"`{name}`" for name in (*(["target_tokens"] if entry.role == "policy" else []), *entry.required)]
+    if entry.many_targets:
+        inputs[0] += " (N,) or (N, K)"
     inputs += [f"`{name}` (else {default:g})" for name, default in entry.optional.items()]
     options = [f"`{name}` {default:g}" for name, default in entry.options.items()]
     return f"| `{entry.name}` | {entry.role} | {said} | {', '.join(inputs)} | {', '.join(options) or 'none'} |\n"

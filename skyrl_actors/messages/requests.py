@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.sampling import PromptTargets
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,13 @@ class SamplingParams:
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = None  # only of so many tokens at the prompt's end; None: of all
+    prompt_targets: PromptTargets | None = None  # ids to score along the prompt
+    prompt_alternatives: int = 0  # draws to make at each position of the prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """The whole distribution at each position of the prompt is looked at."""
+        return self.prompt_targets is not None or self.prompt_alternatives > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.messages.errors import Category, SkyrlActorsError
+from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +18,14 @@ class ModelCreated:
 class LossOutput:
     """Per-token outputs of a forward or forward_backward, in the caller's row order.
 
-    `fields`: logprobs, values or elementwise_loss, each [ΣT] float32. Metric names carry one colon and say how
-    chunks combine ("loss:sum").
+    `fields`: logprobs, values or elementwise_loss, each [ΣT] float32, or [ΣT, K] with `widths` as in Columns. Metric names
+    carry one colon and say how chunks combine ("loss:sum").
     """
 
     offsets: NDArray[np.int64]  # [N+1]
     fields: dict[str, NDArray[np.float32]]
     metrics: dict[str, float]  # with compute_s:sum, the seconds inside the slowest rank
+    widths: NDArray[np.int64] | None = None  # [N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class SampleOutput:
     topk_prompt_ids: NDArray[np.int32] | None = None  # [P, K]; empty cells id 0, logprob -99999
     topk_prompt_logprobs: NDArray[np.float32] | None = None  # [P, K]
     cached_tokens: int = 0
+    targets: TargetLogprobs | None = None
+    alternatives: PromptAlternatives | None = None
 
 
 @dataclass(frozen=True, slots=True)

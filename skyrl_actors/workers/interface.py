@@ -40,7 +40,8 @@ class BaseModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """One rank's share: `rows` as given, `values` [Σ lengths of rows] float32 in that order, `sums` over the rows."""
+    """One rank's share: `rows` as given, `values` [Σ lengths of rows] or [Σ lengths of rows, K] float32 in that order, `sums`
+    over the rows."""
 
     rows: tuple[int, ...]
     field: str  # "logprobs" or "values"

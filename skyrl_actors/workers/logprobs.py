@@ -13,13 +13,15 @@ CHUNK_LOGITS = 8 * 2**20
 
 
 def token_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], vocab_size: int) -> Tensor:
-    """log p(target) at temperature 1. hidden [T, H], targets [T] int64 -> [T] float32, computed in float32."""
+    """log p(target) at temperature 1. hidden [T, H], targets [T] or [T, K] int64 -> float32 of their shape, computed in float32."""
     chunk = max(1, CHUNK_LOGITS // vocab_size)
     recompute = torch.is_grad_enabled() and len(targets) * vocab_size > KEPT_LOGITS
 
     def piece(h: Tensor, t: Tensor) -> Tensor:
         logits = head(h)
         wide = logits if logits.dtype == torch.float64 else logits.float()
+        if t.ndim == 2:
+            return wide.gather(1, t) - wide.logsumexp(1, keepdim=True)
         return -F.cross_entropy(wide, t, reduction="none")
 
     parts = []

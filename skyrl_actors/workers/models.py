@@ -34,7 +34,7 @@ class TrainedModel:
             base.bind_lora(self.state.views, self.spec.lora.alpha / self.spec.lora.rank)
 
     def predict(self, base: BaseModel, tokens: Tensor, targets: Tensor | None, plan: Pass) -> Tensor:
-        """[T] float32: logprobs of targets for a policy, values for a critic. The model must be bound."""
+        """[T] float32: logprobs of targets for a policy (of their shape), values for a critic. The model must be bound."""
         hidden = base.hidden(tokens, plan)
         if self.spec.role == "critic":
             weight, bias = self.state.views[VALUE_WEIGHT], self.state.views[VALUE_BIAS]

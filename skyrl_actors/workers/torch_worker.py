@@ -223,8 +223,8 @@ class RaggedBuffer:
 
     def __init__(self, columns: Columns, rows: tuple[int, ...]):
         self._positions = columns.positions(rows)
-        self._predicted = np.zeros(columns.num_tokens, np.float32)
-        self._elementwise = np.zeros(columns.num_tokens, np.float32)
+        self._predicted = np.zeros(columns.shape, np.float32)
+        self._elementwise = np.zeros(columns.shape, np.float32)
 
     def put(self, where: np.ndarray, predicted: Tensor, elementwise: Tensor | None) -> None:
         self._predicted[where] = predicted.detach().float().cpu().numpy()

@@ -21,6 +21,7 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
+from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 from tests.fakes import FakeBackend
@@ -42,11 +43,11 @@ class AnsweringBackend(FakeBackend):
         self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput:
         await super().forward_backward(spec, turn, columns, loss, forward_only)
-        ones = np.ones(columns.num_tokens, np.float32)
+        ones = np.ones(columns.shape, np.float32)
         fields = {"values" if spec.role == "critic" else "logprobs": -ones}
         if loss is not None:
             fields["elementwise_loss"] = ones
-        return LossOutput(columns.offsets, fields, {"loss:sum": float(columns.num_tokens)})
+        return LossOutput(columns.offsets, fields, {"loss:sum": float(columns.num_tokens)}, columns.widths)
 
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
@@ -55,10 +56,14 @@ class AnsweringBackend(FakeBackend):
         one = Sequence(np.full(length, 7, np.int32), np.full(length, -1.0, np.float32), "length")
         logprobs = np.full(len(prompt), -1.0, np.float32)
         logprobs[0] = np.nan
-        k = params.topk_prompt_logprobs
+        k, alternatives = params.topk_prompt_logprobs, params.prompt_alternatives
+        targets = params.prompt_targets
+        cells = (len(prompt) - 1, alternatives)
         return SampleOutput(
             (one,) * params.num_samples, weights.version, logprobs if params.prompt_logprobs else None,
             np.full((len(prompt), k), 7, np.int32) if k else None, np.full((len(prompt), k), -1.0, np.float32) if k else None,
+            targets=targets and TargetLogprobs(np.full(len(targets.ids), -1.0, np.float32), targets.shape, targets.layout),
+            alternatives=PromptAlternatives(np.full(cells, 7), np.full(cells, -1.0, np.float32)) if alternatives else None,
         )  # fmt: skip
 
 

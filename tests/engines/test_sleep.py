@@ -20,7 +20,7 @@ async def main(folder: str, kv_bytes: int) -> None:
     from skyrl_actors.messages.requests import SamplingParams
     from skyrl_actors.transfer.folders import full_manifests
 
-    engine = VllmEngine(EngineSpec("e", folder, "cpu", "float32", 256, 8, 512, kv_bytes, 2, 8, 4, 5, True, 60.0))
+    engine = VllmEngine(EngineSpec("e", folder, "cpu", "float32", 256, 8, 512, kv_bytes, 2, 8, 4, True, 60.0))
     await engine.start()
     said = {"rss_awake": (await engine.status()).rss_bytes}
     params = SamplingParams(4, temperature=0.0, prompt_logprobs=True)

@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -86,7 +87,9 @@ async def test_errors_of_ranks_become_one(local_ray, random_base: Path):
         await two.apply("m", Turn(1), TrainWorker.create_model, nothing)
     with pytest.raises(StateLost, match=r"policy\[0\], policy\[1\]: this rank does not hold a whole nobody"):
         await two.apply("nobody", Turn(1, 0), TrainWorker.optim_step, "nobody", AdamParams())
-    ray.kill(two.actors[1])
+    doomed = psutil.Process(two.pids[1])
+    doomed.kill()
+    doomed.wait(10)
     with pytest.raises(StateLost, match=r"policy\[1\]: the actor died"):
         await two.apply("m", Turn(1), TrainWorker.create_model, ModelSpec("m", "tiny", lora=LoraSpec(4)))
 

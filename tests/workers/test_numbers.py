@@ -86,6 +86,40 @@ def test_full_model_loss_and_gradient_against_float64(random_base: Path, name: s
         assert relative(gradients[key], parameter.grad) < 1e-5, key
 
 
+def test_many_targets_a_position_against_float64(random_base: Path):
+    """Rows of 3, 1 and (N,) targets in one request: a teacher's distribution over the likeliest tokens."""
+    rng = np.random.default_rng(4)
+    examples = []
+    for n, shape in ((6, (6, 3)), (9, (9, 1)), (4, (4,))):
+        fields: dict = {TARGETS: rng.integers(0, 256, shape), "weights": rng.uniform(0, 1, shape).astype(np.float32)}
+        examples.append(Example(rng.integers(0, 256, n).astype(np.int32), fields))
+    columns = columns_from(examples)
+    assert columns.widths is not None and columns.widths.tolist() == [3, 1, 0]
+    worker = worker_for(random_base, budget=10)
+    worker.create_model(ModelSpec("m", "tiny"))
+    output = worker.forward_backward((0, 1, 2), "m", columns, losses.find("cross_entropy").checked({}), False)
+
+    model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64)
+    total, rows = torch.zeros((), dtype=torch.float64), []
+    for example in examples:
+        logits = model(input_ids=torch.tensor(example.tokens[None].astype(np.int64)), use_cache=False).logits[0]
+        targets, weights = (torch.tensor(example.fields[name]).reshape(len(example.tokens), -1) for name in (TARGETS, "weights"))
+        rows.append(F.log_softmax(logits, -1).gather(1, targets.long()))
+        total = total - (weights.double() * rows[-1]).sum()
+    total.backward()
+    where = 0
+    for row in rows:
+        np.testing.assert_allclose(output.values[where : where + len(row), : row.shape[1]], row.detach().numpy(), atol=2e-5)
+        where += len(row)
+    assert output.sums["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-5)
+    state = worker.models["m"].state
+    assert state.gradients is not None
+    gradients = state.split(state.gradients)
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert relative(gradients[key], parameter.grad) < 1e-5, key
+
+
 def test_critic_loss_and_gradient_against_float64(random_base: Path):
     columns = batch(2, extra=("values", "returns"))
     columns = Columns(columns.tokens, columns.offsets, {k: v for k, v in columns.fields.items() if k != TARGETS})

@@ -1,0 +1,116 @@
+"""Our sampling parameters as vLLM's, and vLLM's outputs as ours."""
+
+import math
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import SampleOutput, Sequence
+from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
+
+EMPTY_CELL = (0, -99999.0)
+
+
+def vllm_params(params: SamplingParams) -> VllmSamplingParams:
+    stop = params.stop
+    texts = [s for s in stop or () if isinstance(s, str)]
+    ids = [s for s in stop or () if isinstance(s, int)]
+    prompt_logprobs = None
+    if params.prompt_logprobs or params.topk_prompt_logprobs:
+        prompt_logprobs = params.topk_prompt_logprobs
+    if params.scores_prompt:
+        prompt_logprobs = -1
+    return VllmSamplingParams(
+        n=params.num_samples,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k if params.top_k > 0 else 0,
+        top_p=params.top_p,
+        seed=params.seed,
+        stop=texts or None,
+        stop_token_ids=ids or None,
+        ignore_eos=stop is not None,
+        detokenize=bool(texts),
+        logprobs=params.topk_sample_logprobs,
+        prompt_logprobs=prompt_logprobs,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput:
+    sequences = []
+    for choice in output.outputs:
+        if choice.finish_reason not in ("stop", "length"):
+            raise InternalError(f"vLLM ended a sample with {choice.finish_reason!r}")
+        tokens = np.asarray(choice.token_ids, np.int32)
+        logprobs = [step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+        best = _best(choice.logprobs, params.topk_sample_logprobs) if params.topk_sample_logprobs else (None, None)
+        sequences.append(Sequence(tokens, np.asarray(logprobs, np.float32), choice.finish_reason, *best))
+    of_prompt: dict[str, Any] = {}
+    if output.prompt_logprobs is not None:
+        kept = len(output.prompt_token_ids) if params.prompt_logprobs_last_n is None else params.prompt_logprobs_last_n
+        rows = [row if i >= len(output.prompt_logprobs) - kept else None for i, row in enumerate(output.prompt_logprobs)]
+        if params.prompt_logprobs or params.topk_prompt_logprobs:
+            of_prompt = _prompt_fields(output.prompt_token_ids, rows, params.topk_prompt_logprobs)
+        if params.scores_prompt:
+            of_prompt |= prompt_scores(np.asarray([dense(row) for row in output.prompt_logprobs[1:]]), params)
+    return SampleOutput(tuple(sequences), version, cached_tokens=output.num_cached_tokens or 0, **of_prompt)
+
+
+def _prompt_fields(prompt: SequenceOf[int], rows: SequenceOf[Any], k: int) -> dict[str, Any]:
+    """[P] logprobs of the prompt's own tokens (first NaN), and with k > 0 the k most likely ones of each position."""
+    own = [math.nan if row is None else row[token].logprob for token, row in zip(prompt, rows, strict=True)]
+    fields: dict[str, Any] = {"prompt_logprobs": np.asarray(own, np.float32)}
+    if k:
+        fields["topk_prompt_ids"], fields["topk_prompt_logprobs"] = _best(rows, k)
+    return fields
+
+
+def _best(rows: SequenceOf[Any], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The ids and logprobs of the k most likely tokens of each position, best first; both [P, k]. vLLM adds the token that was
+    drawn where it is not among them."""
+    best = [sorted(((e.rank, t, e.logprob) for t, e in (row or {}).items()))[:k] for row in rows]
+    padded = [[(t, lp) for _, t, lp in row] + [EMPTY_CELL] * (k - len(row)) for row in best]
+    ids = np.asarray([[t for t, _ in row] for row in padded], np.int32)
+    return ids, np.asarray([[lp for _, lp in row] for row in padded], np.float32)
+
+
+def dense(row: Any) -> NDArray[np.float32]:
+    """[V] logprobs of a position, of which all were asked for."""
+    values = np.full(max(row) + 1, -np.inf, np.float32)
+    values[list(row)] = [entry.logprob for entry in row.values()]
+    return values
+
+
+def prompt_scores(logprobs: NDArray[np.float32], params: SamplingParams) -> dict[str, Any]:
+    """What was asked of the distributions [P - 1, V] over prompt tokens 1, 2, …"""
+    fields: dict[str, Any] = {}
+    targets = params.prompt_targets
+    if targets is not None:
+        ids = np.asarray(targets.ids, np.int64)
+        values = np.zeros(len(ids), np.float32)
+        asked = ids >= 0
+        values[asked] = logprobs[targets.rows[asked], ids[asked]]
+        fields["targets"] = TargetLogprobs(values, targets.shape, targets.layout)
+    if k := params.prompt_alternatives:
+        tokens = np.zeros((len(logprobs), k), np.int64)
+        for row, own in enumerate(logprobs):
+            tokens[row] = _drawn(own.astype(np.float64), params.temperature, k, np.random.default_rng([params.seed or 0, row]))
+        fields["alternatives"] = PromptAlternatives(
+            tokens, np.take_along_axis(logprobs, tokens, 1) if len(logprobs) else tokens * 0.0
+        )
+    return fields
+
+
+def _drawn(logprobs: NDArray[np.float64], temperature: float, k: int, random: np.random.Generator) -> NDArray[np.int64]:
+    if temperature == 0:
+        return np.full(k, logprobs.argmax())
+    scaled = logprobs / temperature
+    weights = np.exp(scaled - scaled.max())
+    return random.choice(len(weights), k, p=weights / weights.sum())

@@ -1,0 +1,71 @@
+"""Many tokens at one position, through the SDK: distillation targets, scored ids, alternatives, the likeliest tokens."""
+
+import numpy as np
+import pytest
+import tinker
+import torch
+import torch.nn.functional as F
+from tinker import types
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import Service
+
+TOKENS = [40, 7, 99, 200, 13, 8]
+
+
+@pytest.fixture
+def client(service: Service):
+    with tinker.ServiceClient() as made:
+        yield made
+
+
+@pytest.fixture
+def own(client: tinker.ServiceClient, service: Service) -> np.ndarray:
+    """[P - 1, V] logprobs of the base over prompt tokens 1, 2, … by transformers."""
+    info = client.create_lora_training_client("tiny", rank=2, seed=0).result().get_info()
+    assert info.model_data.tokenizer_id is not None
+    base = AutoModelForCausalLM.from_pretrained(info.model_data.tokenizer_id)
+    with torch.no_grad():
+        return F.log_softmax(base(torch.tensor([TOKENS])).logits[0], -1).numpy()[:-1]
+
+
+def test_distillation_towards_the_likeliest_tokens_of_a_teacher(client: tinker.ServiceClient, own: np.ndarray):
+    """As the cookbook does: top-K of the teacher's prompt logprobs become (N, K) targets and weights."""
+    prompt, k = types.ModelInput.from_ints(TOKENS), 3
+    teacher = client.create_sampling_client(base_model="tiny")
+    params = types.SamplingParams(max_tokens=1)
+    answer = teacher.sample(prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=k).result()
+    assert answer.topk_prompt_logprobs is not None
+    rows = [row or [] for row in answer.topk_prompt_logprobs[1:]]
+    assert [[i for i, _ in row] for row in rows] == np.argsort(-own, 1)[:, :k].tolist()
+    targets, weights = (torch.tensor([[cell[part] for cell in row] for row in rows]) for part in (0, 1))
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(TOKENS[:-1]),
+        loss_fn_inputs={"target_tokens": targets, "weights": weights.exp()},
+    )
+    student = client.create_lora_training_client("tiny", rank=8, seed=1).result()
+    first = student.forward_backward([datum], "cross_entropy").result()
+    logprobs = first.loss_fn_outputs[0]["logprobs"]
+    assert logprobs.shape == [len(TOKENS) - 1, k]
+    np.testing.assert_allclose(np.reshape(logprobs.data, logprobs.shape), weights, atol=2e-4)
+    assert first.metrics["loss:sum"] == pytest.approx(-float((weights.exp() * weights).sum()), rel=1e-3)
+    student.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    with pytest.raises(tinker.TinkerError, match="takes inputs of one value for each token"):
+        student.forward_backward([datum], "importance_sampling").result()
+
+
+def test_ids_are_scored_and_alternatives_drawn_along_the_prompt(client: tinker.ServiceClient, own: np.ndarray):
+    sampler, prompt = client.create_sampling_client(base_model="tiny"), types.ModelInput.from_ints(TOKENS)
+    ids = torch.tensor([[5, -1], [6, 7], [-1, -1], [0, 255], [1, 2]])
+    params = types.SamplingParams(max_tokens=1, seed=3, temperature=0.5)
+    target = types.TensorData.from_torch(ids)
+    answer = sampler.sample(prompt, 1, params, target_prompt_logprobs=target, prompt_alt_tokens_k=4).result()
+    expected = np.where(ids < 0, 0.0, np.take_along_axis(own, ids.clamp(min=0).numpy(), 1))
+    assert answer.target_prompt_logprobs is not None and answer.prompt_alt_tokens is not None
+    np.testing.assert_allclose(answer.target_prompt_logprobs.to_torch(), expected, atol=2e-4)
+    drawn, logprobs = answer.prompt_alt_tokens.tokens.to_torch(), answer.prompt_alt_tokens.logprobs.to_torch()
+    np.testing.assert_allclose(logprobs, np.take_along_axis(own, drawn.numpy(), 1), atol=2e-4)
+    again = sampler.sample(prompt, 1, params, prompt_alt_tokens_k=4).result()
+    assert again.prompt_alt_tokens is not None and torch.equal(again.prompt_alt_tokens.tokens.to_torch(), drawn)
+    with pytest.raises(tinker.TinkerError, match="has 2 rows; a prompt of 6 tokens needs 5"):
+        sampler.sample(prompt, 1, params, target_prompt_logprobs=types.TensorData.from_torch(ids[:2])).result()
