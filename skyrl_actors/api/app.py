@@ -1,6 +1,5 @@
 """The HTTP application: routes under /api/v1, errors as JSON, keys and body sizes checked. No Ray, no torch in here."""
 
-import hmac
 import logging
 
 from fastapi import FastAPI, Request
@@ -8,19 +7,21 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_actors.api import routes_catalog, routes_sampling, routes_service, routes_training
+from skyrl_actors.api import routes_catalog, routes_sampling, routes_service, routes_sessions, routes_training
+from skyrl_actors.api.access import Caller
 from skyrl_actors.api.state import ARCHIVES, ApiState, state_of
+from skyrl_actors.api.tokens import owner_of_credential
 from skyrl_actors.messages.errors import SkyrlActorsError
 
 log = logging.getLogger(__name__)
-OPEN_PATHS = ("/healthz", "/api/v1/healthz")
+OPEN_PATHS = ("/healthz", "/api/v1/healthz", "/api/v1/client/config", "/api/v1/client/dynamic_config")
 
 
 def build_app(state: ApiState | None = None) -> FastAPI:
     """`state` may be set later as `app.state.api`, before the first request."""
     app = FastAPI(title="skyrl-actors", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
     app.state.api = state
-    for module in (routes_service, routes_training, routes_sampling, routes_catalog):
+    for module in (routes_service, routes_training, routes_sampling, routes_catalog, routes_sessions):
         app.include_router(module.router, prefix="/api/v1")
 
     @app.get("/healthz")
@@ -42,7 +43,8 @@ async def _known_error(request: Request, error: Exception) -> JSONResponse:
     status = error.status if error.category == "user" else 503
     if status == 409:
         status = 400  # the SDK repeats 409 for minutes; this conflict does not go away
-    return JSONResponse({"detail": str(error), "category": error.category}, status)
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse({"detail": str(error), "category": error.category}, status, headers)
 
 
 async def _invalid_body(request: Request, error: Exception) -> JSONResponse:
@@ -71,26 +73,30 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        if refusal is not None:
+        state: ApiState = scope["app"].state.api
+        headers = {key.decode("latin1").lower(): value.decode("latin1") for key, value in scope["headers"]}
+        caller = self._caller(state, headers, scope["path"])
+        limit = state.config.limits.body_bytes
+        length = headers.get("content-length", "0")
+        if caller is None:
+            refusal = JSONResponse({"detail": "unknown API key or token (header X-API-Key)", "category": "user"}, 401)
+            refusal.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'  # an SDK with a token fetches a new one
             await refusal(scope, receive, send)
-            return
-        await self.app(scope, _bounded(receive, scope["app"].state.api.config.limits.body_bytes), send)
+        elif not length.isdigit() or int(length) > limit:
+            text = f"the body has {length} bytes; at most {limit} are taken"
+            await JSONResponse({"detail": text, "category": "user"}, 413)(scope, receive, send)
+        else:
+            scope.setdefault("state", {})["caller"] = caller
+            await self.app(scope, _bounded(receive, limit), send)
 
     @staticmethod
-    def _refusal(scope: Scope) -> JSONResponse | None:
-        config = scope["app"].state.api.config
-        headers = {key.decode("latin1").lower(): value.decode("latin1") for key, value in scope["headers"]}
-        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{ARCHIVES}/")
-        if config.http.api_keys and not is_open:
-            given = headers.get("x-api-key", "")
-            if not any(hmac.compare_digest(given.encode(), key.encode()) for key in config.http.api_keys):
-                return JSONResponse({"detail": "unknown API key (header X-API-Key)", "category": "user"}, 401)
-        length = headers.get("content-length", "0")
-        limit = config.limits.body_bytes
-        if not length.isdigit() or int(length) > limit:
-            return JSONResponse({"detail": f"the body has {length} bytes; at most {limit} are taken", "category": "user"}, 413)
-        return None
+    def _caller(state: ApiState, headers: dict[str, str], path: str) -> Caller | None:
+        """None when keys are configured and none of them was given."""
+        if not state.owners or path in OPEN_PATHS or path.startswith(f"{ARCHIVES}/"):
+            return Caller()
+        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        owner = owner_of_credential(state, given)
+        return None if owner is None else Caller(owner)
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:

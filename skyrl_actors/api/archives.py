@@ -20,12 +20,12 @@ VALID_S = 900
 BLOCK = 2**20
 
 
-def secret_of(root: Path) -> bytes:
+def secret_of(root: Path, name: str = SECRET_FILE) -> bytes:
     """Made once for a checkpoint folder, shared by all replicas that see it."""
-    file = root / SECRET_FILE
+    file = root / name
     if not file.exists():
         root.mkdir(parents=True, exist_ok=True)
-        staging = root / f"{SECRET_FILE}.{secrets.token_hex(4)}"
+        staging = root / f"{name}.{secrets.token_hex(4)}"
         staging.touch(mode=0o600)
         staging.write_bytes(secrets.token_bytes(32))
         with suppress(FileExistsError):  # another replica was first

@@ -9,12 +9,12 @@ from ray.actor import ActorHandle
 
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.controller.tenants import Model, Sampler
-from skyrl_actors.messages.catalog import CatalogVerb
+from skyrl_actors.messages.catalog import CatalogVerb, SessionEntry
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
-from skyrl_actors.messages.results import Failure, Result, Waiting
+from skyrl_actors.messages.results import Completion, Failure, Result, Waiting
 from skyrl_actors.remote import NAMESPACE, ActorDied, settled
 
 R = TypeVar("R")
@@ -56,8 +56,9 @@ class ControllerClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def submit(self, request: Request) -> str:
-        return await self._call("submit", request, f"r{uuid.uuid4().hex}")
+    async def submit(self, request: Request, mark: str = "") -> str:
+        """`mark` of the owner, at the end of the request's id."""
+        return await self._call("submit", request, f"r{uuid.uuid4().hex}{mark}")
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
         """Ends in time, whatever happens to the controller meanwhile."""
@@ -88,14 +89,14 @@ class ControllerClient:
     async def capabilities(self) -> Capabilities:
         return await self._call("get_capabilities")
 
-    async def create_session(self, user_metadata: dict[str, str]) -> str:
-        return await self._call("create_session", f"s{uuid.uuid4().hex[:16]}", user_metadata)
+    async def create_session(self, user_metadata: dict[str, str], display_name: str | None = None, mark: str = "") -> str:
+        return await self._call("create_session", f"s{uuid.uuid4().hex[:16]}{mark}", user_metadata, display_name)
 
     async def heartbeat(self, session_id: str) -> None:
         await self._call("heartbeat", session_id)
 
-    async def finish_session(self, session_id: str) -> None:
-        await self._call("finish_session", session_id)
+    async def finish_session(self, session_id: str, how: str | None = None, detail: str | None = None) -> None:
+        await self._call("finish_session", session_id, how, detail)
 
     async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str | None, path: str | None) -> Sampler:
         return await self._call("open_sampler", sampler_id, session_id, base_model, path)
@@ -112,11 +113,26 @@ class ControllerClient:
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
         return await self._call("catalog", verb, *arguments)
 
-    async def sessions(self) -> list[str]:
-        return await self._call("sessions")
+    async def sessions(self) -> list[SessionEntry]:
+        return await self._call("session_catalog", "sessions")
 
-    async def session(self, session_id: str) -> dict[str, Any]:
-        return await self._call("session", session_id)
+    async def session(self, session_id: str) -> SessionEntry:
+        return await self._call("session_catalog", "session", session_id)
+
+    async def cancel_sample(self, request_id: str) -> None:
+        await self._call("cancel_sample", request_id)
+
+    async def completed(self, sampler_id: str, clone: int, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+        """Ends in time, whatever happens to the controller meanwhile."""
+        try:
+            return await self._call(
+                "completed", sampler_id, clone, cursor, timeout_s, patience_s=0.0, timeout_s=timeout_s + GRACE_S
+            )
+        except Unavailable:
+            return [], cursor
+
+    async def join_sampler(self, sampler_id: str) -> int:
+        return await self._call("join_sampler", sampler_id)
 
     async def fault(self) -> str | None:
         return await self._call("fault", patience_s=0.0)

@@ -3,73 +3,94 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from email.utils import formatdate
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from skyrl_actors.api import archives, wire
+from skyrl_actors.api.access import Caller, caller_of, readable
 from skyrl_actors.api.state import ARCHIVES, state_of
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, parse_path
 
 router = APIRouter()
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
+Scope = Literal["owned", "accessible"]
 TYPES = {"weights": "training", "sampler_weights": "sampler"}
 
 
 @router.get("/training_runs")
-async def training_runs(request: Request, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
-    runs: list[RunEntry] = await state_of(request).client.catalog("runs")
+async def training_runs(request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned") -> dict[str, Any]:
+    runs = _visible(await state_of(request).client.catalog("runs"), caller_of(request), access_scope)
     return {"training_runs": [_run(run) for run in runs[offset : offset + limit]], "cursor": _cursor(runs, limit, offset)}
 
 
+def _visible(runs: Sequence[RunEntry], caller: Caller, scope: Scope) -> list[RunEntry]:
+    """His own runs, and with "accessible" those of others in which something is published, with just that."""
+    shown = []
+    for run in runs:
+        if caller.owns(run.run_id):
+            shown.append(run)
+        elif scope == "accessible" and (public := tuple(c for c in run.checkpoints if c.public)):
+            shown.append(replace(run, checkpoints=public, user_metadata={}))
+    return shown
+
+
+async def _one_run(run_id: str, request: Request, scope: Scope = "accessible") -> RunEntry:
+    found = _visible([await state_of(request).client.catalog("run", run_id)], caller_of(request), scope)
+    if not found:
+        raise NotFound(f"no training run {run_id!r}")
+    return found[0]
+
+
 @router.get("/training_runs/{run_id}")
-async def training_run(run_id: str, request: Request) -> dict[str, Any]:
-    return _run(await state_of(request).client.catalog("run", run_id))
+async def training_run(run_id: str, request: Request, access_scope: Scope = "owned") -> dict[str, Any]:
+    return _run(await _one_run(run_id, request, access_scope))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 @router.get("/models/{run_id}/checkpoints")  # its name up to SDK 0.3
 async def run_checkpoints(run_id: str, request: Request) -> dict[str, Any]:
-    run: RunEntry = await state_of(request).client.catalog("run", run_id)
-    return {"checkpoints": [_checkpoint(entry) for entry in run.checkpoints]}
+    return {"checkpoints": [_checkpoint(entry) for entry in (await _one_run(run_id, request)).checkpoints]}
 
 
 @router.get("/checkpoints")
 async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-    entries: list[CheckpointEntry] = await state_of(request).client.catalog("checkpoints")
+    caller, found = caller_of(request), await state_of(request).client.catalog("checkpoints")
+    entries: list[CheckpointEntry] = [entry for entry in found if caller.owns(entry.run_id)]
     shown = [_checkpoint(entry) for entry in entries[offset : offset + limit]]
     return {"checkpoints": shown, "cursor": _cursor(entries, limit, offset)}
 
 
 @router.post("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def publish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
-    await state_of(request).client.catalog("set_public", _path(run_id, checkpoint), True)
+    await state_of(request).client.catalog("set_public", _own_path(run_id, checkpoint, request), True)
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def unpublish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
-    await state_of(request).client.catalog("set_public", _path(run_id, checkpoint), False)
+    await state_of(request).client.catalog("set_public", _own_path(run_id, checkpoint, request), False)
     return {}
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{checkpoint:path}/ttl")
 async def set_ttl(run_id: str, checkpoint: str, body: wire.Ttl, request: Request) -> dict[str, Any]:
-    await state_of(request).client.catalog("set_ttl", _path(run_id, checkpoint), body.ttl_seconds)
+    await state_of(request).client.catalog("set_ttl", _own_path(run_id, checkpoint, request), body.ttl_seconds)
     return {}
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{checkpoint:path}/archive")
 async def archive(run_id: str, checkpoint: str, request: Request) -> Response:
     """A redirect to a link that needs no key and ends; SDKs read both from this answer."""
-    state, path = state_of(request), _path(run_id, checkpoint)
+    state, path = state_of(request), await readable(request, _path(run_id, checkpoint))
     await state.client.checkpoint_spec(path)
     expires = int(time.time()) + archives.VALID_S
     secret = await asyncio.to_thread(archives.secret_of, state.folders.root)
@@ -90,18 +111,15 @@ async def download(run_id: str, checkpoint: str, expires: int, signature: str, r
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}")
 async def delete(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
-    await state_of(request).client.catalog("delete", _path(run_id, checkpoint))
+    await state_of(request).client.catalog("delete", _own_path(run_id, checkpoint, request))
     return {}
 
 
-@router.get("/sessions")
-async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
-    return {"sessions": (await state_of(request).client.sessions())[offset : offset + limit]}
-
-
-@router.get("/sessions/{session_id}")
-async def session(session_id: str, request: Request) -> dict[str, Any]:
-    return await state_of(request).client.session(session_id)
+def _own_path(run_id: str, checkpoint: str, request: Request) -> TinkerPath:
+    path = _path(run_id, checkpoint)
+    if not caller_of(request).owns(run_id):
+        raise NotFound(f"no checkpoint {path}")
+    return path
 
 
 def _path(run_id: str, checkpoint: str) -> TinkerPath:
@@ -118,7 +136,7 @@ def _cursor(entries: Sequence[Any], limit: int, offset: int) -> dict[str, int]:
     return {"offset": offset, "limit": limit, "total_count": len(entries)}
 
 
-def _time(seconds: float) -> str:
+def iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
@@ -127,7 +145,7 @@ def _run(run: RunEntry) -> dict[str, Any]:
     return {
         "training_run_id": run.run_id, "base_model": run.base_model, "model_owner": run.session_id,
         "is_lora": run.lora_rank is not None, "lora_rank": run.lora_rank, "corrupted": False,
-        "last_request_time": _time(run.last_time), "user_metadata": run.user_metadata,
+        "last_request_time": iso(run.last_time), "user_metadata": run.user_metadata,
         "last_checkpoint": _checkpoint(last) if last else None,
         "last_sampler_checkpoint": _checkpoint(last_sampler) if last_sampler else None,
     }  # fmt: skip
@@ -135,7 +153,7 @@ def _run(run: RunEntry) -> dict[str, Any]:
 
 def _checkpoint(entry: CheckpointEntry) -> dict[str, Any]:
     return {
-        "checkpoint_id": f"{entry.kind}/{entry.name}", "checkpoint_type": TYPES[entry.kind], "time": _time(entry.time),
+        "checkpoint_id": f"{entry.kind}/{entry.name}", "checkpoint_type": TYPES[entry.kind], "time": iso(entry.time),
         "tinker_path": entry.path, "size_bytes": entry.num_bytes, "public": entry.public, "user_metadata": entry.user_metadata,
-        "expires_at": None if entry.expires_at is None else _time(entry.expires_at),
+        "expires_at": None if entry.expires_at is None else iso(entry.expires_at),
     }  # fmt: skip

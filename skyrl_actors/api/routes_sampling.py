@@ -6,9 +6,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from skyrl_actors.api import translate, wire
-from skyrl_actors.api.state import ApiState, state_of
+from skyrl_actors.api.access import caller_of, readable
+from skyrl_actors.api.state import state_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
-from skyrl_actors.messages.paths import checked_id, sampler_id_for
+from skyrl_actors.messages.paths import checked_id, parse_path, sampler_id_for
 from skyrl_actors.messages.results import Failure, Waiting
 
 router = APIRouter()
@@ -16,34 +17,69 @@ router = APIRouter()
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(body: wire.CreateSamplingSession, request: Request) -> dict[str, Any]:
+    caller_of(request).own(body.session_id, "session")
     sampler_id = sampler_id_for(checked_id(body.session_id, "session id"), body.sampling_session_seq_id)
+    if body.model_path is not None:
+        await readable(request, parse_path(body.model_path))
     await state_of(request).client.open_sampler(sampler_id, body.session_id, body.base_model, body.model_path)
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
 
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, request: Request) -> dict[str, Any]:
-    sampler = await state_of(request).client.get_sampler(sampler_id)
+    sampler = await state_of(request).client.get_sampler(caller_of(request).own(sampler_id, "sampler"))
     return {"sampler_id": sampler.sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
 
 @router.post("/asample")
 async def asample(body: wire.Asample, request: Request) -> dict[str, Any]:
-    state = state_of(request)
-    sampler_id = body.sampling_session_id or await _direct_sampler(state, body)
+    state, caller = state_of(request), caller_of(request)
+    if body.sampling_session_id is None:
+        sampler_id = await _direct_sampler(request, body)
+    else:
+        sampler_id = caller.own(body.sampling_session_id, "sampler")
     able = await state.capabilities()
     wanted = translate.sample(body, sampler_id, able.max_sample_tokens, state.config.limits.body_bytes)
-    request_id = await state.client.submit(wanted)
+    request_id = await state.client.submit(wanted, caller.mark)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(body.num_samples)]}
 
 
-async def _direct_sampler(state: ApiState, body: wire.Asample) -> str:
+async def _direct_sampler(request: Request, body: wire.Asample) -> str:
     """A sample without a sampling session names its weights itself."""
     if body.model_path is None and body.base_model is None:
         raise InvalidRequest("asample needs sampling_session_id, model_path or base_model")
+    if body.model_path is not None:
+        await readable(request, parse_path(body.model_path))
     digest = translate.direct_sampler_id(body.base_model, body.model_path)
-    await state.client.open_sampler(digest, None, body.base_model, body.model_path)
+    await state_of(request).client.open_sampler(digest, None, body.base_model, body.model_path)
     return digest
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(body: wire.SamplerRef, request: Request) -> dict[str, Any]:
+    sampler_id = caller_of(request).own(body.sampling_session_id, "sampler")
+    return {"type": "join_sampling_session", "client_counter": await state_of(request).client.join_sampler(sampler_id)}
+
+
+@router.post("/cancel_future")
+async def cancel_future(body: wire.RequestRef, request: Request) -> dict[str, Any]:
+    """A sample that is not answered yet fails; anything else stays as it is."""
+    await state_of(request).client.cancel_sample(caller_of(request).own(body.request_id, "request"))
+    return {}
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(body: wire.RetrieveFutures, request: Request) -> dict[str, Any]:
+    """Which samples of a sampler were answered since the cursor; the answers are fetched one by one."""
+    state, target = state_of(request), body.target
+    caller_of(request).own(target.sampling_session_id, "sampler")
+    longest_s = state.config.http.long_poll_s
+    timeout_s = longest_s if body.timeout is None else min(body.timeout, longest_s)
+    found, cursor = await state.client.completed(
+        target.sampling_session_id, target.cloned_sampler_id, body.prev_cursor, timeout_s
+    )
+    states = {False: "finished", True: "failed"}
+    return {"completions": [{"state": states[one.failed], "request_id": one.request_id} for one in found], "cursor": cursor}
 
 
 @router.post("/retrieve_future")
@@ -51,6 +87,7 @@ async def retrieve_future(body: wire.RetrieveFuture, request: Request) -> Respon
     """Long poll: held until the answer is there or `long_poll_s` is over."""
     state = state_of(request)
     try:
+        caller_of(request).own(body.request_id, "request")
         result = await state.client.retrieve(body.request_id, state.config.http.long_poll_s)
     except NotFound as error:
         return JSONResponse({"detail": str(error)}, 410)

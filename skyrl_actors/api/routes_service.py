@@ -1,12 +1,16 @@
 """Sessions, health, capabilities: what a client asks before and around its work."""
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from skyrl_actors.api import wire
+from skyrl_actors.api.access import caller_of
 from skyrl_actors.api.state import ApiState, state_of
+from skyrl_actors.api.tokens import token_for
+from skyrl_actors.messages.errors import NotFound
 
 router = APIRouter()
 
@@ -14,9 +18,10 @@ router = APIRouter()
 @router.post("/client/config")
 async def client_config(request: Request) -> dict[str, Any]:
     """Flags that newer SDKs follow and older ones ignore."""
-    limits = state_of(request).config.limits
+    limits, flags = state_of(request).config.limits, state_of(request).config.http.sdk
     return {
-        "parallel_fwdbwd_chunks": False,
+        **flags.model_dump(exclude={"sample_cancel_enabled"}),
+        "pjwt_auth_enabled": bool(state_of(request).owners) and state_of(request).config.http.tokens,
         "fwdbwd_max_chunk_len": limits.datums,
         "fwdbwd_max_chunk_bytes_count": min(limits.body_bytes // 2, 32 * 2**20),
         "sample_max_concurrent_requests": limits.samples_in_flight,
@@ -24,8 +29,17 @@ async def client_config(request: Request) -> dict[str, Any]:
 
 
 @router.post("/client/dynamic_config")
-async def dynamic_config() -> dict[str, Any]:
-    return {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+async def dynamic_config(request: Request) -> dict[str, Any]:
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": state_of(request).config.http.sdk.sample_cancel_enabled}
+
+
+@router.post("/auth/token")
+async def auth_token(request: Request) -> dict[str, Any]:
+    """A key, or a token that has not ended, for a token that ends later."""
+    owner = caller_of(request).owner
+    if owner is None or not state_of(request).config.http.tokens:
+        raise NotFound("this service gives no tokens (http.tokens is off, or no keys are configured)")
+    return {"jwt": await asyncio.to_thread(token_for, state_of(request).folders.root, owner)}
 
 
 @router.get("/healthz")
@@ -54,20 +68,24 @@ async def capabilities(request: Request) -> dict[str, Any]:
 @router.post("/create_session")
 async def create_session(body: wire.CreateSession, request: Request) -> dict[str, Any]:
     metadata = {key: str(value) for key, value in body.user_metadata.items()}
-    return {"type": "create_session", "session_id": await state_of(request).client.create_session(metadata)}
+    mark = caller_of(request).mark
+    session_id = await state_of(request).client.create_session(metadata, body.display_name, mark)
+    return {"type": "create_session", "session_id": session_id}
 
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(body: wire.SessionRef, request: Request) -> JSONResponse:
-    state = state_of(request)
-    if not await state.known_session(body.session_id):
+    try:
+        await state_of(request).client.heartbeat(caller_of(request).own(body.session_id, "session"))
+    except NotFound:
         return JSONResponse({"detail": f"session {body.session_id} is over"}, 410)
     return JSONResponse({"type": "session_heartbeat"})
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish(session_id: str, request: Request) -> dict[str, Any]:
-    await state_of(request).client.finish_session(session_id)
+async def finish(session_id: str, body: wire.FinishSession, request: Request) -> dict[str, Any]:
+    caller_of(request).own(session_id, "session")
+    await state_of(request).client.finish_session(session_id, body.reason.type, body.detail)
     return {}
 
 

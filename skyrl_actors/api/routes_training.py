@@ -7,11 +7,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from skyrl_actors.api import codec, translate, wire
+from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.state import read_body, state_of
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import parse_path
-from skyrl_actors.messages.requests import ForwardBackward, Unload
+from skyrl_actors.messages.requests import ForwardBackward, ModelRequest, Unload
 
 router = APIRouter()
 THREAD_BYTES = 128 * 2**10  # larger bodies are decoded off the event loop
@@ -19,15 +20,20 @@ THREAD_BYTES = 128 * 2**10  # larger bodies are decoded off the event loop
 
 @router.post("/create_model")
 async def create_model(body: wire.CreateModel, request: Request) -> dict[str, Any]:
-    state = state_of(request)
-    wanted = translate.create_model(body, state.config.lora.alpha)
-    return {"request_id": await state.client.submit(wanted), "model_id": wanted.model_id}
+    return await _submitted(request, translate.create_model(body, state_of(request).config.lora.alpha))
+
+
+async def _submitted(request: Request, wanted: ModelRequest) -> dict[str, Any]:
+    """To be resolved at /retrieve_future. A new model's id begins with that of its session."""
+    caller = caller_of(request)
+    caller.own(wanted.model_id, "model")
+    return {"request_id": await state_of(request).client.submit(wanted, caller.mark), "model_id": wanted.model_id}
 
 
 @router.post("/get_info")
 async def get_info(body: wire.ModelRef, request: Request) -> dict[str, Any]:
     state = state_of(request)
-    spec = (await state.client.get_model(body.model_id)).spec
+    spec = (await state.client.get_model(caller_of(request).own(body.model_id, "model"))).spec
     able = await state.capabilities()
     return {
         "type": "get_info",
@@ -67,44 +73,39 @@ async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
         return codec.forward_backward_from_json(content, forward_only, limit)
 
     wanted = await asyncio.to_thread(decode) if len(body) > THREAD_BYTES else decode()
-    return {"request_id": await state.client.submit(wanted), "model_id": wanted.model_id}
+    return await _submitted(request, wanted)
 
 
 @router.post("/optim_step")
 async def optim_step(body: wire.OptimStep, request: Request) -> dict[str, Any]:
-    return {"request_id": await state_of(request).client.submit(translate.optim_step(body)), "model_id": body.model_id}
+    return await _submitted(request, translate.optim_step(body))
 
 
 @router.post("/save_weights")
 async def save_weights(body: wire.SaveWeights, request: Request) -> dict[str, Any]:
-    return {
-        "request_id": await state_of(request).client.submit(translate.save_weights(body)),
-        "model_id": body.model_id,
-    }
+    return await _submitted(request, translate.save_weights(body))
 
 
 @router.post("/save_weights_for_sampler")
 async def save_for_sampler(body: wire.SaveForSampler, request: Request) -> dict[str, Any]:
-    return {
-        "request_id": await state_of(request).client.submit(translate.save_for_sampler(body)),
-        "model_id": body.model_id,
-    }
+    return await _submitted(request, translate.save_for_sampler(body))
 
 
 @router.post("/load_weights")
 async def load_weights(body: wire.LoadWeights, request: Request) -> dict[str, Any]:
     wanted = translate.load_weights(body)
-    return {"request_id": await state_of(request).client.submit(wanted), "model_id": wanted.model_id}
+    await readable(request, parse_path(body.path), body.weights_access_token)
+    return await _submitted(request, wanted)
 
 
 @router.post("/unload_model")
 async def unload_model(body: wire.ModelRef, request: Request) -> dict[str, Any]:
-    return {"request_id": await state_of(request).client.submit(Unload(body.model_id)), "model_id": body.model_id}
+    return await _submitted(request, Unload(body.model_id))
 
 
 @router.post("/weights_info")
 async def weights_info(body: wire.TinkerPathRef, request: Request) -> dict[str, Any]:
-    path = parse_path(body.tinker_path)
+    path = await readable(request, parse_path(body.tinker_path))
     spec: ModelSpec = await state_of(request).client.checkpoint_spec(path)
     answer: dict[str, Any] = {"base_model": spec.base_model, "is_lora": spec.lora is not None}
     if spec.lora:

@@ -9,8 +9,9 @@ from skyrl_actors.api import codec
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.keys import known_keys
 from skyrl_actors.controller.checkpoints import CheckpointFolders
-from skyrl_actors.messages.errors import NotFound, SkyrlActorsError
+from skyrl_actors.messages.errors import SkyrlActorsError
 
 HEALTH_TIMEOUT_S = 5.0
 ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
@@ -21,6 +22,10 @@ class ApiState:
     config: ClusterConfig
     client: ControllerClient
     _capabilities: Capabilities | None = field(default=None)
+    owners: dict[str, str] = field(init=False)  # hash of an API key -> its owner
+
+    def __post_init__(self) -> None:
+        self.owners = {key.digest: key.owner for key in known_keys(self.config.http.api_keys)}
 
     @property
     def folders(self) -> CheckpointFolders:
@@ -39,13 +44,6 @@ class ApiState:
             return f"the controller did not answer within {HEALTH_TIMEOUT_S:.0f} s"
         except SkyrlActorsError as error:
             return str(error)
-
-    async def known_session(self, session_id: str) -> bool:
-        try:
-            await self.client.heartbeat(session_id)
-        except NotFound:
-            return False
-        return True
 
 
 def state_of(request: Request) -> ApiState:

@@ -1,5 +1,6 @@
 """The JSON bodies of the protocol, as lenient as its clients need: nulls mean "not given", unknown fields are ignored."""
 
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,6 +19,16 @@ class CreateSession(Body):
     tags: list[str] = []
     user_metadata: dict[str, Any] = {}
     sdk_version: str = ""
+    display_name: str | None = None
+
+
+class FinishReason(Body):
+    type: str = Field(default="success", max_length=40)
+
+
+class FinishSession(Body):
+    reason: FinishReason = FinishReason()
+    detail: str | None = Field(default=None, max_length=10_000)
 
 
 class SessionRef(Body):
@@ -96,6 +107,7 @@ class LoadWeights(Body):
     model_seq_id: int | None = Field(default=None, ge=0)
     seq_id: int | None = None
     optimizer: bool = True
+    weights_access_token: str | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     user_metadata: dict[str, Any] = {}
 
@@ -139,6 +151,40 @@ class Asample(Body):
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool = False
+
+
+class SamplerRef(Body):
+    sampling_session_id: str
+
+
+class RequestRef(Body):
+    request_id: str
+
+
+class FuturesTarget(Body):
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(default=0, ge=0)
+
+
+class RetrieveFutures(Body):
+    target: FuturesTarget
+    prev_cursor: int = 0
+    timeout: float | None = Field(default=None, ge=0)
+    retrieved_request_ids: list[str] = []
+
+
+class SearchCursor(Body):
+    last_created_at: datetime
+    last_session_id: str
+
+
+class SearchSessions(Body):
+    session_id: str | None = None
+    display_name: str | None = Field(default=None, min_length=1)
+    user_metadata: dict[str, str] = {}
+    statuses: list[dict[str, Any]] | None = None
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SearchCursor | None = None
 
 
 class RetrieveFuture(Body):

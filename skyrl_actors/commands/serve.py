@@ -150,7 +150,7 @@ def url(config: ClusterConfig) -> str:
 
 
 def _say_how_to_use(config: ClusterConfig) -> None:
-    key = config.http.api_keys[0] if config.http.api_keys else "tml-local"
+    key = "<one of your keys>" if config.http.api_keys else "tml-local"
     console.print(f"\nserving {config.base_model.name} at [bold]{url(config)}[/bold]")
     console.print(f"  export TINKER_BASE_URL={url(config)}\n  export TINKER_API_KEY={key}")
     name = "" if config.name == "skyrl-actors" else f" --name {config.name}"

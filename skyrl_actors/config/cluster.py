@@ -5,10 +5,11 @@ Every choice is a tagged union; rules that span sections are checked here, befor
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from skyrl_actors.config import keys
 from skyrl_actors.config.base import FrozenConfig
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -154,7 +155,10 @@ class LimitsConfig(FrozenConfig):
     body_bytes: int = Field(default=64 * 2**20, ge=1024, description="of a request, also after decompression")
     datums: int = Field(default=1024, ge=1)
     num_samples: int = Field(default=256, ge=1)
-    open_requests: int = Field(default=20_000, ge=1)
+    open_requests: int = Field(default=20_000, ge=1, description="accepted and not yet answered, of all clients")
+    open_requests_per_key: int = Field(default=10_000, ge=1)
+    sessions_per_key: int = Field(default=1000, ge=1)
+    models_per_key: int = Field(default=64, ge=1)
     samples_in_flight: int = Field(default=512, ge=1)
     full_sampler_versions: int = Field(
         default=4, ge=1, description="unnamed full-weight samplers kept for a model; older ones are refused"
@@ -164,21 +168,62 @@ class LimitsConfig(FrozenConfig):
     session_timeout_s: float = Field(default=600.0, gt=0, description="silence after which a session's models are freed")
 
 
+class SdkFlags(FrozenConfig):
+    """What SDKs are told of how to speak to this service, under the protocol's own names."""
+
+    parallel_fwdbwd_chunks: bool = Field(default=False, description="chunks of one batch at once; here they are computed in turn")
+    proto_compress_fwdbwd: bool = Field(default=False, description="zstd bodies, for slow networks")
+    proto_write_fwdbwd: bool = Field(default=False, description="protobuf bodies from SDK 0.22.7 to 0.24 too")
+    fwd_via_fwdbwd: bool = Field(default=False, description="the same for forward")
+    create_model_via_load_weights: bool = Field(
+        default=False, description="one request for a model from a checkpoint, SDK 0.24.1 on"
+    )
+    sample_use_retrieve_futures: bool = Field(default=False, description="one poll for all samples of a sampler")
+    sample_join_sampling_session: bool = Field(default=False, description="copies of a sampling client ask for their number")
+    sample_cancel_enabled: bool = Field(default=True, description="samples whose answer nobody waits for are ended")
+    use_pyqwest_transport: bool = True
+
+
 class HttpConfig(FrozenConfig):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     replicas: int = Field(default=2, ge=1, description="ingress processes; with two, one may die unnoticed")
     long_poll_s: float = Field(default=30.0, gt=0, le=40)
-    api_keys: tuple[str, ...] = Field(default=(), description="allowed X-API-Key values; none = any key")
+    api_keys: tuple[str, ...] = Field(
+        default=(), description="allowed X-API-Key values as [name=]key or [name=]sha256:<hex>, kept as hashes; none = any key"
+    )
+    api_keys_file: Path | None = Field(default=None, description="the same, one a line")
+    tokens: bool = Field(default=False, description="SDKs change their key for a token that ends (their flag pjwt_auth_enabled)")
     open_to_network: bool = Field(default=False, description="listen beyond this machine although no API keys are set")
+    sdk: SdkFlags = SdkFlags()
     haproxy: bool = Field(default=True, description="Ray Serve's HAProxy edge instead of its Python proxy")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_keys_of_file(cls, data: object) -> object:
+        content = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+        file = content.get("api_keys_file")
+        if file is None:
+            return content or data
+        try:
+            found = keys.entries_in(Path(file).expanduser().read_text())
+        except OSError as error:
+            raise ValueError(f"api_keys_file {file}: {error.strerror}") from None
+        if not found:
+            raise ValueError(f"api_keys_file {file} has no key; write one [name=]key a line")
+        return content | {"api_keys": [*(content.get("api_keys") or ()), *found]}
+
+    @field_validator("api_keys")
+    @classmethod
+    def _hashed(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(keys.hashed(entry) for entry in entries))
 
     @model_validator(mode="after")
     def _network_needs_keys(self) -> "HttpConfig":
         if not (_is_loopback(self.host) or self.api_keys or self.open_to_network):
             raise ValueError(
                 f"host {self.host} is open to the network and api_keys is empty: anybody could use the service. Set "
-                "http.api_keys=[tml-…], or http.open_to_network=true if that is meant"
+                "http.api_keys=[tml-…], http.api_keys_file or SKYRL_ACTORS_API_KEYS, or http.open_to_network=true if that is meant"
             )
         return self
 

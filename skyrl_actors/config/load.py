@@ -3,6 +3,7 @@
 `extends: other.yaml` (a path beside the file) may stand in any mapping; that file's content is merged below it.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
@@ -18,12 +19,13 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError
 
 C = TypeVar("C", bound=FrozenConfig)
+KEYS_VARIABLE = "SKYRL_ACTORS_API_KEYS"  # API keys, comma-separated
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = ClusterConfig) -> C:
     """Read `path`, apply `key.sub=value` overrides, validate against `schema`.
 
-    Raises ConfigError listing every fault with its key, what was given and what is allowed.
+    Keys of the environment variable SKYRL_ACTORS_API_KEYS are added to http.api_keys. Raises ConfigError listing every fault with its key, what was given and what is allowed.
     """
     source = Path(path)
     merged = OmegaConf.create(_read(source, ()))
@@ -32,6 +34,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Clus
             raise ConfigError(f"override {text!r}: write key.sub=value")
     try:
         merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
+        if schema is ClusterConfig and (keys := os.environ.get(KEYS_VARIABLE)):
+            given: list[str] = list(OmegaConf.select(merged, "http.api_keys") or ())
+            merged = OmegaConf.merge(merged, {"http": {"api_keys": [*given, *keys.split(",")]}})
         plain = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{source}: {error}") from error
@@ -75,6 +80,8 @@ def _explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
     if detail["type"] == "extra_forbidden":
         allowed = _fields_at(schema, detail["loc"][:-1])
         message = "unknown key" + (f"; allowed here: {', '.join(allowed)}" if allowed else "")
+    elif "api_keys" in detail["loc"]:
+        pass  # what was given is a secret
     elif detail["type"] not in ("value_error", "missing"):
         message = f"{message} (got {detail['input']!r})"
     return f"  {key}: {message}"

@@ -12,12 +12,12 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.journal.build import build_journal
-from skyrl_actors.messages.catalog import CatalogVerb
+from skyrl_actors.messages.catalog import CatalogVerb, SessionVerb
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
-from skyrl_actors.messages.results import Result, Waiting
+from skyrl_actors.messages.results import Completion, Result, Waiting
 from skyrl_actors.observe.log import set_up_logging
 
 log = logging.getLogger(__name__)
@@ -79,17 +79,17 @@ class ControllerActor:
         await self._up()
         return self.controller.able
 
-    async def create_session(self, session_id: str, user_metadata: dict[str, str]) -> str:
+    async def create_session(self, session_id: str, user_metadata: dict[str, str], display_name: str | None) -> str:
         await self._up()
-        return await self.controller.create_session(session_id, user_metadata)
+        return await self.controller.create_session(session_id, user_metadata, display_name)
 
     async def heartbeat(self, session_id: str) -> None:
         await self._up()
         self.controller.heartbeat(session_id)
 
-    async def finish_session(self, session_id: str) -> None:
+    async def finish_session(self, session_id: str, how: str | None, detail: str | None) -> None:
         await self._up()
-        await self.controller.finish_session(session_id)
+        await self.controller.finish_session(session_id, how, detail)
 
     async def submit(self, request: Request, request_id: str) -> str:
         await self._up()
@@ -120,13 +120,21 @@ class ControllerActor:
         await self._up()
         return await self.controller.catalog(verb, *arguments)
 
-    async def sessions(self) -> list[str]:
+    async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
         await self._up()
-        return await self.controller.sessions()
+        return await self.controller.session_catalog(verb, *arguments)
 
-    async def session(self, session_id: str) -> dict[str, Any]:
+    async def cancel_sample(self, request_id: str) -> None:
         await self._up()
-        return await self.controller.session(session_id)
+        self.controller.cancel_sample(request_id)
+
+    async def completed(self, sampler_id: str, clone: int, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+        await self._up()
+        return await self.controller.completed(sampler_id, clone, cursor, timeout_s)
+
+    async def join_sampler(self, sampler_id: str) -> int:
+        await self._up()
+        return self.controller.join_sampler(sampler_id)
 
     async def fault(self) -> str | None:
         if self._starting is None:  # made anew, and nobody else has asked for anything yet

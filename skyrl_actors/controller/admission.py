@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import CapacityError, InvalidRequest
 from skyrl_actors.messages.model import ROLES, AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import ForwardBackward, Request, Sample
 
 MIN_TEMPERATURE = 0.0
@@ -20,6 +22,13 @@ LARGEST_INT = 2**62  # of numbers that only name something
 def check_seq_id(seq_id: int | None) -> None:
     if seq_id is not None and not 0 <= seq_id <= LARGEST_INT:
         raise InvalidRequest(f"seq_id {seq_id}: use 0 to 2^62")
+
+
+def check_count(ids: Iterable[str], new_id: str, limit: int, what: str) -> None:
+    """Of the holder of one API key."""
+    owner = owner_of(new_id)
+    if sum(owner_of(known) == owner for known in ids) >= limit:
+        raise CapacityError(f"{limit} {what} of this API key are alive, the most one may have; finish a session first")
 
 
 def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities, alive: list[ModelSpec]) -> None:

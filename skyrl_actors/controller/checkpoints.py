@@ -74,6 +74,10 @@ class CheckpointFolders:
     def set_public(self, path: TinkerPath, public: bool) -> None:
         self._write_about(self.existing(path), public=public)
 
+    def is_public(self, path: TinkerPath) -> bool:
+        folder = self.folder(path)
+        return bool(_about(folder).get("public")) and not self._is_expired(folder)
+
     def delete(self, path: TinkerPath) -> None:
         self._remove(self.existing(path))
 
@@ -97,7 +101,7 @@ class CheckpointFolders:
             rank = spec.lora.rank if spec.lora else None
             entry = asdict(RunEntry(spec.model_id, session_id, spec.base_model, rank, self._wall(), user_metadata))
             del entry["checkpoints"]
-            _write_json(folder / RUN_FILE, entry)
+            write_json(folder / RUN_FILE, entry)
 
     def runs(self) -> list[RunEntry]:
         """Newest first."""
@@ -139,7 +143,7 @@ class CheckpointFolders:
         return end is not None and end <= self._wall()
 
     def _write_about(self, folder: Path, **changes: Any) -> None:
-        _write_json(folder / ABOUT_FILE, _about(folder) | changes)
+        write_json(folder / ABOUT_FILE, _about(folder) | changes)
 
     def _remove(self, folder: Path) -> None:
         """Gone at once, whatever the size."""
@@ -165,7 +169,7 @@ def _about(folder: Path) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
     staging = file.with_name(f".{file.name}.partial")
     staging.write_text(json.dumps(content, indent=2))
     staging.replace(file)

@@ -17,25 +17,28 @@ from typing import Any
 
 from skyrl_actors.backends.base import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller import admission, restart
+from skyrl_actors.controller import admission, housekeeping, restart
 from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.lanes import Lanes, seeded
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
 from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.recovery import Progress, Recovery
+from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
 from skyrl_actors.controller.waiters import ResultTable
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SamplerOpened, SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.catalog import CatalogVerb
-from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, NotFound, SkyrlActorsError, Unavailable
+from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
+from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
-from skyrl_actors.messages.results import Failure, Result, Waiting
+from skyrl_actors.messages.results import Completion, Failure, Result, Waiting
 
 log = logging.getLogger(__name__)
+FIRST_JOIN_S = 1_750_000_000  # the SDK multiplies the number by 10^9 and keeps it in 64 bits
 
 
 class Controller:
@@ -44,18 +47,21 @@ class Controller:
         self.backend = backend
         self.journal = journal
         self.tenants = TenantTable()
-        self.queue = RequestQueue(config.limits.open_requests)
+        self.queue = RequestQueue(config.limits.open_requests, config.limits.open_requests_per_key)
         self.results = ResultTable(config.limits.result_ttl_s)
         self.started_at = wall()
         self.capabilities: Capabilities | None = None
         self.epoch = 0
         self.wall = wall
         self._closing = False
+        self._last_joined = 0
         folders = CheckpointFolders(Path(config.checkpoint_dir))
+        self._sessions = SessionCatalog(self.tenants, folders, wall)
         self._ledger = Ledger(journal, self.queue, self.results, wall)
         self._recovery = Recovery(config, backend, journal, self.tenants, folders)
         self._executor = Executor(config, backend, self.tenants, folders, self._recovery.fork)
-        self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery)
+        self.completions = Completions()
+        self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery, self.completions)
 
     async def start(self) -> Capabilities:
         """Take the journal, the parts that run already, and up what an earlier controller owed."""
@@ -63,13 +69,16 @@ class Controller:
         books = await self.journal.open(holder)
         self.epoch = books.epoch
         able = await self.backend.start(books.epoch)
-        owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery)
+        self.completions.begin(books.epoch)
+        owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery, self.completions)
         # Not before the tables are full: a model would be restored to where it stood half-way through them.
         self.backend.on_lost = self._bring_back_role
         self.capabilities = able
         await self._resume(owed)
-        self._lanes.spawn(self._free_silent_sessions())
-        self._lanes.spawn(self._sweep())
+        timeout_s, keep = self.config.limits.session_timeout_s, self.config.journal
+        self._lanes.spawn(housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s))
+        folders = self._executor.folders
+        self._lanes.spawn(housekeeping.sweep(folders, self._sessions, self.journal, keep.sweep_s, keep.retention_s))
         return able
 
     async def _resume(self, owed: list[Op]) -> None:
@@ -114,12 +123,17 @@ class Controller:
             raise Unavailable("the service is still starting; try again")
         return self.capabilities
 
-    async def create_session(self, session_id: str | None = None, user_metadata: dict[str, str] | None = None) -> str:
+    async def create_session(
+        self, session_id: str | None = None, user_metadata: dict[str, str] | None = None, display_name: str | None = None
+    ) -> str:
         """Idempotent by id."""
         self.able  # noqa: B018  not before the journal is open
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
-            await self.journal.write(SessionOpened(session_id, dict(user_metadata or {}), self.wall()))
+            admission.check_count(self.tenants.sessions, session_id, self.config.limits.sessions_per_key, "sessions")
+            note = SessionNote(session_id, self.wall(), dict(user_metadata or {}), display_name)
+            await self._executor.on_disk(self._sessions.opened, note)
+            await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))
             self.tenants.sessions[session_id] = Session(session_id, self._now(), dict(user_metadata or {}))
         return session_id
 
@@ -130,8 +144,11 @@ class Controller:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def finish_session(self, session_id: str) -> None:
-        """Free the models and samplers of a session; what it had queued fails. Finishing twice is fine."""
+    async def finish_session(self, session_id: str, how: str | None = None, detail: str | None = None) -> None:
+        """Free the models and samplers of a session; what it had queued fails. Finishing twice is fine. `how` the client says
+        that it ended."""
+        if how is not None:
+            await self._executor.on_disk(self._sessions.finished, session_id, how, detail)
         if session_id in self.tenants.sessions:
             await self._ledger.insist(SessionEnded(session_id, self.wall()))
             self.tenants.sessions.pop(session_id, None)
@@ -213,6 +230,7 @@ class Controller:
             if (known := self.queue.known(model_id, 0, digest)) is not None:
                 return await self._ledger.accepted_before(known)
             self.tenants.session(request.session_id)
+        admission.check_count(self.tenants.models, model_id, self.config.limits.models_per_key, "models")
         alive = [model.spec for model in self.tenants.models.values()]
         admission.check_spec(spec, self.config, self.able, alive)
         request = replace(request, spec=spec)
@@ -266,6 +284,21 @@ class Controller:
         except Corrupt as error:  # final: asking again would not mend it
             return Failure.of(error)
 
+    def cancel_sample(self, request_id: str) -> None:
+        """It fails, unless it was answered before; what is unknown or trains is left alone."""
+        self._lanes.cancel_sample(request_id)
+
+    async def completed(self, sampler_id: str, clone: int, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+        self.able  # noqa: B018
+        self.tenants.sampler(sampler_id)
+        return await self.completions.after(sampler_id, clone, cursor, timeout_s)
+
+    def join_sampler(self, sampler_id: str) -> int:
+        """A number that no other copy of this sampler's client has: seconds, so that a restart needs no memory of it."""
+        self.tenants.sampler(sampler_id)
+        self._last_joined = max(self._last_joined + 1, int(self.wall()) - FIRST_JOIN_S)
+        return self._last_joined
+
     def waiting(self) -> Waiting:
         """What to tell a client whose answer is not there yet."""
         reason = self.journal.trouble or self.fault()
@@ -297,20 +330,8 @@ class Controller:
         """Runs and checkpoints: files, so in a thread."""
         return await asyncio.to_thread(getattr(self._executor.folders, verb), *arguments)
 
-    async def sessions(self) -> list[str]:
-        """Those that are open, and those that left training runs; newest first."""
-        runs = await self.catalog("runs")
-        return list(dict.fromkeys([*reversed(self.tenants.sessions), *(run.session_id for run in runs)]))
-
-    async def session(self, session_id: str) -> dict[str, Any]:
-        runs = [run.run_id for run in await self.catalog("runs") if run.session_id == session_id]
-        known = self.tenants.sessions.get(session_id)
-        if known is None and not runs:
-            raise NotFound(f"unknown session {session_id!r}")
-        return {
-            "training_run_ids": runs, "sampler_ids": [s.sampler_id for s in self.tenants.samplers_of(session_id)],
-            "user_metadata": known.user_metadata if known else None,
-        }  # fmt: skip
+    async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._sessions, verb), *arguments)
 
     def fault(self) -> str | None:
         """Why a request would not be served now; None when it would."""
@@ -357,25 +378,3 @@ class Controller:
         await self._recovery.close()
         await self.backend.detach()
         await self.journal.close()
-
-    async def _free_silent_sessions(self) -> None:
-        timeout_s = self.config.limits.session_timeout_s
-        while True:
-            await asyncio.sleep(timeout_s / 10)
-            for session_id in self.tenants.silent_sessions(self._now(), timeout_s):
-                log.warning("session %s was silent for %.0f s: its models are freed", session_id, timeout_s)
-                try:
-                    await self.finish_session(session_id)
-                except SkyrlActorsError as error:
-                    log.error("session %s was not freed: %s", session_id, error)
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.journal.sweep_s)
-            try:
-                await asyncio.to_thread(self._executor.folders.sweep)
-                freed = await self.journal.sweep()
-                if freed:
-                    log.info("swept %.1f MiB out of the journal", freed / 2**20)
-            except InternalError as error:
-                log.warning("%s", error)

@@ -51,11 +51,11 @@ class Executor:
         result: rs.Result = rs.ModelCreated(request.model_id)
         if request.from_path:
             result = await self._fill(request.spec, op.number, request.from_path, request.with_optimizer)
-        await self._on_disk(self.folders.note_run, request.spec, request.session_id, request.user_metadata)
+        await self.on_disk(self.folders.note_run, request.spec, request.session_id, request.user_metadata)
         self.tenants.models[request.model_id].ready = True
         return Outcome(result, "applied")
 
-    async def _on_disk(self, write: Callable[..., None], *arguments: Any) -> None:
+    async def on_disk(self, write: Callable[..., None], *arguments: Any) -> None:
         """A disk that takes nothing now may take it later: the operation waits."""
         try:
             await asyncio.to_thread(write, *arguments)
@@ -109,7 +109,7 @@ class Executor:
         folder = self.folders.new(path, request.overwrite, op.request_id)
         if not self.folders.saved_by(folder, op.request_id):
             await self.backend.save_checkpoint(model.spec, op.reading, str(folder), with_optimizer=True, mark=op.request_id)
-        await self._on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
+        await self.on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
         return Outcome(rs.Saved(str(path), str(folder)))
 
     async def save_for_sampler(self, op: Op, request: rq.SaveForSampler) -> Outcome:
@@ -120,7 +120,7 @@ class Executor:
             folder = self.folders.new(path, False, op.request_id)
             if not self.folders.saved_by(folder, op.request_id):
                 await self.backend.save_checkpoint(model.spec, op.reading, str(folder), with_optimizer=False, mark=op.request_id)
-            await self._on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
+            await self.on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
             return Outcome(rs.SamplerSaved(None, str(path), str(path)))
         if request.sampler_id is None:
             raise InternalError("save_for_sampler needs a name or a sampler id")

@@ -11,13 +11,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
 from skyrl_actors.controller.recovery import Progress, Recovery
+from skyrl_actors.controller.slots import FairSlots
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, Unavailable, UserError
+from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.results import Failure
 
 log = logging.getLogger(__name__)
@@ -26,7 +29,9 @@ FAULTY_ATTEMPTS = 2  # of an operation that raises in ranks that stay alive
 
 
 class Lanes:
-    def __init__(self, ledger: Ledger, tenants: TenantTable, executor: Executor, recovery: Recovery):
+    def __init__(
+        self, ledger: Ledger, tenants: TenantTable, executor: Executor, recovery: Recovery, completions: Completions
+    ):  # fmt: skip
         self.ledger = ledger
         self.queue = ledger.queue
         self.tenants = tenants
@@ -34,7 +39,10 @@ class Lanes:
         self.recovery = recovery
         self.config = executor.config
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sample_slots = asyncio.Semaphore(self.config.limits.samples_in_flight)
+        self.completions = completions
+        self._sample_slots = FairSlots(self.config.limits.samples_in_flight)
+        self._sampling: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()
 
     def start_next(self, line: str) -> None:
         request_id = self.queue.next(line)
@@ -43,7 +51,13 @@ class Lanes:
 
     def start_sample(self, op: Op, sampler: Sampler) -> None:
         sampler.users += 1
-        self.spawn(self._run_sample(op, sampler))
+        self._sampling[op.request_id] = self.spawn(self._run_sample(op, sampler))
+
+    def cancel_sample(self, request_id: str) -> None:
+        task = self._sampling.get(request_id)
+        if task is not None:
+            self._cancelled.add(request_id)
+            task.cancel()
 
     async def _run(self, op: Op, line: str) -> None:
         progress = self.recovery.progress.setdefault(line, Progress(op.number))
@@ -176,11 +190,20 @@ class Lanes:
         try:
             request = await self._request(op)
             assert isinstance(request, rq.Sample)
-            async with self._sample_slots:
+            tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
+            async with self._sample_slots.hold(tenant):
                 outcome = await self._sampled(op, request, sampler)
+        except asyncio.CancelledError:
+            if op.request_id not in self._cancelled:
+                raise
+            asyncio.current_task().uncancel()  # type: ignore[union-attr]
+            outcome = Outcome(Failure("cancelled by its client", "user", "Cancelled"))
         except Exception as error:  # noqa: BLE001  the lane's boundary
             outcome = self._failed(op, error)
+        del self._sampling[op.request_id]  # from here on it is answered, not cancelled
+        self._cancelled.discard(op.request_id)
         await self.ledger.answer(op, outcome)
+        self.completions.note(op.stream, request_seq_id(op), op.request_id, isinstance(outcome.result, Failure))
         await self.release(sampler)
 
     async def release(self, sampler: Sampler) -> None:
@@ -224,6 +247,7 @@ class Lanes:
     async def _free(self, sampler: Sampler) -> None:
         await self.ledger.insist(SamplerRetired(sampler.sampler_id))
         self.queue.forget(sampler.sampler_id)
+        self.completions.forget(sampler.sampler_id)
         if sampler.owner is not None:  # named checkpoints keep their files
             try:
                 await self.executor.backend.drop_sampler(sampler.weights)
@@ -252,15 +276,20 @@ class Lanes:
             log.error("request %s failed: %s", op.request_id, error, exc_info=not isinstance(error, SkyrlActorsError))
         return Outcome(Failure.of(error))
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def request_seq_id(op: Op) -> int | None:
+    return op.header.seq_id if op.header else getattr(op.request, "seq_id", None)
 
 
 def seeded(request: rq.Sample, request_id: str) -> rq.Sample:

@@ -6,25 +6,29 @@
 2. Requests of different models are independent.
 3. The same (stream, seq_id) with the same body is the same request: it gets the first request id and runs once. With
    another body it is a Conflict. The newest `REMEMBERED` numbers of a stream are known; retries come within minutes.
-4. No more than `limit` requests are open; one more is a CapacityError, which clients try again.
+4. No more than `limit` requests are open, and no more than `limit_per_key` of the holder of one API key; one more is a
+   CapacityError, which clients try again.
 5. A request is reserved when it arrives and starts only when it was confirmed: written where no crash can lose it. One
    that could not be written is withdrawn, as if it had never come.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 from skyrl_actors.messages.errors import CapacityError, Conflict
+from skyrl_actors.messages.paths import owner_of
 
 REMEMBERED = 10_000
 
 
 class RequestQueue:
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, limit_per_key: int):
         self.limit = limit
+        self.limit_per_key = limit_per_key
         self._lines: dict[str, deque[str]] = {}
         self._running: set[str] = set()
         self._accepted: dict[str, OrderedDict[int, tuple[int, str]]] = {}  # stream -> seq_id -> (digest, request id)
         self._open: set[str] = set()
+        self._open_of_key: Counter[str] = Counter()
         self._unconfirmed: set[str] = set()
 
     @property
@@ -49,8 +53,11 @@ class RequestQueue:
         """Take a new request; `line` is the model whose order it keeps, None for one that may start at once."""
         if bounded and len(self._open) >= self.limit:
             raise CapacityError(f"{self.limit} requests are open, the most this service takes; try again later")
+        if bounded and self._open_of_key[owner_of(request_id)] >= self.limit_per_key:
+            raise CapacityError(f"{self.limit_per_key} requests of this API key are open, the most one may have; try again later")
         self.remember(request_id, stream, seq_id, digest)
         self._open.add(request_id)
+        self._open_of_key[owner_of(request_id)] += 1
         self._unconfirmed.add(request_id)
         if line is not None:
             self._lines.setdefault(line, deque()).append(request_id)
@@ -66,7 +73,7 @@ class RequestQueue:
         self._unconfirmed.discard(request_id)
 
     def withdraw(self, request_id: str, stream: str, seq_id: int | None, line: str | None) -> None:
-        self._open.discard(request_id)
+        self._close(request_id)
         self._unconfirmed.discard(request_id)
         if seq_id is not None:
             self._accepted.get(stream, OrderedDict()).pop(seq_id, None)
@@ -93,11 +100,20 @@ class RequestQueue:
         staying = deque(request_id for request_id in waiting if request_id in self._unconfirmed)
         if staying:
             self._lines[line] = staying
-        self._open.difference_update(gone)
+        for request_id in gone:
+            self._close(request_id)
         return gone
 
+    def _close(self, request_id: str) -> None:
+        if request_id in self._open:
+            self._open.remove(request_id)
+            owner = owner_of(request_id)
+            self._open_of_key[owner] -= 1
+            if not self._open_of_key[owner]:
+                del self._open_of_key[owner]
+
     def finish(self, request_id: str, line: str | None) -> None:
-        self._open.discard(request_id)
+        self._close(request_id)
         if line is not None:
             self._running.discard(line)
 

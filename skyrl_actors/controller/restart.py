@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.ledger import Ledger, Op
 from skyrl_actors.controller.queue import REMEMBERED
 from skyrl_actors.controller.recovery import Progress, Recovery
@@ -15,7 +16,9 @@ from skyrl_actors.messages.results import Failure
 log = logging.getLogger(__name__)
 
 
-async def take_up(books: Books, ledger: Ledger, tenants: TenantTable, recovery: Recovery) -> list[Op]:
+async def take_up(
+    books: Books, ledger: Ledger, tenants: TenantTable, recovery: Recovery, completions: Completions
+) -> list[Op]:  # fmt: skip
     """Fill the tables; returns the operations that were promised and not answered, in order."""
     now = asyncio.get_running_loop().time()
     ledger.next_number = books.next_number
@@ -32,6 +35,8 @@ async def take_up(books: Books, ledger: Ledger, tenants: TenantTable, recovery: 
             owed.append(ledger.take_up(header, line))
             continue
         ledger.queue.remember(header.request_id, header.stream, header.seq_id, header.digest)
+        if header.kind == "Sample":
+            completions.note(header.stream, header.seq_id, header.request_id, header.failed)
         if header.model_id in tenants.models:
             await _history(header, ledger, tenants, recovery)
     for s in books.samplers:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-CatalogVerb = Literal["runs", "run", "checkpoints", "set_public", "set_ttl", "delete"]
+SessionVerb = Literal["sessions", "session"]
+CatalogVerb = Literal["runs", "run", "checkpoints", "is_public", "set_public", "set_ttl", "delete"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +43,25 @@ class RunEntry:
 
     def last(self, kind: str) -> CheckpointEntry | None:
         return next((checkpoint for checkpoint in self.checkpoints if checkpoint.kind == kind), None)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionNote:
+    """What a client said of its session, and how it ended."""
+
+    session_id: str
+    created_at: float  # seconds since the epoch
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+    display_name: str | None = None
+    finished: str | None = None  # success, errored or interrupted, as the client said; None: it did not say
+    detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEntry:
+    note: SessionNote
+    status: str | None  # active, or how it finished; None: it fell silent
+    run_ids: tuple[str, ...]
+    sampler_ids: tuple[str, ...]  # of those that are open
+    num_checkpoints: int
+    num_bytes: int

@@ -15,6 +15,7 @@ KINDS: dict[str, Kind] = {"weights": "weights", "sampler_weights": "sampler_weig
 CHECKPOINT_KINDS = ("weights", "sampler_weights")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_MARK = re.compile(r"[0-9a-f]k([0-9a-f]{10})$")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|steps)/([^/]+)")
 
 
@@ -54,6 +55,17 @@ def parse_path(text: str) -> TinkerPath:
     if kind == "steps" and not (name.isascii() and name.isdecimal() and len(name) <= 9):
         raise InvalidRequest(f"{text[:200]!r}: a past step is a number, tinker://<model id>/steps/<n>")
     return TinkerPath(checked_id(model_id, "model id"), KINDS[kind], checked_name(name))
+
+
+def owner_mark(owner: str) -> str:
+    """Stands at the end of ids that are made for the holder of an API key."""
+    return f"k{owner}"
+
+
+def owner_of(text: str) -> str:
+    """Of a session, model, sampler, run or request id; "" when it was made without a key."""
+    match = _MARK.search(text.partition(":")[0])
+    return match.group(1) if match else ""
 
 
 def model_id_for(session_id: str, seq: int) -> str:

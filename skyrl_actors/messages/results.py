@@ -95,6 +95,16 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Completion:
+    """That a sample was answered. `clone`: which copy of a sampling client asked."""
+
+    number: int
+    request_id: str
+    failed: bool
+    clone: int
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """No answer yet. `state` is what clients show: "active", or "paused_capacity" with the reason."""
 

@@ -1,13 +1,18 @@
 """The HTTP application with the real controller and journal behind it and a backend in memory: all but Ray, torch and vLLM.
 
-python -m tests.api.local PORT FOLDER
+python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_CONFIG_AS_JSON]
 """
 
 import asyncio
+import inspect
+import json
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import uvicorn
 
@@ -35,6 +40,8 @@ class AnsweringBackend(FakeBackend):
     def __init__(self, base_folder: str) -> None:
         super().__init__()
         self.base_folder = base_folder
+        self.sampling = asyncio.Event()  # clear: samples wait
+        self.sampling.set()
 
     async def start(self, epoch: int) -> Any:
         return type(await super().start(epoch))(MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"))
@@ -52,6 +59,7 @@ class AnsweringBackend(FakeBackend):
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
     ) -> SampleOutput:
+        await self.sampling.wait()
         length = params.max_tokens
         one = Sequence(np.full(length, 7, np.int32), np.full(length, -1.0, np.float32), "length")
         logprobs = np.full(len(prompt), -1.0, np.float32)
@@ -80,9 +88,6 @@ class LocalHandle:
     async def _retrieve(self, request_id: str, timeout_s: float) -> Any:
         return await self._controller.retrieve(request_id, timeout_s) or self._controller.waiting()
 
-    async def _heartbeat(self, session_id: str) -> None:
-        self._controller.heartbeat(session_id)
-
     async def _get_sampler(self, sampler_id: str) -> Any:
         return self._controller.tenants.sampler(sampler_id)
 
@@ -92,25 +97,49 @@ class LocalHandle:
     async def _get_capabilities(self) -> Any:
         return self._controller.able
 
-    async def _fault(self) -> str | None:
-        return self._controller.fault()
-
 
 class _Method:
     def __init__(self, method: Any):
         self._method = method
 
     def remote(self, *arguments: Any) -> Any:
-        return asyncio.ensure_future(self._method(*arguments))
+        return asyncio.ensure_future(self._called(*arguments))
+
+    async def _called(self, *arguments: Any) -> Any:
+        result = self._method(*arguments)
+        return await result if inspect.isawaitable(result) else result
 
 
-async def serve(port: int, folder: Path, base_folder: str) -> None:
-    config = ClusterConfig(
-        base_model=TinyBase(name=MODEL),
-        checkpoint_dir=folder / "checkpoints",
-        journal=JournalConfig(folder=folder / "journal"),
-        lora=LoraConfig(max_adapters=256),
-    )
+@asynccontextmanager
+async def edge(config: ClusterConfig, backend: Any = None, **headers: str) -> AsyncIterator[httpx.AsyncClient]:
+    """The application in this process, without sockets."""
+    controller = Controller(config, backend or AnsweringBackend(str(config.checkpoint_dir)), SqlJournal(config.journal))
+    await controller.start()
+    client: Any = ControllerClient(LocalHandle(controller))  # pyright: ignore[reportArgumentType]
+    transport = httpx.ASGITransport(build_app(ApiState(config, client)), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service/api/v1", headers=headers) as made:
+        yield made
+    await controller.close()
+
+
+def config_for(folder: Path, **parts: Any) -> ClusterConfig:
+    journal = JournalConfig(folder=folder / "journal")
+    return ClusterConfig(base_model=TinyBase(name=MODEL), checkpoint_dir=folder / "checkpoints", journal=journal, **parts)
+
+
+async def posted(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def resolved(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
+    """What a future comes to."""
+    return await posted(http, "/retrieve_future", request_id=(await posted(http, path, **body))["request_id"])
+
+
+async def serve(port: int, folder: Path, base_folder: str, http: dict[str, Any]) -> None:
+    config = config_for(folder, lora=LoraConfig(max_adapters=256), http=http)
     controller = Controller(config, AnsweringBackend(base_folder), SqlJournal(config.journal))
     await controller.start()
     client: Any = ControllerClient(LocalHandle(controller))  # pyright: ignore[reportArgumentType]
@@ -123,4 +152,4 @@ async def serve(port: int, folder: Path, base_folder: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))
+    asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]) if sys.argv[4:] else {}))

@@ -6,27 +6,14 @@ from typing import Any
 import httpx
 import pytest
 
-from skyrl_actors.api.app import build_app
-from skyrl_actors.api.client import ControllerClient
-from skyrl_actors.api.state import ApiState
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
-from skyrl_actors.controller.controller import Controller
-from skyrl_actors.journal.journal import SqlJournal
-from tests.api.local import MODEL, AnsweringBackend, LocalHandle
+from skyrl_actors.config.cluster import LimitsConfig
+from tests.api.local import MODEL, AnsweringBackend, config_for, edge, posted, resolved
 
 
 @pytest.fixture
 async def http(tmp_path: Path):
-    config = ClusterConfig(
-        base_model=TinyBase(name=MODEL), checkpoint_dir=tmp_path / "c", journal=JournalConfig(folder=tmp_path / "journal")
-    )
-    controller = Controller(config, AnsweringBackend(str(tmp_path)), SqlJournal(config.journal))
-    await controller.start()
-    client: Any = ControllerClient(LocalHandle(controller))  # pyright: ignore[reportArgumentType]
-    transport = httpx.ASGITransport(build_app(ApiState(config, client)), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://service/api/v1") as made:
+    async with edge(config_for(tmp_path)) as made:
         yield made
-    await controller.close()
 
 
 @pytest.mark.parametrize(
@@ -52,17 +39,11 @@ async def test_what_is_not_there_is_said_as_json(http: httpx.AsyncClient, method
 
 
 async def test_a_run_its_checkpoint_and_its_archive(http: httpx.AsyncClient):
-    async def posted(where: str, /, **body: Any) -> Any:
-        answer = await http.post(where, json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    session = (await posted("/create_session"))["session_id"]
+    session = (await posted(http, "/create_session"))["session_id"]
     metadata = {"renderer_name": "qwen3"}
-    made = await posted("/create_model", session_id=session, model_seq_id=0, base_model=MODEL, user_metadata=metadata)
-    assert (await posted("/retrieve_future", request_id=made["request_id"]))["model_id"] == f"{session}:train:0"
-    saved = await posted("/save_weights", model_id=f"{session}:train:0", path="one", seq_id=1, ttl_seconds=60)
-    path = (await posted("/retrieve_future", request_id=saved["request_id"]))["path"]
+    fields = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "user_metadata": metadata}
+    assert (await resolved(http, "/create_model", **fields))["model_id"] == f"{session}:train:0"
+    path = (await resolved(http, "/save_weights", model_id=f"{session}:train:0", path="one", seq_id=1, ttl_seconds=60))["path"]
     run = (await http.get(f"/training_runs/{session}:train:0")).json()
     assert run["user_metadata"] == metadata and run["last_checkpoint"]["tinker_path"] == path and run["is_lora"]
     (listed,) = (await http.get("/checkpoints")).json()["checkpoints"]
@@ -74,3 +55,65 @@ async def test_a_run_its_checkpoint_and_its_archive(http: httpx.AsyncClient):
     assert archive.status_code == 200 and b"model_spec.json" in archive.content
     assert (await http.delete(where)).status_code == 200
     assert (await http.get("/checkpoints")).json() == {"checkpoints": [], "cursor": {"offset": 0, "limit": 100, "total_count": 0}}
+
+
+async def test_samples_are_cancelled_joined_and_polled_together(http: httpx.AsyncClient):
+    session = (await posted(http, "/create_session"))["session_id"]
+    sampler = {"sampling_session_id": f"{session}:sample:0"}
+    await posted(http, "/create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
+    counters = [(await posted(http, "/join_sampling_session", **sampler))["client_counter"] for _ in range(3)]
+    assert counters == sorted(set(counters)) and counters[0] >= 1 and (counters[-1] + 1) * 10**9 < 2**62
+    body = {**sampler, "prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 2}}
+    asked = [(await posted(http, "/asample", **body, seq_id=i))["request_id"] for i in (0, 1, 10**9)]
+    for request_id in asked:
+        await posted(http, "/retrieve_future", request_id=request_id)
+    first = await posted(http, "/retrieve_futures", target=sampler, prev_cursor=0)
+    assert {one["request_id"] for one in first["completions"]} == set(asked[:2])
+    later = await posted(http, "/retrieve_futures", target=sampler, prev_cursor=first["cursor"], timeout=0)
+    assert later == {"completions": [], "cursor": first["cursor"]}
+    copy = await posted(http, "/retrieve_futures", target={**sampler, "cloned_sampler_id": 1}, timeout=0)
+    assert [one["request_id"] for one in copy["completions"]] == asked[2:]
+    assert await posted(http, "/cancel_future", request_id=asked[0]) == {}
+    assert "sequences" in await posted(http, "/retrieve_future", request_id=asked[0])  # it was answered before
+    assert (await http.post("/retrieve_futures", json={"target": {"sampling_session_id": "nobody"}})).status_code == 404
+
+
+async def test_a_cancelled_sample_fails_and_frees_its_place(tmp_path: Path):
+    backend = AnsweringBackend(str(tmp_path))
+    backend.sampling.clear()
+    async with edge(config_for(tmp_path, limits=LimitsConfig(samples_in_flight=1)), backend) as http:
+        body = {"base_model": MODEL, "prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 2}}
+        running, queued, last = [(await posted(http, "/asample", **body))["request_id"] for _ in range(3)]
+        await posted(http, "/cancel_future", request_id=queued)
+        failed = await posted(http, "/retrieve_future", request_id=queued)
+        assert failed == {"error": "cancelled by its client", "category": "user"}
+        await posted(http, "/cancel_future", request_id=running)
+        assert "error" in await posted(http, "/retrieve_future", request_id=running)
+        backend.sampling.set()
+        assert "sequences" in await posted(http, "/retrieve_future", request_id=last)
+
+
+async def test_sessions_are_found_after_they_ended(http: httpx.AsyncClient):
+    made = []
+    for name, metadata in (("First of May", {"a": "1"}), ("second", {"a": "2"}), (None, {"a": "1"})):
+        fields = {"display_name": name, "user_metadata": metadata}
+        made.append((await posted(http, "/create_session", **fields))["session_id"])
+    await posted(http, f"/sessions/{made[0]}/finish", reason={"type": "errored"}, detail="it broke")
+    await posted(http, f"/sessions/{made[0]}/finish", reason={"type": "success"})
+
+    async def found(**query: Any) -> list[str]:
+        return [entry["session_id"] for entry in (await posted(http, "/sessions/search", **query))["sessions"]]
+
+    assert (await http.get("/sessions")).json()["sessions"] == made[::-1] == await found()
+    assert await found(display_name="may first") == made[:1]
+    assert await found(display_name="nothing", session_id=made[2]) == made[2:]
+    assert await found(user_metadata={"a": "1"}) == [made[2], made[0]]
+    assert await found(statuses=[{"type": "active"}]) == [made[2], made[1]]
+    assert await found(statuses=[{"type": "client_finished", "reasons": ["errored"]}]) == made[:1]
+    page = await posted(http, "/sessions/search", limit=2)
+    assert [entry["session_id"] for entry in page["sessions"]] == [made[2], made[1]]
+    rest = await posted(http, "/sessions/search", limit=2, cursor=page["next_cursor"])
+    assert [entry["session_id"] for entry in rest["sessions"]] == made[:1] and rest["next_cursor"] is None
+    assert rest["sessions"][0]["status"] == {"type": "client_finished", "reason": {"type": "errored"}, "detail": "it broke"}
+    one = (await http.get(f"/sessions/{made[0]}")).json()
+    assert one["display_name"] == "First of May" and one["user_metadata"] == {"a": "1"}

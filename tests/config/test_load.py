@@ -59,7 +59,7 @@ def test_the_network_is_asked_for_twice_or_needs_keys(host: str):
     config = CONFIGS / "cpu_tiny.yaml"
     with pytest.raises(ConfigError, match="anybody could use the service"):
         load(config, [f"http.host='{host}'"])
-    assert load(config, [f"http.host='{host}'", "http.api_keys=[tml-x]"]).http.host == host
+    assert load(config, [f"http.host='{host}'", "http.api_keys=[tml-secret]"]).http.host == host
     assert load(config, [f"http.host='{host}'", "http.open_to_network=true"]).http.host == host
     for own in ("127.0.0.1", "127.0.0.9", "::1", "localhost"):
         assert load(config, [f"http.host='{own}'"]).http.host == own

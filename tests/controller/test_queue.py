@@ -17,7 +17,7 @@ LINES = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60)
 @given(LINES)
 def test_rule_1_and_2_order_within_a_model_and_independence_between_models(events: list[tuple[str, bool]]):
     """Each event: a model, and whether it accepts a request or finishes the one that runs."""
-    queue = RequestQueue(1000)
+    queue = RequestQueue(1000, 1000)
     accepted: dict[str, list[str]] = {m: [] for m in "abc"}
     started: dict[str, list[str]] = {m: [] for m in "abc"}
     running: dict[str, str] = {}
@@ -39,7 +39,7 @@ def test_rule_1_and_2_order_within_a_model_and_independence_between_models(event
 
 
 def test_rule_3_the_same_number_is_the_same_request():
-    queue = RequestQueue(10)
+    queue = RequestQueue(10, 10)
     accept(queue, "r1", "m", 1, 111, "m")
     assert queue.known("m", 1, 111) == "r1"
     assert queue.known("m", 2, 111) is None
@@ -54,7 +54,7 @@ def test_rule_3_the_same_number_is_the_same_request():
 
 
 def test_rule_4_the_bound():
-    queue = RequestQueue(2)
+    queue = RequestQueue(2, 2)
     accept(queue, "r1", "m", None, 0, "m")
     accept(queue, "r2", "s", None, 0, None)
     with pytest.raises(CapacityError, match="2 requests are open"):
@@ -65,7 +65,7 @@ def test_rule_4_the_bound():
 
 
 def test_rule_5_what_is_not_written_does_not_start():
-    queue = RequestQueue(10)
+    queue = RequestQueue(10, 10)
     queue.reserve("r1", "m", 1, 111, "m")
     accept(queue, "r2", "m", 2, 222, "m")
     assert queue.next("m") is None and queue.head("m") == "r1"  # r2 waits behind it
@@ -74,7 +74,7 @@ def test_rule_5_what_is_not_written_does_not_start():
 
 
 def test_rule_5_what_could_not_be_written_never_came():
-    queue = RequestQueue(10)
+    queue = RequestQueue(10, 10)
     queue.reserve("r1", "m", 1, 111, "m")
     accept(queue, "r2", "m", 2, 222, "m")
     queue.withdraw("r1", "m", 1, "m")
@@ -83,7 +83,7 @@ def test_rule_5_what_could_not_be_written_never_came():
 
 
 def test_what_is_being_written_is_not_drained():
-    queue = RequestQueue(10)
+    queue = RequestQueue(10, 10)
     accept(queue, "r1", "m", None, 0, "m")
     queue.reserve("r2", "m", None, 0, "m")
     assert queue.drain("m") == ["r1"] and queue.head("m") == "r2"

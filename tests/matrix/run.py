@@ -52,10 +52,10 @@ def _free_port() -> int:
 
 
 @contextmanager
-def local_service(base_folder: Path) -> Iterator[str]:
+def local_service(base_folder: Path, **http: Any) -> Iterator[str]:
     port = _free_port()
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "tests.api.local", str(port), scratch, str(base_folder)]
+        command = [sys.executable, "-m", "tests.api.local", str(port), scratch, str(base_folder), json.dumps(http)]
         process = subprocess.Popen(command, cwd=ROOT)
         try:
             url = f"http://127.0.0.1:{port}"
@@ -77,10 +77,10 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 60.
     raise SystemExit(f"no service at {url} within {timeout_s:.0f} s")
 
 
-def outcomes(version: str, url: str, model: str = MODEL, timeout_s: float = 180.0) -> Outcomes:
+def outcomes(version: str, url: str, model: str = MODEL, timeout_s: float = 180.0, key: str = "tml-matrix") -> Outcomes:
     """What each call came to: "ok", "absent", or the error."""
     environment = {
-        **os.environ, "PYTHONPATH": str(installed(version)), "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-matrix",
+        **os.environ, "PYTHONPATH": str(installed(version)), "TINKER_BASE_URL": url, "TINKER_API_KEY": key,
         "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     command = [sys.executable, str(Path(__file__).with_name("calls.py")), model]

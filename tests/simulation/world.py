@@ -61,7 +61,7 @@ class World:
         """A new controller on the same disk and machines."""
         while self.controller is None:
             controller = Controller(CONFIG, SimBackend(self.machines), SimJournal(self.disk, self.chance), wall=self._wall)
-            controller._executor._on_disk = _nothing  # the disk is simulated
+            controller._executor.on_disk = _nothing  # the disk is simulated
             died = asyncio.ensure_future(self.life.wait())
             self.starting: Controller | None = controller
             started = asyncio.ensure_future(controller.start())

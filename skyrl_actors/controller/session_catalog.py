@@ -1,0 +1,80 @@
+"""What is kept of sessions beyond their life: one small file each, beside the checkpoints of their runs."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from skyrl_actors.controller.checkpoints import CheckpointFolders, write_json
+from skyrl_actors.controller.tenants import TenantTable
+from skyrl_actors.messages.catalog import RunEntry, SessionEntry, SessionNote
+from skyrl_actors.messages.errors import NotFound
+from skyrl_actors.messages.paths import checked_id
+
+FOLDER = ".sessions"
+
+
+class SessionCatalog:
+    def __init__(self, tenants: TenantTable, folders: CheckpointFolders, wall: Callable[[], float] = time.time):
+        self._tenants = tenants
+        self._folders = folders
+        self._wall = wall
+
+    def _file(self, session_id: str) -> Path:
+        return self._folders.root / FOLDER / f"{checked_id(session_id, 'session id').replace(':', '_')}.json"
+
+    def opened(self, note: SessionNote) -> None:
+        """Once; a repeat changes nothing."""
+        file = self._file(note.session_id)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, asdict(note))
+
+    def finished(self, session_id: str, how: str, detail: str | None) -> None:
+        """The first word counts."""
+        note = self._note(self._file(session_id))
+        if note is not None and note.finished is None:
+            write_json(self._file(session_id), asdict(note) | {"finished": how, "detail": detail})
+
+    def _note(self, file: Path) -> SessionNote | None:
+        with suppress(FileNotFoundError):
+            return SessionNote(**json.loads(file.read_text()))
+        return None
+
+    def sessions(self) -> list[SessionEntry]:
+        """All that are open or left something, newest first."""
+        runs: dict[str, list[RunEntry]] = {}
+        for run in self._folders.runs():
+            runs.setdefault(run.session_id, []).append(run)
+        found = {note.session_id: note for file in (self._folders.root / FOLDER).glob("s*.json") if (note := self._note(file))}
+        for session_id, of_it in runs.items():
+            found.setdefault(session_id, SessionNote(session_id, min(run.created_at for run in of_it)))
+        for session_id, session in list(self._tenants.sessions.items()):
+            found.setdefault(session_id, SessionNote(session_id, self._wall(), session.user_metadata))
+        entries = [self._entry(note, runs.get(note.session_id, [])) for note in found.values()]
+        return sorted(entries, key=lambda entry: (entry.note.created_at, entry.note.session_id), reverse=True)
+
+    def _entry(self, note: SessionNote, runs: list[RunEntry]) -> SessionEntry:
+        checkpoints = [checkpoint for run in runs for checkpoint in run.checkpoints]
+        status = "active" if note.session_id in self._tenants.sessions else note.finished
+        size = sum(checkpoint.num_bytes for checkpoint in checkpoints)
+        samplers = tuple(s.sampler_id for s in self._tenants.samplers_of(note.session_id))
+        return SessionEntry(note, status, tuple(run.run_id for run in runs), samplers, len(checkpoints), size)
+
+    def session(self, session_id: str) -> SessionEntry:
+        note = self._note(self._file(session_id))
+        runs = [run for run in self._folders.runs() if run.session_id == session_id]
+        known = self._tenants.sessions.get(session_id)
+        if note is None and known is None and not runs:
+            raise NotFound(f"unknown session {session_id!r}")
+        return self._entry(note or SessionNote(session_id, self._wall(), known.user_metadata if known else {}), runs)
+
+    def sweep(self, older_than_s: float) -> None:
+        """Forget sessions that ended long ago and left no run."""
+        with_runs = {run.session_id for run in self._folders.runs()}
+        for entry in self.sessions():
+            old = self._wall() - entry.note.created_at > older_than_s
+            if old and entry.status != "active" and entry.note.session_id not in with_runs:
+                self._file(entry.note.session_id).unlink(missing_ok=True)

@@ -1,0 +1,176 @@
+"""API keys: each sees its own, hashed wherever they are kept; tokens in exchange for them."""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jwt
+import pytest
+
+from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, LimitsConfig
+from skyrl_actors.config.load import load, to_yaml
+from skyrl_actors.messages.errors import ConfigError
+from tests.api.local import MODEL, config_for, edge, posted, resolved
+
+ALICE, BOB = "tml-alice-0123456789", "tml-bob-9876543210"
+
+
+@asynccontextmanager
+async def of_alice_and_bob(config: ClusterConfig) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
+    async with edge(config, **{"X-API-Key": ALICE}) as alice, httpx.AsyncClient(
+        transport=alice._transport, base_url=alice.base_url, headers={"X-API-Key": BOB}
+    ) as bob:  # fmt: skip
+        yield alice, bob
+
+
+@pytest.fixture
+async def both(tmp_path: Path):
+    config = config_for(tmp_path, http=HttpConfig(api_keys=(f"alice={ALICE}", BOB), tokens=True))
+    async with of_alice_and_bob(config) as pair:
+        yield pair
+
+
+async def with_checkpoints(http: httpx.AsyncClient) -> tuple[str, str]:
+    session = (await posted(http, "/create_session"))["session_id"]
+    await resolved(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
+    model_id = f"{session}:train:0"
+    await resolved(http, "/save_weights", model_id=model_id, path="one", seq_id=1)
+    await resolved(http, "/save_weights_for_sampler", model_id=model_id, path="two", seq_id=2)
+    await resolved(http, "/save_weights_for_sampler", model_id=model_id, sampling_session_seq_id=0, seq_id=3)
+    return session, model_id
+
+
+async def test_nobody_gets_in_without_a_key(both: tuple[httpx.AsyncClient, httpx.AsyncClient]):
+    stranger = httpx.AsyncClient(transport=both[0]._transport, base_url=both[0].base_url)
+    for headers in ({}, {"X-API-Key": "tml-other"}, {"X-API-Key": "eyJ.eyJ.x"}, {"Authorization": "Bearer nothing"}):
+        answer = await stranger.post("/create_session", json={}, headers=headers)
+        assert answer.status_code == 401 and "invalid_token" in answer.headers["www-authenticate"], headers
+    assert (await stranger.post("/client/config", json={})).status_code == 200  # SDKs ask it before they have a token
+
+
+def everything_of(session: str, model_id: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """(method, path, body) of requests that name what belongs to somebody."""
+    prompt = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+    state, sampler = f"tinker://{model_id}/weights/one", f"tinker://{model_id}/sampler_weights/two"
+    batch = {"data": [{"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {"target_tokens": {"data": [1], "dtype": "int64"}}}],
+             "loss_fn": "cross_entropy"}  # fmt: skip
+    here = f"/training_runs/{model_id}"
+    return [
+        ("POST", "/create_model", {"session_id": session, "model_seq_id": 7, "base_model": MODEL}),
+        ("POST", "/get_info", {"model_id": model_id}),
+        ("POST", "/forward_backward", {"model_id": model_id, "seq_id": 9, "forward_backward_input": batch}),
+        ("POST", "/forward", {"model_id": model_id, "seq_id": 9, "forward_input": batch}),
+        ("POST", "/optim_step", {"model_id": model_id, "seq_id": 9}),
+        ("POST", "/save_weights", {"model_id": model_id, "path": "x", "seq_id": 9}),
+        ("POST", "/save_weights_for_sampler", {"model_id": model_id, "path": "x", "seq_id": 9}),
+        ("POST", "/load_weights", {"model_id": model_id, "path": state, "seq_id": 9}),
+        ("POST", "/unload_model", {"model_id": model_id}),
+        ("POST", "/weights_info", {"tinker_path": state}),
+        ("POST", "/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 9, "base_model": MODEL}),
+        ("GET", f"/samplers/{session}:sample:0", {}),
+        ("POST", "/asample", {"sampling_session_id": f"{session}:sample:0", **prompt}),
+        ("POST", "/asample", {"model_path": sampler, **prompt}),
+        ("GET", here, {}),
+        ("GET", f"{here}?access_scope=accessible", {}),
+        ("GET", f"{here}/checkpoints", {}),
+        ("POST", f"{here}/checkpoints/weights/one/publish", {}),
+        ("DELETE", f"{here}/checkpoints/weights/one/publish", {}),
+        ("PUT", f"{here}/checkpoints/weights/one/ttl", {"ttl_seconds": 3600}),
+        ("GET", f"{here}/checkpoints/weights/one/archive", {}),
+        ("DELETE", f"{here}/checkpoints/weights/one", {}),
+        ("GET", f"/sessions/{session}", {}),
+        ("POST", f"/sessions/{session}/finish", {"reason": {"type": "success"}}),
+    ]
+
+
+async def test_what_is_anothers_is_answered_as_what_never_was(both: tuple[httpx.AsyncClient, httpx.AsyncClient]):
+    alice, bob = both
+    session, model_id = await with_checkpoints(alice)
+    for method, path, body in everything_of(session, model_id):
+        answer = await bob.request(method, path, json=body)
+        assert answer.status_code == 404, f"{method} {path}: {answer.status_code} {answer.text}"
+    assert (await bob.post("/session_heartbeat", json={"session_id": session})).status_code == 410
+    asked = (await posted(alice, "/optim_step", model_id=model_id, seq_id=4))["request_id"]
+    assert (await bob.post("/retrieve_future", json={"request_id": asked})).status_code == 410
+    for path, key in (("/sessions", "sessions"), ("/training_runs", "training_runs"), ("/checkpoints", "checkpoints")):
+        assert (await bob.get(path)).json()[key] == [] and (await alice.get(path)).json()[key], path
+    await posted(alice, "/session_heartbeat", session_id=session)  # nothing of all that did anything
+
+
+async def test_what_is_published_is_everybodys_to_read(both: tuple[httpx.AsyncClient, httpx.AsyncClient]):
+    alice, bob = both
+    _, model_id = await with_checkpoints(alice)
+    state, sampler = f"tinker://{model_id}/weights/one", f"tinker://{model_id}/sampler_weights/two"
+    here = f"/training_runs/{model_id}"
+    for kind in ("weights/one", "sampler_weights/two"):
+        assert (await alice.post(f"{here}/checkpoints/{kind}/publish")).status_code == 200
+    mine = (await posted(bob, "/create_session"))["session_id"]
+    loaded = await resolved(bob, "/load_weights", session_id=mine, model_seq_id=0, path=state, optimizer=False)
+    assert loaded["model_id"] == f"{mine}:train:0"
+    await posted(bob, "/create_sampling_session", session_id=mine, sampling_session_seq_id=0, model_path=sampler)
+    assert (await posted(bob, "/weights_info", tinker_path=state))["is_lora"]
+    assert (await bob.get("/training_runs")).json()["cursor"]["total_count"] == 1
+    assert (await bob.get("/training_runs?access_scope=accessible")).json()["cursor"]["total_count"] == 2
+    assert (await bob.delete(f"{here}/checkpoints/weights/one")).status_code == 404  # to read only
+    await alice.delete(f"{here}/checkpoints/weights/one/publish")
+    again = await bob.post("/load_weights", json={"session_id": mine, "model_seq_id": 1, "path": state})
+    assert again.status_code == 404
+
+
+async def test_another_accounts_key_opens_its_checkpoints(both: tuple[httpx.AsyncClient, httpx.AsyncClient]):
+    alice, bob = both
+    _, model_id = await with_checkpoints(alice)
+    mine = (await posted(bob, "/create_session"))["session_id"]
+    body = {"session_id": mine, "model_seq_id": 0, "path": f"tinker://{model_id}/weights/one"}
+    assert (await bob.post("/load_weights", json={**body, "weights_access_token": "tml-nobodys-key"})).status_code == 404
+    assert (await resolved(bob, "/load_weights", **body, weights_access_token=ALICE))["model_id"] == f"{mine}:train:0"
+
+
+async def test_tokens(both: tuple[httpx.AsyncClient, httpx.AsyncClient]):
+    alice, _ = both
+    session, _ = await with_checkpoints(alice)
+    assert (await posted(alice, "/client/config"))["pjwt_auth_enabled"]
+    token = (await posted(alice, "/auth/token"))["jwt"]
+    claims = jwt.decode(token, options={"verify_signature": False})
+    assert claims["exp"] - claims["iat"] == 1800 and claims["exp"] > time.time()
+    answer = await alice.get("/sessions", headers={"X-API-Key": token})
+    assert answer.json()["sessions"] == [session]
+    head, _, signature = token.split(".")
+    forged = jwt.encode({**claims, "sub": "0" * 10}, "x" * 32, "HS256").split(".")[1]
+    for bad in (f"{head}.{forged}.{signature}", jwt.encode({**claims}, "y" * 32, "HS256"), jwt.encode({**claims}, None, "none")):
+        assert (await alice.get("/sessions", headers={"X-API-Key": bad})).status_code == 401
+
+
+async def test_one_key_may_not_take_all(tmp_path: Path):
+    limits = LimitsConfig(sessions_per_key=2, models_per_key=1)
+    config = config_for(tmp_path, http=HttpConfig(api_keys=(ALICE, BOB)), limits=limits)
+    async with of_alice_and_bob(config) as (alice, bob):
+        session, _ = await with_checkpoints(alice)
+        refused = await alice.post("/create_model", json={"session_id": session, "model_seq_id": 1, "base_model": MODEL})
+        assert refused.status_code == 429 and "1 models of this API key are alive" in refused.text
+        assert refused.headers["retry-after"] == "1"
+        await posted(alice, "/create_session")
+        assert (await alice.post("/create_session", json={})).status_code == 429
+        await with_checkpoints(bob)
+
+
+def test_keys_are_nowhere_in_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "keys"
+    file.write_text(f"# who may\nalice={ALICE}\n\n{BOB} # comment\n")
+    source = tmp_path / "c.yaml"
+    source.write_text("{}")
+    monkeypatch.setenv("SKYRL_ACTORS_API_KEYS", "carol=tml-carol-1234567890")
+    config = load(source, [f"http.api_keys_file={file}"])
+    assert len(config.http.api_keys) == 3 and all("sha256:" in entry for entry in config.http.api_keys)
+    for text in (to_yaml(config), repr(config), json.dumps(config.model_dump(mode="json"))):
+        assert ALICE not in text and BOB not in text and "carol-1234567890" not in text
+    source.write_text(to_yaml(config))
+    assert load(source).http.api_keys == config.http.api_keys
+    monkeypatch.setenv("SKYRL_ACTORS_API_KEYS", "short")
+    with pytest.raises(ConfigError) as refused:
+        load(source)
+    assert "at least 8 characters" in str(refused.value) and "'short'" not in str(refused.value)

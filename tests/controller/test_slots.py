@@ -1,0 +1,87 @@
+"""Places in flight between tenants; completions by cursor."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_actors.controller.completions import CLONE, Completions
+from skyrl_actors.controller.slots import FairSlots
+
+
+async def test_one_flooding_tenant_does_not_starve_another():
+    slots, order = FairSlots(2), []
+
+    async def one(tenant: str) -> None:
+        async with slots.hold(tenant):
+            order.append(tenant)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        for tenant in ["flood"] * 100 + ["small"] * 3 + ["other"]:
+            group.create_task(one(tenant))
+    assert max(i for i, tenant in enumerate(order) if tenant == "small") < 14
+    assert order.index("other") < 8 and len(order) == 104
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["run", "cancel waiting", "cancel at once"])), max_size=30))
+def test_no_place_is_lost(events: list[tuple[str, str]]):
+    async def scenario() -> None:
+        slots, held, most = FairSlots(2), 0, 0
+
+        async def one(tenant: str) -> None:
+            nonlocal held, most
+            async with slots.hold(tenant):
+                held += 1
+                most = max(most, held)
+                await asyncio.sleep(0.001)
+                held -= 1
+
+        tasks = []
+        for tenant, what in events:
+            task = asyncio.create_task(one(tenant))
+            tasks.append(task)
+            if what == "cancel at once":
+                task.cancel()
+        await asyncio.sleep(0)
+        waiting = [task for task, (_, what) in zip(tasks, events, strict=True) if what == "cancel waiting"]
+        for task in waiting[2:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert most <= 2
+        async with asyncio.timeout(1), slots.hold("x"), slots.hold("y"):
+            pass
+
+    asyncio.run(scenario())
+
+
+async def test_completions_come_by_cursor_and_wake_who_waits():
+    done = Completions()
+    done.begin(epoch=1)
+    done.note("s", 0, "r0", failed=False)
+    done.note("s", CLONE + 3, "clone", failed=True)
+    done.note("s", None, "unnumbered", failed=False)
+    found, cursor = await done.after("s", 0, 0, 0)
+    assert [one.request_id for one in found] == ["r0"]
+    assert (await done.after("s", 1, 0, 0))[0][0].failed
+    waiting = asyncio.create_task(done.after("s", 0, cursor, 5))
+    await asyncio.sleep(0)
+    done.note("s", 1, "r1", failed=False)
+    found, later = await waiting
+    assert [one.request_id for one in found] == ["r1"] and later > cursor
+    assert await done.after("s", 0, later, 0.01) == ([], later)
+    again = Completions()
+    again.begin(epoch=2)
+    again.note("s", 1, "r1", failed=False)
+    assert (await again.after("s", 0, later, 0))[0], "a cursor of an earlier controller hides nothing of a later one"
+
+
+async def test_forgetting_wakes_who_waits():
+    done = Completions()
+    waiting = asyncio.create_task(done.after("s", 0, 0, 0.05))
+    await asyncio.sleep(0)
+    done.forget("s")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(waiting), 0.01)
+    assert await waiting == ([], 0)
