@@ -13,7 +13,7 @@ from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
 from skyrl_actors.messages.turn import Turn
@@ -71,11 +71,12 @@ class FakeBackend:
         await self._call("optim_step", spec.model_id)
         return {}
 
-    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mark: str) -> None:
+    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
         await self._call("save_checkpoint", spec.model_id)
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / SPEC_FILE).write_text(json.dumps(asdict(spec)))
         (Path(folder) / SAVED_BY).write_text(mark)
+        (Path(folder) / "weights.bin").write_text("weights")
 
     async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None:
         await self._call("load_checkpoint", spec.model_id)

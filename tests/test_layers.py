@@ -23,7 +23,7 @@ ROOMS = {
     "transfer": {"messages", "config", "groups", "remote"},
     "engines": {"messages", "config", "colocation", "transfer", "remote", "restarts", "placement"},
     "backends": {"messages", "config", "workers", "colocation", "groups", "engines", "transfer", "remote", "placement"},
-    "controller": {"messages", "config", "losses", "journal", "backends", "observe"},
+    "controller": {"files", "messages", "config", "losses", "journal", "backends", "observe"},
     "api": {"messages", "config", "controller", "backends", "remote", "commands"},
     "jobs": {"messages", "config", "api"},
     "commands": {"messages", "config", "api", "backends", "controller", "jobs", "journal", "remote", "placement"},

@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_actors.api import routes_catalog, routes_sampling, routes_service, routes_sessions, routes_training
+from skyrl_actors.api import routes_catalog, routes_files, routes_sampling, routes_service, routes_sessions, routes_training
 from skyrl_actors.api.access import Caller
 from skyrl_actors.api.state import ARCHIVES, ApiState, state_of
 from skyrl_actors.api.tokens import owner_of_credential
@@ -21,7 +21,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
     """`state` may be set later as `app.state.api`, before the first request."""
     app = FastAPI(title="skyrl-actors", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
     app.state.api = state
-    for module in (routes_service, routes_training, routes_sampling, routes_catalog, routes_sessions):
+    for module in (routes_service, routes_training, routes_sampling, routes_files, routes_catalog, routes_sessions):
         app.include_router(module.router, prefix="/api/v1")
 
     @app.get("/healthz")

@@ -34,13 +34,14 @@ def secret_of(root: Path, name: str = SECRET_FILE) -> bytes:
     return file.read_bytes()
 
 
-def signature(secret: bytes, path: TinkerPath, expires: int) -> str:
-    return hmac.new(secret, f"{path} {expires}".encode(), hashlib.sha256).hexdigest()
+def signature(secret: bytes, path: TinkerPath, expires: int, file: str = "") -> str:
+    """`file`: one of the checkpoint's files; without it, all of them."""
+    return hmac.new(secret, f"{path} {expires} {file}".encode(), hashlib.sha256).hexdigest()
 
 
-def check(secret: bytes, path: TinkerPath, expires: int, given: str) -> None:
+def check(secret: bytes, path: TinkerPath, expires: int, given: str, file: str = "") -> None:
     """Raises InvalidRequest for a link that was not given out, or has ended."""
-    if not hmac.compare_digest(signature(secret, path, expires), given):
+    if not hmac.compare_digest(signature(secret, path, expires, file), given):
         raise InvalidRequest("this link was not given out by the service; ask for the archive again")
     if expires < time.time():
         raise InvalidRequest("this link has ended; ask for the archive again")

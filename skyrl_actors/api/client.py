@@ -21,6 +21,7 @@ R = TypeVar("R")
 POLL_S = 30.0
 PATIENCE_S = 45.0  # below the minute after which an SDK gives up one attempt
 GRACE_S = 3.0
+COPY_TIMEOUT_S = 55.0  # an SDK waits a minute, and asks again; the copy goes on meanwhile
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
@@ -112,6 +113,9 @@ class ControllerClient:
 
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
         return await self._call("catalog", verb, *arguments)
+
+    async def copy_checkpoint(self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None) -> None:
+        await self._call("catalog", "copy", source, target, session_id, ttl_seconds, timeout_s=COPY_TIMEOUT_S)
 
     async def sessions(self) -> list[SessionEntry]:
         return await self._call("session_catalog", "sessions")

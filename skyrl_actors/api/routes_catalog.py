@@ -1,20 +1,16 @@
 """Training runs, checkpoints and sessions: what there is, and what may be done with it afterwards."""
 
-import asyncio
-import time
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from email.utils import formatdate
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
 
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Query, Request
 
-from skyrl_actors.api import archives, wire
-from skyrl_actors.api.access import Caller, caller_of, readable
-from skyrl_actors.api.state import ARCHIVES, state_of
+from skyrl_actors.api import wire
+from skyrl_actors.api.access import Caller, caller_of
+from skyrl_actors.api.state import state_of
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, parse_path
@@ -23,7 +19,8 @@ router = APIRouter()
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
 Scope = Literal["owned", "accessible"]
-TYPES = {"weights": "training", "sampler_weights": "sampler"}
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+EXTERNAL_SINCE = (0, 28)  # older SDKs stumble over the type
 
 
 @router.get("/training_runs")
@@ -58,13 +55,20 @@ async def training_run(run_id: str, request: Request, access_scope: Scope = "own
 @router.get("/training_runs/{run_id}/checkpoints")
 @router.get("/models/{run_id}/checkpoints")  # its name up to SDK 0.3
 async def run_checkpoints(run_id: str, request: Request) -> dict[str, Any]:
-    return {"checkpoints": [_checkpoint(entry) for entry in (await _one_run(run_id, request)).checkpoints]}
+    return {"checkpoints": [_checkpoint(entry) for entry in _known_to((await _one_run(run_id, request)).checkpoints, request)]}
+
+
+def _known_to(entries: Iterable[CheckpointEntry], request: Request) -> list[CheckpointEntry]:
+    """What the caller's SDK has a word for."""
+    version = re.search(r"Tinker/Python (\d+)\.(\d+)", request.headers.get("user-agent", ""))
+    is_old = version is not None and tuple(map(int, version.groups())) < EXTERNAL_SINCE
+    return [entry for entry in entries if not (is_old and entry.kind == "external_weights")]
 
 
 @router.get("/checkpoints")
 async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     caller, found = caller_of(request), await state_of(request).client.catalog("checkpoints")
-    entries: list[CheckpointEntry] = [entry for entry in found if caller.owns(entry.run_id)]
+    entries = [entry for entry in _known_to(found, request) if caller.owns(entry.run_id)]
     shown = [_checkpoint(entry) for entry in entries[offset : offset + limit]]
     return {"checkpoints": shown, "cursor": _cursor(entries, limit, offset)}
 
@@ -87,28 +91,6 @@ async def set_ttl(run_id: str, checkpoint: str, body: wire.Ttl, request: Request
     return {}
 
 
-@router.get("/training_runs/{run_id}/checkpoints/{checkpoint:path}/archive")
-async def archive(run_id: str, checkpoint: str, request: Request) -> Response:
-    """A redirect to a link that needs no key and ends; SDKs read both from this answer."""
-    state, path = state_of(request), await readable(request, _path(run_id, checkpoint))
-    await state.client.checkpoint_spec(path)
-    expires = int(time.time()) + archives.VALID_S
-    secret = await asyncio.to_thread(archives.secret_of, state.folders.root)
-    signed = f"expires={expires}&signature={archives.signature(secret, path, expires)}"
-    link = f"{str(request.base_url).rstrip('/')}{ARCHIVES}/{quote(run_id)}/{checkpoint}?{signed}"
-    return Response(status_code=302, headers={"Location": link, "Expires": formatdate(expires, usegmt=True)})
-
-
-@router.get("/archives/{run_id}/{checkpoint:path}")
-async def download(run_id: str, checkpoint: str, expires: int, signature: str, request: Request) -> StreamingResponse:
-    state, path = state_of(request), _path(run_id, checkpoint)
-    archives.check(await asyncio.to_thread(archives.secret_of, state.folders.root), path, expires, signature)
-    folder = await asyncio.to_thread(state.folders.existing, path)
-    name = f"{path.model_id}-{path.name}.tar".replace(":", "_")
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return StreamingResponse(archives.tar(folder), media_type="application/x-tar", headers=headers)
-
-
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}")
 async def delete(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
     await state_of(request).client.catalog("delete", _own_path(run_id, checkpoint, request))
@@ -116,19 +98,21 @@ async def delete(run_id: str, checkpoint: str, request: Request) -> dict[str, An
 
 
 def _own_path(run_id: str, checkpoint: str, request: Request) -> TinkerPath:
-    path = _path(run_id, checkpoint)
+    path = checkpoint_path(run_id, checkpoint)
     if not caller_of(request).owns(run_id):
         raise NotFound(f"no checkpoint {path}")
     return path
 
 
-def _path(run_id: str, checkpoint: str) -> TinkerPath:
+def checkpoint_path(run_id: str, checkpoint: str) -> TinkerPath:
     """The route's tail is that of the tinker path."""
     if "/" not in checkpoint:
         raise InvalidRequest(f"checkpoint {checkpoint[:80]!r}: its id has its kind in front, as in weights/{checkpoint[:80]}")
     path = parse_path(f"tinker://{run_id}/{checkpoint}")
     if path.kind not in CHECKPOINT_KINDS:
-        raise InvalidRequest(f"{path} is no checkpoint; ids are weights/<name> and sampler_weights/<name>")
+        raise InvalidRequest(
+            f"{path} is no checkpoint; ids are weights/<name>, sampler_weights/<name> and external_weights/<name>"
+        )
     return path
 
 

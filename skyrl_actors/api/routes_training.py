@@ -91,6 +91,11 @@ async def save_for_sampler(body: wire.SaveForSampler, request: Request) -> dict[
     return await _submitted(request, translate.save_for_sampler(body))
 
 
+@router.post("/save_weights_external")
+async def save_external(body: wire.SaveExternal, request: Request) -> dict[str, Any]:
+    return await _submitted(request, translate.save_external(body))
+
+
 @router.post("/load_weights")
 async def load_weights(body: wire.LoadWeights, request: Request) -> dict[str, Any]:
     wanted = translate.load_weights(body)

@@ -49,6 +49,12 @@ def save_weights(body: wire.SaveWeights) -> rq.SaveWeights:
     )  # fmt: skip
 
 
+def save_external(body: wire.SaveExternal) -> rq.SaveExternal:
+    if body.age_encryption_recipients:
+        raise InvalidRequest("age_encryption_recipients is not served: files are written as they are; leave it out")
+    return rq.SaveExternal(body.model_id, body.path, body.seq_id, body.ttl_seconds)
+
+
 def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
     if body.kind != "snapshot":
         raise InvalidRequest(f"kind {body.kind!r} is not served; use snapshot")
@@ -106,6 +112,8 @@ def result_body(result: rs.Result, accept: str) -> tuple[bytes, str] | dict[str,
             return {"type": "create_model", "model_id": result.model_id}
         case rs.StepDone():
             return {"type": "optim_step", "metrics": result.metrics}
+        case rs.Saved(num_bytes=int(size)):
+            return {"type": "save_weights_external", "path": result.path, "size_bytes": size}
         case rs.Saved():
             return {"type": "save_weights", "path": result.path}
         case rs.SamplerSaved(sampler_id=None):

@@ -100,6 +100,23 @@ class SaveForSampler(Body):
     user_metadata: dict[str, Any] = {}
 
 
+class SaveExternal(Body):
+    model_id: str
+    path: str
+    seq_id: int | None = None
+    ttl_seconds: int | None = Field(default=None, gt=0)
+    age_encryption_recipients: list[str] = []
+
+
+class CopyWeights(Body):
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: int | None = Field(default=None, ge=0)
+    destination_project_id: str | None = None
+    ttl_seconds: int | None = Field(default=None, gt=0)
+    weights_access_token: str | None = None
+
+
 class LoadWeights(Body):
     path: str
     model_id: str | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec, Role
+from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput
 from skyrl_actors.messages.turn import Turn
@@ -55,7 +55,7 @@ class Backend(Protocol):
 
     async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]: ...
 
-    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mark: str) -> None:
+    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
         """`mark` is left in the folder: who asks again knows its own."""
         ...
 

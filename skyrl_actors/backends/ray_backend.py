@@ -25,7 +25,7 @@ from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput
 from skyrl_actors.messages.turn import Turn
@@ -224,8 +224,8 @@ class RayBackend:
         model_id = spec.model_id
         return (await self._on(spec, Phase.STEP, lambda g: g.apply(model_id, turn, TrainWorker.optim_step, model_id, adam)))[0]
 
-    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mark: str) -> None:
-        arguments = (spec.model_id, folder, with_optimizer, mark)
+    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
+        arguments = (spec.model_id, folder, form, mark)
         await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.save_checkpoint, *arguments))
 
     async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None:

@@ -65,6 +65,10 @@ class GroupConfig(FrozenConfig):
 class LoraConfig(FrozenConfig):
     max_rank: int = 32
     alpha: float = Field(default=32.0, gt=0)
+    external: Literal["adapter", "merged"] = Field(
+        default="adapter",
+        description="what save_weights_external writes: the adapter in peft's format, or the base with it merged in",
+    )
     max_adapters: int = Field(default=8, ge=1, description="LoRA models alive at once, in each role")
     max_full_models: int = Field(default=1, ge=0, description="full fine-tunes alive at once, in each role")
 
@@ -201,10 +205,12 @@ class HttpConfig(FrozenConfig):
     @model_validator(mode="before")
     @classmethod
     def _with_keys_of_file(cls, data: object) -> object:
-        content = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+        if not isinstance(data, dict):
+            return data
+        content = cast("dict[str, Any]", data)
         file = content.get("api_keys_file")
         if file is None:
-            return content or data
+            return content
         try:
             found = keys.entries_in(Path(file).expanduser().read_text())
         except OSError as error:

@@ -3,12 +3,14 @@
 import json
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_actors.files import fsync
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import Conflict, InternalError, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
@@ -19,6 +21,7 @@ RUN_FILE = "run.json"
 ABOUT_FILE = "about.json"
 SAVED_BY = "saved_by"
 DELETED = ".deleted"
+OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY)
 
 
 class CheckpointFolders:
@@ -73,6 +76,36 @@ class CheckpointFolders:
 
     def set_public(self, path: TinkerPath, public: bool) -> None:
         self._write_about(self.existing(path), public=public)
+
+    def files_for_others(self, path: TinkerPath) -> list[Path]:
+        """What other tools read of a checkpoint: all but our own notes."""
+        return sorted(
+            file for file in self.existing(path).iterdir() if file.name not in OWN_FILES and not file.name.startswith(".")
+        )
+
+    def copy(self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None) -> None:
+        """Under another run, which is made for it. Once: a repeat changes nothing. Raises Conflict when the place is taken."""
+        folder, spec = self.folder(target), replace(self.spec(source), model_id=target.model_id)
+        if folder.exists() and _about(folder).get("copied_from") == str(source):
+            return
+        if (self._run_folder(target.model_id) / RUN_FILE).exists():
+            raise Conflict(f"training run {target.model_id} exists already; use another model_seq_id")
+        staging = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
+        staging.mkdir(parents=True)
+        for file in self.existing(source).iterdir():
+            if file.name not in OWN_FILES:
+                shutil.copyfile(file, staging / file.name)
+        (staging / SPEC_FILE).write_text(json.dumps(asdict(spec), indent=2))
+        self._write_about(staging, copied_from=str(source), expires_at=self._end_of(ttl_seconds))
+        for file in staging.iterdir():
+            fsync(file)
+        try:
+            staging.rename(folder)
+        except OSError:
+            shutil.rmtree(staging)
+            if not folder.exists():  # else a repeat of this request was faster
+                raise
+        self.note_run(spec, session_id, {})
 
     def is_public(self, path: TinkerPath) -> bool:
         folder = self.folder(path)

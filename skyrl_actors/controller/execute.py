@@ -15,7 +15,7 @@ from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost, Unavailable, UserError
-from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.model import CheckpointForm, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_name, parse_path
 from skyrl_actors.messages.results import Failure
 from skyrl_actors.messages.turn import Turn
@@ -39,6 +39,7 @@ class Executor:
             rq.OptimStep: self.optim_step,
             rq.SaveWeights: self.save_weights,
             rq.SaveForSampler: self.save_for_sampler,
+            rq.SaveExternal: self.save_external,
             rq.LoadWeights: self.load_weights,
             rq.Unload: self.unload,
         }
@@ -79,6 +80,7 @@ class Executor:
         if where.kind == "steps":
             await self._fork(spec, path, number, with_optimizer)
             return rs.Loaded(spec.model_id, path)
+        refuse_export(where)
         folder = self.folders.existing(where)
         await self.backend.load_checkpoint(spec, Turn(number, number), str(folder), with_optimizer)
         return rs.Loaded(spec.model_id, path, self.folders.version(where))
@@ -108,7 +110,7 @@ class Executor:
         path = TinkerPath(request.model_id, "weights", checked_name(request.name))
         folder = self.folders.new(path, request.overwrite, op.request_id)
         if not self.folders.saved_by(folder, op.request_id):
-            await self.backend.save_checkpoint(model.spec, op.reading, str(folder), with_optimizer=True, mark=op.request_id)
+            await self.backend.save_checkpoint(model.spec, op.reading, str(folder), form="training", mark=op.request_id)
         await self.on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
         return Outcome(rs.Saved(str(path), str(folder)))
 
@@ -119,7 +121,7 @@ class Executor:
             path = TinkerPath(request.model_id, "sampler_weights", checked_name(request.name))
             folder = self.folders.new(path, False, op.request_id)
             if not self.folders.saved_by(folder, op.request_id):
-                await self.backend.save_checkpoint(model.spec, op.reading, str(folder), with_optimizer=False, mark=op.request_id)
+                await self.backend.save_checkpoint(model.spec, op.reading, str(folder), form="weights", mark=op.request_id)
             await self.on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
             return Outcome(rs.SamplerSaved(None, str(path), str(path)))
         if request.sampler_id is None:
@@ -131,11 +133,24 @@ class Executor:
         seconds = sum(part.write_s for part in weights.parts)
         return Outcome(rs.SamplerSaved(request.sampler_id, None, weights.version, size, seconds), entries=(opened,))
 
+    async def save_external(self, op: Op, request: rq.SaveExternal) -> Outcome:
+        model = self._ready(request.model_id)
+        path = TinkerPath(request.model_id, "external_weights", checked_name(request.name))
+        folder = self.folders.new(path, False, op.request_id)
+        is_merged = model.spec.lora is not None and self.config.lora.external == "merged"
+        form: CheckpointForm = "merged" if is_merged else "weights"
+        if not self.folders.saved_by(folder, op.request_id):
+            await self.backend.save_checkpoint(model.spec, op.reading, str(folder), form=form, mark=op.request_id)
+        await self.on_disk(self.folders.note, folder, {}, request.ttl_seconds)
+        size = sum(file.stat().st_size for file in self.folders.files_for_others(path))
+        return Outcome(rs.Saved(str(path), str(folder), size))
+
     async def load_weights(self, op: Op, request: rq.LoadWeights) -> Outcome:
         model = self._ready(request.model_id)
         path = parse_path(request.path)
         if path.kind == "steps":
             raise InvalidRequest(f"{path} is a past step: create a model from it; it can not be loaded into one")
+        refuse_export(path)
         saved = self.folders.spec(path)
         if replace(saved, model_id="", seed=0) != replace(model.spec, model_id="", seed=0):
             raise InvalidRequest(f"{path} holds {saved}; model {request.model_id} is {model.spec}: they must agree")
@@ -175,6 +190,11 @@ class Executor:
         if not model.ready:
             raise InvalidRequest(f"model {model_id} was not created: its create request failed")
         return model
+
+
+def refuse_export(path: TinkerPath) -> None:
+    if path.kind == "external_weights":
+        raise InvalidRequest(f"{path} was written for other tools; load from tinker://{path.model_id}/weights/<name>")
 
 
 def _loss(model: Model, request: rq.ForwardBackward) -> Any:

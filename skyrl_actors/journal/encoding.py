@@ -17,7 +17,7 @@ TYPES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
         columns.Columns, model.LoraSpec, model.ModelSpec, model.AdamParams, model.LossCall, requests.CreateModel,
-        requests.ForwardBackward, requests.OptimStep, requests.SaveWeights, requests.SaveForSampler, requests.LoadWeights,
+        requests.ForwardBackward, requests.OptimStep, requests.SaveWeights, requests.SaveForSampler, requests.SaveExternal, requests.LoadWeights,
         requests.Unload, requests.SamplingParams, requests.Sample, results.ModelCreated, results.LossOutput, results.StepDone,
         results.Saved, results.SamplerSaved, results.Loaded, results.Unloaded, results.Sequence, results.SampleOutput,
         results.Failure, sampling.SparseLayout, sampling.PromptTargets, sampling.TargetLogprobs, sampling.PromptAlternatives, weights.TensorEntry, weights.WeightManifest, weights.SamplerWeights,

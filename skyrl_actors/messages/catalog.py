@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SessionVerb = Literal["sessions", "session"]
-CatalogVerb = Literal["runs", "run", "checkpoints", "is_public", "set_public", "set_ttl", "delete"]
+CatalogVerb = Literal["runs", "run", "checkpoints", "is_public", "files_for_others", "copy", "set_public", "set_ttl", "delete"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,13 +12,14 @@ class CheckpointEntry:
     """`time` and `expires_at` in seconds since the epoch; `expires_at` None: it stays until it is deleted."""
 
     run_id: str
-    kind: str  # weights or sampler_weights
+    kind: str  # weights, sampler_weights or external_weights
     name: str
     time: float
     num_bytes: int
     public: bool = False
     expires_at: float | None = None
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+    copied_from: str | None = None
 
     @property
     def path(self) -> str:

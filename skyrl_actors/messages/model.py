@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["policy", "critic"]
+CheckpointForm = Literal["training", "weights", "merged"]
+"""With the optimizer's moments; without; or as one full model of the base and the adapter together."""
 ROLES: tuple[Role, ...] = ("policy", "critic")
 
 

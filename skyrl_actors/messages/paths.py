@@ -1,6 +1,6 @@
 """Ids and tinker paths, parsed in one place because they become parts of file paths.
 
-A checkpoint is `tinker://<model id>/<weights|sampler_weights>/<name>`; a model id is `<session>:train:<n>`, a sampler id
+A checkpoint is `tinker://<model id>/<weights|sampler_weights|external_weights>/<name>`; a model id is `<session>:train:<n>`, a sampler id
 `<session>:sample:<n>`. tinker://<model id>/steps/<n> is the model as it was after its n-th optim_step.
 """
 
@@ -10,13 +10,13 @@ from typing import Literal
 
 from skyrl_actors.messages.errors import InvalidRequest
 
-Kind = Literal["weights", "sampler_weights", "steps"]
-KINDS: dict[str, Kind] = {"weights": "weights", "sampler_weights": "sampler_weights", "steps": "steps"}
-CHECKPOINT_KINDS = ("weights", "sampler_weights")
+Kind = Literal["weights", "sampler_weights", "external_weights", "steps"]
+CHECKPOINT_KINDS: tuple[Kind, ...] = ("weights", "sampler_weights", "external_weights")
+KINDS: dict[str, Kind] = {kind: kind for kind in (*CHECKPOINT_KINDS, "steps")}
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MARK = re.compile(r"[0-9a-f]k([0-9a-f]{10})$")
-_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|steps)/([^/]+)")
+_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|external_weights|steps)/([^/]+)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,16 @@ class SaveForSampler:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveExternal:
+    """Weights for other tools, in Hugging Face's or peft's format, under tinker://<model_id>/external_weights/<name>."""
+
+    model_id: str
+    name: str
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LoadWeights:
     model_id: str
     path: str
@@ -109,5 +119,5 @@ class Sample:
     seq_id: int | None = None
 
 
-ModelRequest = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights | Unload | CreateModel
+ModelRequest = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | SaveExternal | LoadWeights | Unload | CreateModel
 Request = ModelRequest | Sample

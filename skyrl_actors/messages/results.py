@@ -37,6 +37,7 @@ class StepDone:
 class Saved:
     path: str
     folder: str  # where the files are, for clients on the same machine (jobs)
+    num_bytes: int | None = None  # of an export
 
 
 @dataclass(frozen=True, slots=True)

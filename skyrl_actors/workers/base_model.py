@@ -94,6 +94,11 @@ class BaseModel:
     def hidden(self, tokens: Tensor, plan: Pass) -> Tensor:
         return packed_hidden(self.module.model, tokens, plan)
 
+    def own_weight(self, layer: str) -> nn.Parameter:
+        """The base's own weight of a linear layer, whatever is bound; a tied one is the weight that it shares."""
+        module = self.linears[layer]
+        return next(self.own[name] for name, sites in self._sites.items() if (module, "weight") in sites)
+
     def head(self, hidden: Tensor) -> Tensor:
         return self.module.lm_head(hidden)
 

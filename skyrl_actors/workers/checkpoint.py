@@ -16,25 +16,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl_actors.files import fsync
-from skyrl_actors.messages.model import LoraSpec
+from skyrl_actors.messages.model import CheckpointForm, LoraSpec
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest
-from skyrl_actors.workers.base_model import BaseModel
+from skyrl_actors.workers.base_model import UNEMBED, BaseModel
 from skyrl_actors.workers.models import VALUE_BIAS, VALUE_WEIGHT, TrainedModel
 
 PEFT_PREFIX = "base_model.model."
 SPEC_FILE = "model_spec.json"
 SAVED_BY = "saved_by"
+UNEMBED_WEIGHT = f"{UNEMBED}.weight"
 
 
 def save(
-    model: TrainedModel, base: BaseModel, base_folder: Path, folder: Path, with_optimizer: bool, mark: str | None = None
+    model: TrainedModel, base: BaseModel, base_folder: Path, folder: Path, form: CheckpointForm, mark: str | None = None
 ) -> None:
     """Write the whole checkpoint, fsync it, and rename it into place (replacing what was there). `mark` says who asked."""
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        _write(model, base, base_folder, staging, with_optimizer)
+        _write(model, base, base_folder, staging, form)
         if mark is not None:
             (staging / SAVED_BY).write_text(mark)
         for file in staging.iterdir():
@@ -44,22 +45,42 @@ def save(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write(model: TrainedModel, base: BaseModel, base_folder: Path, folder: Path, with_optimizer: bool) -> None:
+def _write(model: TrainedModel, base: BaseModel, base_folder: Path, folder: Path, form: CheckpointForm) -> None:
     tensors = {name: view.detach().cpu().contiguous() for name, view in model.state.split(model.state.weights).items()}
     value_head = {name: tensors.pop(name) for name in (VALUE_WEIGHT, VALUE_BIAS) if name in tensors}
     lora = model.spec.lora
-    if lora is None:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if lora is None or form == "merged":
+        full = tensors if lora is None else merged(tensors, lora, base)
+        save_file(full, folder / "model.safetensors", metadata={"format": "pt"})
         _copy_model_files(base_folder, folder)
+        if UNEMBED_WEIGHT in full and UNEMBED_WEIGHT not in base.own:
+            _untie(folder / "config.json")
     else:
         save_file(_to_peft(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(_peft_config(lora, tensors, base_folder), indent=2))
     if value_head:
         save_file(value_head, folder / "value_head.safetensors")
-    if with_optimizer:
+    if form == "training":
         moments = {key: t.cpu().contiguous() for key, t in model.state.optimizer_tensors().items()}
         save_file(moments, folder / "optimizer.safetensors")
     (folder / SPEC_FILE).write_text(json.dumps(asdict(model.spec), indent=2))
+
+
+def merged(tensors: dict[str, Tensor], lora: LoraSpec, base: BaseModel) -> dict[str, Tensor]:
+    """W + (alpha / rank) · B A for every adapted layer, in the base's dtype, and the other weights as they are. A head that
+    shares the embedding's weights gets its own."""
+    full = {name: parameter.detach().cpu().clone() for name, parameter in base.own.items()}
+    for key in [name for name in tensors if name.endswith(".lora_A")]:
+        layer = key.removesuffix(".lora_A")
+        weight = base.own_weight(layer).detach().cpu()
+        low_rank = tensors[f"{layer}.lora_B"].double() @ tensors[key].double()
+        full[f"{layer}.weight"] = (weight.double() + lora.alpha / lora.rank * low_rank).to(weight.dtype)
+    return full
+
+
+def _untie(config_file: Path) -> None:
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
 
 
 def load(model: TrainedModel, folder: Path, with_optimizer: bool) -> None:
@@ -80,7 +101,7 @@ def export(model: TrainedModel, base: BaseModel, base_folder: Path, path: Path, 
     started = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if model.spec.lora is not None:
-        save(model, base, base_folder, path, with_optimizer=False)
+        save(model, base, base_folder, path, "weights")
         size = sum(file.stat().st_size for file in path.iterdir())
         return WeightManifest(version, "lora", str(path), size, write_s=time.perf_counter() - started)
     return export_flat(model.state.weights, model.state.split(model.state.weights), path, version)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec, Role
+from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
 from skyrl_actors.messages.weights import WeightManifest
 
 Part = Literal["weights", "gradients", "optimizer"]
@@ -83,7 +83,7 @@ class TrainWorker(Protocol):
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]: ...
 
-    def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mark: str) -> None: ...
+    def save_checkpoint(self, model_id: str, folder: str, form: CheckpointForm, mark: str) -> None: ...
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None: ...
 

@@ -16,7 +16,7 @@ from skyrl_actors.losses import REGISTRY
 from skyrl_actors.losses.torch_ops import TorchOps
 from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import CollectiveFailed, InternalError
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.weights import WeightManifest
 from skyrl_actors.workers import checkpoint, snapshot
 from skyrl_actors.workers.base_model import BaseModel
@@ -145,10 +145,10 @@ class TorchWorker:
         norm = state.step(adam)
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
-    def save_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mark: str) -> None:
+    def save_checkpoint(self, model_id: str, folder: str, form: CheckpointForm, mark: str) -> None:
         if self.spec.rank == 0:
             base_folder = Path(self.spec.base_folder)
-            checkpoint.save(self._model(model_id), self.base, base_folder, Path(folder), with_optimizer, mark)
+            checkpoint.save(self._model(model_id), self.base, base_folder, Path(folder), form, mark)
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
         checkpoint.load(self._model(model_id), Path(folder), with_optimizer)

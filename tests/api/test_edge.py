@@ -19,7 +19,7 @@ async def http(tmp_path: Path):
 @pytest.mark.parametrize(
     ("method", "path", "status", "said"),
     [
-        ("POST", "/copy_weights", 404, "POST /api/v1/copy_weights is not served; GET /api/v1/openapi.json lists what is"),
+        ("POST", "/no_such_call", 404, "POST /api/v1/no_such_call is not served; GET /api/v1/openapi.json lists what is"),
         ("DELETE", "/asample", 405, "DELETE /api/v1/asample is not served"),
         ("GET", "/training_runs/nobody", 404, "no training run 'nobody'"),
         ("GET", "/training_runs?limit=0", 422, "limit: Input should be greater than or equal to 1"),
@@ -117,3 +117,48 @@ async def test_sessions_are_found_after_they_ended(http: httpx.AsyncClient):
     assert rest["sessions"][0]["status"] == {"type": "client_finished", "reason": {"type": "errored"}, "detail": "it broke"}
     one = (await http.get(f"/sessions/{made[0]}")).json()
     assert one["display_name"] == "First of May" and one["user_metadata"] == {"a": "1"}
+
+
+async def model_in(http: httpx.AsyncClient) -> tuple[str, str]:
+    session = (await posted(http, "/create_session"))["session_id"]
+    await resolved(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
+    return session, f"{session}:train:0"
+
+
+async def test_weights_for_other_tools(http: httpx.AsyncClient):
+    _, model_id = await model_in(http)
+    saved = await resolved(http, "/save_weights_external", model_id=model_id, path="out", seq_id=1, ttl_seconds=3600)
+    assert saved["path"] == f"tinker://{model_id}/external_weights/out" and saved["size_bytes"] > 0
+    urls = (await http.get(f"/training_runs/{model_id}/checkpoints/external_weights/out/external_weights_urls")).json()["urls"]
+    assert set(urls) == {"weights.bin"}
+    assert (await http.get(urls["weights.bin"])).content == b"weights"
+    for stolen in (urls["weights.bin"].replace("weights.bin", "model_spec.json"), urls["weights.bin"].split("&file=")[0]):
+        assert (await http.get(stolen)).status_code == 422
+    (listed,) = (await http.get("/checkpoints")).json()["checkpoints"]
+    assert listed["checkpoint_type"] == "external"
+    old = await http.get("/checkpoints", headers={"User-Agent": "AsyncTinker/Python 0.27.1"})
+    assert old.json()["checkpoints"] == []
+    loading = await resolved(http, "/load_weights", model_id=model_id, path=saved["path"], seq_id=2)
+    assert "was written for other tools" in loading["error"] and loading["category"] == "user"
+    encrypted = await http.post(
+        "/save_weights_external", json={"model_id": model_id, "path": "x", "age_encryption_recipients": ["age1"]}
+    )
+    assert encrypted.status_code == 422
+
+
+async def test_weights_are_copied_into_another_run_once(http: httpx.AsyncClient):
+    session, model_id = await model_in(http)
+    path = (await resolved(http, "/save_weights", model_id=model_id, path="one", seq_id=1))["path"]
+    into = {"source_path": path, "session_id": session, "model_seq_id": 5, "ttl_seconds": 3600}
+    assert await posted(http, "/copy_weights", **into) == {"tinker_path": f"tinker://{session}:train:5/weights/one"}
+    assert await posted(http, "/copy_weights", **into) == {"tinker_path": f"tinker://{session}:train:5/weights/one"}
+    assert (await http.post("/copy_weights", json={**into, "model_seq_id": 0})).status_code == 400  # its own place
+    body, key = {"source_path": path, "destination_project_id": "p"}, {"X-Idempotency-Key": "k1"}
+    first, again = [(await http.post("/copy_weights", json=body, headers=key)).json()["tinker_path"] for _ in range(2)]
+    assert first == again != path
+    copies = [entry["tinker_path"] for entry in (await http.get("/checkpoints")).json()["checkpoints"]]
+    assert sorted(copies) == sorted([path, f"tinker://{session}:train:5/weights/one", first])
+    made = await resolved(http, "/load_weights", session_id=session, model_seq_id=6, path=first, optimizer=True)
+    assert made["model_id"] == f"{session}:train:6"
+    for bad, status in (({"source_path": path}, 422), ({**into, "source_path": "tinker://a/weights/b"}, 404)):
+        assert (await http.post("/copy_weights", json=bad)).status_code == status

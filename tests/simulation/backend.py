@@ -19,7 +19,7 @@ from skyrl_actors.colocation.phases import RESIDENT, Move, Phase
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, StateLost
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
 from skyrl_actors.messages.turn import Turn
@@ -248,7 +248,7 @@ class SimBackend:
     async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
         return await self._apply(spec, turn, "optim_step", spec.model_id, adam)
 
-    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mark: str) -> None:
+    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
         await self._apply(spec, turn, "save", spec.model_id, folder, mark)
 
     async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None:

@@ -250,7 +250,7 @@ def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
     columns, call, rows = batch(6), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
     worker.forward_backward(rows, "m", columns, call, False)
     worker.optim_step("m", AdamParams(learning_rate=1e-2))
-    worker.save_checkpoint("m", str(tmp_path / "adapter"), with_optimizer=False, mark="r1")
+    worker.save_checkpoint("m", str(tmp_path / "adapter"), form="weights", mark="r1")
     base = AutoModelForCausalLM.from_pretrained(random_base)
     peft_model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     ours = worker.forward_backward(rows, "m", columns, call, False)
@@ -267,6 +267,25 @@ def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
             assert relative(mine[name], parameter.grad) < 1e-5, key
             checked += 1
     assert checked == len(mine) == 2 * (4 * 7 + 1)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_has_the_adapter_merged_in(random_base: Path, tmp_path: Path, tied: bool):
+    """By plain transformers; a head that shares the embedding's weights becomes one of its own."""
+    worker = worker_for(random_base)
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_unembed=not tied), seed=3))
+    columns, rows = batch(5), tuple(range(len(LENGTHS)))
+    call = losses.find("cross_entropy").checked({})
+    for _ in range(2):
+        worker.forward_backward(rows, "m", columns, call, False)
+        worker.optim_step("m", AdamParams(learning_rate=1e-2))
+    worker.save_checkpoint("m", str(tmp_path / "c"), form="merged", mark="r1")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float64)
+    assert model.config.tie_word_embeddings == tied
+    with torch.no_grad():
+        expected = torch.cat(reference_logprobs(model, columns)).numpy()
+    np.testing.assert_allclose(worker.forward_backward(rows, "m", columns, call, True).values, expected, atol=5e-5)
+    assert not (tmp_path / "c" / "adapter_config.json").exists()
 
 
 def test_an_adapter_of_another_shape_is_refused(random_base: Path, tmp_path: Path):
@@ -295,7 +314,7 @@ def test_training_continues_from_a_checkpoint_bit_for_bit(random_base: Path, tmp
         worker.optim_step(model_id, AdamParams(learning_rate=1e-3))
 
     train("a", 1)
-    worker.save_checkpoint("a", str(tmp_path / "c"), with_optimizer=True, mark="r1")
+    worker.save_checkpoint("a", str(tmp_path / "c"), form="training", mark="r1")
     train("a", 2)
     worker.load_checkpoint("b", str(tmp_path / "c"), with_optimizer=True)
     train("b", 2)
@@ -312,7 +331,7 @@ def test_full_checkpoint_opens_in_plain_transformers(random_base: Path, tmp_path
     columns, call, rows = batch(7), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
     worker.forward_backward(rows, "m", columns, call, False)
     worker.optim_step("m", AdamParams(learning_rate=1e-2))
-    worker.save_checkpoint("m", str(tmp_path / "c"), with_optimizer=True, mark="r1")
+    worker.save_checkpoint("m", str(tmp_path / "c"), form="training", mark="r1")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
     with torch.no_grad():
         expected = torch.cat(reference_logprobs(model, columns)).numpy()
