@@ -15,7 +15,7 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
+from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput, Sequence
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 
@@ -113,6 +113,13 @@ class FakeBackend:
         await self._call("sample", weights.version)
         one = Sequence(np.asarray([1], np.int32), np.asarray([-1.0], np.float32), "length")
         return SampleOutput((one,) * params.num_samples, weights.version)
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
+        await asyncio.sleep(timeout_s)
+        return PartialSample()
+
+    def end_stream(self, request_id: str) -> None:
+        pass
 
     def fault(self) -> str | None:
         return None

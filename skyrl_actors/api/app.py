@@ -1,13 +1,22 @@
 """The HTTP application: routes under /api/v1, errors as JSON, keys and body sizes checked. No Ray, no torch in here."""
 
 import logging
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_actors.api import routes_catalog, routes_files, routes_sampling, routes_service, routes_sessions, routes_training
+from skyrl_actors.api import (
+    routes_catalog,
+    routes_files,
+    routes_openai,
+    routes_sampling,
+    routes_service,
+    routes_sessions,
+    routes_training,
+)
 from skyrl_actors.api.access import Caller
 from skyrl_actors.api.state import ARCHIVES, ApiState, state_of
 from skyrl_actors.api.tokens import owner_of_credential
@@ -23,6 +32,8 @@ def build_app(state: ApiState | None = None) -> FastAPI:
     app.state.api = state
     for module in (routes_service, routes_training, routes_sampling, routes_files, routes_catalog, routes_sessions):
         app.include_router(module.router, prefix="/api/v1")
+
+    app.include_router(routes_openai.router)
 
     @app.get("/healthz")
     async def healthz(request: Request) -> JSONResponse:
@@ -44,18 +55,29 @@ async def _known_error(request: Request, error: Exception) -> JSONResponse:
     if status == 409:
         status = 400  # the SDK repeats 409 for minutes; this conflict does not go away
     headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse({"detail": str(error), "category": error.category}, status, headers)
+    return JSONResponse(_error_body(request, str(error), error.category, status), status, headers)
+
+
+def _error_body(request: Request, text: str, category: str, status: int) -> dict[str, Any]:
+    """OpenAI's clients look for the message in another place."""
+    if request.url.path.startswith("/v1/"):
+        kind = "server_error" if category == "server" else "invalid_request_error"
+        return {"error": {"message": text, "type": kind, "param": None, "code": status}}
+    return {"detail": text, "category": category}
 
 
 async def _invalid_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     faults = [f"{'.'.join(str(p) for p in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()]
-    return JSONResponse({"detail": "; ".join(faults), "category": "user"}, 422)
+    return JSONResponse(_error_body(request, "; ".join(faults), "user", 422), 422)
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
-    text = f"{request.method} {request.url.path} is not served; GET /api/v1/openapi.json lists what is"
-    return JSONResponse({"detail": text, "category": "user"}, getattr(error, "status_code", 404))
+    text, status = (
+        f"{request.method} {request.url.path} is not served; GET /api/v1/openapi.json lists what is",
+        getattr(error, "status_code", 404),
+    )
+    return JSONResponse(_error_body(request, text, "user", status), status)
 
 
 async def _unknown_error(request: Request, error: Exception) -> JSONResponse:
@@ -87,7 +109,8 @@ class Guard:
             await JSONResponse({"detail": text, "category": "user"}, 413)(scope, receive, send)
         else:
             scope.setdefault("state", {})["caller"] = caller
-            await self.app(scope, _bounded(receive, limit), send)
+            bounded = Bounded(receive, send, limit)
+            await self.app(scope, bounded.receive, bounded.send)
 
     @staticmethod
     def _caller(state: ApiState, headers: dict[str, str], path: str) -> Caller | None:
@@ -99,16 +122,27 @@ class Guard:
         return None if owner is None else Caller(owner)
 
 
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """A body that lies about its length, or does not say it, ends at the bound."""
-    taken = 0
+class Bounded:
+    """A body that lies about its length, or does not say it, ends at the bound, with the answer that says so."""
 
-    async def bounded() -> Message:
-        nonlocal taken
-        message = await receive()
-        taken += len(message.get("body", b""))
-        if taken > limit:
-            return {"type": "http.disconnect"}
-        return message
+    def __init__(self, receive: Receive, send: Send, limit: int):
+        self._receive, self._send, self._limit = receive, send, limit
+        self._taken = 0
+        self._answered = False
 
-    return bounded
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._taken += len(message.get("body", b""))
+        if self._taken <= self._limit:
+            return message
+        if not self._answered:
+            text = f"the body has more than {self._limit} bytes; at most {self._limit} are taken"
+            answer = JSONResponse({"detail": text, "category": "user"}, 413, {"Connection": "close"})
+            self._answered = True
+            await self._send({"type": "http.response.start", "status": 413, "headers": answer.raw_headers})
+            await self._send({"type": "http.response.body", "body": answer.body})
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if not self._answered:
+            await self._send(message)

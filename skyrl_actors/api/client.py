@@ -14,7 +14,7 @@ from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavaila
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
-from skyrl_actors.messages.results import Completion, Failure, Result, Waiting
+from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
 from skyrl_actors.remote import NAMESPACE, ActorDied, settled
 
 R = TypeVar("R")
@@ -122,6 +122,13 @@ class ControllerClient:
 
     async def session(self, session_id: str) -> SessionEntry:
         return await self._call("session_catalog", "session", session_id)
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
+        try:
+            return await self._call("partial", request_id, have, timeout_s, patience_s=0.0, timeout_s=timeout_s + GRACE_S)
+        except Unavailable:
+            await asyncio.sleep(LONGEST_PAUSE_S)
+            return PartialSample()
 
     async def cancel_sample(self, request_id: str) -> None:
         await self._call("cancel_sample", request_id)

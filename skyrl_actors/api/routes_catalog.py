@@ -13,7 +13,7 @@ from skyrl_actors.api.access import Caller, caller_of
 from skyrl_actors.api.state import state_of
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
-from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, parse_path
+from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, checked_id, parse_path
 
 router = APIRouter()
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -41,7 +41,8 @@ def _visible(runs: Sequence[RunEntry], caller: Caller, scope: Scope) -> list[Run
 
 
 async def _one_run(run_id: str, request: Request, scope: Scope = "accessible") -> RunEntry:
-    found = _visible([await state_of(request).client.catalog("run", run_id)], caller_of(request), scope)
+    run = await state_of(request).client.catalog("run", checked_id(run_id, "training run"))
+    found = _visible([run], caller_of(request), scope)
     if not found:
         raise NotFound(f"no training run {run_id!r}")
     return found[0]

@@ -66,7 +66,7 @@ async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
             return codec.forward_backward_from_proto(body, limit)
         try:
             content = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"the body is not JSON: {error}") from None
         if not isinstance(content, dict):
             raise InvalidRequest("the body is not a JSON object")

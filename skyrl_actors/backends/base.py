@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import LossOutput, SampleOutput
+from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 
@@ -95,6 +95,14 @@ class Backend(Protocol):
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
     ) -> SampleOutput:
         """Survives the death of the engine: it is run again, with the same seed."""
+        ...
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
+        """Of a sample with `stream` that is on its way: what came behind its first `have` tokens."""
+        ...
+
+    def end_stream(self, request_id: str) -> None:
+        """Nobody reads along any more."""
         ...
 
     def fault(self) -> str | None:

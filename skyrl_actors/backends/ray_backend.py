@@ -27,7 +27,7 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import LossOutput, SampleOutput
+from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from skyrl_actors.transfer.build import build_transfer
@@ -288,6 +288,14 @@ class RayBackend:
     ) -> SampleOutput:
         """Run again, with the same seed, when an engine dies under it: elsewhere, or after the restart. No phase is held
         while it waits for an engine, as an engine needs one to join."""
+        try:
+            return await self._sampled(request_id, prompt, params, weights)
+        finally:
+            self.end_stream(request_id)
+
+    async def _sampled(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+    ) -> SampleOutput:  # fmt: skip
         attempts, lost = self.config.restart.attempts, ""
         for attempt in range(attempts):
             await self.engines.any_healthy()
@@ -303,6 +311,12 @@ class RayBackend:
                 self._say(f"sample {request_id} is run again: {error}")
                 lost = str(error)
         raise InternalError(f"{attempts} engines died under this sample, the last one: {lost}")
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
+        return await self.engines.partial(request_id, have, timeout_s)
+
+    def end_stream(self, request_id: str) -> None:
+        self.engines.end_stream(request_id)
 
     async def move(self, move: Move, to: Phase) -> None:
         """One move of the phase keeper. What is being made anew comes up as the phase wants it."""

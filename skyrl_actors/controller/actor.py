@@ -17,7 +17,7 @@ from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
-from skyrl_actors.messages.results import Completion, Result, Waiting
+from skyrl_actors.messages.results import Completion, PartialSample, Result, Waiting
 from skyrl_actors.observe.log import set_up_logging
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,10 @@ class ControllerActor:
     async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
         await self._up()
         return await self.controller.session_catalog(verb, *arguments)
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
+        await self._up()
+        return await self.controller.partial(request_id, have, timeout_s)
 
     async def cancel_sample(self, request_id: str) -> None:
         await self._up()

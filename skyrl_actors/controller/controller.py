@@ -35,7 +35,7 @@ from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
 from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
-from skyrl_actors.messages.results import Completion, Failure, Result, Waiting
+from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
 
 log = logging.getLogger(__name__)
 FIRST_JOIN_S = 1_750_000_000  # the SDK multiplies the number by 10^9 and keeps it in 64 bits
@@ -283,6 +283,22 @@ class Controller:
             return await self.journal.result(operation)
         except Corrupt as error:  # final: asking again would not mend it
             return Failure.of(error)
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
+        """What came of a streamed sample behind its first `have` tokens, or its answer when that is there."""
+        if request_id not in self.results:
+            return await self.retrieve(request_id, 0) or PartialSample()
+        answer = asyncio.ensure_future(self.results.wait(request_id, timeout_s))
+        growing = asyncio.ensure_future(self.backend.partial(request_id, have, timeout_s))
+        try:
+            await asyncio.wait([answer, growing], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                return growing.result()
+            self.backend.end_stream(request_id)
+            return answer.result() or PartialSample()
+        finally:
+            answer.cancel()
+            growing.cancel()
 
     def cancel_sample(self, request_id: str) -> None:
         """It fails, unless it was answered before; what is unknown or trains is left alone."""

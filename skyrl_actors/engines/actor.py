@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 from skyrl_actors.engines.interface import EngineReport, EngineSpec, EngineStatus
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import SampleOutput
+from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest
 
 T = TypeVar("T")
@@ -64,6 +64,10 @@ class EngineActor:
         self._samples.add(task)
         task.add_done_callback(self._samples.discard)
         return await self._lost_if_dead(task)
+
+    async def partial(self, epoch: int, request_id: str, have: int, timeout_s: float) -> PartialSample:
+        self._fence(epoch)
+        return await self.engine.partials.after(request_id, have, timeout_s)
 
     async def load_full(self, epoch: int, version: str, parts: tuple[WeightManifest, ...]) -> float:
         return await self._change(epoch, self.engine.load_full(version, parts))

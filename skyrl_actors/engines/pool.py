@@ -23,12 +23,13 @@ from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatu
 from skyrl_actors.engines.routing import EngineLoad, choose
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import SampleOutput
+from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from skyrl_actors.transfer.folders import full_manifests
 
 Deliver = Callable[[WeightManifest, ActorHandle], Awaitable[None]]
 VITALS_TIMEOUT_S = 10.0
+AFTER_LOSS_S = 0.2
 
 
 class EnginePool:
@@ -40,6 +41,7 @@ class EnginePool:
         self._deliver = deliver
         self._full: dict[str, tuple[WeightManifest, ...]] = {}
         self._changed = asyncio.Event()
+        self._streams: dict[str, asyncio.Future[tuple[Engine, str]]] = {}  # where samples run that somebody reads along
 
     @property
     def actors(self) -> list[ActorHandle]:
@@ -90,9 +92,35 @@ class EnginePool:
                 await self._delivered_to(engine, weights.adapter)
             if engine.gate is not gate:
                 raise StateLost(f"{engine.name} was made anew while this sample waited for its weights")
+            if params.stream:
+                self._told_where(request_id, engine)
             output = await engine.ask("sample", request_id, prompt, params, weights.adapter, weights.version)
         engine.worked()
         return output
+
+    def _told_where(self, attempt_id: str, engine: Engine) -> None:
+        request_id = attempt_id.rpartition(".")[0]
+        if request_id not in self._streams or self._streams[request_id].done():
+            self._streams[request_id] = asyncio.get_running_loop().create_future()
+        self._streams[request_id].set_result((engine, attempt_id))
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
+        """What came of a sample behind its first `have` tokens, as soon as something did; empty when nothing did in time."""
+        place = self._streams.setdefault(request_id, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(timeout_s):
+                engine, attempt_id = await asyncio.shield(place)
+                return await engine.ask("partial", attempt_id, have, timeout_s)
+        except TimeoutError:
+            if not place.done():
+                self._streams.pop(request_id, None)
+            return PartialSample()
+        except StateLost:
+            await asyncio.sleep(AFTER_LOSS_S)  # it is run again elsewhere, with the same seed and so the same tokens
+            return PartialSample()
+
+    def end_stream(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
 
     async def preload(self, weights: SamplerWeights) -> None:
         """Load full weights into the engines that lost theirs, before the KV cache is given memory."""

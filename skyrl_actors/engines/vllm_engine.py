@@ -18,7 +18,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
-from skyrl_actors.engines.vllm_samples import as_output, vllm_params
+from skyrl_actors.engines.partials import Partials
+from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
@@ -37,6 +38,7 @@ class VllmEngine:
         self._adapter_lock = asyncio.Lock()
         self._awake = {"weights", "kv_cache"}
         self._running = 0
+        self.partials = Partials()
         self.dead = asyncio.Event()  # vLLM's own process ended
 
     async def start(self) -> None:
@@ -85,6 +87,8 @@ class VllmEngine:
                 stream = self.llm.generate({"prompt_token_ids": list(prompt)}, vllm_params(params), request_id, lora_request=lora)
                 async for part in stream:
                     output = part
+                    if params.stream:
+                        self.partials.grow(request_id, so_far(part))
         except (VLLMValidationError, ValueError) as error:
             raise InvalidRequest(str(error)) from None
         except TimeoutError:
@@ -93,6 +97,7 @@ class VllmEngine:
             ) from None
         finally:
             self._running -= 1
+            self.partials.end(request_id)
         return as_output(output, version, params)
 
     async def _lora_request(self, manifest: WeightManifest) -> LoRARequest:

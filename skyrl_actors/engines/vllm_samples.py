@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import SampleOutput, Sequence
+from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 
 EMPTY_CELL = (0, -99999.0)
@@ -35,11 +35,11 @@ def vllm_params(params: SamplingParams) -> VllmSamplingParams:
         seed=params.seed,
         stop=texts or None,
         stop_token_ids=ids or None,
-        ignore_eos=stop is not None,
+        ignore_eos=stop is not None and not params.stop_at_end_too,
         detokenize=bool(texts),
         logprobs=params.topk_sample_logprobs,
         prompt_logprobs=prompt_logprobs,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.CUMULATIVE if params.stream else RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -61,6 +61,13 @@ def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput
         if params.scores_prompt:
             of_prompt |= prompt_scores(np.asarray([dense(row) for row in output.prompt_logprobs[1:]]), params)
     return SampleOutput(tuple(sequences), version, cached_tokens=output.num_cached_tokens or 0, **of_prompt)
+
+
+def so_far(output: Any) -> PartialSample:
+    """Of a cumulative output of one sample."""
+    (choice,) = output.outputs
+    logprobs = (step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True))
+    return PartialSample(tuple(choice.token_ids), tuple(logprobs))
 
 
 def _prompt_fields(prompt: SequenceOf[int], rows: SequenceOf[Any], k: int) -> dict[str, Any]:

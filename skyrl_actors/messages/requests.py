@@ -102,6 +102,8 @@ class SamplingParams:
     prompt_logprobs_last_n: int | None = None  # only of so many tokens at the prompt's end; None: of all
     prompt_targets: PromptTargets | None = None  # ids to score along the prompt
     prompt_alternatives: int = 0  # draws to make at each position of the prompt
+    stop_at_end_too: bool = False  # with `stop`: at the end-of-text tokens as well
+    stream: bool = False  # somebody reads along; of one sample only
 
     @property
     def scores_prompt(self) -> bool:

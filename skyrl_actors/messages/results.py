@@ -83,6 +83,14 @@ class SampleOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class PartialSample:
+    """Of a sample that is on its way: some tokens and their logprobs at temperature 1."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     message: str
     category: Category = "server"

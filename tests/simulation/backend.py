@@ -21,7 +21,7 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
+from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput, Sequence
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from tests.simulation.journal import Disk
@@ -299,6 +299,13 @@ class SimBackend:
         drawn = np.frombuffer(bytes.fromhex(chained(found, prompt, params.seed)), np.uint8)[: params.max_tokens]
         one = Sequence(drawn.astype(np.int32), drawn.astype(np.float32), "length")
         return SampleOutput((one,), weights.version)
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
+        await asyncio.sleep(timeout_s)
+        return PartialSample()
+
+    def end_stream(self, request_id: str) -> None:
+        pass
 
     def fault(self) -> str | None:
         return None if self.machines.rank is not None else "the group restarts"

@@ -1,0 +1,101 @@
+"""Samples as OpenAI's objects: whole, and in chunks."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_actors.api.openai_text import Codec, Growing
+from skyrl_actors.messages.results import PartialSample, SampleOutput
+from skyrl_actors.messages.results import Sequence as Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    id: str
+    kind: str  # text_completion or chat.completion
+    model: str
+    created: int
+    codec: Codec
+    with_logprobs: bool
+
+    @property
+    def is_chat(self) -> bool:
+        return self.kind == "chat.completion"
+
+    def object(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
+        kind = f"{self.kind}.chunk" if chunk and self.is_chat else self.kind
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def whole(form: Form, outputs: Sequence[SampleOutput], prompt_lengths: Sequence[int], stops: Sequence[str]) -> dict[str, Any]:
+    """`stops`: the text from the first of them on is left out, as OpenAI does."""
+    sampled = [sequence for output in outputs for sequence in output.sequences]
+    choices = []
+    for index, one in enumerate(sampled):
+        text = Growing(form.codec, stops).more(one.tokens.tolist(), last=True)
+        content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if form.is_chat else {"text": text}
+        logprobs = _logprobs(form, one) if form.with_logprobs else None
+        choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": one.stop_reason})
+    generated = sum(len(one.tokens) for one in sampled)
+    counted = usage(sum(prompt_lengths), generated, sum(output.cached_tokens for output in outputs))
+    # The version of the weights that answered, for who must know.
+    return form.object(choices) | {"usage": counted, "system_fingerprint": outputs[0].version}
+
+
+def first_chunk(form: Form) -> dict[str, Any]:
+    content = {"delta": {"role": "assistant", "content": ""}} if form.is_chat else {"text": ""}
+    return form.object([{"index": 0, **content, "logprobs": None, "finish_reason": None}], chunk=True)
+
+
+def chunk(form: Form, text: str, part: PartialSample, reason: str | None) -> dict[str, Any]:
+    content: dict[str, Any] = {"delta": {"content": text} if text else {}} if form.is_chat else {"text": text}
+    logprobs = _plain_logprobs(form, part) if form.with_logprobs else None
+    return form.object([{"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}], chunk=True)
+
+
+def usage_chunk(form: Form, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    return form.object([], chunk=True) | {"usage": usage(prompt_tokens, completion_tokens)}
+
+
+def _logprobs(form: Form, one: Sampled) -> dict[str, Any]:
+    """The likeliest tokens beside each, best first, as many as were asked for."""
+    part = PartialSample(tuple(one.tokens.tolist()), tuple(one.logprobs.tolist()))
+    content = _plain_logprobs(form, part)
+    if one.topk_ids is None or one.topk_logprobs is None:
+        return content
+    best = [
+        [(form.codec.text_of(token), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+        for ids, logprobs in zip(one.topk_ids.tolist(), one.topk_logprobs.tolist(), strict=True)
+    ]
+    if form.is_chat:
+        for entry, row in zip(content["content"], best, strict=True):
+            entry["top_logprobs"] = [_entry(text, logprob) for text, logprob in row]
+    else:
+        content["top_logprobs"] = [dict(reversed(row)) for row in best]  # of equal texts the likelier one stays
+    return content
+
+
+def _plain_logprobs(form: Form, part: PartialSample) -> dict[str, Any]:
+    texts = [form.codec.text_of(token) for token in part.tokens]
+    if form.is_chat:
+        return {"content": [{**_entry(t, lp), "top_logprobs": []} for t, lp in zip(texts, part.logprobs, strict=True)]}
+    offsets = [0]
+    for text in texts:
+        offsets.append(offsets[-1] + len(text))
+    return {"tokens": texts, "token_logprobs": list(part.logprobs), "top_logprobs": None, "text_offset": offsets[:-1]}
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

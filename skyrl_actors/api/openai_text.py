@@ -1,0 +1,98 @@
+"""Text to tokens and back for the OpenAI routes: the base model's own tokenizer and chat template."""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from skyrl_actors.messages.errors import InvalidRequest
+
+INCOMPLETE = "\ufffd"  # what a cut character decodes to
+
+
+class Codec:
+    """Of one base model's folder. Templates run in a sandbox: a model's files are not code of ours."""
+
+    def __init__(self, folder: Path):
+        self._tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text())
+        self._config: dict[str, Any] = _json(folder / "tokenizer_config.json")
+        file = folder / "chat_template.jinja"
+        self._template = file.read_text() if file.is_file() else self._config.get("chat_template")
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def text_of(self, token: int) -> str:
+        """With special tokens spelled out."""
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        if not isinstance(self._template, str):
+            raise InvalidRequest("the base model has no chat template; use /v1/completions")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        special = {key: _as_text(self._config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        try:
+            template = environment.from_string(self._template)
+            return self.encode(template.render(messages=list(messages), add_generation_prompt=True, tools=None, **special))
+        except TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
+
+
+class Growing:
+    """The text of a sample as its tokens come. What may still change is held back: cut characters, and the beginning of a stop
+    text; behind a stop text nothing more comes."""
+
+    def __init__(self, codec: Codec, stops: Sequence[str]):
+        self._codec = codec
+        self._stops = tuple(stop for stop in stops if stop)
+        self._tokens: list[int] = []
+        self._given = 0
+        self.stopped = False
+
+    def more(self, tokens: Sequence[int], last: bool = False) -> str:
+        """The text that is new and certain; with `last`, all that is left."""
+        self._tokens.extend(tokens)
+        text = self._codec.decode(self._tokens)
+        ends = [where for stop in self._stops if (where := text.find(stop)) >= 0]
+        if ends:
+            text, self.stopped = text[: min(ends)], True
+        elif not last:
+            text = text[: len(text) - self._unsure(text)]
+        new, self._given = text[self._given :], max(self._given, len(text))
+        return new
+
+    def _unsure(self, text: str) -> int:
+        cut = len(text) - len(text.rstrip(INCOMPLETE))
+        begun = [size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        return max([cut, *begun])
+
+
+@lru_cache(maxsize=4)
+def codec_for(folder: str) -> Codec:
+    """Raises InvalidRequest when the folder can not be read from here."""
+    try:
+        return Codec(Path(folder))
+    except OSError as error:
+        raise InvalidRequest(f"the tokenizer of the base model can not be read here: {error}") from None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _as_text(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

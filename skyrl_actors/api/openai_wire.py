@@ -1,0 +1,81 @@
+"""The bodies of OpenAI's completions and chat completions, as far as they are served; a field that is not is refused by name.
+
+https://platform.openai.com/docs/api-reference/completions and …/chat
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Fields that change nothing here, whatever they say.
+WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
+# Fields that are served only with the value that means "off".
+OFF: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},),
+    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
+}  # fmt: skip
+
+
+class OpenAiBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1, description="vLLM's addition")
+    n: int = Field(default=1, ge=1)
+    seed: int | None = Field(default=None, ge=0)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_is_fine(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for key, value in data.items():
+            if value is None or key in WITHOUT_EFFECT:
+                continue
+            if key in OFF:
+                if value not in OFF[key]:
+                    raise ValueError(f"{key} is not served; leave it out")
+                continue
+            kept[key] = value
+        return kept
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class Completion(OpenAiBody):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0)
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatCompletion(OpenAiBody):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0)

@@ -1,0 +1,162 @@
+"""OpenAI-compatible sampling: /v1/models, /v1/completions, /v1/chat/completions, from the base model or a saved sampler.
+
+A request here is a sample like any other: journaled, fairly queued, run again when an engine dies; a stream then goes on where
+it was, as the same seed gives the same tokens.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from skyrl_actors.api import openai_answers as answers
+from skyrl_actors.api import openai_wire as wire
+from skyrl_actors.api import translate
+from skyrl_actors.api.access import caller_of, readable
+from skyrl_actors.api.openai_answers import Form
+from skyrl_actors.api.openai_text import Codec, Growing, codec_for
+from skyrl_actors.api.state import state_of
+from skyrl_actors.messages.catalog import CheckpointEntry
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
+from skyrl_actors.messages.paths import parse_path
+from skyrl_actors.messages.requests import Sample, SamplingParams
+from skyrl_actors.messages.results import Failure, PartialSample, SampleOutput
+
+router = APIRouter(prefix="/v1")
+
+
+@router.get("/models")
+async def models(request: Request) -> dict[str, Any]:
+    state, caller = state_of(request), caller_of(request)
+    found: list[CheckpointEntry] = await state.client.catalog("checkpoints")
+    samplers = [c for c in found if c.kind == "sampler_weights" and (c.public or caller.owns(c.run_id))]
+    base = {"id": (await state.capabilities()).base_model, "object": "model", "created": 0, "owned_by": "skyrl-actors"}
+    return {"object": "list", "data": [base, *({**base, "id": c.path, "created": int(c.time)} for c in samplers)]}
+
+
+@router.post("/completions")
+async def completions(body: wire.Completion, request: Request) -> Response:
+    codec = await _codec(request)
+    prompts = _prompts(body.prompt, codec)
+    params = await _params(request, body, body.max_tokens, body.logprobs)
+    form = Form(answers.new_id("cmpl"), "text_completion", body.model, int(time.time()), codec, body.logprobs is not None)
+    return await _answered(request, body, form, prompts, params)
+
+
+@router.post("/chat/completions")
+async def chat_completions(body: wire.ChatCompletion, request: Request) -> Response:
+    codec = await _codec(request)
+    prompt = codec.chat([{"role": message.role, "content": message.text} for message in body.messages])
+    able = await state_of(request).capabilities()
+    room = body.max_completion_tokens or body.max_tokens or max(1, able.max_sample_tokens - len(prompt))
+    params = await _params(request, body, room, body.top_logprobs if body.logprobs else None)
+    form = Form(answers.new_id("chatcmpl"), "chat.completion", body.model, int(time.time()), codec, body.logprobs)
+    return await _answered(request, body, form, [prompt], params)
+
+
+async def _codec(request: Request) -> Codec:
+    return await asyncio.to_thread(codec_for, (await state_of(request).capabilities()).base_folder)
+
+
+def _prompts(prompt: str | Sequence[Any], codec: Codec) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [codec.encode(prompt)]
+    if prompt and all(isinstance(part, int) for part in prompt):
+        return [list(prompt)]
+    return [codec.encode(part) if isinstance(part, str) else list(part) for part in prompt]
+
+
+async def _params(request: Request, body: wire.OpenAiBody, max_tokens: int, topk: int | None) -> SamplingParams:
+    if body.stream and body.n != 1:
+        raise InvalidRequest("a stream has one choice: leave n out, or make several requests")
+    return SamplingParams(
+        max_tokens, body.n, body.temperature, body.top_k or -1, body.top_p, body.seed, body.stops or None,
+        topk_sample_logprobs=topk or 0, stop_at_end_too=True, stream=body.stream,
+    )  # fmt: skip
+
+
+async def _answered(
+    request: Request, body: wire.OpenAiBody, form: Form, prompts: list[list[int]], params: SamplingParams
+) -> Response:  # fmt: skip
+    sampler_id = await _sampler(request, body.model)
+    if body.stream and len(prompts) != 1:
+        raise InvalidRequest("a stream has one prompt: make several requests")
+    client, mark = state_of(request).client, caller_of(request).mark
+    # The stop text is OpenAI's to leave out, so it is looked for here too.
+    asked = [
+        await client.submit(Sample(sampler_id, tuple(prompt), replace(params, seed=_seed(params, i)), None), mark)
+        for i, prompt in enumerate(prompts)
+    ]
+    if body.stream:
+        wants_usage = bool(body.stream_options.get("include_usage"))
+        events = _events(request, form, asked[0], Growing(form.codec, body.stops), len(prompts[0]), wants_usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    outputs = [await client.result(request_id, SampleOutput) for request_id in asked]
+    return JSONResponse(answers.whole(form, outputs, [len(prompt) for prompt in prompts], body.stops))
+
+
+def _seed(params: SamplingParams, index: int) -> int | None:
+    """Prompts of one request do not draw alike."""
+    return None if params.seed is None else params.seed + index * params.num_samples
+
+
+async def _sampler(request: Request, model: str) -> str:
+    state = state_of(request)
+    is_path = model.startswith("tinker://")
+    if is_path:
+        await readable(request, parse_path(model))
+    elif model != (await state.capabilities()).base_model:
+        raise NotFound(f"the model {model!r} does not exist; GET /v1/models lists what does")
+    base, path = (None, model) if is_path else (model, None)
+    return (await state.client.open_sampler(translate.direct_sampler_id(base, path), None, base, path)).sampler_id
+
+
+async def _events(
+    request: Request, form: Form, request_id: str, text: Growing, prompt_tokens: int, wants_usage: bool
+) -> AsyncIterator[str]:  # fmt: skip
+    """Server-sent events. A client that goes away takes its sample with it."""
+    state, have, ended = state_of(request), 0, False
+    try:
+        yield _event(answers.first_chunk(form))
+        while not ended:
+            news = await state.client.partial(request_id, have, state.config.http.long_poll_s)
+            if isinstance(news, Failure):
+                ended = True
+                yield _event(
+                    {
+                        "error": {
+                            "message": news.message,
+                            "type": "server_error" if news.category == "server" else "invalid_request_error",
+                        }
+                    }
+                )
+                break
+            part = news if isinstance(news, PartialSample) else _rest(news, have)
+            have += len(part.tokens)
+            reason = news.sequences[0].stop_reason if isinstance(news, SampleOutput) else None
+            new = text.more(part.tokens, last=reason is not None)
+            if part.tokens or reason:
+                yield _event(answers.chunk(form, new, part, reason))
+            ended = reason is not None
+        if wants_usage and ended:
+            yield _event(answers.usage_chunk(form, prompt_tokens, have))
+        yield "data: [DONE]\n\n"
+    finally:
+        if not ended:
+            await state.client.cancel_sample(request_id)
+
+
+def _rest(output: Any, have: int) -> PartialSample:
+    if not isinstance(output, SampleOutput):
+        raise InternalError(f"{type(output).__name__} instead of a sample")
+    one = output.sequences[0]
+    return PartialSample(tuple(one.tokens[have:].tolist()), tuple(one.logprobs[have:].tolist()))
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

@@ -1,0 +1,92 @@
+"""The official openai client, unmodified, against the same engines."""
+
+import openai
+import pytest
+import tinker
+from tinker import types
+from transformers import AutoTokenizer
+
+from tests.conftest import Service
+
+
+@pytest.fixture
+def openai_client(service: Service):
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="tml-local", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def tinker_client(service: Service):
+    with tinker.ServiceClient() as made:
+        yield made
+
+
+def test_completions_are_the_samples_of_the_tinker_sdk(openai_client: openai.OpenAI, tinker_client: tinker.ServiceClient):
+    info = tinker_client.create_lora_training_client("tiny", rank=2, seed=0).result().get_info()
+    tokenizer = AutoTokenizer.from_pretrained(str(info.model_data.tokenizer_id))
+    prompt = tokenizer.encode("Once upon a time")
+    answer = openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=8, seed=5, temperature=0.7, n=2, logprobs=2)
+    sampler = tinker_client.create_sampling_client(base_model="tiny")
+    params = types.SamplingParams(max_tokens=8, seed=5, temperature=0.7)
+    expected = sampler.sample(types.ModelInput.from_ints(prompt), 2, params).result()
+    for choice, sequence in zip(answer.choices, expected.sequences, strict=True):
+        assert choice.text == tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs == pytest.approx(sequence.logprobs, abs=1e-4)
+        assert choice.logprobs.top_logprobs is not None and len(choice.logprobs.top_logprobs) == len(sequence.tokens)
+        assert choice.finish_reason == sequence.stop_reason
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+    both = openai_client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=2)
+    assert [choice.index for choice in both.choices] == [0, 1]
+
+
+def test_a_stream_says_what_the_whole_answer_says_and_stops_where_it_is_told(openai_client: openai.OpenAI):
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "seed": 3, "temperature": 1.0}
+    whole = openai_client.chat.completions.create(**asked)  # type: ignore[call-overload]
+    text = whole.choices[0].message.content
+    assert text
+
+    def streamed(**more) -> tuple[list[str], str | None, int]:
+        chunks = list(openai_client.chat.completions.create(**asked, **more, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+        pieces = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        assert chunks[-1].usage is not None and len(reasons) == 1
+        return pieces, reasons[0], chunks[-1].usage.completion_tokens
+
+    pieces, reason, count = streamed()
+    assert "".join(pieces) == text and reason == whole.choices[0].finish_reason and count == whole.usage.completion_tokens
+    assert sum(bool(piece) for piece in pieces) > 2  # it came in parts
+    stop = text[len(text) // 2 :][:2]
+    before = text[: text.index(stop)]
+    assert "".join(streamed(stop=[stop])[0]) == before
+    assert openai_client.chat.completions.create(**asked, stop=stop).choices[0].message.content == before  # type: ignore[call-overload]
+
+
+def test_saved_samplers_are_models(openai_client: openai.OpenAI, tinker_client: tinker.ServiceClient):
+    model = tinker_client.create_lora_training_client("tiny", rank=4, seed=1).result()
+    row = list(range(40, 60))
+    inputs = {"target_tokens": types.TensorData(data=row[1:], dtype="int64", shape=[19])}
+    for _ in range(4):
+        model.forward_backward(
+            [types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)], "cross_entropy"
+        )
+        model.optim_step(types.AdamParams(learning_rate=5e-2)).result()
+    path = model.save_weights_for_sampler("for-openai").result().path
+    assert {"tiny", path} <= {listed.id for listed in openai_client.models.list()}
+    asked = {"prompt": row[:8], "max_tokens": 8, "temperature": 0.0}
+    tuned = openai_client.completions.create(model=path, **asked)  # type: ignore[call-overload]
+    base = openai_client.completions.create(model="tiny", **asked)  # type: ignore[call-overload]
+    assert tuned.choices[0].text != base.choices[0].text
+    assert tuned.system_fingerprint != base.system_fingerprint
+
+
+def test_what_is_not_served_is_said_in_openais_way(openai_client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt-9' does not exist"):
+        openai_client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.UnprocessableEntityError, match="frequency_penalty is not served"):
+        openai_client.completions.create(model="tiny", prompt="x", frequency_penalty=1.0)
+    with pytest.raises(openai.UnprocessableEntityError, match="a stream has one choice"):
+        openai_client.completions.create(model="tiny", prompt="x", n=2, stream=True)
+    with pytest.raises(openai.UnprocessableEntityError, match="together they may have"):
+        openai_client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
+    with pytest.raises(openai.UnprocessableEntityError, match="Extra inputs are not permitted"):
+        openai_client.completions.create(model="tiny", prompt="x", extra_body={"min_p": 0.1})
