@@ -1,0 +1,45 @@
+"""The service with everything real but the backend, which answers at once: HAProxy, Ray Serve, controller actor, journal.
+
+What is measured against it is what the control plane costs.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.harness import ROOT
+from skyrl_actors.commands import cluster, serve
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.load import load
+from skyrl_actors.controller.actor import ControllerActor
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.journal.build import build_journal
+from tests.api.local import AnsweringBackend
+
+NAME, PORT = "bench-edge", 8124
+
+
+class AnsweringController(ControllerActor):
+    def _build(self) -> Controller:
+        config, base_folder, _ = self._parts
+        return Controller(config, AnsweringBackend(str(base_folder)), build_journal(config.journal))
+
+
+@contextmanager
+def fake_service(*overrides: str) -> Iterator[ClusterConfig]:
+    os.environ |= {"TINKER_BASE_URL": f"http://127.0.0.1:{PORT}", "TINKER_API_KEY": "tml-bench", "TINKER_TELEMETRY": "0"}
+    cluster.ControllerActor = AnsweringController  # type: ignore[misc]
+    with tempfile.TemporaryDirectory(prefix="bench-edge-") as scratch:
+        options = (
+            f"name={NAME}", f"http.port={PORT}", f"journal.folder={scratch}/journal", f"checkpoint_dir={scratch}/checkpoints",
+            "base_model.warmup_steps=0", "base_model.name=Qwen/Qwen3-8B", "lora.max_adapters=4096", "limits.models_per_key=4096",
+            *overrides,
+        )  # fmt: skip
+        config = ROOT / "configs" / "cpu_tiny.yaml"
+        try:
+            serve.run(Path(config), options, block=False)
+            yield load(config, options)
+        finally:
+            serve.stop(NAME)
