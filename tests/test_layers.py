@@ -24,7 +24,7 @@ ROOMS = {
     "engines": {"messages", "config", "colocation", "transfer", "remote", "restarts", "placement"},
     "backends": {"messages", "config", "workers", "colocation", "groups", "engines", "transfer", "remote", "placement"},
     "controller": {"files", "messages", "config", "losses", "journal", "backends", "observe"},
-    "api": {"messages", "config", "controller", "backends", "remote", "commands"},
+    "api": {"messages", "config", "controller", "backends", "losses", "remote", "commands"},
     "jobs": {"messages", "config", "api"},
     "commands": {"messages", "config", "api", "backends", "controller", "jobs", "journal", "remote", "placement"},
     "__main__": {"messages", "commands"},
@@ -45,7 +45,7 @@ NARROW = {
     "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},
 }
 HEAVY = {
-    "torch": ("workers/", "losses/torch_ops.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
+    "torch": ("workers/", "losses/torch_ops.py", "losses/torch_graph.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
               "commands/doctor.py"),
     "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py", "engines/vllm_samples.py"),
     "ray": (

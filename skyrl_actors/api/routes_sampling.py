@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 from skyrl_actors.api import translate, wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.state import state_of
+from skyrl_actors.losses.custom_graph import PREFIX, graph_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.paths import checked_id, parse_path, sampler_id_for
 from skyrl_actors.messages.results import Failure, Waiting
@@ -86,6 +87,9 @@ async def retrieve_futures(body: wire.RetrieveFutures, request: Request) -> dict
 async def retrieve_future(body: wire.RetrieveFuture, request: Request) -> Response:
     """Long poll: held until the answer is there or `long_poll_s` is over."""
     state = state_of(request)
+    if body.request_id.startswith(PREFIX):
+        graph_of(body.request_id)
+        return JSONResponse({"type": "create_custom_loss", "loss_id": body.request_id})
     try:
         caller_of(request).own(body.request_id, "request")
         result = await state.client.retrieve(body.request_id, state.config.http.long_poll_s)

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request
 from skyrl_actors.api import codec, translate, wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.state import read_body, state_of
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.losses.custom_graph import loss_id_of
+from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.requests import ForwardBackward, ModelRequest, Unload
@@ -106,6 +107,15 @@ async def load_weights(body: wire.LoadWeights, request: Request) -> dict[str, An
 @router.post("/unload_model")
 async def unload_model(body: wire.ModelRef, request: Request) -> dict[str, Any]:
     return await _submitted(request, Unload(body.model_id))
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss(body: wire.CreateCustomLoss, request: Request) -> dict[str, Any]:
+    """A future only in form: its id is the loss's, which is the loss."""
+    caller_of(request).own(body.session_id, "session")
+    if not state_of(request).config.http.sdk.custom_loss_server_side:
+        raise NotFound("custom losses run on the client here; http.sdk.custom_loss_server_side=true lets the workers run them")
+    return {"request_id": loss_id_of(body.name, [one.model_dump() for one in body.inputs], body.graph)}
 
 
 @router.post("/weights_info")

@@ -204,6 +204,19 @@ class SearchSessions(Body):
     cursor: SearchCursor | None = None
 
 
+class LossInput(Body):
+    name: str
+    rank: int
+
+
+class CreateCustomLoss(Body):
+    session_id: str
+    custom_loss_seq_id: int = Field(default=0, ge=0)
+    name: str = Field(max_length=200)
+    inputs: list[LossInput]
+    graph: dict[str, Any]
+
+
 class RetrieveFuture(Body):
     request_id: str
     allow_metadata_only: bool = False

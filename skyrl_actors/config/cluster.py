@@ -185,6 +185,7 @@ class SdkFlags(FrozenConfig):
     sample_use_retrieve_futures: bool = Field(default=False, description="one poll for all samples of a sampler")
     sample_join_sampling_session: bool = Field(default=False, description="copies of a sampling client ask for their number")
     sample_cancel_enabled: bool = Field(default=True, description="samples whose answer nobody waits for are ended")
+    custom_loss_server_side: bool = Field(default=False, description="losses traced by create_custom_loss are run by the workers")
     use_pyqwest_transport: bool = True
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from skyrl_actors import losses
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.losses.custom_graph import graph_of
 from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import CapacityError, InvalidRequest
 from skyrl_actors.messages.model import ROLES, AdamParams, LossCall, ModelSpec
@@ -58,6 +59,8 @@ def checked_batch(request: ForwardBackward, spec: ModelSpec, config: ClusterConf
     entry = losses.find(name)
     call = entry.checked(request.loss.config)
     losses.check_inputs(entry, spec.role, request.columns, request.forward_only)
+    if name == "custom":
+        _check_custom(call, request.columns, config)
     columns = request.columns
     if columns.num_rows > config.limits.datums:
         raise InvalidRequest(f"{columns.num_rows} datums in one request; at most {config.limits.datums}")
@@ -68,6 +71,21 @@ def checked_batch(request: ForwardBackward, spec: ModelSpec, config: ClusterConf
         )
     _check_numbers(columns, capabilities.vocab_size)
     return call
+
+
+def _check_custom(call: LossCall, columns: Columns, config: ClusterConfig) -> None:
+    if not config.http.sdk.custom_loss_server_side:
+        raise InvalidRequest(
+            "loss custom is off here (http.sdk.custom_loss_server_side); without it SDKs run such losses themselves"
+        )
+    graph = graph_of(str(call.config["loss_id"]))
+    if missing := [name for name in graph.inputs if name not in columns.fields]:
+        raise InvalidRequest(f"custom loss {graph.name} needs loss_fn_inputs {', '.join(missing)}")
+    widths = {0} if columns.widths is None else set(columns.widths.tolist())
+    if len(widths) > 1 or (0 in widths) != (graph.ranks[0] == 1):
+        raise InvalidRequest(
+            f"custom loss {graph.name} was declared for inputs of rank {graph.ranks[0]}; send all datums so, with one K"
+        )
 
 
 def _check_numbers(columns: Columns, vocab_size: int) -> None:

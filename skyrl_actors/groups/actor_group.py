@@ -146,6 +146,7 @@ def merge_rows(columns: Columns, outputs: Sequence[RowOutput], loss: LossCall | 
         elementwise[where] = output.elementwise
         for name, value in output.sums.items():
             metrics[name] = metrics.get(name, 0.0) + value
+    metrics |= {name: value / columns.num_rows for name, value in metrics.items() if name.endswith(":mean")}
     compute_s = max(output.compute_s for output in outputs)
     metrics |= {"num_tokens:sum": float(columns.num_tokens), "compute_s:sum": compute_s}
     fields = {field: predicted}

@@ -230,7 +230,10 @@ class PpoJob:
             {"logprobs": [batch.logprobs[i] for i in part], "advantages": [batch.advantages[i] / count for i in part]},
         )
         config = self.config
-        options = {"clip_low_threshold": config.clip_low_threshold, "clip_high_threshold": config.clip_high_threshold}
+        options: dict[str, float | str] = {
+            "clip_low_threshold": config.clip_low_threshold,
+            "clip_high_threshold": config.clip_high_threshold,
+        }
         return rows, LossCall("ppo", options)
 
     def _critic_rows(self, batch: Batch, part: list[int], count: int) -> tuple[Columns, LossCall]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from skyrl_actors.losses.custom_graph import Graph
 from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LossCall, Role
@@ -31,6 +32,10 @@ class Ops(Protocol):
         row whose mask is 0 everywhere."""
         ...
 
+    def each_row(self, graph: Graph, predicted: Array, inputs: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
+        """An uploaded loss, row by row: what it is of each row, at the row's first position, and the sums of its metrics."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
@@ -47,9 +52,10 @@ class Loss:
     role: Role
     required: tuple[str, ...]
     optional: Mapping[str, float]  # inputs that may be absent, with the value they then have
-    options: Mapping[str, float]
+    options: Mapping[str, float | str]
     function: LossFunction
     many_targets: bool = False  # also takes inputs of shape [T, K]
+    any_inputs: bool = False  # beside the required ones
 
     def checked(self, config: Mapping[str, Any]) -> LossCall:
         """The call with every option filled in. Raises InvalidRequest for an unknown or unusable option."""
@@ -57,23 +63,34 @@ class Loss:
             if key not in self.options:
                 allowed = ", ".join(self.options) or "none"
                 raise InvalidRequest(f"loss {self.name} has no option {key!r}; its options: {allowed}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if isinstance(self.options[key], str):
+                if not isinstance(value, str):
+                    raise InvalidRequest(f"loss {self.name}: option {key} is {value!r}, a text is needed")
+            elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise InvalidRequest(f"loss {self.name}: option {key} is {value!r}, a finite number is needed")
-        return LossCall(self.name, {**self.options, **{key: float(value) for key, value in config.items()}})
+        given = {key: value if isinstance(value, str) else float(value) for key, value in config.items()}
+        return LossCall(self.name, {**self.options, **given})
 
 
 REGISTRY: dict[str, Loss] = {}
 
 
 def loss(
-    name: str, *, role: Role, required: tuple[str, ...], optional: Mapping[str, float] | None = None, many_targets: bool = False
+    name: str,
+    *,
+    role: Role,
+    required: tuple[str, ...],
+    optional: Mapping[str, float] | None = None,
+    many_targets: bool = False,
+    any_inputs: bool = False,
 ) -> Callable[[LossFunction], LossFunction]:
     """Register a loss. Its options are the keyword-only parameters of the function, with their defaults."""
 
     def register(function: LossFunction) -> LossFunction:
         parameters = inspect.signature(function).parameters.values()
-        options = {p.name: float(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
-        REGISTRY[name] = Loss(name, role, required, dict(optional or {}), options, function, many_targets)
+        given = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        options = {key: value if isinstance(value, str) else float(value) for key, value in given.items()}
+        REGISTRY[name] = Loss(name, role, required, dict(optional or {}), options, function, many_targets, any_inputs)
         return function
 
     return register
@@ -104,6 +121,8 @@ def check_inputs(entry: Loss, role: Role, columns: Columns, forward_only: bool) 
     missing = [name for name in needed if name not in present]
     if missing:
         raise InvalidRequest(f"loss {entry.name} needs loss_fn_inputs {', '.join(needed)}; missing: {', '.join(missing)}")
+    if entry.any_inputs:
+        return
     allowed_inputs = {TARGETS, *entry.required, *entry.optional}
     if unknown := sorted(present - allowed_inputs):
         raise InvalidRequest(

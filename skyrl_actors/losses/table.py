@@ -25,8 +25,10 @@ def _row(entry: Loss) -> str:
     inputs = [f"`{name}`" for name in (*(["target_tokens"] if entry.role == "policy" else []), *entry.required)]
     if entry.many_targets:
         inputs[0] += " (N,) or (N, K)"
+    if entry.any_inputs:
+        inputs.append("any")
     inputs += [f"`{name}` (else {default:g})" for name, default in entry.optional.items()]
-    options = [f"`{name}` {default:g}" for name, default in entry.options.items()]
+    options = [f"`{name}` {'(text)' if isinstance(default, str) else f'{default:g}'}" for name, default in entry.options.items()]
     return f"| `{entry.name}` | {entry.role} | {said} | {', '.join(inputs)} | {', '.join(options) or 'none'} |\n"
 
 

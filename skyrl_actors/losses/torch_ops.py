@@ -1,9 +1,12 @@
 """`Ops` over torch tensors: the torch side of the losses, used by the workers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from skyrl_actors.losses import torch_graph
+from skyrl_actors.losses.custom_graph import Graph
 
 
 class TorchOps:
@@ -35,6 +38,17 @@ class TorchOps:
 
     def count(self, condition: Tensor, like: Tensor) -> Tensor:
         return condition.to(like.dtype).sum()
+
+    def each_row(self, graph: Graph, predicted: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, sums, start = [], dict[str, Tensor](), 0
+        for length in self._lengths:
+            rows = slice(start, start + length)
+            loss, metrics = torch_graph.run(graph, {"logprobs": predicted[rows], **{name: x[rows] for name, x in inputs.items()}})
+            rest = torch.zeros_like(predicted[rows]).flatten()[1:]
+            losses.append(torch.cat([loss.reshape(1), rest]).reshape(predicted[rows].shape))
+            sums = {key: sums.get(key, 0.0) + value for key, value in metrics.items()}
+            start += length
+        return torch.cat(losses), sums
 
     def row_mean(self, x: Tensor, mask: Tensor) -> Tensor:
         lengths = torch.tensor(self._lengths, device=x.device)

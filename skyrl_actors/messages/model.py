@@ -51,4 +51,4 @@ class LossCall:
     """A loss by its registry name with its options, e.g. LossCall("ppo", {"clip_low_threshold": 0.8})."""
 
     name: str
-    config: dict[str, float]
+    config: dict[str, float | str]

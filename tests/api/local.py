@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,15 @@ class AnsweringBackend(FakeBackend):
         one = Sequence(np.full(length, 7, np.int32), np.full(length, -1.0, np.float32), "length")
         logprobs = np.full(len(prompt), -1.0, np.float32)
         logprobs[0] = np.nan
+        if params.prompt_logprobs_last_n is not None:
+            logprobs[: -params.prompt_logprobs_last_n] = np.nan
         k, alternatives = params.topk_prompt_logprobs, params.prompt_alternatives
         targets = params.prompt_targets
         cells = (len(prompt) - 1, alternatives)
+        if top := params.topk_sample_logprobs:
+            one = replace(
+                one, topk_ids=np.full((length, top), 7, np.int32), topk_logprobs=np.full((length, top), -1.0, np.float32)
+            )
         return SampleOutput(
             (one,) * params.num_samples, weights.version, logprobs if params.prompt_logprobs else None,
             np.full((len(prompt), k), 7, np.int32) if k else None, np.full((len(prompt), k), -1.0, np.float32) if k else None,

@@ -5,6 +5,7 @@ Imports nothing but the SDK and the standard library: it runs in environments of
 
 import io
 import json
+import pickle
 import sys
 import tarfile
 import traceback
@@ -28,6 +29,15 @@ class Absent(Exception):
 
 def tensor(values: list[float], dtype: str = "float32") -> Any:
     return types.TensorData(data=values, dtype=dtype, shape=[len(values)])
+
+
+def wide_datum(k: int) -> Any:
+    """K targets for each token, as distillation sends them."""
+    inputs = {
+        "target_tokens": types.TensorData(data=list(range(4 * k)), dtype="int64", shape=[4, k]),
+        "weights": types.TensorData(data=[0.5] * (4 * k), dtype="float32", shape=[4, k]),
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(TOKENS), loss_fn_inputs=inputs)
 
 
 def datum(**fields: list[float]) -> Any:
@@ -60,8 +70,12 @@ class Calls:
         return None
 
 
+def is_since(version: str, needed: tuple[int, ...]) -> bool:
+    return tuple(int(part) for part in version.split(".")[:2]) >= needed
+
+
 def supported(version: str, needed: tuple[int, ...]) -> None:
-    if tuple(int(part) for part in version.split(".")[:2]) < needed:
+    if not is_since(version, needed):
         raise Absent(str(needed))
 
 
@@ -88,10 +102,17 @@ def training(calls: Calls, service: Any, version: str) -> Any:
             f"forward_backward {loss}", lambda s=since, n=loss, c=config: (supported(version, s), forward_backward(n, c, **rl))
         )
     calls.run("forward_backward gspo", lambda: (supported(version, (0, 34)), forward_backward("gspo", None, sequence_ratio_mask=weights, **rl)))  # fmt: skip
+    calls.run("forward_backward (N, K)", lambda: (supported(version, (0, 6)), model.forward_backward(
+        [wide_datum(3), wide_datum(2 if is_since(version, (0, 24)) else 3)], "cross_entropy").result().loss_fn_outputs[1]["logprobs"].data[7]))  # fmt: skip
     calls.run("forward", lambda: model.forward([datum(weights=weights)], "cross_entropy").result())
     calls.run("optim_step", lambda: model.optim_step(types.AdamParams(learning_rate=1e-4)).result())
     calls.run("3 chunks", lambda: model.forward_backward([datum(weights=weights) for _ in range(300)], "cross_entropy").result())
     return model
+
+
+def traced_loss(logprobs: Any, weights: Any) -> Any:
+    loss = -(logprobs * weights).sum()
+    return loss, {"custom/mine:mean": loss}
 
 
 def custom_loss(data: Any, logprobs: Any) -> Any:
@@ -110,6 +131,9 @@ def saving(calls: Calls, service: Any, model: Any, version: str) -> None:
         "create_training_client_from_state_with_optimizer",
         lambda: has(service, "create_training_client_from_state_with_optimizer")(saved),
     )
+    exported = calls.run("save_weights_external", lambda: has(model, "save_weights_external")("out").result().path)
+    calls.kept["external"] = exported
+    calls.run("copy_weights", lambda: has(service, "copy_weights")(saved).result())
     calls.run("save_state ttl", lambda: (supported(version, (0, 9)), model.save_state("brief", ttl_seconds=3600).result()))
 
 
@@ -133,6 +157,17 @@ def sampling(calls: Calls, service: Any, model: Any, version: str) -> None:
         calls.run("compute_logprobs", lambda: ephemeral.compute_logprobs(prompt).result())
         calls.run("sample topk_prompt_logprobs", lambda: (
             supported(version, (0, 6)), sample(ephemeral, include_prompt_logprobs=True, topk_prompt_logprobs=2)))  # fmt: skip
+        calls.run("sample topk_sample_logprobs", lambda: (
+            supported(version, (0, 29)), sample(ephemeral, topk_sample_logprobs=2)))  # fmt: skip
+        calls.run("sample target_prompt_logprobs", lambda: (supported(version, (0, 30)), sample(
+            ephemeral, target_prompt_logprobs=types.TensorData(data=[1, -1, 2, 3, 4, 5], dtype="int64", shape=[3, 2])
+        ).target_prompt_logprobs.data[5]))  # fmt: skip
+        calls.run("sample prompt_alt_tokens_k", lambda: (
+            supported(version, (0, 31)), sample(ephemeral, prompt_alt_tokens_k=2).prompt_alt_tokens.tokens.shape == [3, 2] or 1 / 0))  # fmt: skip
+        calls.run("sample prompt_logprobs_last_n", lambda: (supported(version, (0, 33)), sample(
+            ephemeral, include_prompt_logprobs=True, prompt_logprobs_last_n=2)))  # fmt: skip
+        calls.run("pickled sampling client", lambda: (
+            supported(version, (0, 12)), sample(pickle.loads(pickle.dumps(ephemeral)))))  # fmt: skip
     base = calls.run("create_sampling_client base_model", lambda: service.create_sampling_client(base_model=MODEL))
     if base is not None:
         calls.run("sample base model", lambda: sample(base))
@@ -147,6 +182,14 @@ def archived(client: Any, path: str) -> None:
     url = has(client, "get_checkpoint_archive_url_from_tinker_path")(path).result().url
     with urllib.request.urlopen(url) as answer, tarfile.open(fileobj=io.BytesIO(answer.read())) as members:
         assert any(name.endswith("/model_spec.json") for name in members.getnames()), members.getnames()
+
+
+def downloaded(client: Any, path: str) -> None:
+    urls = has(client, "get_external_weights_urls")(path).result().urls
+    for url in urls.values():
+        with urllib.request.urlopen(url) as answer:
+            assert answer.read()
+    assert urls
 
 
 def rest(calls: Calls, service: Any, model: Any, version: str) -> None:
@@ -166,6 +209,10 @@ def rest(calls: Calls, service: Any, model: Any, version: str) -> None:
     calls.run("list_sessions", lambda: has(client, "list_sessions")().result().sessions[0])
     session_id = run_id.split(":")[0]
     calls.run("get_session", lambda: has(client, "get_session")(session_id).result())
+    calls.run("search_sessions", lambda: has(client, "search_sessions")(
+        types.SessionSearchRequest(session_id=session_id)).result().sessions[0].checkpoints_count + 1)  # fmt: skip
+    calls.run("get_external_weights_urls", lambda: downloaded(client, calls.kept["external"]))
+    calls.run("rest copy_weights", lambda: has(client, "copy_weights")(state, "project").result())
     calls.run("get_sampler", lambda: has(client, "get_sampler")(f"{session_id}:sample:0").result())
     calls.run("delete_checkpoint", lambda: has(client, "delete_checkpoint_from_tinker_path")(state).result())
 
@@ -183,6 +230,9 @@ def main() -> None:
         rest(calls, service, model, version)
         calls.run("forward_backward_custom", lambda: (has(model, "forward_backward_custom"), model.forward_backward_custom(
             [datum(weights=[1.0] * 4)], custom_loss).result()))  # fmt: skip
+        calls.run("create_custom_loss", lambda: model.forward_backward_custom(
+            [datum(weights=[1.0] * 4)], has(service, "create_custom_loss")(
+                traced_loss, input_ranks={"logprobs": 1, "weights": 1}).result()).result())  # fmt: skip
     calls.run("close", lambda: has(service, "close")("success"))
     print("\n" + json.dumps({"version": version, "calls": calls.outcomes}))
 

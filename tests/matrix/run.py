@@ -81,7 +81,7 @@ def outcomes(version: str, url: str, model: str = MODEL, timeout_s: float = 180.
     """What each call came to: "ok", "absent", or the error."""
     environment = {
         **os.environ, "PYTHONPATH": str(installed(version)), "TINKER_BASE_URL": url, "TINKER_API_KEY": key,
-        "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1",
+        "TINKER_TELEMETRY": "0", "TINKER_PROJECT_ID": "matrix", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     command = [sys.executable, str(Path(__file__).with_name("calls.py")), model]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout_s)

@@ -18,6 +18,7 @@ def test_every_call_of_this_version_works(version: str, at_least: int, random_ba
 ALL_FLAGS = {
     "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": True, "proto_write_fwdbwd": True, "fwd_via_fwdbwd": True,
     "create_model_via_load_weights": True, "sample_use_retrieve_futures": True, "sample_join_sampling_session": True,
+    "custom_loss_server_side": True,
 }  # fmt: skip
 
 

@@ -1,0 +1,111 @@
+"""Losses that the SDK traces and uploads, against the same loss run by the SDK itself; and graphs that nobody traced."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
+
+from skyrl_actors import losses
+from skyrl_actors.losses.custom_graph import graph_of, loss_id_of
+from skyrl_actors.losses.torch_ops import TorchOps
+from skyrl_actors.messages.errors import InvalidRequest
+
+
+def dpo_like(logprobs, weights, margin):
+    score = ((logprobs - margin) * weights).sum() / torch.clamp(weights.sum(), min=1.0)
+    loss = -torch.nn.functional.logsigmoid(2 * score) + 0.1 * (logprobs[1:] ** 2).mean()
+    return loss, {"custom/score:mean": score, "custom/loss:sum": loss}
+
+
+def distillation(logprobs, weights):
+    teacher = torch.softmax(weights, dim=-1)
+    loss = torch.where(weights > 0, -teacher * logprobs, torch.zeros_like(logprobs)).sum()
+    return loss, {"custom/entropy:sum": -(teacher * teacher.log()).sum()}
+
+
+def uploaded(handle) -> str:
+    graph = json.loads(encode_graph(handle).model_dump_json())
+    return loss_id_of(handle.name, [one.model_dump() for one in handle.inputs], graph)
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "shape"), [(dpo_like, ("weights", "margin"), ()), (distillation, ("weights",), (3,))]
+)
+def test_it_is_what_the_client_would_compute(function, names: tuple[str, ...], shape: tuple[int, ...]):
+    rng, lengths = np.random.default_rng(1), (4, 7, 2)
+    rank = 1 + len(shape)
+    handle = trace_loss(function, dict.fromkeys(("logprobs", *names), rank), "s")
+    logprobs = torch.tensor(rng.normal(-2, 1, (sum(lengths), *shape)), requires_grad=True)
+    inputs = {name: torch.tensor(rng.normal(0.5, 1, (sum(lengths), *shape))) for name in names}
+    entry = losses.find("custom")
+    call = entry.checked({"loss_id": uploaded(handle)})
+    terms = entry.function(TorchOps(lengths), logprobs, inputs, **call.config)
+    (gradient,) = torch.autograd.grad(terms.elementwise.sum(), logprobs)
+
+    again = logprobs.detach().clone().requires_grad_()
+    parts = [
+        handle.graph(again[a : a + n], *(inputs[k][a : a + n] for k in names)) for a, n in zip((0, 4, 11), lengths, strict=True)
+    ]
+    total = sum(loss for loss, _ in parts)
+    assert terms.elementwise.shape == logprobs.shape
+    torch.testing.assert_close(terms.elementwise.sum(), total)
+    torch.testing.assert_close(gradient, torch.autograd.grad(total, again)[0])
+    for key in parts[0][1]:
+        torch.testing.assert_close(terms.sums[key], sum(metrics[key].detach() for _, metrics in parts))
+
+
+def graph_with(*nodes: dict) -> dict:
+    first = {"op": "placeholder", "name": "p", "target": "logprobs"}
+    last = {"op": "output", "name": "out", "target": "output", "args": [{"tuple": [{"ref": nodes[-1]["name"]}, {"dict": {}}]}]}
+    return {"format": 1, "nodes": [first, *nodes, last]}
+
+
+def call(target: str, *args, op: str = "call_function", name: str = "x") -> dict:
+    return {"op": op, "name": name, "target": target, "args": list(args)}
+
+
+P = {"ref": "p"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ([call("builtins.eval", "1")], "'builtins.eval' is not served"),
+        ([call("torch.load", "/etc/passwd")], "'torch.load' is not served"),
+        ([call("torch.zeros", 10**12)], "'torch.zeros' is not served"),
+        ([call("builtins.getattr", P, "__class__")], "is not served"),
+        ([call("__reduce__", P, op="call_method")], "is not served"),
+        ([call("numpy", P, op="call_method")], "is not served"),
+        ([call("weight", op="get_attr")], "is not served"),
+        ([call("torch.exp", {"ref": "later"})], "used before it is made"),
+        ([call("torch.exp", [[[[[[[[[[1]]]]]]]]]])], "nested deeper"),
+    ],
+)
+def test_what_is_no_arithmetic_is_refused(nodes: list[dict], said: str):
+    with pytest.raises(InvalidRequest, match=said):
+        loss_id_of("bad", [{"name": "logprobs", "rank": 1}], graph_with(*nodes))
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [call("operator.pow", 9.0, 9999.0)],
+        [call("operator.mul", [1], 10**9)],
+        [call("sum", 3, op="call_method")],
+        [call("torch.exp", P, P)],
+        [call("torch.exp", P)],  # not a scalar
+        [call("operator.getitem", P, 99)],
+    ],
+)
+def test_what_fails_fails_as_the_users_fault(nodes: list[dict]):
+    loss_id = loss_id_of("bad", [{"name": "logprobs", "rank": 1}], graph_with(*nodes))
+    with pytest.raises(InvalidRequest, match="custom loss 'bad'"):
+        losses.find("custom").function(TorchOps([2]), torch.zeros(2), {}, loss_id=loss_id)
+
+
+@pytest.mark.parametrize("loss_id", ["", "loss-", "loss-x", "loss-eJwDAAAAAAE=", "cross_entropy", "loss-" + "A" * 5000])
+def test_other_ids_are_refused(loss_id: str):
+    with pytest.raises(InvalidRequest, match="is not one that create_custom_loss gave out"):
+        graph_of(loss_id)
