@@ -1,6 +1,7 @@
 """Ray and the controller actor: started, joined, waited for, ended."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ from skyrl_actors.commands.terminal import bar, note
 from skyrl_actors.config.cluster import ClusterConfig, TinyBase
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.jobs.envs import noisy_demonstrations
+from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.remote import settled
 
 STOP_TIMEOUT_S = 40.0
@@ -37,7 +39,7 @@ def prepare_base_model(config: ClusterConfig) -> Path:
     """The folder of the base model; making the tiny one shows its progress."""
     base = config.base_model
     if not isinstance(base, TinyBase):
-        return base_model_folder(base, lambda count: [])
+        return _fitting(config, base_model_folder(base, lambda count: []))
     note(f"base model {base.name}: a small Qwen3-shaped network with its tokenizer, kept in {base.cache_dir}")
     with bar("supervised warm-up", max(base.warmup_steps, 1)) as progress:
         folder = base_model_folder(
@@ -46,6 +48,19 @@ def prepare_base_model(config: ClusterConfig) -> Path:
             lambda step, steps, loss: progress.update(progress.task_ids[0], completed=step, note=f"loss {loss:.2f}"),
         )
     note(f"base model in {folder}")
+    return _fitting(config, folder)
+
+
+def _fitting(config: ClusterConfig, folder: Path) -> Path:
+    """vLLM would refuse it too, but half a minute later."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    longest = content.get("max_position_embeddings")
+    scaled = bool((content.get("rope_scaling") or {}).get("factor") or (content.get("rope_parameters") or {}).get("factor"))
+    if isinstance(longest, int) and not scaled and config.engine.max_model_len > longest:
+        raise ConfigError(
+            f"engine.max_model_len {config.engine.max_model_len}: {config.base_model.name} was made for {longest} tokens"
+        )
     return folder
 
 

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
 
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.commands import cluster, haproxy
@@ -35,6 +36,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     SqlJournal(config.journal).check()
     base_folder = cluster.prepare_base_model(config)
     started_ray = _join_or_start_ray(config)
+    refuse_other_edge(config)
     _refuse_second(config)  # before the clean-up below may touch anything: a running service is not ours to end
     with ExitStack() as undo:
         undo.callback(stop, config.name)
@@ -114,6 +116,24 @@ def _refuse_second(config: ClusterConfig) -> None:
     except ValueError:
         return
     raise ConfigError(f"a service named {config.name!r} runs already; stop it (skyrl-actors stop) or set another name=…")
+
+
+def refuse_other_edge(config: ClusterConfig) -> None:
+    """A Ray cluster has one Ray Serve: one address, and one application at its root."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return
+    there, wanted = client.http_config, config.http
+    if (there.host, there.port) != (wanted.host, wanted.port):
+        raise ConfigError(
+            f"Ray Serve of this cluster listens on {there.host}:{there.port}, not on {wanted.host}:{wanted.port}: use that address "
+            "(http.host, http.port), or another Ray cluster"
+        )
+    for name, application in client.get_serve_details().get("applications", {}).items():
+        if application.get("route_prefix") == "/" and name != config.name:
+            raise ConfigError(
+                f"application {name!r} is at the root of this cluster's Ray Serve; end it, or use another Ray cluster"
+            )
 
 
 async def _start_controller(config: ClusterConfig, base_folder: Path) -> None:

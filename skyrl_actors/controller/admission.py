@@ -50,7 +50,10 @@ def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilitie
         else (config.lora.max_full_models, "full fine-tunes (lora.max_full_models)")
     )
     if len(same_kind) >= limit:
-        raise CapacityError(f"{len(same_kind)} {spec.role} {what} are alive, the most this service takes; end a session first")
+        raise CapacityError(
+            f"{len(same_kind)} {spec.role} {what} are alive, the most this service takes; end a session first, or wait: one that is "
+            f"silent for {config.limits.session_silent_s:g} s gives up its place"
+        )
 
 
 def checked_batch(request: ForwardBackward, spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities) -> LossCall:
@@ -121,7 +124,7 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
     if params.max_tokens < 1 or length + params.max_tokens > capabilities.max_sample_tokens:
         raise InvalidRequest(
             f"prompt of {length} + max_tokens {params.max_tokens} tokens; together they may have {capabilities.max_sample_tokens}, "
-            "and max_tokens at least 1"
+            "and max_tokens at least 1 (scoring a prompt samples one token too)"
         )
     if not (math.isfinite(params.temperature) and params.temperature >= MIN_TEMPERATURE):
         raise InvalidRequest(f"temperature {params.temperature}: use 0 (greedy) or more")

@@ -17,7 +17,7 @@ from typing import Any
 
 from skyrl_actors.backends.base import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller import admission, housekeeping, restart
+from skyrl_actors.controller import admission, housekeeping, overview, restart
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.execute import Executor
@@ -32,7 +32,7 @@ from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SamplerOpened, SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
-from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, NotFound, Unavailable
+from skyrl_actors.messages.errors import CapacityError, Corrupt, InternalError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
@@ -230,9 +230,7 @@ class Controller:
             if (known := self.queue.known(model_id, 0, digest)) is not None:
                 return await self._ledger.accepted_before(known)
             self.tenants.session(request.session_id)
-        admission.check_count(self.tenants.models, model_id, self.config.limits.models_per_key, "models")
-        alive = [model.spec for model in self.tenants.models.values()]
-        admission.check_spec(spec, self.config, self.able, alive)
+        await self._room_for(spec)
         request = replace(request, spec=spec)
         self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
         with ExitStack() as undo:
@@ -244,6 +242,22 @@ class Controller:
         self._recovery.progress[model_id] = Progress(op.number)
         self._lanes.start_next(model_id)
         return op.request_id
+
+    async def _room_for(self, spec: ModelSpec) -> None:
+        """Raises CapacityError when there is none, also after ending the session that has been silent for longest."""
+        while True:
+            alive = {model_id: model.spec for model_id, model in self.tenants.models.items()}
+            try:
+                admission.check_count(alive, spec.model_id, self.config.limits.models_per_key, "models")
+                admission.check_spec(spec, self.config, self.able, list(alive.values()))
+                return
+            except CapacityError:
+                silent = self.tenants.silent_sessions(self._now(), self.config.limits.session_silent_s)
+                held = [session_id for session_id in silent if self.tenants.models_of(session_id)]
+                if not held:
+                    raise
+                log.warning("session %s is silent, and its place is wanted: its models are freed", held[0])
+                await self.finish_session(held[0])
 
     async def _saved_spec(self, path: str, with_optimizer: bool) -> ModelSpec:
         where = parse_path(path)
@@ -359,26 +373,9 @@ class Controller:
 
     async def status(self) -> dict[str, Any]:
         backend = await self.backend.status() if self.capabilities else {}
-        return {
-            "name": self.config.name,
-            "ready": self.capabilities is not None,
-            "fault": self.fault(),
-            "uptime_s": round(self.wall() - self.started_at, 1),
-            "epoch": self.epoch,
-            "sessions": len(self.tenants.sessions),
-            "samplers": len(self.tenants.samplers),
-            "open_requests": self.queue.num_open,
-            "queued": self.queue.lengths(),
-            "models": [
-                {"model_id": m.spec.model_id, "role": m.spec.role, "lora_rank": m.spec.lora.rank if m.spec.lora else 0,
-                 "steps": m.steps, "ready": m.ready}
-                for m in self.tenants.models.values()
-            ],
-            "recoveries": len(self._recovery.recovery_s),
-            "recovery_s": [round(s, 3) for s in self._recovery.recovery_s[-20:]],
-            "snapshot_s": [round(s, 3) for s in self._recovery.snapshot_s[-20:]],
-            **backend,
-        }  # fmt: skip
+        mine = {"name": self.config.name, "ready": self.capabilities is not None, "fault": self.fault(), "epoch": self.epoch}
+        uptime_s = round(self.wall() - self.started_at, 1)
+        return {**mine, "uptime_s": uptime_s, **overview.of(self.tenants, self.queue, self._recovery), **backend}
 
     async def close(self) -> None:
         self._closing = True

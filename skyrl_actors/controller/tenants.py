@@ -101,4 +101,6 @@ class TenantTable:
         return [sampler for sampler in self.samplers.values() if sampler.session_id == session_id]
 
     def silent_sessions(self, now: float, timeout_s: float) -> list[str]:
-        return [s.session_id for s in self.sessions.values() if now - s.last_seen > timeout_s]
+        """Silent for longest first."""
+        silent = [s for s in self.sessions.values() if now - s.last_seen > timeout_s]
+        return [s.session_id for s in sorted(silent, key=lambda s: s.last_seen)]

@@ -198,7 +198,10 @@ def _remove(target: Path) -> None:
 def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     literals: Any = spec  # vLLM types its choices as literals; the config has checked them
     on_device: dict[str, Any] = (
-        {"worker_cls": "skyrl_actors.engines.worker_ext.SleepyCpuWorker"} if spec.device == "cpu" else {"enable_sleep_mode": True}
+        # A prompt that is split over steps rewinds its seeded generator, which torch can not do on a CPU: vLLM would die.
+        {"worker_cls": "skyrl_actors.engines.worker_ext.SleepyCpuWorker", "enable_chunked_prefill": False}
+        if spec.device == "cpu"
+        else {"enable_sleep_mode": True}
     )
     return AsyncEngineArgs(
         model=spec.base_folder,

@@ -351,3 +351,21 @@ async def test_what_can_not_be_noted_now_is_noted_later_and_done_once(controller
     assert entry.path == saved.path and entry.user_metadata == {"a": "b"}
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     assert [verb for verb, _ in backend.calls].count("save_checkpoint") == 1
+
+
+async def test_a_silent_session_gives_its_place_up_when_it_is_wanted(tmp_path: Path):
+    config = ClusterConfig(
+        base_model=TinyBase(name="tiny"), lora=LoraConfig(max_adapters=2), limits=LimitsConfig(session_silent_s=0.2),
+        checkpoint_dir=tmp_path / "checkpoints",
+    )  # fmt: skip
+    controller = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
+    await controller.start()
+    _, gone = await model_in(controller)
+    living, kept = await model_in(controller)
+    with pytest.raises(CapacityError, match=r"silent for 0\.2 s gives up its place"):
+        await model_in(controller)
+    await asyncio.sleep(0.25)
+    controller.heartbeat(living)
+    await model_in(controller)
+    assert gone not in controller.tenants.models and kept in controller.tenants.models
+    await controller.close()

@@ -1,5 +1,7 @@
 """Many tokens at one position, through the SDK: distillation targets, scored ids, alternatives, the likeliest tokens."""
 
+import json
+
 import numpy as np
 import pytest
 import tinker
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import Service
+from tests.conftest import Service, run_cli
 
 TOKENS = [40, 7, 99, 200, 13, 8]
 
@@ -69,3 +71,15 @@ def test_ids_are_scored_and_alternatives_drawn_along_the_prompt(client: tinker.S
     assert again.prompt_alt_tokens is not None and torch.equal(again.prompt_alt_tokens.tokens.to_torch(), drawn)
     with pytest.raises(tinker.TinkerError, match="has 2 rows; a prompt of 6 tokens needs 5"):
         sampler.sample(prompt, 1, params, target_prompt_logprobs=types.TensorData.from_torch(ids[:2])).result()
+
+
+def test_more_prompt_tokens_than_a_step_takes_leave_the_engine_alive(client: tinker.ServiceClient, service: Service):
+    """vLLM would split the prompt that does not fit, and rewind its generator, which torch can not do on a CPU."""
+    sampler, rng = client.create_sampling_client(base_model="tiny"), np.random.default_rng(8)
+    prompts = [types.ModelInput.from_ints(rng.integers(0, 256, 300).tolist()) for _ in range(16)]
+    scored = [sampler.compute_logprobs(prompt) for prompt in prompts]
+    drawn = [sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)) for prompt in prompts]
+    assert all(len(future.result()) == 300 for future in scored)
+    assert all(len(future.result().sequences[0].tokens) >= 1 for future in drawn)
+    status = json.loads(run_cli("status", "--name", service.name, "--json").stdout)
+    assert [engine["restarts"] for engine in status["engines"]] == [0]
