@@ -9,7 +9,8 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -52,10 +53,9 @@ def latency() -> dict[str, Any]:
     return found
 
 
-async def one_client(http: aiohttp.ClientSession, model: str, until: float, took: list[float]) -> None:
-    seq_id = 0
+async def one_client(http: aiohttp.ClientSession, model: str, numbers: Iterator[int], until: float, took: list[float]) -> None:
     while time.perf_counter() < until:
-        seq_id += 1
+        seq_id = next(numbers)
         started = time.perf_counter()
         async with http.post("/api/v1/forward_backward", data=batch(model, seq_id), headers=PROTO) as answer:
             request_id = (await answer.json())["request_id"]
@@ -71,7 +71,7 @@ async def throughput(clients: int) -> dict[str, Any]:
     took: list[float] = []
     async with aiohttp.ClientSession(f"http://127.0.0.1:{PORT}", connector=aiohttp.TCPConnector(limit=0)) as http:
         started = time.perf_counter()
-        await asyncio.gather(*(one_client(http, model, started + LOAD_S, took) for model in models))
+        await asyncio.gather(*(one_client(http, model, count(1), started + LOAD_S, took) for model in models))
         seconds = time.perf_counter() - started
     cuts = statistics.quantiles(took, n=100)
     return {
@@ -98,13 +98,15 @@ def resident() -> dict[str, float]:
 
 async def memory(requests: int, clients: int = 16) -> dict[str, Any]:
     """After a fifth of them, and after all."""
-    models = [Wire(PORT).model()[1] for _ in range(clients)]
+    models = {Wire(PORT).model()[1]: count(1) for _ in range(clients)}
     readings = []
     async with aiohttp.ClientSession(f"http://127.0.0.1:{PORT}", connector=aiohttp.TCPConnector(limit=0)) as http:
         took: list[float] = []
         for share in range(1, 6):
             while 2 * len(took) < requests * share / 5:
-                await asyncio.gather(*(one_client(http, model, time.perf_counter() + 2.0, took) for model in models))
+                await asyncio.gather(
+                    *(one_client(http, model, numbers, time.perf_counter() + 2.0, took) for model, numbers in models.items())
+                )
             readings.append(resident())
     return {"requests": 2 * len(took), "resident_mib": readings}
 

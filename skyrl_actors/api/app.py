@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_actors.api import (
+    not_served,
     routes_catalog,
     routes_files,
     routes_openai,
@@ -30,13 +31,14 @@ def build_app(state: ApiState | None = None) -> FastAPI:
     """`state` may be set later as `app.state.api`, before the first request."""
     app = FastAPI(title="skyrl-actors", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
     app.state.api = state
-    for module in (routes_service, routes_training, routes_sampling, routes_files, routes_catalog, routes_sessions):
+    for module in (routes_service, routes_training, routes_sampling, routes_files, routes_catalog, routes_sessions, not_served):
         app.include_router(module.router, prefix="/api/v1")
 
     app.include_router(routes_openai.router)
 
     @app.get("/healthz")
     async def healthz(request: Request) -> JSONResponse:
+        """200 when a request would be served now, else 503 with the reason."""
         return await routes_service.health(state_of(request))
 
     app.add_exception_handler(SkyrlActorsError, _known_error)

@@ -25,6 +25,7 @@ EXTERNAL_SINCE = (0, 28)  # older SDKs stumble over the type
 
 @router.get("/training_runs")
 async def training_runs(request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned") -> dict[str, Any]:
+    """Training runs, newest first."""
     runs = _visible(await state_of(request).client.catalog("runs"), caller_of(request), access_scope)
     return {"training_runs": [_run(run) for run in runs[offset : offset + limit]], "cursor": _cursor(runs, limit, offset)}
 
@@ -50,12 +51,14 @@ async def _one_run(run_id: str, request: Request, scope: Scope = "accessible") -
 
 @router.get("/training_runs/{run_id}")
 async def training_run(run_id: str, request: Request, access_scope: Scope = "owned") -> dict[str, Any]:
+    """One training run."""
     return _run(await _one_run(run_id, request, access_scope))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 @router.get("/models/{run_id}/checkpoints")  # its name up to SDK 0.3
 async def run_checkpoints(run_id: str, request: Request) -> dict[str, Any]:
+    """Checkpoints of a run, newest first."""
     return {"checkpoints": [_checkpoint(entry) for entry in _known_to((await _one_run(run_id, request)).checkpoints, request)]}
 
 
@@ -68,6 +71,7 @@ def _known_to(entries: Iterable[CheckpointEntry], request: Request) -> list[Chec
 
 @router.get("/checkpoints")
 async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
+    """Checkpoints of all runs, newest first."""
     caller, found = caller_of(request), await state_of(request).client.catalog("checkpoints")
     entries = [entry for entry in _known_to(found, request) if caller.owns(entry.run_id)]
     shown = [_checkpoint(entry) for entry in entries[offset : offset + limit]]
@@ -76,24 +80,28 @@ async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) 
 
 @router.post("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def publish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+    """Everybody may read it."""
     await state_of(request).client.catalog("set_public", _own_path(run_id, checkpoint, request), True)
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def unpublish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+    """Only its owner may read it."""
     await state_of(request).client.catalog("set_public", _own_path(run_id, checkpoint, request), False)
     return {}
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{checkpoint:path}/ttl")
 async def set_ttl(run_id: str, checkpoint: str, body: wire.Ttl, request: Request) -> dict[str, Any]:
+    """When it is removed; null: never."""
     await state_of(request).client.catalog("set_ttl", _own_path(run_id, checkpoint, request), body.ttl_seconds)
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}")
 async def delete(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+    """Removes a checkpoint."""
     await state_of(request).client.catalog("delete", _own_path(run_id, checkpoint, request))
     return {}
 

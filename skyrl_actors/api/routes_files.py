@@ -42,6 +42,7 @@ async def archive(run_id: str, checkpoint: str, request: Request) -> Response:
 
 @router.get("/training_runs/{run_id}/checkpoints/{checkpoint:path}/external_weights_urls")
 async def external_weights_urls(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+    """Signed links to the files of an export."""
     path = await readable(request, checkpoint_path(run_id, checkpoint))
     if path.kind != "external_weights":
         raise InvalidRequest(f"{path} is no export; save_weights_external makes one")
@@ -52,6 +53,7 @@ async def external_weights_urls(run_id: str, checkpoint: str, request: Request) 
 
 @router.get("/archives/{run_id}/{checkpoint:path}")
 async def download(run_id: str, checkpoint: str, expires: int, signature: str, request: Request, file: str = "") -> Response:
+    """What a signed link leads to."""
     state, path = state_of(request), checkpoint_path(run_id, checkpoint)
     archives.check(await asyncio.to_thread(archives.secret_of, state.folders.root), path, expires, signature, file)
     if file:

@@ -32,6 +32,7 @@ router = APIRouter(prefix="/v1")
 
 @router.get("/models")
 async def models(request: Request) -> dict[str, Any]:
+    """The base model, and the saved samplers that the caller may read."""
     state, caller = state_of(request), caller_of(request)
     found: list[CheckpointEntry] = await state.client.catalog("checkpoints")
     samplers = [c for c in found if c.kind == "sampler_weights" and (c.public or caller.owns(c.run_id))]
@@ -41,6 +42,7 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.post("/completions")
 async def completions(body: wire.Completion, request: Request) -> Response:
+    """OpenAI's completions, whole or streamed."""
     codec = await _codec(request)
     prompts = _prompts(body.prompt, codec)
     params = await _params(request, body, body.max_tokens, body.logprobs)
@@ -50,6 +52,7 @@ async def completions(body: wire.Completion, request: Request) -> Response:
 
 @router.post("/chat/completions")
 async def chat_completions(body: wire.ChatCompletion, request: Request) -> Response:
+    """OpenAI's chat completions, with the base model's own chat template, whole or streamed."""
     codec = await _codec(request)
     prompt = codec.chat([{"role": message.role, "content": message.text} for message in body.messages])
     able = await state_of(request).capabilities()

@@ -18,6 +18,7 @@ router = APIRouter()
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(body: wire.CreateSamplingSession, request: Request) -> dict[str, Any]:
+    """A sampler of the base model or of a saved path; it never changes under its name."""
     caller_of(request).own(body.session_id, "session")
     sampler_id = sampler_id_for(checked_id(body.session_id, "session id"), body.sampling_session_seq_id)
     if body.model_path is not None:
@@ -28,12 +29,14 @@ async def create_sampling_session(body: wire.CreateSamplingSession, request: Req
 
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, request: Request) -> dict[str, Any]:
+    """What a sampler is pinned to."""
     sampler = await state_of(request).client.get_sampler(caller_of(request).own(sampler_id, "sampler"))
     return {"sampler_id": sampler.sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
 
 @router.post("/asample")
 async def asample(body: wire.Asample, request: Request) -> dict[str, Any]:
+    """Samples, and scores of the prompt."""
     state, caller = state_of(request), caller_of(request)
     if body.sampling_session_id is None:
         sampler_id = await _direct_sampler(request, body)
@@ -58,6 +61,7 @@ async def _direct_sampler(request: Request, body: wire.Asample) -> str:
 
 @router.post("/join_sampling_session")
 async def join_sampling_session(body: wire.SamplerRef, request: Request) -> dict[str, Any]:
+    """A number for a copy of a sampling client."""
     sampler_id = caller_of(request).own(body.sampling_session_id, "sampler")
     return {"type": "join_sampling_session", "client_counter": await state_of(request).client.join_sampler(sampler_id)}
 

@@ -30,6 +30,7 @@ async def client_config(request: Request) -> dict[str, Any]:
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(request: Request) -> dict[str, Any]:
+    """Flags that may change while an SDK runs."""
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": state_of(request).config.http.sdk.sample_cancel_enabled}
 
 
@@ -44,6 +45,7 @@ async def auth_token(request: Request) -> dict[str, Any]:
 
 @router.get("/healthz")
 async def healthz(request: Request) -> JSONResponse:
+    """200 when a request would be served now, else 503 with the reason."""
     return await health(state_of(request))
 
 
@@ -55,6 +57,7 @@ async def health(state: ApiState) -> JSONResponse:
 
 @router.get("/get_server_capabilities")
 async def capabilities(request: Request) -> dict[str, Any]:
+    """The base model, and how long its rows may be."""
     able = await state_of(request).capabilities()
     model = {
         "model_name": able.base_model,
@@ -67,6 +70,7 @@ async def capabilities(request: Request) -> dict[str, Any]:
 
 @router.post("/create_session")
 async def create_session(body: wire.CreateSession, request: Request) -> dict[str, Any]:
+    """A session: what belongs to it is freed when it ends or falls silent."""
     metadata = {key: str(value) for key, value in body.user_metadata.items()}
     mark = caller_of(request).mark
     session_id = await state_of(request).client.create_session(metadata, body.display_name, mark)
@@ -75,6 +79,7 @@ async def create_session(body: wire.CreateSession, request: Request) -> dict[str
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(body: wire.SessionRef, request: Request) -> JSONResponse:
+    """The client lives. 410: its session is over."""
     try:
         await state_of(request).client.heartbeat(caller_of(request).own(body.session_id, "session"))
     except NotFound:
@@ -84,6 +89,7 @@ async def session_heartbeat(body: wire.SessionRef, request: Request) -> JSONResp
 
 @router.post("/sessions/{session_id}/finish")
 async def finish(session_id: str, body: wire.FinishSession, request: Request) -> dict[str, Any]:
+    """The session ended, and how: its models and samplers are freed."""
     caller_of(request).own(session_id, "session")
     await state_of(request).client.finish_session(session_id, body.reason.type, body.detail)
     return {}
@@ -91,4 +97,5 @@ async def finish(session_id: str, body: wire.FinishSession, request: Request) ->
 
 @router.post("/telemetry")
 async def telemetry() -> dict[str, Any]:
+    """Taken, and not kept."""
     return {"status": "accepted"}

@@ -21,11 +21,13 @@ async def _own(request: Request) -> list[SessionEntry]:
 
 @router.get("/sessions")
 async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
+    """Ids of sessions, newest first; also of those that ended."""
     return {"sessions": [entry.note.session_id for entry in await _own(request)][offset : offset + limit]}
 
 
 @router.get("/sessions/{session_id}")
 async def session(session_id: str, request: Request) -> dict[str, Any]:
+    """Runs, samplers and metadata of a session."""
     entry = await state_of(request).client.session(caller_of(request).own(session_id, "session"))
     return {
         "training_run_ids": list(entry.run_ids), "sampler_ids": list(entry.sampler_ids),

@@ -21,6 +21,7 @@ THREAD_BYTES = 128 * 2**10  # larger bodies are decoded off the event loop
 
 @router.post("/create_model")
 async def create_model(body: wire.CreateModel, request: Request) -> dict[str, Any]:
+    """A LoRA model, or with rank 0 a full fine-tune; policy or critic by `user_metadata.model_role`."""
     return await _submitted(request, translate.create_model(body, state_of(request).config.lora.alpha))
 
 
@@ -33,6 +34,7 @@ async def _submitted(request: Request, wanted: ModelRequest) -> dict[str, Any]:
 
 @router.post("/get_info")
 async def get_info(body: wire.ModelRef, request: Request) -> dict[str, Any]:
+    """What a model is, and where its tokenizer lies."""
     state = state_of(request)
     spec = (await state.client.get_model(caller_of(request).own(body.model_id, "model"))).spec
     able = await state.capabilities()
@@ -48,11 +50,13 @@ async def get_info(body: wire.ModelRef, request: Request) -> dict[str, Any]:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request) -> dict[str, Any]:
+    """Adds the gradient of a loss; with `forward_only` none. [Losses](losses.md)."""
     return await _submit_batch(request, forward_only=False)
 
 
 @router.post("/forward")
 async def forward(request: Request) -> dict[str, Any]:
+    """The same without a gradient, for SDKs before 0.25."""
     return await _submit_batch(request, forward_only=True)
 
 
@@ -79,26 +83,31 @@ async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
 
 @router.post("/optim_step")
 async def optim_step(body: wire.OptimStep, request: Request) -> dict[str, Any]:
+    """AdamW on the gradients since the last step, with all its fields from the body."""
     return await _submitted(request, translate.optim_step(body))
 
 
 @router.post("/save_weights")
 async def save_weights(body: wire.SaveWeights, request: Request) -> dict[str, Any]:
+    """A training checkpoint: weights and optimizer."""
     return await _submitted(request, translate.save_weights(body))
 
 
 @router.post("/save_weights_for_sampler")
 async def save_for_sampler(body: wire.SaveForSampler, request: Request) -> dict[str, Any]:
+    """Weights for sampling: under a name, or pinned to a new sampling session."""
     return await _submitted(request, translate.save_for_sampler(body))
 
 
 @router.post("/save_weights_external")
 async def save_external(body: wire.SaveExternal, request: Request) -> dict[str, Any]:
+    """Weights for other tools: an adapter in peft's format or a merged model (`lora.external`)."""
     return await _submitted(request, translate.save_external(body))
 
 
 @router.post("/load_weights")
 async def load_weights(body: wire.LoadWeights, request: Request) -> dict[str, Any]:
+    """Into a model (`model_id`), or as a new one (`session_id`, `model_seq_id`), also from `tinker://<model id>/steps/<n>`."""
     wanted = translate.load_weights(body)
     await readable(request, parse_path(body.path), body.weights_access_token)
     return await _submitted(request, wanted)
@@ -106,6 +115,7 @@ async def load_weights(body: wire.LoadWeights, request: Request) -> dict[str, An
 
 @router.post("/unload_model")
 async def unload_model(body: wire.ModelRef, request: Request) -> dict[str, Any]:
+    """Frees a model."""
     return await _submitted(request, Unload(body.model_id))
 
 
@@ -120,6 +130,7 @@ async def create_custom_loss(body: wire.CreateCustomLoss, request: Request) -> d
 
 @router.post("/weights_info")
 async def weights_info(body: wire.TinkerPathRef, request: Request) -> dict[str, Any]:
+    """What a checkpoint holds."""
     path = await readable(request, parse_path(body.tinker_path))
     spec: ModelSpec = await state_of(request).client.checkpoint_spec(path)
     answer: dict[str, Any] = {"base_model": spec.base_model, "is_lora": spec.lora is not None}

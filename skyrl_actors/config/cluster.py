@@ -157,13 +157,14 @@ class LimitsConfig(FrozenConfig):
     """What one client may ask. Over a bound the answer is 413, 422 or 429 and says what is allowed."""
 
     body_bytes: int = Field(default=64 * 2**20, ge=1024, description="of a request, also after decompression")
-    datums: int = Field(default=1024, ge=1)
-    num_samples: int = Field(default=256, ge=1)
+    datums: int = Field(default=1024, ge=1, description="of one forward or forward_backward")
+    tokens: int = Field(default=2**22, ge=1, description="of all datums of one request together")
+    num_samples: int = Field(default=256, ge=1, description="of one asample; max_tokens is bound by engine.max_model_len")
     open_requests: int = Field(default=20_000, ge=1, description="accepted and not yet answered, of all clients")
-    open_requests_per_key: int = Field(default=10_000, ge=1)
-    sessions_per_key: int = Field(default=1000, ge=1)
-    models_per_key: int = Field(default=64, ge=1)
-    samples_in_flight: int = Field(default=512, ge=1)
+    open_requests_per_key: int = Field(default=10_000, ge=1, description="the same, of the holder of one API key")
+    sessions_per_key: int = Field(default=1000, ge=1, description="open at once")
+    models_per_key: int = Field(default=64, ge=1, description="alive at once")
+    samples_in_flight: int = Field(default=512, ge=1, description="in the engines at once; more wait, tenants in turn")
     full_sampler_versions: int = Field(
         default=4, ge=1, description="unnamed full-weight samplers kept for a model; older ones are refused"
     )

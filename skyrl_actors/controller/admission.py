@@ -67,6 +67,8 @@ def checked_batch(request: ForwardBackward, spec: ModelSpec, config: ClusterConf
     columns = request.columns
     if columns.num_rows > config.limits.datums:
         raise InvalidRequest(f"{columns.num_rows} datums in one request; at most {config.limits.datums}")
+    if columns.num_tokens > config.limits.tokens:
+        raise InvalidRequest(f"{columns.num_tokens} tokens in one request; at most {config.limits.tokens} (limits.tokens)")
     longest = int(columns.lengths.max())
     if longest > capabilities.max_context_tokens:
         raise InvalidRequest(

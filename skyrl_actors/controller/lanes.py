@@ -21,7 +21,7 @@ from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, Unavailable, UserError
 from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.results import Failure
+from skyrl_actors.messages.results import Failure, SampleOutput
 
 log = logging.getLogger(__name__)
 TRAINING = (rq.ForwardBackward, rq.OptimStep, rq.LoadWeights)
@@ -200,6 +200,8 @@ class Lanes:
             outcome = Outcome(Failure("cancelled by its client", "user", "Cancelled"))
         except Exception as error:  # noqa: BLE001  the lane's boundary
             outcome = self._failed(op, error)
+        if isinstance(outcome.result, SampleOutput):
+            log.debug("sample %s of %s was answered by weights %s", op.request_id, sampler.sampler_id, outcome.result.version)
         del self._sampling[op.request_id]  # from here on it is answered, not cancelled
         self._cancelled.discard(op.request_id)
         await self.ledger.answer(op, outcome)
