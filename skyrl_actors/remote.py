@@ -87,6 +87,11 @@ def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:
     return InternalError(text)
 
 
+def node_address() -> str:
+    """Of this process's machine, as Ray knows it."""
+    return ray.util.get_node_ip_address()
+
+
 def named(name: str) -> ActorHandle | None:
     """The living actor of this name."""
     try:

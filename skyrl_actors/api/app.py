@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_actors.api import (
@@ -43,6 +44,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
 
     app.add_exception_handler(SkyrlActorsError, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(404, _no_route)
     app.add_exception_handler(405, _no_route)
     app.add_exception_handler(Exception, _unknown_error)
@@ -72,6 +74,11 @@ async def _invalid_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     faults = [f"{'.'.join(str(p) for p in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()]
     return JSONResponse(_error_body(request, "; ".join(faults), "user", 422), 422)
+
+
+async def _gone(request: Request, error: Exception) -> JSONResponse:
+    """Nobody reads it; nothing was done."""
+    return JSONResponse(_error_body(request, "the body ended before it was whole", "user", 400), 400)
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:

@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.controller.tenants import Model, Sampler
+from skyrl_actors.line import Line
 from skyrl_actors.messages.catalog import CatalogVerb, SessionEntry
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.model import ModelSpec
@@ -41,13 +42,14 @@ class ControllerClient:
     def __init__(self, handle: ActorHandle, patience_s: float = PATIENCE_S):
         self.handle = handle
         self.patience_s = patience_s
+        self._line = Line(lambda: settled(handle.get_line.remote()))
 
     async def _call(self, method: str, *arguments: Any, patience_s: float | None = None, timeout_s: float = PATIENCE_S) -> Any:
         deadline = asyncio.get_running_loop().time() + (self.patience_s if patience_s is None else patience_s)
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return await asyncio.wait_for(settled(getattr(self.handle, method).remote(*arguments)), timeout_s)
+                return await asyncio.wait_for(self._ask(method, *arguments), timeout_s)
             except TimeoutError:
                 raise Unavailable(f"the controller did not answer {method} within {timeout_s:.0f} s") from None
             except ActorDied as error:
@@ -56,6 +58,9 @@ class ControllerClient:
             # Ray queues calls for an actor that it is restarting, but not from the very moment of its death.
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        return await self._line.call(method, *arguments)
 
     async def submit(self, request: Request, mark: str = "") -> str:
         """`mark` of the owner, at the end of the request's id."""

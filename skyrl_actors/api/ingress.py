@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.schema import LoggingConfig
 
 from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient, find_controller
@@ -19,7 +20,8 @@ from skyrl_actors.config.cluster import ClusterConfig
     graceful_shutdown_wait_loop_s=0.2,
     graceful_shutdown_timeout_s=2.0,
     health_check_period_s=1.0,
-    health_check_timeout_s=15.0,
+    health_check_timeout_s=30.0,
+    logging_config=LoggingConfig(enable_access_log=False),  # a line for each poll would cost more than the poll
 )
 @serve.ingress()
 class TinkerApi:

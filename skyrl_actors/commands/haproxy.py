@@ -37,7 +37,11 @@ def environment(config: ClusterConfig) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+        # A replica that is only busy must not lose its connections: a dead one is noticed by its refusals, at once.
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "5s",
+        "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "4",
+        "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "30",
+        "RAY_SERVE_HAPROXY_MAXCONN": "20000",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "2",
     }
 

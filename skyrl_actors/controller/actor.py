@@ -6,12 +6,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from skyrl_actors import remote
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.journal.build import build_journal
+from skyrl_actors.line import Address, LineServer
 from skyrl_actors.messages.catalog import CatalogVerb, SessionVerb
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
@@ -22,6 +24,27 @@ from skyrl_actors.observe.log import set_up_logging
 
 log = logging.getLogger(__name__)
 AFTER_FAILURE_S = 2.0
+CALLS = (
+    "get_capabilities",
+    "create_session",
+    "heartbeat",
+    "finish_session",
+    "submit",
+    "retrieve",
+    "open_sampler",
+    "get_sampler",
+    "get_model",
+    "checkpoint_spec",
+    "catalog",
+    "session_catalog",
+    "partial",
+    "cancel_sample",
+    "completed",
+    "join_sampler",
+    "fault",
+    "status",
+)
+"""What may be called over the line."""
 
 
 class ControllerActor:
@@ -37,6 +60,7 @@ class ControllerActor:
         self._parts = (config, Path(base_folder), detached)
         self.controller = self._build()
         self._starting: asyncio.Task[Capabilities] | None = None
+        self._line = LineServer(self, CALLS)
 
     def _say(self, text: str) -> None:
         self.progress.append(text)
@@ -71,6 +95,10 @@ class ControllerActor:
             await self.start()
         except SkyrlActorsError as error:
             raise Unavailable(f"the service does not start: {error}") from None
+
+    async def get_line(self) -> Address:
+        """Where to call the rest directly."""
+        return await self._line.address(remote.node_address())
 
     async def get_progress(self) -> list[str]:
         return self.progress
@@ -150,3 +178,4 @@ class ControllerActor:
 
     async def close(self) -> None:
         await self.controller.close()
+        await self._line.close()

@@ -43,6 +43,8 @@ class AnsweringBackend(FakeBackend):
         self.base_folder = base_folder
         self.sampling = asyncio.Event()  # clear: samples wait
         self.sampling.set()
+        self.sample_s = 0.0
+        self.sampled: list[str] = []
 
     async def start(self, epoch: int) -> Any:
         return type(await super().start(epoch))(MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"))
@@ -61,6 +63,8 @@ class AnsweringBackend(FakeBackend):
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
     ) -> SampleOutput:
         await self.sampling.wait()
+        await asyncio.sleep(self.sample_s)
+        self.sampled.append(request_id)
         length = params.max_tokens
         one = Sequence(np.full(length, 7, np.int32), np.full(length, -1.0, np.float32), "length")
         logprobs = np.full(len(prompt), -1.0, np.float32)
@@ -82,39 +86,30 @@ class AnsweringBackend(FakeBackend):
         )  # fmt: skip
 
 
-class LocalHandle:
-    """Called as a Ray actor's handle is."""
+class LocalClient(ControllerClient):
+    """Calls a controller in this process."""
 
     def __init__(self, controller: Controller):
+        handle: Any = None
+        super().__init__(handle)
         self._controller = controller
 
-    def __getattr__(self, name: str) -> Any:
-        own = type(self).__dict__.get(f"_{name}")
-        return _Method(own.__get__(self) if own else getattr(self._controller, name))
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        own = getattr(self, f"_local_{method}", None)
+        result = (own or getattr(self._controller, method))(*arguments)
+        return await result if inspect.isawaitable(result) else result
 
-    async def _retrieve(self, request_id: str, timeout_s: float) -> Any:
+    async def _local_retrieve(self, request_id: str, timeout_s: float) -> Any:
         return await self._controller.retrieve(request_id, timeout_s) or self._controller.waiting()
 
-    async def _get_sampler(self, sampler_id: str) -> Any:
+    def _local_get_sampler(self, sampler_id: str) -> Any:
         return self._controller.tenants.sampler(sampler_id)
 
-    async def _get_model(self, model_id: str) -> Any:
+    def _local_get_model(self, model_id: str) -> Any:
         return self._controller.tenants.model(model_id)
 
-    async def _get_capabilities(self) -> Any:
+    def _local_get_capabilities(self) -> Any:
         return self._controller.able
-
-
-class _Method:
-    def __init__(self, method: Any):
-        self._method = method
-
-    def remote(self, *arguments: Any) -> Any:
-        return asyncio.ensure_future(self._called(*arguments))
-
-    async def _called(self, *arguments: Any) -> Any:
-        result = self._method(*arguments)
-        return await result if inspect.isawaitable(result) else result
 
 
 @asynccontextmanager
@@ -122,8 +117,7 @@ async def edge(config: ClusterConfig, backend: Any = None, **headers: str) -> As
     """The application in this process, without sockets."""
     controller = Controller(config, backend or AnsweringBackend(str(config.checkpoint_dir)), SqlJournal(config.journal))
     await controller.start()
-    client: Any = ControllerClient(LocalHandle(controller))  # pyright: ignore[reportArgumentType]
-    transport = httpx.ASGITransport(build_app(ApiState(config, client)), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(build_app(ApiState(config, LocalClient(controller))), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://service/api/v1", headers=headers) as made:
         yield made
     await controller.close()
@@ -149,8 +143,7 @@ async def serve(port: int, folder: Path, base_folder: str, http: dict[str, Any])
     config = config_for(folder, lora=LoraConfig(max_adapters=256), http=http)
     controller = Controller(config, AnsweringBackend(base_folder), SqlJournal(config.journal))
     await controller.start()
-    client: Any = ControllerClient(LocalHandle(controller))  # pyright: ignore[reportArgumentType]
-    app = build_app(ApiState(config, client))
+    app = build_app(ApiState(config, LocalClient(controller)))
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
     try:
         await server.serve()

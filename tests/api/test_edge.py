@@ -162,3 +162,53 @@ async def test_weights_are_copied_into_another_run_once(http: httpx.AsyncClient)
     assert made["model_id"] == f"{session}:train:6"
     for bad, status in (({"source_path": path}, 422), ({**into, "source_path": "tinker://a/weights/b"}, 404)):
         assert (await http.post("/copy_weights", json=bad)).status_code == status
+
+
+@pytest.mark.parametrize("path", ["/forward_backward", "/asample", "/create_session", "/v1/completions"])
+async def test_a_body_that_is_cut_off_does_nothing(http: httpx.AsyncClient, path: str, caplog: pytest.LogCaptureFixture):
+    """As the server below tells the application when a client goes away half-way."""
+    app = http._transport.app  # type: ignore[attr-defined]
+    where = path if path.startswith("/v1") else f"/api/v1{path}"
+    scope = {
+        "type": "http", "method": "POST", "path": where, "raw_path": where.encode(), "query_string": b"", "http_version": "1.1",
+        "headers": [(b"content-length", b"500"), (b"content-type", b"application/json"), (b"x-api-key", b"tml-secret-key")],
+        "app": app, "root_path": "", "scheme": "http", "server": ("service", 80), "client": ("127.0.0.1", 1),
+    }  # fmt: skip
+    messages = [{"type": "http.request", "body": b'{"model_id": "x", ', "more_body": True}, {"type": "http.disconnect"}]
+    answers = []
+
+    async def receive() -> Any:
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    await app(scope, receive, send)
+    assert answers[0]["status"] == 400
+    assert not [record for record in caplog.records if record.levelname == "ERROR" or "tml-secret-key" in record.getMessage()]
+
+
+async def test_a_flooding_session_does_not_starve_another(tmp_path: Path):
+    backend = AnsweringBackend(str(tmp_path))
+    backend.sample_s = 0.005
+    async with edge(config_for(tmp_path, limits=LimitsConfig(samples_in_flight=2)), backend) as http:
+
+        async def asked(count: int) -> list[str]:
+            session = (await posted(http, "/create_session"))["session_id"]
+            await posted(http, "/create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
+            body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+            sampler = f"{session}:sample:0"
+            return [
+                (await posted(http, "/asample", sampling_session_id=sampler, seq_id=i, **body))["request_id"]
+                for i in range(count)
+            ]
+
+        backend.sampling.clear()
+        flood, small = await asked(200), await asked(2)
+        backend.sampling.set()
+        for request_id in small:
+            assert "sequences" in await posted(http, "/retrieve_future", request_id=request_id)
+        waiting = sum(request_id not in backend.sampled for request_id in flood)
+        assert waiting > 150, "the small one was answered while most of the flood still waited"
+        for request_id in flood:
+            assert "sequences" in await posted(http, "/retrieve_future", request_id=request_id)
