@@ -52,12 +52,13 @@ class LineServer:
         self._target = target
         self._methods = frozenset(methods)
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._server: asyncio.Server | None = None
+        self._servers: dict[str, asyncio.Server] = {}
 
     async def address(self, host: str) -> Address:
-        if self._server is None:
-            self._server = await asyncio.start_server(self._serve, host, 0, limit=READ_AHEAD)
-        return Address(host, self._server.sockets[0].getsockname()[1], self._token)
+        """Listens there from now on."""
+        if host not in self._servers:
+            self._servers[host] = await asyncio.start_server(self._serve, host, 0, limit=READ_AHEAD)
+        return Address(host, self._servers[host].sockets[0].getsockname()[1], self._token)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         calls: set[asyncio.Task[Any]] = set()
@@ -91,8 +92,8 @@ class LineServer:
         writer.write(_frame((number, error is None, call.result() if error is None else error)))
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers.values():
+            server.close()
 
 
 class Line:

@@ -16,7 +16,7 @@ from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
-from skyrl_actors.remote import NAMESPACE, ActorDied, settled
+from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled
 
 R = TypeVar("R")
 POLL_S = 30.0
@@ -42,7 +42,7 @@ class ControllerClient:
     def __init__(self, handle: ActorHandle, patience_s: float = PATIENCE_S):
         self.handle = handle
         self.patience_s = patience_s
-        self._line = Line(lambda: settled(handle.get_line.remote()))
+        self._line = Line(lambda: settled(handle.get_line.remote(node_address())))
 
     async def _call(self, method: str, *arguments: Any, patience_s: float | None = None, timeout_s: float = PATIENCE_S) -> Any:
         deadline = asyncio.get_running_loop().time() + (self.patience_s if patience_s is None else patience_s)

@@ -4,6 +4,7 @@ Ray reads these variables when it starts, so they belong into the environment of
 """
 
 import hashlib
+import resource
 import shlex
 import sys
 from pathlib import Path
@@ -41,9 +42,14 @@ def environment(config: ClusterConfig) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "5s",
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "4",
         "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "30",
-        "RAY_SERVE_HAPROXY_MAXCONN": "20000",
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_most_connections()),
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "2",
     }
+
+
+def _most_connections() -> int:
+    """HAProxy wants some two and a half file descriptors for each, and does not start when it can not have them."""
+    return max(1000, min(20_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 3))
 
 
 def _launcher(own: Path) -> Path:
