@@ -1,40 +1,127 @@
-"""What a small forward_backward costs beyond the worker's own compute: SDK, HTTP, Serve, controller, Ray and back."""
+"""What the control plane costs on a backend that answers at once: milliseconds a verb with one client, operations per second
+with many, and memory over many requests.
 
+    python -m bench.latency [--requests 100000]
+"""
+
+import argparse
+import asyncio
+import json
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
 
-import tinker
-from tinker import types
+import aiohttp
+import psutil
 
-from bench.harness import emit, service
+from bench.fake_service import PORT, fake_service
+from bench.harness import emit
+from bench.wire import JSON, PROTO, Wire, batch, sample
+from tests.api.local import MODEL
 
-CALLS, TOKENS = 150, 32
+CALLS, WARM_UP = 300, 50
+LOAD_S = 10.0
+
+
+def verbs(wire: Wire) -> dict[str, Callable[[int], Any]]:
+    session, model = wire.model()
+    wire.post("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL})
+    return {
+        "session_heartbeat": lambda i: wire.post("/session_heartbeat", {"session_id": session}),
+        "create_session": lambda i: wire.post("/create_session", {}),
+        "forward_backward": lambda i: wire.done("/forward_backward", batch(model, i + 1)),
+        "forward": lambda i: wire.done("/forward_backward", batch(model, i + 10_000, forward_only=True)),
+        "optim_step": lambda i: wire.done("/optim_step", {"model_id": model, "seq_id": i + 20_000}),
+        "save_weights_for_sampler": lambda i: wire.done("/save_weights_for_sampler", {"model_id": model, "path": f"c{i}", "seq_id": i + 30_000}),
+        "asample": lambda i: wire.done("/asample", sample(f"{session}:sample:0", i)),
+    }  # fmt: skip
+
+
+def latency() -> dict[str, Any]:
+    """The backend takes no time, so all of it is added."""
+    found = {}
+    for name, call in verbs(Wire(PORT)).items():
+        took = []
+        for i in range(WARM_UP + CALLS):
+            started = time.perf_counter()
+            call(i)
+            took.append(1e3 * (time.perf_counter() - started))
+        cuts = statistics.quantiles(took[WARM_UP:], n=100)
+        found[name] = {"added_ms_p50": round(cuts[49], 2), "added_ms_p99": round(cuts[98], 2)}
+    return found
+
+
+async def one_client(http: aiohttp.ClientSession, model: str, numbers: Iterator[int], until: float, took: list[float]) -> None:
+    while time.perf_counter() < until:
+        seq_id = next(numbers)
+        started = time.perf_counter()
+        async with http.post("/api/v1/forward_backward", data=batch(model, seq_id), headers=PROTO) as answer:
+            request_id = (await answer.json())["request_id"]
+        body = json.dumps({"request_id": request_id})
+        async with http.post("/api/v1/retrieve_future", data=body, headers={**JSON, "accept": PROTO["content-type"]}) as answer:
+            assert answer.status == 200, await answer.text()
+            await answer.read()
+        took.append(1e3 * (time.perf_counter() - started))
+
+
+async def throughput(clients: int) -> dict[str, Any]:
+    models = [Wire(PORT).model()[1] for _ in range(clients)]
+    took: list[float] = []
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{PORT}", connector=aiohttp.TCPConnector(limit=0)) as http:
+        started = time.perf_counter()
+        await asyncio.gather(*(one_client(http, model, count(1), started + LOAD_S, took) for model in models))
+        seconds = time.perf_counter() - started
+    cuts = statistics.quantiles(took, n=100)
+    return {
+        "clients": clients, "operations_per_s": round(len(took) / seconds), "ms_p50": round(cuts[49], 1), "ms_p99": round(cuts[98], 1)
+    }  # fmt: skip
+
+
+def resident() -> dict[str, float]:
+    """MiB of the controller, and of the replicas and HAProxy together."""
+    found = {"controller": 0.0, "edge": 0.0}
+    for process in psutil.process_iter(["cmdline", "memory_info"]):
+        command = " ".join(process.info["cmdline"] or ())
+        part = (
+            "controller"
+            if "AnsweringController" in command
+            else "edge"
+            if "ServeReplica" in command or "haproxy" in command
+            else None
+        )
+        if part:
+            found[part] += process.info["memory_info"].rss / 2**20
+    return {name: round(size, 1) for name, size in found.items()}
+
+
+async def memory(requests: int, clients: int = 16) -> dict[str, Any]:
+    """After a fifth of them, and after all."""
+    models = {Wire(PORT).model()[1]: count(1) for _ in range(clients)}
+    readings = []
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{PORT}", connector=aiohttp.TCPConnector(limit=0)) as http:
+        took: list[float] = []
+        for share in range(1, 6):
+            while 2 * len(took) < requests * share / 5:
+                await asyncio.gather(
+                    *(one_client(http, model, numbers, time.perf_counter() + 2.0, took) for model, numbers in models.items())
+                )
+            readings.append(resident())
+    return {"requests": 2 * len(took), "resident_mib": readings}
 
 
 def main() -> None:
-    row = types.Datum(
-        model_input=types.ModelInput.from_ints([1] * TOKENS),
-        loss_fn_inputs={"target_tokens": types.TensorData(data=[2] * TOKENS, dtype="int64", shape=[TOKENS])},
-    )
-    added, total, steps = [], [], []
-    with service("base_model.warmup_steps=0"), tinker.ServiceClient() as client:
-        model = client.create_lora_training_client("skyrl-actors/tiny", rank=8).result()
-        for i in range(CALLS + 20):
-            started = time.perf_counter()
-            output = model.forward_backward([row], "cross_entropy").result()
-            took = time.perf_counter() - started
-            if i >= 20:
-                total.append(1e3 * took)
-                added.append(1e3 * (took - output.metrics["compute_s:sum"]))
-        for _ in range(50):
-            started = time.perf_counter()
-            model.optim_step(types.AdamParams()).result()
-            steps.append(1e3 * (time.perf_counter() - started))
-    cuts = statistics.quantiles(added, n=100)
-    emit("latency", {
-        "added_ms_p50": round(cuts[49], 2), "added_ms_p95": round(cuts[94], 2), "total_ms_p50": round(statistics.median(total), 2),
-        "optim_step_ms_p50": round(statistics.median(steps), 2), "calls": CALLS, "tokens": TOKENS,
-    })  # fmt: skip
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=100_000, help="of the memory test; 0 leaves it out")
+    options = parser.parse_args()
+    with fake_service("limits.result_ttl_s=5", "journal.sweep_s=30", "journal.retention_s=60"):
+        for name, figures in latency().items():
+            emit("latency", {"verb": name, **figures})
+        for clients in (1, 16, 256):
+            emit("latency", asyncio.run(throughput(clients)))
+        if options.requests:
+            emit("latency", asyncio.run(memory(options.requests)))
 
 
 if __name__ == "__main__":

@@ -53,11 +53,13 @@ class LineServer:
         self._methods = frozenset(methods)
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._servers: dict[str, asyncio.Server] = {}
+        self._opening = asyncio.Lock()
 
     async def address(self, host: str) -> Address:
         """Listens there from now on."""
-        if host not in self._servers:
-            self._servers[host] = await asyncio.start_server(self._serve, host, 0, limit=READ_AHEAD)
+        async with self._opening:
+            if host not in self._servers:
+                self._servers[host] = await asyncio.start_server(self._serve, host, 0, limit=READ_AHEAD)
         return Address(host, self._servers[host].sockets[0].getsockname()[1], self._token)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

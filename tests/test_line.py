@@ -14,7 +14,7 @@ from skyrl_actors.remote import ActorDied
 
 class Target:
     def __init__(self) -> None:
-        self.cancelled = 0
+        self.waits, self.cancelled = asyncio.Event(), asyncio.Event()
         self.hold = asyncio.Event()
 
     async def add(self, a: int, b: int) -> int:
@@ -31,10 +31,11 @@ class Target:
         raise ZeroDivisionError("ours")
 
     async def wait(self) -> None:
+        self.waits.set()
         try:
             await self.hold.wait()
         except asyncio.CancelledError:
-            self.cancelled += 1
+            self.cancelled.set()
             raise
 
     async def secret(self) -> str:
@@ -84,14 +85,13 @@ async def test_a_line_that_breaks_ends_its_calls_and_is_opened_again(served: Ser
     line = Line(served.find)
     assert await line.call("add", 1, 2) == 3
     waiting = asyncio.create_task(line.call("wait"))
-    await asyncio.sleep(0.05)
+    await asyncio.wait_for(served.target.waits.wait(), 10)
     (await line._opened())._writer.transport.abort()
     with pytest.raises(ActorDied, match="the line to the actor broke"):
         await waiting
     assert await line.call("add", 1, 2) == 3 and served.found == 2
     await line.close()
-    await asyncio.sleep(0.05)
-    assert served.target.cancelled == 1  # what nobody waits for is not gone on with
+    await asyncio.wait_for(served.target.cancelled.wait(), 10)  # what nobody waits for is not gone on with
 
 
 async def test_nobody_is_there(served: Served):
