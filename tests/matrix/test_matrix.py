@@ -22,7 +22,7 @@ ALL_FLAGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", ["0.24.1", "0.38.0"])
+@pytest.mark.parametrize("version", ["0.38.0"])
 def test_every_call_works_with_keys_tokens_and_all_flags(version: str, random_base: Path):
     with local_service(random_base, api_keys=["tml-matrix-key"], tokens=True, sdk=ALL_FLAGS) as url:
         found = outcomes(version, url, key="tml-matrix-key")
