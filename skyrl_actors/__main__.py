@@ -1,4 +1,4 @@
-"""The command line: demo, train, serve, status, stop, journal, plan, doctor."""
+"""The command line: demo, train, serve, status, stop, key, journal, plan, doctor."""
 
 import os
 import secrets
@@ -62,6 +62,16 @@ def status(name: Name = "skyrl-actors", json: Annotated[bool, typer.Option(help=
     from skyrl_actors.commands.serve import status as run
 
     run(name, json)
+
+
+@app.command()
+def key(
+    name: Annotated[str, typer.Argument(help="who will hold it; what he makes stays his when the key is replaced")] = "",
+) -> None:
+    """Make an API key: for its holder, and as the line that goes into http.api_keys_file."""
+    from skyrl_actors.commands.keys import make
+
+    make(name)
 
 
 @app.command()

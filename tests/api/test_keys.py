@@ -174,3 +174,15 @@ def test_keys_are_nowhere_in_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError) as refused:
         load(source)
     assert "at least 8 characters" in str(refused.value) and "'short'" not in str(refused.value)
+
+
+def test_the_key_command_makes_a_line_that_knows_its_key(tmp_path: Path):
+    from typer.testing import CliRunner
+
+    from skyrl_actors.__main__ import app
+
+    found = CliRunner().invoke(app, ["key", "alice"])
+    key, line = (text.split()[1] for text in found.output.splitlines())
+    assert key.startswith("tml-") and line.startswith("alice=sha256:") and key not in line
+    assert HttpConfig(api_keys=(line,)).api_keys == HttpConfig(api_keys=(f"alice={key}",)).api_keys
+    assert CliRunner().invoke(app, ["key", "a b"]).exit_code != 0
