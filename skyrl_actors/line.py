@@ -54,6 +54,7 @@ class LineServer:
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._servers: dict[str, asyncio.Server] = {}
         self._opening = asyncio.Lock()
+        self._calls: set[asyncio.Task[Any]] = set()
 
     async def address(self, host: str) -> Address:
         """Listens there from now on."""
@@ -63,19 +64,17 @@ class LineServer:
         return Address(host, self._servers[host].sockets[0].getsockname()[1], self._token)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        calls: set[asyncio.Task[Any]] = set()
         try:
             shown = await asyncio.wait_for(reader.readexactly(TOKEN_BYTES), HELLO_S)
             while hmac.compare_digest(shown, self._token):
                 number, method, arguments = await _read(reader)
                 call = asyncio.create_task(self._called(method, arguments))
-                calls.add(call)
-                call.add_done_callback(calls.discard)
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
                 call.add_done_callback(partial(self._reply, writer, number, method))
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            pass  # the caller is gone; what it asked for is nobody's any more
+            pass  # the caller is gone; what it asked for is done to its end all the same, and not half
         finally:
-            await ended(*calls)
             writer.close()
 
     async def _called(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -91,6 +90,8 @@ class LineServer:
         if error is not None and not isinstance(error, SkyrlActorsError):
             log.error("%s failed", method, exc_info=error)
             error = InternalError(f"{method}: {type(error).__name__}: {error}")
+        if writer.is_closing():
+            return
         writer.write(_frame((number, error is None, call.result() if error is None else error)))
 
     async def close(self) -> None:
@@ -144,8 +145,9 @@ class _Open:
     async def to(find: Callable[[], Awaitable[Address]]) -> "_Open":
         address = await find()
         try:
-            reader, writer = await asyncio.open_connection(address.host, address.port, limit=READ_AHEAD)
-        except OSError as error:
+            opening = asyncio.open_connection(address.host, address.port, limit=READ_AHEAD)
+            reader, writer = await asyncio.wait_for(opening, HELLO_S)
+        except (OSError, TimeoutError) as error:
             raise ActorDied(f"no line to the actor: {error}") from None
         writer.write(address.token)
         return _Open(reader, writer)
