@@ -16,6 +16,13 @@ OFF: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
 class OpenAiBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -27,7 +34,7 @@ class OpenAiBody(BaseModel):
     seed: int | None = Field(default=None, ge=0)
     stop: str | list[str] | None = None
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    stream_options: StreamOptions | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -72,6 +79,10 @@ class Message(BaseModel):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
+    @property
+    def for_template(self) -> dict[str, str]:
+        return {"role": self.role, "content": self.text, **({"name": self.name} if self.name else {})}
+
 
 class ChatCompletion(OpenAiBody):
     messages: list[Message] = Field(min_length=1)
@@ -79,3 +90,9 @@ class ChatCompletion(OpenAiBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> "ChatCompletion":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return self

@@ -54,7 +54,7 @@ async def completions(body: wire.Completion, request: Request) -> Response:
 async def chat_completions(body: wire.ChatCompletion, request: Request) -> Response:
     """OpenAI's chat completions, with the base model's own chat template, whole or streamed."""
     codec = await _codec(request)
-    prompt = codec.chat([{"role": message.role, "content": message.text} for message in body.messages])
+    prompt = codec.chat([message.for_template for message in body.messages])
     able = await state_of(request).capabilities()
     room = body.max_completion_tokens or body.max_tokens or max(1, able.max_sample_tokens - len(prompt))
     params = await _params(request, body, room, body.top_logprobs if body.logprobs else None)
@@ -77,6 +77,8 @@ def _prompts(prompt: str | Sequence[Any], codec: Codec) -> list[list[int]]:
 async def _params(request: Request, body: wire.OpenAiBody, max_tokens: int, topk: int | None) -> SamplingParams:
     if body.stream and body.n != 1:
         raise InvalidRequest("a stream has one choice: leave n out, or make several requests")
+    if body.stream and topk:
+        raise InvalidRequest("a stream has the logprobs of its own tokens: leave top_logprobs out (for completions, logprobs=0)")
     return SamplingParams(
         max_tokens, body.n, body.temperature, body.top_k or -1, body.top_p, body.seed, body.stops or None,
         topk_sample_logprobs=topk or 0, stop_at_end_too=True, stream=body.stream,
@@ -96,7 +98,7 @@ async def _answered(
         for i, prompt in enumerate(prompts)
     ]
     if body.stream:
-        wants_usage = bool(body.stream_options.get("include_usage"))
+        wants_usage = body.stream_options is not None and body.stream_options.include_usage
         events = _events(request, form, asked[0], Growing(form.codec, body.stops), len(prompts[0]), wants_usage)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     outputs = [await client.result(request_id, SampleOutput) for request_id in asked]

@@ -28,5 +28,7 @@ class Partials:
             changed = self._changed.setdefault(request_id, asyncio.Event())
             with suppress(TimeoutError):
                 await asyncio.wait_for(changed.wait(), timeout_s)
+            if not changed.is_set():
+                self._changed.pop(request_id, None)  # it may have ended before anybody asked
             so_far = self._growing.get(request_id, PartialSample())
         return PartialSample(so_far.tokens[have:], so_far.logprobs[have:])

@@ -86,6 +86,10 @@ def test_what_is_not_served_is_said_in_openais_way(openai_client: openai.OpenAI)
         openai_client.completions.create(model="tiny", prompt="x", frequency_penalty=1.0)
     with pytest.raises(openai.UnprocessableEntityError, match="a stream has one choice"):
         openai_client.completions.create(model="tiny", prompt="x", n=2, stream=True)
+    with pytest.raises(openai.UnprocessableEntityError, match="leave top_logprobs out"):
+        openai_client.completions.create(model="tiny", prompt="x", logprobs=2, stream=True)
+    with pytest.raises(openai.UnprocessableEntityError, match="top_logprobs needs logprobs"):
+        openai_client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], top_logprobs=2)
     with pytest.raises(openai.UnprocessableEntityError, match="together they may have"):
         openai_client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
     with pytest.raises(openai.UnprocessableEntityError, match="Extra inputs are not permitted"):
