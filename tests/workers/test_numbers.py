@@ -60,6 +60,15 @@ def reference_loss(name: str, logprobs: torch.Tensor, columns: Columns) -> torch
     return -(f["weights"] * torch.minimum(ratio * f["advantages"], ratio.clamp(0.8, 1.2) * f["advantages"])).sum()
 
 
+def assert_same_gradients(worker: TorchWorker, model: torch.nn.Module) -> None:
+    state = worker.models["m"].state
+    assert state.gradients is not None
+    gradients = state.split(state.gradients)
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert relative(gradients[key], parameter.grad) < 1e-5, key
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
@@ -78,12 +87,7 @@ def test_full_model_loss_and_gradient_against_float64(random_base: Path, name: s
     total.backward()
     np.testing.assert_allclose(output.values, logprobs.detach().numpy(), atol=2e-5)
     assert output.sums["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-5)
-    state = worker.models["m"].state
-    assert state.gradients is not None
-    gradients = state.split(state.gradients)
-    for key, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert relative(gradients[key], parameter.grad) < 1e-5, key
+    assert_same_gradients(worker, model)
 
 
 def test_many_targets_a_position_against_float64(random_base: Path):
@@ -112,12 +116,7 @@ def test_many_targets_a_position_against_float64(random_base: Path):
         np.testing.assert_allclose(output.values[where : where + len(row), : row.shape[1]], row.detach().numpy(), atol=2e-5)
         where += len(row)
     assert output.sums["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-5)
-    state = worker.models["m"].state
-    assert state.gradients is not None
-    gradients = state.split(state.gradients)
-    for key, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert relative(gradients[key], parameter.grad) < 1e-5, key
+    assert_same_gradients(worker, model)
 
 
 def test_critic_loss_and_gradient_against_float64(random_base: Path):
