@@ -43,7 +43,7 @@ def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilitie
         raise InvalidRequest(
             f"lora rank {spec.lora.rank}: this service takes 1 to {config.lora.max_rank}, or 0 for a full fine-tune"
         )
-    same_kind = [s for s in alive if s.role == spec.role and (s.lora is None) == (spec.lora is None)]
+    same_kind = [other for other in alive if other.kind == spec.kind]
     limit, what = (
         (config.lora.max_adapters, "LoRA models (lora.max_adapters)")
         if spec.lora

@@ -34,7 +34,7 @@ from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
 from skyrl_actors.messages.errors import CapacityError, Corrupt, InternalError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
+from skyrl_actors.messages.paths import TinkerPath, checked_id, owner_of, parse_path
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Controller:
         self.wall = wall
         self._closing = False
         self._last_joined = 0
+        self._making_room = asyncio.Lock()
         folders = CheckpointFolders(Path(config.checkpoint_dir))
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         self._ledger = Ledger(journal, self.queue, self.results, wall)
@@ -226,11 +227,12 @@ class Controller:
         spec = request.spec
         if request.from_path:
             spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
-            # While the path was read, the same request may have come again, or the session may have ended.
-            if (known := self.queue.known(model_id, 0, digest)) is not None:
-                return await self._ledger.accepted_before(known)
-            self.tenants.session(request.session_id)
-        await self._room_for(spec)
+        async with self._making_room:
+            await self._room_for(spec)
+        # While that was awaited, the same request may have come again, or the session may have ended.
+        if (known := self.queue.known(model_id, 0, digest)) is not None:
+            return await self._ledger.accepted_before(known)
+        self.tenants.session(request.session_id)
         request = replace(request, spec=spec)
         self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
         with ExitStack() as undo:
@@ -244,20 +246,24 @@ class Controller:
         return op.request_id
 
     async def _room_for(self, spec: ModelSpec) -> None:
-        """Raises CapacityError when there is none, also after ending the session that has been silent for longest."""
-        while True:
-            alive = {model_id: model.spec for model_id, model in self.tenants.models.items()}
+        """Raises CapacityError when there is none, also after ending silent sessions that hold what is wanted, the one that has
+        been silent for longest first."""
+        while spec.model_id not in self.tenants.models:  # else it is a repeat
+            models = list(self.tenants.models.values())
+            in_the_way = [m for m in models if owner_of(m.spec.model_id) == owner_of(spec.model_id)]
             try:
-                admission.check_count(alive, spec.model_id, self.config.limits.models_per_key, "models")
-                admission.check_spec(spec, self.config, self.able, list(alive.values()))
+                admission.check_count(self.tenants.models, spec.model_id, self.config.limits.models_per_key, "models")
+                in_the_way = [m for m in models if m.spec.kind == spec.kind]
+                admission.check_spec(spec, self.config, self.able, [m.spec for m in models])
                 return
             except CapacityError:
+                held = {m.session_id for m in in_the_way}
                 silent = self.tenants.silent_sessions(self._now(), self.config.limits.session_silent_s)
-                held = [session_id for session_id in silent if self.tenants.models_of(session_id)]
-                if not held:
+                session_id = next((session_id for session_id in silent if session_id in held), None)
+                if session_id is None:
                     raise
-                log.warning("session %s is silent, and its place is wanted: its models are freed", held[0])
-                await self.finish_session(held[0])
+                log.warning("session %s is silent, and its place is wanted: its models are freed", session_id)
+                await self.finish_session(session_id)
 
     async def _saved_spec(self, path: str, with_optimizer: bool) -> ModelSpec:
         where = parse_path(path)

@@ -33,6 +33,11 @@ class ModelSpec:
     lora: LoraSpec | None = None
     seed: int = 0
 
+    @property
+    def kind(self) -> tuple[Role, bool]:
+        """What it competes for a place with: models of its role that are LoRA adapters too, or full fine-tunes too."""
+        return self.role, self.lora is not None
+
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:

@@ -355,7 +355,8 @@ async def test_what_can_not_be_noted_now_is_noted_later_and_done_once(controller
 
 async def test_a_silent_session_gives_its_place_up_when_it_is_wanted(tmp_path: Path):
     config = ClusterConfig(
-        base_model=TinyBase(name="tiny"), lora=LoraConfig(max_adapters=2), limits=LimitsConfig(session_silent_s=0.2),
+        base_model=TinyBase(name="tiny"), lora=LoraConfig(max_adapters=2, max_full_models=0),
+        limits=LimitsConfig(session_silent_s=0.2),
         checkpoint_dir=tmp_path / "checkpoints",
     )  # fmt: skip
     controller = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
@@ -366,6 +367,13 @@ async def test_a_silent_session_gives_its_place_up_when_it_is_wanted(tmp_path: P
         await model_in(controller)
     await asyncio.sleep(0.25)
     controller.heartbeat(living)
-    await model_in(controller)
+    with pytest.raises(CapacityError, match="0 policy full fine-tunes"):  # those places are not what it holds
+        session = await controller.create_session()
+        await controller.submit(rq.CreateModel(ModelSpec(f"{session}:train:0", "tiny"), session))
+    assert gone in controller.tenants.models
+    session = await controller.create_session()
+    wanted = rq.CreateModel(ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4)), session)
+    one, again = await asyncio.gather(controller.submit(wanted), controller.submit(wanted))
+    assert one == again, "asked twice while the place was freed, it is one request"
     assert gone not in controller.tenants.models and kept in controller.tenants.models
     await controller.close()
