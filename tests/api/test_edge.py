@@ -1,5 +1,6 @@
 """The HTTP application in-process: what odd requests are told."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,19 @@ async def test_a_flooding_session_does_not_starve_another(tmp_path: Path):
         assert waiting > 150, "the small one was answered while most of the flood still waited"
         for request_id in flood:
             assert "sequences" in await posted(http, "/retrieve_future", request_id=request_id)
+
+
+async def test_a_model_of_a_session_that_expired_is_had_back_from_its_step(tmp_path: Path):
+    async with edge(config_for(tmp_path, limits=LimitsConfig(session_timeout_s=0.5))) as http:
+        session, model_id = await model_in(http)
+        await resolved(http, "/optim_step", model_id=model_id, seq_id=1)
+        for _ in range(200):
+            if gone := (await http.post("/get_info", json={"model_id": model_id})).status_code == 404:
+                break
+            await asyncio.sleep(0.1)
+        assert gone
+        assert (await http.post("/session_heartbeat", json={"session_id": session})).status_code == 410
+        fresh = (await posted(http, "/create_session"))["session_id"]
+        path = f"tinker://{model_id}/steps/1"
+        found = await resolved(http, "/load_weights", session_id=fresh, model_seq_id=0, path=path, optimizer=True)
+        assert found["model_id"] == f"{fresh}:train:0" and found["path"] == path
