@@ -1,6 +1,7 @@
 """Shared pieces: tiny base models, and one real service for all tests that need one."""
 
 import os
+import random
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -45,9 +46,16 @@ def run_cli(*arguments: str, timeout: float = 240, cwd: Path = ROOT) -> subproce
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Outside the range from which the system gives ports to whoever asks for any: by the time the service binds this one,
+    Ray's processes have asked for many. Also beside Ray's own ranges (10002 to 19999) and those of Serve's replicas (30000 on)."""
+    while True:
+        with socket.socket() as probe:
+            port = random.randrange(21_000, 29_000)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 @dataclass(frozen=True)
