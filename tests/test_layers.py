@@ -14,7 +14,7 @@ ROOMS = {
     "losses": {"messages"},
     "colocation": {"messages"},
     "observe": {"messages"},
-    "workers": {"files", "messages", "losses"},
+    "workers": {"files", "config", "messages", "losses"},
     "remote": {"messages"},
     "restarts": {"config"},
     "migrations": set(),
@@ -41,7 +41,10 @@ NARROW = {
         "commands": {"skyrl_actors.commands.serve"},
         "remote": {"skyrl_actors.remote"},
     },
-    "workers": {"losses": {"skyrl_actors.losses", "skyrl_actors.losses.torch_ops"}},
+    "workers": {
+        "losses": {"skyrl_actors.losses", "skyrl_actors.losses.base", "skyrl_actors.losses.torch_ops"},
+        "config": {"skyrl_actors.config.strategies"},
+    },
     "backends": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.tiny_base"}},
     "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},
 }

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config import keys
 from skyrl_actors.config.base import FrozenConfig
+from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -44,22 +45,43 @@ class PlacementConfig(FrozenConfig):
     timeout_s: float = Field(default=180.0, gt=0)
 
 
-class ReplicaStrategy(FrozenConfig):
-    """The whole base model on every rank; gradients of the trained weights are summed over ranks."""
-
-    type: Literal["replica"] = "replica"
-
-
 class GroupConfig(FrozenConfig):
     """A group of training actors, one for each slot."""
 
     num_ranks: int = Field(default=1, ge=1)
-    strategy: ReplicaStrategy = ReplicaStrategy()
+    strategy: StrategyConfig = Field(default=ReplicaStrategy(), description="how ranks hold the frozen base under adapters")
+    full_strategy: StrategyConfig | None = Field(
+        default=None, description="how ranks hold a full fine-tune; none = ZeRO stage 1 on several GPUs, else replica"
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"
     microbatch_tokens: int = Field(default=4096, ge=1, description="tokens of one packed pass; a longer row is a pass of its own")
+    activations: Literal["keep", "recompute", "offload"] = Field(
+        default="keep", description="of a pass, until its backward: kept, computed again layer by layer, or in host memory"
+    )
+    sequence_parallel: int = Field(default=1, ge=1, description="ranks that share the tokens of a pass, for long rows")
+    score_uncounted: bool = Field(
+        default=True, description="answer logprobs also where the weight is 0; False: 0 there, and the head's cost is saved"
+    )
+    preload: bool = Field(default=True, description="load the frozen base at the start; False: with the first adapter")
     num_threads: int = Field(default=1, ge=1, description="OpenMP threads of a CPU rank")
     collective_timeout_s: float = Field(default=300.0, gt=0)
     call_timeout_s: float = Field(default=900.0, gt=0, description="longest time one verb may take on a rank")
+
+    @model_validator(mode="after")
+    def _can_be_held(self) -> "GroupConfig":
+        if self.num_ranks % self.sequence_parallel:
+            raise ValueError(f"sequence_parallel {self.sequence_parallel} does not divide num_ranks {self.num_ranks}")
+        zero = [s for s in (self.strategy, self.full_strategy) if isinstance(s, DeepSpeedStrategy)]
+        if self.sequence_parallel > 1 and zero:
+            raise ValueError("sequence_parallel is for the strategies replica and fsdp2, not for deepspeed")
+        return self
+
+    def full_strategy_on(self, device: str) -> StrategyConfig:
+        """The one that is meant when none is named."""
+        if self.full_strategy is not None:
+            return self.full_strategy
+        many_gpus = device == "gpu" and self.num_ranks > 1 and self.sequence_parallel == 1
+        return DeepSpeedStrategy() if many_gpus else ReplicaStrategy()
 
 
 class LoraConfig(FrozenConfig):

@@ -13,8 +13,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from placement.types import Plan
 from skyrl_actors import remote
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
-from skyrl_actors.groups.sharding import assign_rows
+from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.groups.standby import Standby, worker_class
+from skyrl_actors.groups.together import Call, Together
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import LossCall, Role
@@ -38,6 +39,7 @@ class ActorGroup:
         self.info: BaseModelInfo | None = None
         self.pids: list[int] = []
         self.log_files: list[str] = []
+        self._together = Together(self._compute, config.microbatch_tokens * max(1, len(actors)))
 
     @property
     def names(self) -> list[str]:
@@ -99,11 +101,30 @@ class ActorGroup:
     async def forward_backward(
         self, model_id: str, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput:
-        shares = assign_rows(columns.lengths, len(self.actors))
-        data = ray.put(columns) if len(self.actors) > 1 else columns
-        args = [(rows, model_id, data, loss, forward_only) for rows in shares]
-        outputs: list[RowOutput] = await self._apply(model_id, turn, TrainWorker.forward_backward, args)
-        return merge_rows(columns, outputs, loss)
+        """Calls that come while one is computed go together in the next, small ones in one pass of the network."""
+        return await self._together.run(Call(model_id, turn, columns, loss, forward_only))
+
+    async def _compute(self, calls: Sequence[Call]) -> list[LossOutput | BaseException]:
+        ranks = len(self.actors) // self.config.sequence_parallel
+        hidden_size = self.info.hidden_size if self.info else 0
+        shares = assign_parts([call.columns.lengths for call in calls], ranks, hidden_size)
+        data = tuple(call.columns for call in calls)
+        given = ray.put(data) if len(self.actors) > 1 else data
+        refs = []
+        for rank, actor in enumerate(self.actors):
+            rows = shares[rank // self.config.sequence_parallel]
+            parts = [(call.model_id, call.turn, rows[i], call.loss) for i, call in enumerate(calls)]
+            refs.append(actor.forward_backward.remote(self.epoch, given, parts, calls[0].forward_only))
+        of_ranks: list[list[Any]] = await self._gather(refs, "forward_backward")
+        return [self._merged(call, [outcomes[i] for outcomes in of_ranks]) for i, call in enumerate(calls)]
+
+    def _merged(self, call: Call, outcomes: Sequence[Any]) -> LossOutput | BaseException:
+        errors: dict[str, BaseException | None] = {
+            name: o for name, o in zip(self.names, outcomes, strict=True) if isinstance(o, BaseException)
+        }
+        if errors:
+            return remote.merged(errors, "forward_backward")
+        return merge_rows(call.columns, outcomes, call.loss)
 
     async def copy_state(self, model_id: str, turn: Turn) -> list[int]:
         return await self.apply(model_id, turn, TrainWorker.copy_state, model_id)
@@ -174,6 +195,8 @@ class GroupBuilder:
             WorkerSpec(
                 role, rank, group_config.num_ranks, base_folder, group_config.dtype, config.placement.device,
                 group_config.num_threads, group_config.microbatch_tokens, group_config.collective_timeout_s,
+                group_config.strategy, group_config.full_strategy_on(config.placement.device), group_config.activations,
+                group_config.sequence_parallel, group_config.score_uncounted, group_config.preload,
             )
             for rank in range(len(self.slots))
         ]  # fmt: skip

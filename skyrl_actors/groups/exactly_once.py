@@ -5,13 +5,16 @@ operation that is asked for again gets that result; one that broke off leaves th
 nothing until it is made anew.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, UserError
 from skyrl_actors.messages.turn import Turn
+from skyrl_actors.workers.interface import PartCall, Refused
 
 MAKE_ANEW = ("create_model", "restore_state")
+FORWARD_BACKWARD = "forward_backward"
 CLEAN_FAILURES = ("optim_step",)  # a refusal that leaves the same state on every rank: gradients dropped
 
 
@@ -60,6 +63,36 @@ class ExactlyOnce:
         if method not in MAKE_ANEW:
             self._check_state(model_id, turn)
         return self._apply(model_id, turn.number, method, args)
+
+    def forward_backward(self, epoch: int, turns: Sequence[Turn], calls: Sequence[PartCall], forward_only: bool) -> list[Any]:
+        """Parts of several models at once, each by its own turn: for each its result, or the error that it alone has."""
+        self.fence(epoch)
+        outcomes: list[Any] = [None] * len(calls)
+        todo: list[int] = []
+        for i, (turn, call) in enumerate(zip(turns, calls, strict=True)):
+            known = self._applied.get(call.model_id)
+            if known is not None and turn.number is not None and (known.number, known.method) == (turn.number, FORWARD_BACKWARD):
+                outcomes[i] = known.result
+                continue
+            try:
+                self._check_state(call.model_id, turn)
+                todo.append(i)
+            except StateLost as error:
+                outcomes[i] = error
+        before = {i: self._whole(calls[i].model_id) for i in todo}
+        for i in todo:
+            if turns[i].number is not None:
+                self._applied.pop(calls[i].model_id)  # torn, until it is done
+        results = self.worker.forward_backward(tuple(calls[i] for i in todo), forward_only) if todo else []
+        for i, result in zip(todo, results, strict=True):
+            model_id, number = calls[i].model_id, turns[i].number
+            outcomes[i] = result.error if isinstance(result, Refused) else result
+            if number is not None:
+                if not isinstance(result, Refused):
+                    self._applied[model_id] = Applied(number, FORWARD_BACKWARD, result)
+                elif result.clean:
+                    self._applied[model_id] = before[i]
+        return outcomes
 
     def _apply(self, model_id: str, number: int, method: str, args: tuple[Any, ...]) -> Any:
         self._applied.pop(model_id, None)  # torn, until it is done

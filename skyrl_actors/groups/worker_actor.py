@@ -4,14 +4,17 @@ import faulthandler
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 import ray
 
 from skyrl_actors.groups.exactly_once import ExactlyOnce
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.workers.interface import BaseModelInfo, RankStatus, WorkerSpec
+from skyrl_actors.workers.interface import BaseModelInfo, PartCall, RankStatus, WorkerSpec
 
 
 class TrainWorkerActor:
@@ -77,6 +80,14 @@ class TrainWorkerActor:
 
     def delete(self, epoch: int, model_id: str) -> None:
         self._once.delete(epoch, model_id)
+
+    def forward_backward(
+        self, epoch: int, data: Sequence[Columns], parts: Sequence[tuple[str, Turn, tuple[int, ...], LossCall | None]],
+        forward_only: bool,
+    ) -> list[Any]:  # fmt: skip
+        """Of several models, each applied once for its turn."""
+        calls = [PartCall(model_id, rows, columns, loss) for (model_id, _, rows, loss), columns in zip(parts, data, strict=True)]
+        return self._once.forward_backward(epoch, [turn for _, turn, _, _ in parts], calls, forward_only)
 
     def apply(self, epoch: int, model_id: str, turn: Turn, method: str, *args: Any) -> Any:
         """A verb of a model, applied once for each turn."""

@@ -15,6 +15,9 @@ from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LossCall, Role
 
+ENTROPY_COEF = "entropy_coef"
+"""Option of every loss with advantages: this much of the policy's entropy, summed over counted tokens, is taken off the loss."""
+
 Array = Any  # [T] float32 or float64 of the library that `Ops` wraps
 
 
@@ -71,6 +74,10 @@ class Loss:
         given = {key: value if isinstance(value, str) else float(value) for key, value in config.items()}
         return LossCall(self.name, {**self.options, **given})
 
+    def terms(self, ops: Ops, predicted: Array, inputs: Mapping[str, Array], config: Mapping[str, float | str]) -> LossTerms:
+        """The loss of each token, without the entropy bonus: that needs all logits, and who has them takes it off."""
+        return self.function(ops, predicted, inputs, **{key: value for key, value in config.items() if key != ENTROPY_COEF})
+
 
 REGISTRY: dict[str, Loss] = {}
 
@@ -90,6 +97,8 @@ def loss(
         parameters = inspect.signature(function).parameters.values()
         given = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         options = {key: value if isinstance(value, str) else float(value) for key, value in given.items()}
+        if "advantages" in required:
+            options[ENTROPY_COEF] = 0.0
         REGISTRY[name] = Loss(name, role, required, dict(optional or {}), options, function, many_targets, any_inputs)
         return function
 

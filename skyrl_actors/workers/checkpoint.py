@@ -1,41 +1,73 @@
-"""Checkpoints as folders of safetensors that other tools read, complete or absent, free of rank counts.
+"""Checkpoints as folders of safetensors that other tools read, complete or absent, free of rank counts and strategies.
 
 A full fine-tune is a plain Hugging Face folder, a LoRA model a peft folder; beside it lie `optimizer.safetensors`, and
-for a critic `value_head.safetensors`. A folder is written under another name and renamed when it is whole.
+for a critic `value_head.safetensors`. Tensors are written one by one as ranks give them. A folder is written under another
+name and renamed when it is whole.
 """
 
 import json
 import os
 import shutil
-import time
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_actors.files import fsync
+from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import CheckpointForm, LoraSpec
-from skyrl_actors.messages.weights import TensorEntry, WeightManifest
-from skyrl_actors.workers.base_model import UNEMBED, BaseModel
-from skyrl_actors.workers.models import VALUE_BIAS, VALUE_WEIGHT, TrainedModel
+from skyrl_actors.workers.models import TrainedModel
+from skyrl_actors.workers.network import UNEMBED, VALUE_BIAS, VALUE_WEIGHT
+from skyrl_actors.workers.state import MOMENTS, Kind
+from skyrl_actors.workers.tensor_files import (
+    InMemory,
+    Joined,
+    Renamed,
+    Shape,
+    Source,
+    TensorFiles,
+    TensorWriter,
+    Together,
+    shards_of,
+    whole,
+    write_index,
+)
 
 PEFT_PREFIX = "base_model.model."
 SPEC_FILE = "model_spec.json"
 SAVED_BY = "saved_by"
-UNEMBED_WEIGHT = f"{UNEMBED}.weight"
+UNEMBED_WEIGHT, EMBED_WEIGHT = f"{UNEMBED}.weight", "model.embed_tokens.weight"
+FILE_BYTES = 5 * 10**9  # of one file of weights, as Hugging Face cuts them
+VALUE_HEAD = (VALUE_WEIGHT, VALUE_BIAS)
+
+
+@dataclass(frozen=True)
+class BaseFiles:
+    folder: Path
+    dtype: str  # that weights are written in when an adapter is merged into them
 
 
 def save(
-    model: TrainedModel, base: BaseModel, base_folder: Path, folder: Path, form: CheckpointForm, mark: str | None = None
+    model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointForm, mark: str | None = None, writes: bool = True
 ) -> None:
-    """Write the whole checkpoint, fsync it, and rename it into place (replacing what was there). `mark` says who asked."""
+    """Write the whole checkpoint, fsync it, and rename it into place (replacing what was there). `mark` says who asked. Called on
+    every rank; one writes."""
+    if not writes:
+        for _ in model.state.tensors("weights"):
+            pass
+        if form == "training" and model.state.num_steps:
+            for kind in MOMENTS:
+                for _ in model.state.tensors(kind):
+                    pass
+        return
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        _write(model, base, base_folder, staging, form)
+        _write(model, base, staging, form)
         if mark is not None:
             (staging / SAVED_BY).write_text(mark)
         for file in staging.iterdir():
@@ -45,91 +77,147 @@ def save(
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write(model: TrainedModel, base: BaseModel, base_folder: Path, folder: Path, form: CheckpointForm) -> None:
-    tensors = {name: view.detach().cpu().contiguous() for name, view in model.state.split(model.state.weights).items()}
-    value_head = {name: tensors.pop(name) for name in (VALUE_WEIGHT, VALUE_BIAS) if name in tensors}
+def _write(model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointForm) -> None:
+    value_head: dict[str, Tensor] = {}
     lora = model.spec.lora
-    if lora is None or form == "merged":
-        full = tensors if lora is None else merged(tensors, lora, base)
-        save_file(full, folder / "model.safetensors", metadata={"format": "pt"})
-        _copy_model_files(base_folder, folder)
-        if UNEMBED_WEIGHT in full and UNEMBED_WEIGHT not in base.own:
-            _untie(folder / "config.json")
+    if lora is None:
+        shapes = {name: shape for name, shape in model.state.shapes.items() if name not in VALUE_HEAD}
+        _write_shards(folder, shapes, _without_value_head(model, value_head), torch.float32)
+        copy_model_files(base.folder, folder)
     else:
-        save_file(_to_peft(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(_peft_config(lora, tensors, base_folder), indent=2))
+        tensors = dict(_without_value_head(model, value_head))
+        if form == "merged":
+            _write_merged(tensors, lora, base, folder)
+        else:
+            save_file(_to_peft(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            (folder / "adapter_config.json").write_text(json.dumps(_peft_config(lora, tensors, base.folder), indent=2))
     if value_head:
         save_file(value_head, folder / "value_head.safetensors")
     if form == "training":
-        moments = {key: t.cpu().contiguous() for key, t in model.state.optimizer_tensors().items()}
-        save_file(moments, folder / "optimizer.safetensors")
+        _write_moments(model, folder / "optimizer.safetensors")
     (folder / SPEC_FILE).write_text(json.dumps(asdict(model.spec), indent=2))
 
 
-def merged(tensors: dict[str, Tensor], lora: LoraSpec, base: BaseModel) -> dict[str, Tensor]:
-    """W + (alpha / rank) · B A for every adapted layer, in the base's dtype, and the other weights as they are. A head that
+def _without_value_head(model: TrainedModel, value_head: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights one by one; the value head is put aside."""
+    for name, tensor in model.state.tensors("weights"):
+        assert tensor is not None
+        if name in VALUE_HEAD:
+            value_head[name] = tensor.contiguous()
+        else:
+            yield name, tensor.contiguous()
+
+
+def _write_shards(folder: Path, shapes: dict[str, Shape], tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+    """`tensors` come in the order of `shapes`."""
+    shards = shards_of(shapes, dtype.itemsize, FILE_BYTES)
+    count = len(shards)
+    files = ["model.safetensors"] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    place = {name: i for i, shard in enumerate(shards) for name in shard}
+    writers: dict[int, TensorWriter] = {}
+    for name, tensor in tensors:
+        i = place[name]
+        if i not in writers:
+            writers = {i: TensorWriter(folder / files[i], {n: shapes[n] for n in shards[i]}, dtype)}
+        writers[i].put(name, tensor)
+    if count > 1:
+        num_bytes = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+        write_index(folder, files, shards, num_bytes)
+
+
+def _write_moments(model: TrainedModel, path: Path) -> None:
+    if not model.state.num_steps:
+        save_file({}, path)
+        return
+    shapes = {f"{name}.{kind}": shape for kind in MOMENTS for name, shape in model.state.shapes.items()}
+    writer = TensorWriter(path, {"num_steps": (1,), **shapes}, torch.float32)
+    writer.put("num_steps", torch.tensor([float(model.state.num_steps)]))
+    for kind in MOMENTS:
+        for name, tensor in model.state.tensors(kind):
+            assert tensor is not None
+            writer.put(f"{name}.{kind}", tensor)
+
+
+def _write_merged(adapter: dict[str, Tensor], lora: LoraSpec, base: BaseFiles, folder: Path) -> None:
+    """W + (alpha / rank) · B A for every adapted layer, and the other weights as they are, in the base's dtype. A head that
     shares the embedding's weights gets its own."""
-    full = {name: parameter.detach().cpu().clone() for name, parameter in base.own.items()}
-    for key in [name for name in tensors if name.endswith(".lora_A")]:
-        layer = key.removesuffix(".lora_A")
-        weight = base.own_weight(layer).detach().cpu()
-        low_rank = tensors[f"{layer}.lora_B"].double() @ tensors[key].double()
-        full[f"{layer}.weight"] = (weight.double() + lora.alpha / lora.rank * low_rank).to(weight.dtype)
-    return full
+    dtype: torch.dtype = getattr(torch, base.dtype)
+    with TensorFiles(base.folder) as files:
+        tied = f"{UNEMBED}.lora_A" in adapter and UNEMBED_WEIGHT not in files.shapes
+        shapes = {**files.shapes, **({UNEMBED_WEIGHT: files.shapes[EMBED_WEIGHT]} if tied else {})}
 
+        def merged() -> Iterator[tuple[str, Tensor]]:
+            for name in shapes:
+                weight = whole(files, EMBED_WEIGHT if tied and name == UNEMBED_WEIGHT else name)
+                a = adapter.get(f"{name.removesuffix('.weight')}.lora_A")
+                if a is None:
+                    yield name, weight.to(dtype)
+                    continue
+                low_rank = adapter[f"{name.removesuffix('.weight')}.lora_B"].double() @ a.double()
+                yield name, (weight.double() + lora.alpha / lora.rank * low_rank).to(dtype)
 
-def _untie(config_file: Path) -> None:
-    config = json.loads(config_file.read_text())
-    config_file.write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
+        _write_shards(folder, shapes, merged(), dtype)
+    copy_model_files(base.folder, folder)
+    if tied:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
 
 
 def load(model: TrainedModel, folder: Path, with_optimizer: bool) -> None:
     """Weights (and optimizer state) of a checkpoint into a model of the same shape; pending gradients are dropped."""
-    if model.spec.lora is None:
-        tensors = load_file(folder / "model.safetensors")
-    else:
-        tensors = _from_peft(load_file(folder / "adapter_model.safetensors"))
-    if (folder / "value_head.safetensors").exists():
-        tensors |= load_file(folder / "value_head.safetensors")
-    model.state.load(tensors)
-    model.state.drop_gradients()
-    model.state.load_optimizer(load_file(folder / "optimizer.safetensors") if with_optimizer else {})
-
-
-def export(model: TrainedModel, base: BaseModel, base_folder: Path, path: Path, version: str) -> WeightManifest:
-    """One version of a policy's weights where an engine can map it: a peft folder, or a flat file of all tensors."""
-    started = time.perf_counter()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state = model.state
+    names = {name: name for name in state.shapes if name not in VALUE_HEAD}
     if model.spec.lora is not None:
-        save(model, base, base_folder, path, "weights")
-        size = sum(file.stat().st_size for file in path.iterdir())
-        return WeightManifest(version, "lora", str(path), size, write_s=time.perf_counter() - started)
-    return export_flat(model.state.weights, model.state.split(model.state.weights), path, version)
+        names = {name: f"{PEFT_PREFIX}{name}.weight" for name in names}
+    with _weights_of(model, folder) as files:
+        _check_same(names, files, folder)
+        sources: list[Source] = [Renamed(files, names)]
+        if VALUE_WEIGHT in state.shapes:
+            head = folder / "value_head.safetensors"
+            sources.append(TensorFiles(head) if head.exists() else _no_value_head(model))
+        state.load(Together(sources))
+        state.drop_gradients()
+    if not with_optimizer:
+        state.load_moments({}, 0)
+        return
+    with TensorFiles(folder / "optimizer.safetensors") as files:
+        state.load_moments(*moments_in(files, state.shapes))
 
 
-def export_flat(flat: Tensor, tensors: dict[str, Tensor], path: Path, version: str) -> WeightManifest:
-    """`tensors` are views of `flat`, in order: their bytes are the file's."""
-    started = time.perf_counter()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    num_bytes = flat.numel() * flat.element_size()
-    mapped = torch.from_file(str(staging), shared=True, size=flat.numel(), dtype=flat.dtype)
-    mapped.copy_(flat)
-    del mapped
-    os.replace(staging, path)
-    entries, offset = [], 0
-    for name, tensor in tensors.items():
-        entries.append(TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset))
-        offset += tensor.numel() * tensor.element_size()
-    return WeightManifest(version, "full", str(path), num_bytes, tuple(entries), time.perf_counter() - started)
+def _weights_of(model: TrainedModel, folder: Path) -> TensorFiles:
+    if model.spec.lora is not None:
+        return TensorFiles(folder / "adapter_model.safetensors")
+    return TensorFiles(folder, "model*.safetensors")
+
+
+def _check_same(names: dict[str, str], files: TensorFiles, folder: Path) -> None:
+    if odd := {*names.values()} ^ {*files.shapes}:
+        raise InvalidRequest(f"the checkpoint's tensors are not this model's: {sorted(odd)[:4]}")
+
+
+def _no_value_head(model: TrainedModel) -> Source:
+    """A policy's or reward model's trunk under a critic: its values begin at zero."""
+    return InMemory({name: torch.zeros(model.state.shapes[name]) for name in VALUE_HEAD})
+
+
+def moments_in(files: TensorFiles, shapes: Mapping[str, Shape]) -> tuple[dict[Kind, Source], int]:
+    """Of a file with one tensor for each weight and moment, or with each moment in one vector; nothing for an empty one."""
+    if not files.shapes:
+        return {}, 0
+    if "exp_avg" in files.shapes:
+        sources: dict[Kind, Source] = {kind: Joined(files, kind, shapes) for kind in MOMENTS}
+        size = sum(torch.Size(shape).numel() for shape in shapes.values())
+        if any(torch.Size(files.shapes[kind]).numel() != size for kind in MOMENTS):
+            raise InvalidRequest("the checkpoint's optimizer state is not this model's")
+        return sources, int(whole(files, "step"))
+    if odd := {f"{name}.{kind}" for name in shapes for kind in MOMENTS} - {*files.shapes}:
+        raise InvalidRequest(f"the checkpoint's optimizer state is not this model's: {sorted(odd)[:4]}")
+    named: dict[Kind, Source] = {kind: Renamed(files, {name: f"{name}.{kind}" for name in shapes}) for kind in MOMENTS}
+    return named, int(whole(files, "num_steps"))
 
 
 def _to_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{PEFT_PREFIX}{name}.weight": tensor for name, tensor in tensors.items()}
-
-
-def _from_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for name, tensor in tensors.items()}
 
 
 def _peft_config(lora: LoraSpec, tensors: dict[str, Tensor], base_folder: Path) -> dict[str, object]:
@@ -147,7 +235,7 @@ def _peft_config(lora: LoraSpec, tensors: dict[str, Tensor], base_folder: Path) 
     }
 
 
-def _copy_model_files(base_folder: Path, folder: Path) -> None:
+def copy_model_files(base_folder: Path, folder: Path) -> None:
     """Config and tokenizer files: all that makes the folder loadable, but no weights of the base."""
     for file in base_folder.iterdir():
         if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:

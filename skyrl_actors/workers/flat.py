@@ -1,28 +1,46 @@
-"""Trained weights as one flat float32 vector, with gradients and AdamW moments beside it.
+"""Trained weights as one flat float32 vector on each rank, with gradients and AdamW moments beside it.
 
 One vector means: one all-reduce, one norm, one optimizer kernel, a checkpoint that is free of rank counts. The tensors a
-module computes with are leaf views of it, and autograd accumulates into views of the gradient vector.
+module computes with are leaf views of it, and autograd accumulates into views of the gradient vector. With a lower compute
+precision, the module's tensors are views of a copy; their gradients are added to the float32 ones after every pass.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, checked_norm
+from skyrl_actors.workers.tensor_files import Source, whole
+
+Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place
 
 
 class FlatState:
     """`tensors` gives names, shapes and starting values; they are copied."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device):
+    def __init__(
+        self, tensors: Mapping[str, Tensor], device: torch.device, compute_dtype: torch.dtype = torch.float32,
+        reduce: Reduce = lambda vector: None, writes: bool = True,
+    ):  # fmt: skip
         self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         self.weights = torch.cat([t.detach().float().reshape(-1) for t in tensors.values()]).to(device)
         self.gradients: Tensor | None = None  # [P] float32, made at the first backward
-        self.views = {name: nn.Parameter(view) for name, view in self.split(self.weights).items()}
+        self.compute_dtype = compute_dtype
+        self._lower = self.weights.to(compute_dtype) if compute_dtype != torch.float32 else None  # [P]
+        self._lower_gradients: Tensor | None = None
+        self.views = {name: nn.Parameter(view) for name, view in self.split(self._computed_with).items()}
         self.optimizer: torch.optim.AdamW | None = None
+        self.pending = False
+        self._reduce = reduce
+        self._writes = writes
+
+    @property
+    def _computed_with(self) -> Tensor:
+        return self.weights if self._lower is None else self._lower
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """Named views of a vector with this layout."""
@@ -40,82 +58,122 @@ class FlatState:
     def ensure_gradients(self) -> Tensor:
         if self.gradients is None:
             self.gradients = torch.zeros_like(self.weights)
+            if self._lower is not None:
+                self._lower_gradients = torch.zeros_like(self._lower)
             self._attach_gradients()
         return self.gradients
 
     def _attach_gradients(self) -> None:
         """Autograd adds into views of the gradient vector, while both vectors are in the same place."""
-        if self.gradients is not None and self.gradients.device == self.weights.device:
-            for name, view in self.split(self.gradients).items():
+        into = self.gradients if self._lower is None else self._lower_gradients
+        if into is not None and into.device == self._computed_with.device:
+            for name, view in self.split(into).items():
                 self.views[name].grad = view
 
     def _detach_gradients(self) -> None:
         for view in self.views.values():
             view.grad = None
 
-    def step(self, adam: AdamParams) -> float:
-        """Clip to the global norm, apply AdamW, clear the gradients; returns the norm before clipping.
+    def backward(self, surrogate: Tensor) -> None:
+        self.ensure_gradients()
+        surrogate.backward()
+        self.collect()
 
-        A norm that is not finite changes no weight: the gradients are dropped and InvalidRequest is raised.
-        """
+    def collect(self) -> None:
+        """After a backward pass: what was added in lower precision goes to the float32 gradients."""
+        self.pending = True
+        if self._lower_gradients is not None and self.gradients is not None:
+            self.gradients.add_(self._lower_gradients)
+            self._lower_gradients.zero_()
+
+    def saved_gradients(self) -> Tensor | None:
+        return self.gradients.clone() if self.gradients is not None and self.pending else None
+
+    def put_back(self, saved: Tensor | None) -> None:
+        """As they were when `saved_gradients` was called."""
+        self.drop_gradients()
+        if saved is not None:
+            self.ensure_gradients().copy_(saved)
+            self.pending = True
+
+    def step(self, adam: AdamParams) -> float:
         gradients = self.ensure_gradients()
+        self._reduce(gradients)
         norm = float(torch.linalg.vector_norm(gradients, dtype=torch.float64))
-        if not math.isfinite(norm):
-            gradients.zero_()
-            raise InvalidRequest(
-                f"gradient norm is {norm}: the step was not applied and the gradients were dropped; check the data"
-            )
+        try:
+            checked_norm(norm)
+        except InvalidRequest:
+            self.drop_gradients()
+            raise
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             gradients.mul_(adam.grad_clip_norm / norm)
         optimizer = self.ensure_optimizer()
-        optimizer.param_groups[0].update(
-            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
-        )
+        optimizer.param_groups[0].update(adam_group(adam))
         optimizer.param_groups[0]["params"][0].grad = gradients
         optimizer.step()
-        gradients.zero_()
+        self._refresh()
+        self.drop_gradients()
         return norm
+
+    def _refresh(self) -> None:
+        if self._lower is not None:
+            self._lower.copy_(self.weights)
 
     def ensure_optimizer(self) -> torch.optim.AdamW:
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW([nn.Parameter(self.weights)], lr=0.0, fused=True)
         return self.optimizer
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite the weights. Raises InvalidRequest when names or shapes differ; then nothing was changed."""
-        given = {name: tuple(t.shape) for name, t in tensors.items()}
-        if given != self.shapes:
-            odd = sorted({*given.items()} ^ {*self.shapes.items()})[:4]
-            raise InvalidRequest(f"the checkpoint's tensors are not this model's: {odd}")
-        for name, view in self.split(self.weights).items():
-            view.copy_(tensors[name])
+    @property
+    def num_steps(self) -> int:
+        return int(self.optimizer_tensors().get("step", torch.zeros(())))
+
+    def tensors(self, kind: Kind) -> Iterator[tuple[str, Tensor | None]]:
+        flat = self.weights if kind == "weights" else self.optimizer_tensors()[kind]
+        for name, view in self.split(flat).items():
+            yield name, view.detach().cpu() if self._writes else None
+
+    def load(self, source: Source) -> None:
+        check_names(self.shapes, source.shapes)
+        with torch.no_grad():
+            for name, view in self.split(self.weights).items():
+                view.copy_(whole(source, name))
+        self._refresh()
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """exp_avg [P], exp_avg_sq [P], step []; empty before the first step."""
         state = next(iter(self.optimizer.state.values()), None) if self.optimizer else None
         return {} if state is None else {key: state[key] for key in ("exp_avg", "exp_avg_sq", "step")}
 
-    def load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_moments(self, sources: Mapping[Kind, Source], num_steps: int) -> None:
         self.optimizer = None
-        if not tensors:
+        if not sources:
             return
-        if tensors["exp_avg"].shape != self.weights.shape:
-            raise InvalidRequest("the checkpoint's optimizer state is not this model's")
+        moments: dict[str, Tensor] = {}
+        for kind in MOMENTS:
+            check_names(self.shapes, sources[kind].shapes)
+            moments[kind] = torch.empty_like(self.weights)
+            for name, view in self.split(moments[kind]).items():
+                view.copy_(whole(sources[kind], name))
         optimizer = self.ensure_optimizer()
         parameter = optimizer.param_groups[0]["params"][0]
-        moments = {key: tensors[key].to(self.weights.device, copy=True) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": tensors["step"].clone().to(self.weights.device), **moments}
+        step = torch.tensor(float(num_steps), device=self.weights.device)
+        optimizer.state[parameter] = {"step": step, **moments}
 
     def drop_gradients(self) -> None:
-        if self.gradients is not None:
-            self.gradients.zero_()
+        self.pending = False
+        for gradients in (self.gradients, self._lower_gradients):
+            if gradients is not None:
+                gradients.zero_()
 
     def move(self, part: str, device: torch.device) -> None:
         """Move one part between host and device; views keep pointing at the moved vector."""
         if part == "weights":
             self._detach_gradients()
             self.weights = self.weights.to(device)
-            for name, view in self.split(self.weights).items():
+            if self._lower is not None:
+                self._lower = self._lower.to(device)
+            for name, view in self.split(self._computed_with).items():
                 self.views[name].data = view
             if self.optimizer:
                 parameter = self.optimizer.param_groups[0]["params"][0]
@@ -124,6 +182,8 @@ class FlatState:
         elif part == "gradients" and self.gradients is not None:
             self._detach_gradients()
             self.gradients = self.gradients.to(device)
+            if self._lower_gradients is not None:
+                self._lower_gradients = self._lower_gradients.to(device)
             self._attach_gradients()
         elif part == "optimizer" and self.optimizer:
             for state in self.optimizer.state.values():

@@ -3,17 +3,20 @@
 All methods are collective: every rank of a group gets the same calls in the same order. Only rows differ.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.config.strategies import ReplicaStrategy, StrategyConfig
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
 from skyrl_actors.messages.weights import WeightManifest
 
 Part = Literal["weights", "gradients", "optimizer"]
+Activations = Literal["keep", "recompute", "offload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,12 @@ class WorkerSpec:
     num_threads: int
     microbatch_tokens: int
     collective_timeout_s: float
+    strategy: StrategyConfig = field(default_factory=ReplicaStrategy)  # of the frozen base under adapters
+    full_strategy: StrategyConfig = field(default_factory=ReplicaStrategy)  # of full fine-tunes
+    activations: Activations = "keep"
+    sequence_parallel: int = 1
+    score_uncounted: bool = True
+    preload: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,25 @@ class BaseModelInfo:
     num_parameters: int
     vocab_size: int
     max_context_tokens: int
+    hidden_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartCall:
+    """One model's share of a forward_backward on one rank."""
+
+    model_id: str
+    rows: tuple[int, ...]
+    columns: Columns
+    loss: LossCall | None  # None: a critic's plain forward
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A part that was not computed. `clean`: its model is as it was before the call."""
+
+    error: InvalidRequest
+    clean: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +103,10 @@ class TrainWorker(Protocol):
 
     def delete_model(self, model_id: str) -> None: ...
 
-    def forward_backward(
-        self, rows: tuple[int, ...], model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool
-    ) -> RowOutput: ...
+    def forward_backward(self, calls: tuple[PartCall, ...], forward_only: bool) -> list[RowOutput | Refused]:
+        """Of one or several models, small ones together in a pass. Adds the gradients of the summed losses to the pending ones
+        of each model, unless `forward_only`."""
+        ...
 
     def drop_gradients(self, model_id: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The trained models of a rank: a LoRA adapter or a full fine-tune, policy or critic, over one base model."""
+"""The trained models of a rank: a LoRA adapter or a full fine-tune, policy or critic, over a network."""
 
 import math
 
@@ -7,49 +7,36 @@ from torch import Tensor
 
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
-from skyrl_actors.workers.base_model import ATTENTION_LAYERS, MLP_LAYERS, UNEMBED, BaseModel
 from skyrl_actors.workers.flat import FlatState
-from skyrl_actors.workers.logprobs import token_logprobs
-from skyrl_actors.workers.packing import Pass
-
-VALUE_WEIGHT, VALUE_BIAS = "value_head.weight", "value_head.bias"
+from skyrl_actors.workers.network import ATTENTION_LAYERS, MLP_LAYERS, UNEMBED, VALUE_BIAS, VALUE_WEIGHT, Network, Segment
+from skyrl_actors.workers.state import TrainState
 
 
 class TrainedModel:
-    """Its weights, gradients and optimizer (`state`), and how the base computes with them."""
+    """Its weights, gradients and optimizer (`state`), and the network that computes with them. Models of one network whose
+    tensors travel with the rows (`shares_network`) can be computed in one pass."""
 
-    def __init__(self, spec: ModelSpec, base: BaseModel):
+    def __init__(self, spec: ModelSpec, network: Network, state: TrainState):
         self.spec = spec
-        tensors = full_tensors(base) if spec.lora is None else lora_tensors(spec.lora, spec.seed, base)
-        if spec.role == "critic":
-            # Zero values at the start give no shock to the first advantages.
-            tensors[VALUE_WEIGHT] = torch.zeros(1, base.hidden_size)
-            tensors[VALUE_BIAS] = torch.zeros(1)
-        self.state = FlatState(tensors, base.device)
+        self.network = network
+        self.state = state
 
-    def bind(self, base: BaseModel) -> None:
-        if self.spec.lora is None:
-            base.bind_full(self.state.views)
-        else:
-            base.bind_lora(self.state.views, self.spec.lora.alpha / self.spec.lora.rank)
+    @property
+    def shares_network(self) -> bool:
+        return self.spec.lora is not None
 
-    def predict(self, base: BaseModel, tokens: Tensor, targets: Tensor | None, plan: Pass) -> Tensor:
-        """[T] float32: logprobs of targets for a policy (of their shape), values for a critic. The model must be bound."""
-        hidden = base.hidden(tokens, plan)
-        if self.spec.role == "critic":
-            weight, bias = self.state.views[VALUE_WEIGHT], self.state.views[VALUE_BIAS]
-            return (hidden.to(weight.dtype) @ weight.t() + bias)[:, 0]
-        assert targets is not None
-        return token_logprobs(hidden, targets, base.head, base.vocab_size)
+    def segment(self, num_tokens: int) -> Segment:
+        views = self.state.views if isinstance(self.state, FlatState) else {}
+        scale = self.spec.lora.alpha / self.spec.lora.rank if self.spec.lora else 1.0
+        return Segment(num_tokens, views, scale)
 
 
-def full_tensors(base: BaseModel) -> dict[str, Tensor]:
-    if next(iter(base.own.values())).dtype == torch.bfloat16:
-        raise InvalidRequest("a full fine-tune needs dtype float32 in its group's config; with bfloat16 use a LoRA model")
-    return {name: parameter.data for name, parameter in base.own.items()}
+def value_head_tensors(network: Network) -> dict[str, Tensor]:
+    """Zero values at the start give no shock to the first advantages."""
+    return {VALUE_WEIGHT: torch.zeros(1, network.hidden_size), VALUE_BIAS: torch.zeros(1)}
 
 
-def lora_tensors(lora: LoraSpec, seed: int, base: BaseModel) -> dict[str, Tensor]:
+def lora_tensors(lora: LoraSpec, seed: int, network: Network) -> dict[str, Tensor]:
     """A uniform in ±1/√fan_in (Kaiming with a = √5, as peft and nn.Linear), B zero, drawn layer by layer from `seed`."""
     layers = {
         *(ATTENTION_LAYERS if lora.train_attn else ()),
@@ -58,7 +45,7 @@ def lora_tensors(lora: LoraSpec, seed: int, base: BaseModel) -> dict[str, Tensor
     }
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, layer in base.linears.items():
+    for name, layer in network.linears.items():
         if name.rsplit(".", 1)[-1] not in layers:
             continue
         bound = 1 / math.sqrt(layer.in_features)
@@ -66,4 +53,7 @@ def lora_tensors(lora: LoraSpec, seed: int, base: BaseModel) -> dict[str, Tensor
         tensors[f"{name}.lora_B"] = torch.zeros(layer.out_features, lora.rank)
     if not tensors:
         raise InvalidRequest("the LoRA spec trains nothing: set at least one of train_attn, train_mlp, train_unembed")
+    for asked, names, flag in ((lora.train_attn, ATTENTION_LAYERS, "train_attn"), (lora.train_mlp, MLP_LAYERS, "train_mlp")):
+        if asked and not any(name.rsplit(".", 2)[-2] in names for name in tensors):
+            raise InvalidRequest(f"this base model has no linear layers for {flag} (a mixture of experts?); set {flag}=false")
     return tensors

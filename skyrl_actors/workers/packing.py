@@ -1,6 +1,6 @@
 """Ragged rows without padding: rows of a pass lie end to end, and attention sees each row alone.
 
-Rows are sorted by length, so rows of one length form a block that is a plain view: one attention call for each
+Rows are sorted by model and length, so rows of one length form a block that is a plain view: one attention call for each
 distinct length, no gather, no mask, no padded position that could change a number.
 """
 
@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.workers.sequence import SequenceGroup
+
 ATTENTION = "skyrl_actors_packed"
 
 
@@ -24,68 +27,112 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Pass:
-    rows: tuple[int, ...]  # row ids in packed order: ascending length
-    blocks: tuple[Block, ...]
+class Share:
+    """The rows of one part (one model's request) in a pass, neighbours in the packed axis."""
+
+    part: int
+    rows: tuple[int, ...]  # in packed order: ascending length
+    start: int
     num_tokens: int
 
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.num_tokens)
 
-def plan_passes(rows: Sequence[int], lengths: np.ndarray, budget_tokens: int) -> list[Pass]:
-    """Cut rows into passes of at most `budget_tokens`; a longer row is a pass of its own."""
+
+@dataclass(frozen=True)
+class Pass:
+    shares: tuple[Share, ...]
+    blocks: tuple[Block, ...]
+    num_tokens: int
+    padding: int = 0  # tokens behind the last row, a row of their own that nobody reads
+
+    def positions(self) -> Tensor:
+        """[T] of each token in its row."""
+        return torch.cat([torch.arange(block.length).repeat(block.num_rows) for block in self.blocks])
+
+    def padded_to(self, multiple: int) -> "Pass":
+        padding = -self.num_tokens % multiple
+        if not padding:
+            return self
+        return Pass(self.shares, (*self.blocks, Block(self.num_tokens, 1, padding)), self.num_tokens, padding)
+
+
+Item = tuple[int, int, int]  # part, row, length
+
+
+def plan_passes(parts: Sequence[tuple[Sequence[int], np.ndarray]], budget_tokens: int) -> list[Pass]:
+    """Cut the rows of each part (with the lengths of its columns) into passes of at most `budget_tokens`; a longer row is a
+    pass of its own. Small parts share a pass."""
+    items = [(part, row, int(lengths[row])) for part, (rows, lengths) in enumerate(parts) for row in rows]
     passes: list[Pass] = []
-    current: list[int] = []
+    current: list[Item] = []
     size = 0
-    for row in sorted(rows, key=lambda r: int(lengths[r])):
-        if current and size + lengths[row] > budget_tokens:
-            passes.append(_as_pass(current, lengths))
+    for item in sorted(items, key=lambda item: (item[0], item[2])):
+        if current and size + item[2] > budget_tokens:
+            passes.append(_as_pass(current))
             current, size = [], 0
-        current.append(row)
-        size += int(lengths[row])
-    return [*passes, _as_pass(current, lengths)] if current else passes
+        current.append(item)
+        size += item[2]
+    return [*passes, _as_pass(current)] if current else passes
 
 
-def _as_pass(rows: list[int], lengths: np.ndarray) -> Pass:
+def halves(plan: Pass, lengths: Sequence[np.ndarray]) -> list[Pass]:
+    """The same rows in two passes of about half the tokens; of one row, that one pass."""
+    items = [(share.part, row, int(lengths[share.part][row])) for share in plan.shares for row in share.rows]
+    if len(items) == 1:
+        return [plan]
+    ends = np.cumsum([item[2] for item in items])
+    cut = int(np.clip(np.searchsorted(ends, ends[-1] / 2, side="right"), 1, len(items) - 1))
+    return [_as_pass(items[:cut]), _as_pass(items[cut:])]
+
+
+def _as_pass(items: list[Item]) -> Pass:
     blocks: list[Block] = []
+    shares: list[Share] = []
     start = 0
-    for row in rows:
-        length = int(lengths[row])
+    for part, row, length in items:
         if blocks and blocks[-1].length == length:
             blocks[-1] = Block(blocks[-1].start, blocks[-1].num_rows + 1, length)
         else:
             blocks.append(Block(start, 1, length))
+        if shares and shares[-1].part == part:
+            last = shares[-1]
+            shares[-1] = Share(part, (*last.rows, row), last.start, last.num_tokens + length)
+        else:
+            shares.append(Share(part, (row,), start, length))
         start += length
-    return Pass(tuple(rows), tuple(blocks), start)
+    return Pass(tuple(shares), tuple(blocks), start)
 
 
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, packed_blocks: Sequence[Block] = (), **_: object,
+    scaling: float | None = None, dropout: float = 0.0, packed_blocks: Sequence[Block] = (),
+    sequence_group: SequenceGroup | None = None, sliding_window: int | None = None, **unused: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention inside each row. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    if odd := [name for name in ("softcap", "s_aux") if unused.get(name) is not None]:
+        raise ConfigError(f"{type(module).__name__} computes attention with {odd[0]}, which packed attention here does not")
+    if sequence_group is not None:
+        query, key, value = sequence_group.heads_of_all(query, key, value)
     outputs = []
     for block in packed_blocks:
         q, k, v = (_rows_of(x, block) for x in (query, key, value))  # [n, H, L, D]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.size(1) != k.size(1))
+        mask = None
+        if sliding_window is not None and sliding_window < block.length:
+            mask = torch.ones(block.length, block.length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
+        grouped = q.size(1) != k.size(1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).reshape(block.num_rows * block.length, q.size(1), q.size(3)))
-    return torch.cat(outputs).unsqueeze(0), None
+    whole = torch.cat(outputs)  # [T, H, D]
+    if sequence_group is not None:
+        whole = sequence_group.tokens_of_this(whole)
+    return whole.unsqueeze(0), None
 
 
 def _rows_of(x: Tensor, block: Block) -> Tensor:
     flat = x[0, :, block.start : block.start + block.num_rows * block.length]  # [H, n·L, D]
     return flat.unflatten(1, (block.num_rows, block.length)).transpose(0, 1)
-
-
-def packed_hidden(module: nn.Module, tokens: Tensor, plan: Pass) -> Tensor:
-    """Last hidden states [T, H] of packed tokens [T]; `module` is the transformer without its head."""
-    positions = torch.cat([torch.arange(b.length).repeat(b.num_rows) for b in plan.blocks]).to(tokens.device)
-    output = module(
-        input_ids=tokens[None],
-        position_ids=positions[None],
-        attention_mask=None,
-        use_cache=False,
-        packed_blocks=plan.blocks,
-    )
-    return output.last_hidden_state[0]
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

@@ -1,8 +1,10 @@
 """The whole state of a model, copied aside in one moment and written later: weights, moments, pending gradients.
 
-Weights and moments are alike on all ranks, so rank 0 writes them. Gradients wait for their all-reduce: each rank writes
-its own share, and with the same number of ranks each gets back its own. Nothing draws random numbers after a model's
-creation (its seed is in the spec; samples carry theirs), so there is no generator's state to keep.
+Weights and moments are written once, by rank 0, in the same form whatever holds them. Pending gradients of weights that every
+rank holds whole wait for their all-reduce: each rank writes its own share, and with the same number of ranks each gets back its
+own. Sharded weights are copied only between steps: the operations behind a snapshot are replayed, so nothing is lost. Nothing
+draws random numbers after a model's creation (its seed is in the spec; samples carry theirs), so there is no generator's
+state to keep.
 """
 
 import json
@@ -13,9 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.workers.checkpoint import moments_in
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.models import TrainedModel
+from skyrl_actors.workers.state import MOMENTS, TrainState
+from skyrl_actors.workers.tensor_files import Joined, TensorFiles
 
 STATE_FILE = "state.safetensors"
 SPEC_FILE = "model_spec.json"
@@ -30,10 +36,18 @@ class StateCopy:
     @staticmethod
     def of(model: TrainedModel) -> "StateCopy":
         state = model.state
-        tensors = {"weights": state.weights, **state.optimizer_tensors()}
-        pending = state.gradients if state.gradients is not None and bool(state.gradients.any()) else None
-        copies = {name: _on_host(tensor) for name, tensor in tensors.items()}
-        return StateCopy(model.spec, copies, None if pending is None else _on_host(pending))
+        if isinstance(state, FlatState):
+            tensors = {"weights": state.weights, **state.optimizer_tensors()}
+            pending = state.gradients if state.gradients is not None and bool(state.gradients.any()) else None
+            copies = {name: _on_host(tensor) for name, tensor in tensors.items()}
+            return StateCopy(model.spec, copies, None if pending is None else _on_host(pending))
+        if state.pending:
+            raise InternalError(f"{model.spec.model_id} is copied between steps only: its pending gradients are sharded")
+        copies = {"weights": _gathered(state, "weights")}
+        if state.num_steps:
+            copies |= {kind: _gathered(state, kind) for kind in MOMENTS}
+            copies["step"] = torch.tensor(float(state.num_steps))
+        return StateCopy(model.spec, copies, None)
 
     def write(self, folder: Path, rank: int, world_size: int) -> None:
         if rank == 0:
@@ -43,23 +57,33 @@ class StateCopy:
             save_file({"gradients": self.gradients}, folder / f"gradients-{rank}-of-{world_size}.safetensors")
 
 
-def load(state: FlatState, folder: Path, rank: int, world_size: int) -> None:
-    tensors = load_file(folder / STATE_FILE)
-    with torch.no_grad():
-        state.weights.copy_(tensors.pop("weights"))
-    state.load_optimizer(tensors)
+def load(state: TrainState, folder: Path, rank: int, world_size: int) -> None:
+    """Under any number of ranks and any strategy, but pending gradients only where every rank holds its model whole."""
+    shapes = dict(state.shapes)
+    with TensorFiles(folder / STATE_FILE) as files:
+        state.load(Joined(files, "weights", shapes))
+        state.load_moments(*(moments_in(files, shapes) if "exp_avg" in files.shapes else ({}, 0)))
     shares = sorted(folder.glob("gradients-*.safetensors"))
     if not shares:
         return
+    if not isinstance(state, FlatState):
+        raise InternalError("this snapshot has pending gradients of whole weights; restore it with strategy replica")
     own = folder / f"gradients-{rank}-of-{world_size}.safetensors"
     if shares[0].name.endswith(f"-of-{world_size}.safetensors"):
         mine = [own] if own.exists() else []
     else:  # another number of ranks: the sum is what counts, and rank 0 holds it
         mine = shares if rank == 0 else []
     gradients = state.ensure_gradients()
+    state.pending = True
     with torch.no_grad():
         for share in mine:
             gradients.add_(load_file(share)["gradients"].to(gradients.device))
+
+
+def _gathered(state: TrainState, kind: str) -> Tensor:
+    """[P] on the rank that writes, empty elsewhere."""
+    parts = [tensor.reshape(-1) for _, tensor in state.tensors(kind) if tensor is not None]  # type: ignore[arg-type]
+    return torch.cat(parts) if parts else torch.empty(0)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -3,26 +3,26 @@
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from skyrl_actors.losses import REGISTRY
-from skyrl_actors.losses.torch_ops import TorchOps
-from skyrl_actors.messages.columns import TARGETS, Columns
-from skyrl_actors.messages.errors import CollectiveFailed, InternalError
-from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
 from skyrl_actors.messages.weights import WeightManifest
-from skyrl_actors.workers import checkpoint, snapshot
+from skyrl_actors.workers import checkpoint, export, snapshot
 from skyrl_actors.workers.base_model import BaseModel
-from skyrl_actors.workers.interface import BaseModelInfo, Part, RowOutput, WorkerSpec
+from skyrl_actors.workers.flat import FlatState
+from skyrl_actors.workers.holding import Holding, collective, info_of
+from skyrl_actors.workers.interface import BaseModelInfo, Part, PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.models import TrainedModel
-from skyrl_actors.workers.packing import Pass, plan_passes
+from skyrl_actors.workers.packing import plan_passes
+from skyrl_actors.workers.passes import Part as Rows
+from skyrl_actors.workers.passes import PassRunner, empty_pass, num_passes_of_all
 from skyrl_actors.workers.snapshot import StateCopy
 
 ONE_THREAD_TOKENS = 256
@@ -33,7 +33,7 @@ class TorchWorker:
         self.spec = spec
         self.device = torch.device("cuda" if spec.device == "gpu" else "cpu")
         self.models: dict[str, TrainedModel] = {}
-        self._base: BaseModel | None = None
+        self._holding: Holding | None = None
         self._copies: dict[int, StateCopy] = {}
         self._next_copy = 0
         torch.set_num_threads(spec.num_threads)
@@ -44,7 +44,8 @@ class TorchWorker:
             return probe.getsockname()[1]
 
     def setup(self, address: str, port: int) -> BaseModelInfo:
-        if self.spec.world_size > 1:
+        replicas = self.spec.strategy.type == self.spec.full_strategy.type == "replica"
+        if (self.spec.world_size > 1 or not replicas) and not dist.is_initialized():
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
                 init_method=f"tcp://{address}:{port}",
@@ -52,15 +53,16 @@ class TorchWorker:
                 world_size=self.spec.world_size,
                 timeout=timedelta(seconds=self.spec.collective_timeout_s),
             )
-        self._base = BaseModel(self.spec.base_folder, getattr(torch, self.spec.dtype), self.device)
-        size = sum(p.numel() for p in self._base.own.values())
-        return BaseModelInfo(size, self._base.vocab_size, self._base.max_context_tokens)
+        self._holding = Holding(self.spec, self.device)
+        if self.spec.preload:
+            _ = self._holding.base
+        return info_of(self.spec.base_folder)
 
     @property
-    def base(self) -> BaseModel:
-        if self._base is None:
+    def holding(self) -> Holding:
+        if self._holding is None:
             raise InternalError("the worker was not set up")
-        return self._base
+        return self._holding
 
     def _model(self, model_id: str) -> TrainedModel:
         if model_id not in self.models:
@@ -68,95 +70,96 @@ class TorchWorker:
         return self.models[model_id]
 
     def create_model(self, spec: ModelSpec) -> int:
-        self.base.release()
-        self.models[spec.model_id] = TrainedModel(spec, self.base)
+        self.holding.release()
+        self.models[spec.model_id] = self.holding.make(spec)
         return self.models[spec.model_id].state.num_parameters
 
     def delete_model(self, model_id: str) -> None:
-        self.base.release()
+        self.holding.release()
         self._forget_copies(model_id)
         self.models.pop(model_id, None)
 
-    def forward_backward(
-        self, rows: tuple[int, ...], model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool
-    ) -> RowOutput:
-        """Adds the gradient of the summed loss over `rows` to the model's pending gradients, unless `forward_only`.
-
-        `loss` None (a critic's plain forward) gives predictions and no loss.
-        """
+    def forward_backward(self, calls: tuple[PartCall, ...], forward_only: bool) -> list[RowOutput | Refused]:
         started = time.perf_counter()
-        model = self._model(model_id)
-        model.bind(self.base)
-        if not forward_only:
-            model.state.ensure_gradients()
-        flat = RaggedBuffer(columns, rows)
-        sums: dict[str, float] = {}
-        with torch.set_grad_enabled(not forward_only):
-            for plan in plan_passes(rows, columns.lengths, self.spec.microbatch_tokens):
-                self._use_threads(plan.num_tokens)
-                where = columns.positions(plan.rows)
-                predicted, elementwise = self._run_pass(model, columns, plan, where, loss, forward_only, sums)
-                flat.put(where, predicted, elementwise)
-        field = "values" if model.spec.role == "critic" else "logprobs"
-        return RowOutput(rows, field, *flat.in_row_order(), sums, time.perf_counter() - started)
+        parts = [Rows(self._model(call.model_id), call.columns, call.rows, call.loss) for call in calls]
+        together = [part for part in parts if part.model.shares_network]
+        refused: dict[int, Refused] = {}
+        for batch in ([together] if together else []) + [[part] for part in parts if not part.model.shares_network]:
+            refused |= self._run(batch, forward_only)
+        seconds = time.perf_counter() - started
+        return [refused.get(id(part)) or self._output(part, seconds) for part in parts]
 
-    def _run_pass(
-        self, model: TrainedModel, columns: Columns, plan: Pass, where: np.ndarray,
-        loss: LossCall | None, forward_only: bool, sums: dict[str, float],
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        targets = columns.fields.get(TARGETS)
-        predicted = model.predict(
-            self.base, self._ints(columns.tokens[where]), None if targets is None else self._ints(targets[where]), plan
-        )
-        if loss is None:
-            return predicted, None
-        entry = REGISTRY[loss.name]
-        inputs = {name: torch.full_like(predicted, default, requires_grad=False) for name, default in entry.optional.items()}
-        for name, array in columns.fields.items():
-            if name != TARGETS:
-                inputs[name] = torch.from_numpy(array[where]).to(self.device)
-        terms = entry.function(TorchOps(columns.lengths[list(plan.rows)].tolist()), predicted, inputs, **loss.config)
-        total = terms.elementwise.sum()
-        if not forward_only:
-            total.backward()
-        for name, value in {"loss:sum": total.detach(), **terms.sums}.items():
-            sums[name] = sums.get(name, 0.0) + float(value)
-        return predicted, terms.elementwise
+    def _output(self, part: Rows, seconds: float) -> RowOutput:
+        field = "values" if part.model.spec.role == "critic" else "logprobs"
+        speaks = self.spec.rank % self.spec.sequence_parallel == 0  # a sequence group's ranks know the same
+        if not speaks:
+            part = Rows(part.model, part.columns, (), part.loss)
+        return RowOutput(part.rows, field, *part.in_row_order(), part.sums, seconds)
+
+    def _run(self, parts: list[Rows], forward_only: bool) -> dict[int, Refused]:
+        """Parts that share passes. When memory runs out, once more with half the budget, if the gradients can be put back."""
+        self.holding.bind(parts[0].model)
+        saved = [None if forward_only else _saved(part.model) for part in parts]
+        budget, error = self.spec.microbatch_tokens, ""
+        for _ in range(2):
+            added = 0
+            try:
+                added = self._run_passes(parts, budget, forward_only)
+                break
+            except torch.OutOfMemoryError as full:
+                error = str(full).splitlines()[0]
+            _put_back(parts, saved)
+            for part in parts:
+                part.clear()
+            budget = max(1, min(budget, sum(int(p.columns.lengths[list(p.rows)].sum()) for p in parts)) // 2)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        else:
+            message = (
+                f"out of memory in a pass of {2 * budget} tokens and in one of {budget} : {error}. Send "
+                "shorter rows, or set a lower microbatch_tokens, activations=recompute or sequence_parallel"
+            )
+            return {id(part): Refused(InvalidRequest(message), forward_only or _flat_lora(part.model)) for part in parts}
+        odd = [(part, gradients) for part, gradients in zip(parts, saved, strict=True) if part.refused]
+        _put_back([part for part, _ in odd], [gradients for _, gradients in odd])
+        return {id(part): Refused(InvalidRequest(part.refused or ""), _flat_lora(part.model) or added <= 1) for part, _ in odd}
+
+    def _run_passes(self, parts: list[Rows], budget: int, forward_only: bool) -> int:
+        network = parts[0].model.network
+        runner = PassRunner(network, self.device, forward_only)
+        plans = plan_passes([(part.rows, part.columns.lengths) for part in parts], budget)
+        multiple = self.spec.sequence_parallel
+        plans = [plan.padded_to(multiple) for plan in plans]
+        if self.holding.in_step(parts[0].model):
+            missing = num_passes_of_all(len(plans), self.device) - len(plans)
+            plans += [empty_pass(multiple)] * missing
+        for plan in plans:
+            self._use_threads(plan.num_tokens)
+            runner.run(parts, plan)
+        return len(plans)
 
     def _use_threads(self, num_tokens: int) -> None:
         """Small operations are faster on one thread than waiting for a second one to wake."""
         if self.device.type == "cpu":
             torch.set_num_threads(1 if num_tokens < ONE_THREAD_TOKENS else self.spec.num_threads)
 
-    def _ints(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self.device)
-
     def drop_gradients(self, model_id: str) -> None:
         self._model(model_id).state.drop_gradients()
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        state = self._model(model_id).state
-        gradients = state.ensure_gradients()
-        if self.spec.world_size > 1:
-            try:
-                dist.all_reduce(gradients)
-            except RuntimeError as error:  # its deadline, or a peer that is gone: this process group is of no use any more
-                raise CollectiveFailed(f"rank {self.spec.rank}: {error}") from None
-        norm = state.step(adam)
+        norm: float = collective(self.spec.rank, lambda: self._model(model_id).state.step(adam))
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
     def save_checkpoint(self, model_id: str, folder: str, form: CheckpointForm, mark: str) -> None:
-        if self.spec.rank == 0:
-            base_folder = Path(self.spec.base_folder)
-            checkpoint.save(self._model(model_id), self.base, base_folder, Path(folder), form, mark)
+        base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
+        checkpoint.save(self._model(model_id), base, Path(folder), form, mark, self.holding.writes)
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
         checkpoint.load(self._model(model_id), Path(folder), with_optimizer)
 
     def export_weights(self, model_id: str, path: str, version: str) -> WeightManifest | None:
-        if self.spec.rank != 0:
-            return None
-        return checkpoint.export(self._model(model_id), self.base, Path(self.spec.base_folder), Path(path), version)
+        base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
+        return export.export(self._model(model_id), base, Path(path), version, self.holding.writes)
 
     def copy_state(self, model_id: str) -> int:
         self._forget_copies(model_id)  # one that was never written, because its controller died
@@ -174,17 +177,16 @@ class TorchWorker:
         self._copies.pop(handle).write(Path(folder), self.spec.rank, self.spec.world_size)
 
     def restore_state(self, spec: ModelSpec, folder: str) -> int:
-        self.base.release()
-        model = TrainedModel(spec, self.base)
+        self.create_model(spec)
+        model = self.models[spec.model_id]
         snapshot.load(model.state, Path(folder), self.spec.rank, self.spec.world_size)
-        self.models[spec.model_id] = model
         return model.state.num_parameters
 
     def renumber(self, model_id: str, keep_optimizer: bool) -> None:
         state = self._model(model_id).state
         state.drop_gradients()
         if not keep_optimizer:
-            state.load_optimizer({})
+            state.load_moments({}, 0)
 
     def exists(self, path: str) -> bool:
         return Path(path).exists()
@@ -201,7 +203,7 @@ class TorchWorker:
             return
         target = self.device if to == "device" else torch.device("cpu")
         if "weights" in parts:
-            self.base.move(target)
+            self.holding.move_base(target)
         for model in self.models.values():
             for part in parts:
                 model.state.move(part, target)
@@ -213,23 +215,20 @@ class TorchWorker:
         return {"": source.read_bytes()} if source.is_file() else {f.name: f.read_bytes() for f in source.iterdir()}
 
 
+def _flat_lora(model: TrainedModel) -> bool:
+    return model.shares_network and isinstance(model.state, FlatState)
+
+
+def _saved(model: TrainedModel) -> torch.Tensor | None:
+    return model.state.saved_gradients() if model.shares_network and isinstance(model.state, FlatState) else None
+
+
+def _put_back(parts: Sequence[Rows], saved: Sequence[torch.Tensor | None]) -> None:
+    for part, gradients in zip(parts, saved, strict=True):
+        if part.model.shares_network and isinstance(part.model.state, FlatState):
+            part.model.state.put_back(gradients)
+
+
 def load_and_forget(base_folder: str) -> None:
     """So that every module is imported which loading a base model imports."""
     BaseModel(base_folder, torch.float32, torch.device("cpu"))
-
-
-class RaggedBuffer:
-    """Collects per-token results of passes, which come in another order, at the flat positions of `rows`."""
-
-    def __init__(self, columns: Columns, rows: tuple[int, ...]):
-        self._positions = columns.positions(rows)
-        self._predicted = np.zeros(columns.shape, np.float32)
-        self._elementwise = np.zeros(columns.shape, np.float32)
-
-    def put(self, where: np.ndarray, predicted: Tensor, elementwise: Tensor | None) -> None:
-        self._predicted[where] = predicted.detach().float().cpu().numpy()
-        if elementwise is not None:
-            self._elementwise[where] = elementwise.detach().float().cpu().numpy()
-
-    def in_row_order(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._predicted[self._positions], self._elementwise[self._positions]

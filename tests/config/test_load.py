@@ -43,7 +43,12 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
         ("transfer.foo=1", r"transfer\.shm\.foo: unknown key; allowed here: folder, type"),
         ("engine.max_num_seqs=many", r"engine\.max_num_seqs: .*integer.*many"),
         ("transfer.type=nccl", "'shm', 'object_store'"),
-        ("policy.strategy.type=deepspeed", r"policy\.strategy\.type: Input should be 'replica'"),
+        ("policy.strategy.type=megatron", r"policy\.strategy: .*'megatron'.*'replica', 'deepspeed', 'fsdp2'"),
+        (
+            "policy.strategy={type: deepspeed, stage: 1, offload_parameters: true}",
+            "offload_parameters needs stage 3, this is stage 1",
+        ),
+        ("policy.sequence_parallel=2", "sequence_parallel 2 does not divide num_ranks 1"),
         ("policy.num_ranks=2", "policy.num_ranks is 2 and engine.num_engines is 1"),
         ("lora.max_rank=7", "max_rank 7: vLLM serves adapters of at most one of"),
         ("nonsense", "write key.sub=value"),

@@ -102,7 +102,7 @@ def test_value_and_gradient(name: str, dtype: torch.dtype):
     predicted = torch.tensor(P, dtype=dtype, requires_grad=True)
     inputs = {key: torch.tensor(INPUTS[key], dtype=dtype) for key in needed}
     call = entry.checked(OPTIONS.get(name, {}))
-    total = entry.function(OPS, predicted, inputs, **call.config).elementwise.sum()
+    total = entry.terms(OPS, predicted, inputs, call.config).elementwise.sum()
     total.backward()
     assert float(total.detach()) == pytest.approx(reference(name, P), rel=1e-5)
     step = 1e-6
@@ -118,7 +118,7 @@ def test_clip_counts():
     entry = losses.find("ppo")
     ratio, advantages = [0.5, 0.5, 1.0, 2.0, 2.0], [1.0, -1.0, 1.0, 1.0, -1.0]
     inputs = {"logprobs": torch.zeros(5), "advantages": torch.tensor(advantages), "weights": torch.ones(5)}
-    terms = entry.function(TorchOps([5]), torch.tensor(ratio).log(), inputs, **entry.checked({}).config)
+    terms = entry.terms(TorchOps([5]), torch.tensor(ratio).log(), inputs, entry.checked({}).config)
     assert terms.sums["clipped_tokens:sum"] == 2  # 0.5 with A < 0, 2.0 with A > 0
 
 

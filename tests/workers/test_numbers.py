@@ -14,7 +14,7 @@ from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_fro
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.workers.flat import FlatState
-from skyrl_actors.workers.interface import WorkerSpec
+from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 
 LENGTHS = (5, 17, 9, 17, 30, 3, 9)
@@ -24,6 +24,15 @@ def worker_for(base: Path, role: str = "policy", budget: int = 40) -> TorchWorke
     worker = TorchWorker(WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 2, budget, 60.0))  # type: ignore[arg-type]
     worker.setup("127.0.0.1", 0)
     return worker
+
+
+def computed(
+    worker: TorchWorker, rows: tuple[int, ...], model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool
+) -> RowOutput:
+    (outcome,) = worker.forward_backward((PartCall(model_id, rows, columns, loss),), forward_only)
+    if isinstance(outcome, Refused):
+        raise outcome.error
+    return outcome
 
 
 def batch(seed: int, lengths: tuple[int, ...] = LENGTHS, extra: tuple[str, ...] = ()) -> Columns:
@@ -79,7 +88,7 @@ def test_full_model_loss_and_gradient_against_float64(random_base: Path, name: s
     columns = batch(1, extra=extra)
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny"))
-    output = worker.forward_backward(tuple(range(len(LENGTHS))), "m", columns, losses.find(name).checked({}), False)
+    output = computed(worker, tuple(range(len(LENGTHS))), "m", columns, losses.find(name).checked({}), False)
 
     model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64)
     logprobs = torch.cat(reference_logprobs(model, columns))
@@ -101,7 +110,7 @@ def test_many_targets_a_position_against_float64(random_base: Path):
     assert columns.widths is not None and columns.widths.tolist() == [3, 1, 0]
     worker = worker_for(random_base, budget=10)
     worker.create_model(ModelSpec("m", "tiny"))
-    output = worker.forward_backward((0, 1, 2), "m", columns, losses.find("cross_entropy").checked({}), False)
+    output = computed(worker, (0, 1, 2), "m", columns, losses.find("cross_entropy").checked({}), False)
 
     model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64)
     total, rows = torch.zeros((), dtype=torch.float64), []
@@ -129,7 +138,7 @@ def test_critic_loss_and_gradient_against_float64(random_base: Path):
     with torch.no_grad():  # a head that is not zero, so that the trunk has a gradient
         state.views["value_head.weight"].copy_(head.weight)
         state.views["value_head.bias"].copy_(head.bias)
-    output = worker.forward_backward(tuple(range(len(LENGTHS))), "c", columns, LossCall("ppo_critic", {"value_clip": 0.2}), False)
+    output = computed(worker, tuple(range(len(LENGTHS))), "c", columns, LossCall("ppo_critic", {"value_clip": 0.2}), False)
 
     model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64).model
     with torch.no_grad():
@@ -166,7 +175,7 @@ def test_adamw_after_accumulated_calls(random_base: Path, clip: float):
     call = losses.find("cross_entropy").checked({})
     for step, adam in enumerate([AdamParams(1e-2, 0.9, 0.95, 1e-12, 0.0, clip), AdamParams(3e-3, 0.8, 0.99, 1e-5, 0.1, clip)]):
         for k in range(3):
-            worker.forward_backward(tuple(range(len(LENGTHS))), "m", batch(10 * step + k), call, False)
+            computed(worker, tuple(range(len(LENGTHS))), "m", batch(10 * step + k), call, False)
         assert state.gradients is not None
         parameter.grad = state.gradients.double().clone()
         norm = torch.linalg.vector_norm(parameter.grad)
@@ -208,7 +217,7 @@ def test_packing_and_budget_change_no_number(random_base: Path):
     for budget in (1, 40, 100_000):
         worker = worker_for(random_base, budget=budget)
         worker.create_model(ModelSpec("m", "tiny"))
-        output = worker.forward_backward(tuple(range(len(LENGTHS))), "m", columns, call, False)
+        output = computed(worker, tuple(range(len(LENGTHS))), "m", columns, call, False)
         results.append((output.values, worker.models["m"].state.gradients))
     for values, gradients in results[1:]:
         np.testing.assert_allclose(values, results[0][0], atol=5e-6)
@@ -220,9 +229,9 @@ def test_forward_gives_the_same_logprobs_and_no_gradient(random_base: Path):
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
     columns, call, rows = batch(4), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
-    forward = worker.forward_backward(rows, "m", columns, call, True)
+    forward = computed(worker, rows, "m", columns, call, True)
     assert worker.models["m"].state.gradients is None
-    both = worker.forward_backward(rows, "m", columns, call, False)
+    both = computed(worker, rows, "m", columns, call, False)
     np.testing.assert_array_equal(forward.values, both.values)
     assert forward.sums == both.sums
 
@@ -231,15 +240,15 @@ def test_tenants_do_not_touch_each_other_or_the_base(random_base: Path):
     worker = worker_for(random_base)
     columns, call, rows = batch(5), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
     worker.create_model(ModelSpec("reference", "tiny", lora=LoraSpec(1)))
-    start = worker.forward_backward(rows, "reference", columns, call, True).values
+    start = computed(worker, rows, "reference", columns, call, True).values
     for spec in (ModelSpec("lora", "tiny", lora=LoraSpec(8)), ModelSpec("full", "tiny")):
         worker.create_model(spec)
-        np.testing.assert_allclose(worker.forward_backward(rows, spec.model_id, columns, call, True).values, start, atol=1e-5)
-        worker.forward_backward(rows, spec.model_id, columns, call, False)
+        np.testing.assert_allclose(computed(worker, rows, spec.model_id, columns, call, True).values, start, atol=1e-5)
+        computed(worker, rows, spec.model_id, columns, call, False)
         worker.optim_step(spec.model_id, AdamParams(learning_rate=1e-2))
-        moved = worker.forward_backward(rows, spec.model_id, columns, call, True).values
+        moved = computed(worker, rows, spec.model_id, columns, call, True).values
         assert np.abs(moved - start).max() > 0.05
-    np.testing.assert_array_equal(worker.forward_backward(rows, "reference", columns, call, True).values, start)
+    np.testing.assert_array_equal(computed(worker, rows, "reference", columns, call, True).values, start)
 
 
 def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
@@ -247,12 +256,12 @@ def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(8, 16.0), seed=3))
     columns, call, rows = batch(6), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
-    worker.forward_backward(rows, "m", columns, call, False)
+    computed(worker, rows, "m", columns, call, False)
     worker.optim_step("m", AdamParams(learning_rate=1e-2))
     worker.save_checkpoint("m", str(tmp_path / "adapter"), form="weights", mark="r1")
     base = AutoModelForCausalLM.from_pretrained(random_base)
     peft_model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
-    ours = worker.forward_backward(rows, "m", columns, call, False)
+    ours = computed(worker, rows, "m", columns, call, False)
     logprobs = torch.cat(reference_logprobs(peft_model, columns))
     reference_loss("cross_entropy", logprobs, columns).backward()
     np.testing.assert_allclose(ours.values, logprobs.detach().numpy(), atol=2e-5)
@@ -276,14 +285,14 @@ def test_an_export_has_the_adapter_merged_in(random_base: Path, tmp_path: Path, 
     columns, rows = batch(5), tuple(range(len(LENGTHS)))
     call = losses.find("cross_entropy").checked({})
     for _ in range(2):
-        worker.forward_backward(rows, "m", columns, call, False)
+        computed(worker, rows, "m", columns, call, False)
         worker.optim_step("m", AdamParams(learning_rate=1e-2))
     worker.save_checkpoint("m", str(tmp_path / "c"), form="merged", mark="r1")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float64)
     assert model.config.tie_word_embeddings == tied
     with torch.no_grad():
         expected = torch.cat(reference_logprobs(model, columns)).numpy()
-    np.testing.assert_allclose(worker.forward_backward(rows, "m", columns, call, True).values, expected, atol=5e-5)
+    np.testing.assert_allclose(computed(worker, rows, "m", columns, call, True).values, expected, atol=5e-5)
     assert not (tmp_path / "c" / "adapter_config.json").exists()
 
 
@@ -309,7 +318,7 @@ def test_training_continues_from_a_checkpoint_bit_for_bit(random_base: Path, tmp
         worker.create_model(ModelSpec(model_id, "tiny", role, lora, seed=ord(model_id)))  # type: ignore[arg-type]
 
     def train(model_id: str, seed: int) -> None:
-        worker.forward_backward(rows, model_id, batch(seed, extra=extra), call, False)
+        computed(worker, rows, model_id, batch(seed, extra=extra), call, False)
         worker.optim_step(model_id, AdamParams(learning_rate=1e-3))
 
     train("a", 1)
@@ -328,21 +337,13 @@ def test_full_checkpoint_opens_in_plain_transformers(random_base: Path, tmp_path
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny"))
     columns, call, rows = batch(7), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
-    worker.forward_backward(rows, "m", columns, call, False)
+    computed(worker, rows, "m", columns, call, False)
     worker.optim_step("m", AdamParams(learning_rate=1e-2))
     worker.save_checkpoint("m", str(tmp_path / "c"), form="training", mark="r1")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
     with torch.no_grad():
         expected = torch.cat(reference_logprobs(model, columns)).numpy()
-    np.testing.assert_allclose(worker.forward_backward(rows, "m", columns, call, True).values, expected, atol=2e-5)
-
-
-def test_full_fine_tune_is_refused_in_bfloat16(random_base: Path):
-    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(random_base), "bfloat16", "cpu", 1, 100, 60.0))
-    worker.setup("127.0.0.1", 0)
-    with pytest.raises(InvalidRequest, match="needs dtype float32"):
-        worker.create_model(ModelSpec("m", "tiny"))
-    assert not worker.models
+    np.testing.assert_allclose(computed(worker, rows, "m", columns, call, True).values, expected, atol=2e-5)
 
 
 def test_gradients_may_leave_before_the_weights_and_come_back_after_them():

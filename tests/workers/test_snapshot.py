@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from skyrl_actors import losses
-from skyrl_actors.messages.columns import TARGETS, Example, columns_from
-from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.workers import snapshot
-from skyrl_actors.workers.interface import WorkerSpec
+from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 
 CALL = losses.find("cross_entropy").checked({})
@@ -39,15 +39,20 @@ def batch(seed: int, critic: bool):
     ])  # fmt: skip
 
 
+def computed(at: TorchWorker, columns: Columns, call: LossCall) -> None:
+    (output,) = at.forward_backward((PartCall("m", (0, 1, 2), columns, call),), False)
+    assert isinstance(output, RowOutput)
+
+
 def work(at: TorchWorker, spec: ModelSpec, seeds: range) -> None:
     """Two batches and a step for each seed, and one batch more that stays pending."""
     call = losses.find("ppo_critic").checked({}) if spec.role == "critic" else CALL
     columns = [batch(seed, spec.role == "critic") for seed in seeds]
     for one in columns:
         for _ in range(2):
-            at.forward_backward((0, 1, 2), "m", one, call, False)
+            computed(at, one, call)
         at.optim_step("m", AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0))
-    at.forward_backward((0, 1, 2), "m", columns[0], call, False)
+    computed(at, columns[0], call)
 
 
 @pytest.mark.parametrize("spec", KINDS, ids=("lora", "full", "critic"))

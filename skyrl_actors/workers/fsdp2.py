@@ -1,0 +1,174 @@
+"""Weights sharded over the ranks by torch's `fully_shard` (FSDP2): a frozen base under adapters, or a full fine-tune.
+
+Each rank reads only its rows of each tensor. Gradients are summed, never averaged: a divide factor of one alone is a pre-scaled
+sum, which gloo does not have, so the plain sum is forced as well.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from skyrl_actors.config.strategies import Fsdp2Strategy
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.workers.network import Activations, Network
+from skyrl_actors.workers.shells import check_files, own_names, shell, value_head_for
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, checked_norm
+from skyrl_actors.workers.tensor_files import Shape, Source, TensorFiles
+
+
+def sharded_network(
+    strategy: Fsdp2Strategy, folder: str, dtype: torch.dtype, device: torch.device, activations: Activations,
+    trained: bool, is_critic: bool = False,
+) -> Network:  # fmt: skip
+    """A trained one is kept in float32 and computes in `dtype`; a frozen one is kept in `dtype`."""
+    module = shell(folder, torch.float32 if trained else dtype)
+    network = Network(module, device, activations, value_head_for(module, is_critic))
+    if not trained:
+        module.requires_grad_(False)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    lower = trained and dtype != torch.float32
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(dtype if lower else None, torch.float32 if lower else None, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if strategy.cpu_offload else OffloadPolicy(),
+    }
+    for layer in module.model.layers:
+        fully_shard(layer, reshard_after_forward=strategy.reshard_after_forward, **options)
+    fully_shard(network.whole, reshard_after_forward=False, **options)
+    for part in network.whole.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    _materialize(network, torch.device("cpu") if strategy.cpu_offload else device)
+    with TensorFiles(Path(folder)) as files:
+        shapes = {name: tuple(p.shape) for name, p in own_names(network.whole).items()}
+        check_files(files, shapes, folder)
+        fill(own_names(network.whole), files)
+    return network
+
+
+def _materialize(network: Network, device: torch.device) -> None:
+    buffers = {name: buffer.clone() for name, buffer in network.whole.named_buffers()}
+    network.whole.to_empty(device=device)
+    for name, buffer in network.whole.named_buffers():
+        buffer.copy_(buffers[name])
+    network.module.tie_weights()
+    with torch.no_grad():
+        for name, parameter in own_names(network.whole).items():
+            if name.startswith("value_head"):
+                cast(DTensor, parameter).to_local().zero_()
+
+
+def fill(parameters: Mapping[str, nn.Parameter], source: Source) -> None:
+    """Each rank's rows of every tensor that the source has."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if name in source.shapes:
+                _fill_rows(cast(DTensor, parameter), source, name)
+
+
+def _fill_rows(parameter: DTensor, source: Source, name: str) -> None:
+    local = parameter.to_local()
+    row = math.prod(parameter.shape[1:])
+    each = -(-parameter.shape[0] // dist.get_world_size())
+    start = min(dist.get_rank() * each, parameter.shape[0])
+    local.copy_(source.range(name, start * row, (start + len(local)) * row).view(local.shape))
+
+
+class Fsdp2State:
+    def __init__(self, network: Network):
+        self._network = network
+        self.parameters = cast("dict[str, DTensor]", own_names(network.whole))
+        self.shapes: dict[str, Shape] = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.pending = False
+        self.optimizer = self._new_optimizer()
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        return torch.optim.AdamW(cast("list[Tensor]", list(self.parameters.values())), lr=0.0, fused=True)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def backward(self, surrogate: Tensor) -> None:
+        surrogate.backward()
+        self.pending = True
+
+    def drop_gradients(self) -> None:
+        self.pending = False
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def step(self, adam: AdamParams) -> float:
+        squares = torch.zeros((), dtype=torch.float64, device=self._network.device)
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # as if it were zero: moments and weight decay still apply
+                parameter.grad = torch.zeros_like(parameter)
+            local = cast(DTensor, parameter.grad).to_local()
+            squares += torch.linalg.vector_norm(local, dtype=torch.float64).to(squares.device) ** 2
+        dist.all_reduce(squares)
+        norm = float(squares.sqrt())
+        try:
+            checked_norm(norm)
+        except InvalidRequest:
+            self.drop_gradients()
+            raise
+        if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
+            for parameter in self.parameters.values():
+                cast(DTensor, parameter.grad).to_local().mul_(adam.grad_clip_norm / norm)
+        self.optimizer.param_groups[0].update(adam_group(adam))
+        self.optimizer.step()
+        self.drop_gradients()
+        return norm
+
+    @property
+    def num_steps(self) -> int:
+        state = next(iter(self.optimizer.state.values()), None)
+        return 0 if state is None else int(_local(state["step"]))
+
+    def tensors(self, kind: Kind) -> Iterator[tuple[str, Tensor | None]]:
+        for name, parameter in self.parameters.items():
+            held = parameter if kind == "weights" else self.optimizer.state[parameter][kind]
+            full = cast(DTensor, held.detach()).full_tensor()
+            yield name, full.float().cpu() if dist.get_rank() == 0 else None
+
+    def load(self, source: Source) -> None:
+        check_names(self.shapes, source.shapes)
+        fill(cast("dict[str, nn.Parameter]", self.parameters), source)
+
+    def load_moments(self, sources: Mapping[Kind, Source], num_steps: int) -> None:
+        self.optimizer = self._new_optimizer()
+        if not sources:
+            return
+        for kind in MOMENTS:
+            check_names(self.shapes, sources[kind].shapes)
+        for name, parameter in self.parameters.items():
+            moments: dict[Kind, DTensor] = {kind: cast(DTensor, torch.zeros_like(parameter).detach()) for kind in MOMENTS}
+            for kind, moment in moments.items():
+                _fill_rows(moment, sources[kind], name)
+            step = torch.tensor(float(num_steps), device=parameter.to_local().device)
+            self.optimizer.state[parameter] = {"step": step, **moments}
+
+    def move(self, part: str, device: torch.device) -> None:
+        if part == "weights":
+            self._network.whole.to(device)
+        elif part == "gradients":
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(device)
+        elif part == "optimizer":
+            for state in self.optimizer.state.values():
+                state.update({key: value.to(device) for key, value in state.items()})
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,181 @@
+"""Log-probabilities and entropies from hidden states, chunk by chunk, so that [T, V] logits never exist at once.
+
+Three ways of having the gradient, alike in their results:
+
+- *pre-gradient*, for a head that is not trained: d log p(y)/dh = W[y] − p W is formed while the chunk's logits are there;
+  the backward pass multiplies it by one number for each token and needs neither logits nor W.
+- *kept*: with few logits in all, the probabilities are kept.
+- *recomputed*: with a head that is trained (its weight, or low-rank terms on it), the logits of each chunk are made again in
+  the backward pass, and the head's gradient is added up in one place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS = 16 * 2**20  # logits that exist at a time
+KEPT_LOGITS = 8 * 2**20  # up to so many in a pass, probabilities are kept for the backward pass
+
+
+@dataclass(frozen=True)
+class HeadSegment:
+    """Neighbouring tokens of one model; `a` [r, H], `b` [V, r] when it trains low-rank terms of the head."""
+
+    num_tokens: int
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    rows: slice
+    low_rank: int  # index of a in the tensors given, b is the next; -1: none
+    scale: float
+
+
+def score(
+    hidden: Tensor, weight: Tensor, targets: Tensor, segments: Sequence[HeadSegment], counted: Tensor | None = None,
+    entropy_gradient: bool = False, score_uncounted: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """log p(target) and entropy at temperature 1, float32 (float64 for float64).
+
+    hidden [T, H], weight [V, H], targets [T] or [T, K] int64 -> logprobs of the shape of targets, entropy [T] in nats.
+    Where `counted` [T] bool is False no gradient is formed; with `score_uncounted` False, no log-probability either (0).
+    """
+    if counted is None or bool(counted.all()) or not torch.is_grad_enabled():
+        return _scored(hidden, weight, targets, segments, entropy_gradient)
+    where, rest = counted.nonzero()[:, 0], (~counted).nonzero()[:, 0]
+    spans = counted.split([segment.num_tokens for segment in segments])
+    logprobs, entropy = _scored(
+        hidden[where], weight, targets[where], _resized(segments, [int(s.sum()) for s in spans]), entropy_gradient
+    )
+    all_logprobs = logprobs.new_zeros(targets.shape).index_put((where,), logprobs)
+    all_entropy = entropy.new_zeros(len(targets)).index_put((where,), entropy)
+    if score_uncounted:
+        with torch.no_grad():
+            parts = _resized(segments, [int((~s).sum()) for s in spans])
+            plain, plain_entropy = _scored(hidden[rest], weight, targets[rest], parts, False)
+        all_logprobs = all_logprobs.index_put((rest,), plain)
+        all_entropy = all_entropy.index_put((rest,), plain_entropy)
+    return all_logprobs, all_entropy
+
+
+def _resized(segments: Sequence[HeadSegment], sizes: Sequence[int]) -> list[HeadSegment]:
+    return [HeadSegment(size, s.a, s.b, s.scale) for s, size in zip(segments, sizes, strict=True)]
+
+
+def _scored(
+    hidden: Tensor, weight: Tensor, targets: Tensor, segments: Sequence[HeadSegment], entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    low_rank: list[Tensor] = []
+    chunks: list[Chunk] = []
+    size, start = max(1, CHUNK_LOGITS // len(weight)), 0
+    for segment in segments:
+        index = -1
+        if segment.a is not None and segment.b is not None:
+            index = len(low_rank)
+            low_rank += [segment.a, segment.b]
+        end = start + segment.num_tokens
+        chunks += [Chunk(slice(s, min(s + size, end)), index, segment.scale) for s in range(start, end, size)]
+        start = end
+    wide = targets if targets.ndim == 2 else targets[:, None]
+    frozen = not weight.requires_grad and not low_rank and not entropy_gradient and wide.size(1) == 1
+    keep = not frozen and len(hidden) * len(weight) <= KEPT_LOGITS
+    logprobs, entropy = _Score.apply(hidden, weight, wide, chunks, frozen, keep, torch.is_grad_enabled(), *low_rank)
+    return logprobs.view(targets.shape), entropy
+
+
+def _logits(h: Tensor, weight: Tensor, chunk: Chunk, low_rank: Sequence[Tensor]) -> Tensor:
+    """[c, V] float32."""
+    logits = h @ weight.t()
+    if chunk.low_rank >= 0:
+        a, b = (x.to(h.dtype) for x in low_rank[chunk.low_rank : chunk.low_rank + 2])
+        logits += (h @ a.t()) @ b.t() * chunk.scale
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class _Score(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: list[Chunk],
+        frozen: bool, keep: bool, differentiable: bool, *low_rank: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs = hidden.new_empty(targets.shape, dtype=kind)
+        entropy = hidden.new_empty(len(targets), dtype=kind)
+        log_sums = hidden.new_empty(len(targets), dtype=kind)
+        slopes = torch.empty_like(hidden) if frozen and differentiable else None
+        kept: list[Tensor] = []
+        for chunk in chunks:
+            rows, h = chunk.rows, hidden[chunk.rows]
+            logits = _logits(h, weight, chunk, low_rank)
+            highest = logits.amax(1, keepdim=True)
+            powers = torch.sub(logits, highest).exp_()
+            total = powers.sum(1, keepdim=True)
+            log_sum = total.log() + highest
+            logprobs[rows] = logits.gather(1, targets[rows]) - log_sum
+            entropy[rows] = log_sum[:, 0] - torch.linalg.vecdot(powers, logits) / total[:, 0]
+            log_sums[rows] = log_sum[:, 0]
+            if slopes is not None:
+                mean = (powers.to(weight.dtype) @ weight) / total.to(weight.dtype)
+                slopes[rows] = weight[targets[rows][:, 0]] - mean
+            elif keep and differentiable:
+                kept.append(powers.div_(total))
+        ctx.chunks, ctx.frozen, ctx.keep = chunks, frozen, keep
+        if frozen:
+            ctx.save_for_backward(*([] if slopes is None else [slopes]))
+        else:
+            ctx.save_for_backward(hidden, weight, targets, log_sums, entropy, *low_rank, *kept)
+            ctx.num_low_rank = len(low_rank)
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_logprobs, of_entropy = gradients
+        if ctx.frozen:
+            (slopes,) = ctx.saved_tensors
+            given = None if of_logprobs is None else of_logprobs.to(slopes.dtype) * slopes
+            return given, None, None, None, None, None, None
+        hidden, weight, targets, log_sums, entropy, *rest = ctx.saved_tensors
+        low_rank, kept = rest[: ctx.num_low_rank], rest[ctx.num_low_rank :]
+        of_hidden = torch.zeros_like(hidden)
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_low_rank = [torch.zeros_like(tensor) for tensor in low_rank]
+        for index, chunk in enumerate(ctx.chunks):
+            rows, h = chunk.rows, hidden[chunk.rows]
+            log_p = None
+            if kept and of_entropy is None:
+                slope = kept[index].clone()
+            else:
+                log_p = _logits(h, weight, chunk, low_rank).sub_(log_sums[rows][:, None])
+                slope = log_p.exp()
+            # d/dz of Σ g·log p(y) is g·(onehot(y) − p); of the entropy, −p·(log p + H).
+            factor = torch.zeros_like(log_sums[rows]) if of_logprobs is None else -of_logprobs[rows].sum(1)
+            if of_entropy is not None and log_p is not None:
+                slope *= factor[:, None] - of_entropy[rows][:, None] * log_p.add_(entropy[rows][:, None])
+            else:
+                slope *= factor[:, None]
+            if of_logprobs is not None:
+                slope.scatter_add_(1, targets[rows], of_logprobs[rows])
+            slope = slope.to(weight.dtype)
+            of_hidden[rows] = slope @ weight
+            if of_weight is not None:
+                of_weight.addmm_(slope.t(), h)
+            if chunk.low_rank >= 0:
+                _low_rank_slopes(chunk, slope, h, low_rank, of_low_rank, of_hidden)
+        return of_hidden, of_weight, None, None, None, None, None, *of_low_rank
+
+
+def _low_rank_slopes(
+    chunk: Chunk, slope: Tensor, h: Tensor, low_rank: Sequence[Tensor], given: list[Tensor], of_hidden: Tensor
+) -> None:
+    a, b = (x.to(h.dtype) for x in low_rank[chunk.low_rank : chunk.low_rank + 2])
+    inner = slope @ b * chunk.scale  # [c, r]
+    of_hidden[chunk.rows] += inner @ a
+    given[chunk.low_rank] += (inner.t() @ h).to(given[chunk.low_rank].dtype)
+    given[chunk.low_rank + 1] += (slope.t() @ (h @ a.t()) * chunk.scale).to(given[chunk.low_rank + 1].dtype)

@@ -1,0 +1,164 @@
+"""How a rank holds its models: the frozen base for adapters, and full fine-tunes, each by the strategy of the config."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+
+from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
+from skyrl_actors.messages.errors import CollectiveFailed
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.workers.base_model import BaseModel
+from skyrl_actors.workers.flat import FlatState
+from skyrl_actors.workers.interface import BaseModelInfo, WorkerSpec
+from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_tensors
+from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT, Network
+from skyrl_actors.workers.sequence import SequenceGroup
+from skyrl_actors.workers.tensor_files import InMemory, Renamed, TensorFiles, Together
+
+
+def info_of(folder: str) -> BaseModelInfo:
+    """From its files alone."""
+    config: Any = AutoConfig.from_pretrained(folder)
+    with TensorFiles(Path(folder)) as files:
+        size = sum(torch.Size(shape).numel() for shape in files.shapes.values())
+    return BaseModelInfo(size, int(config.vocab_size), int(config.max_position_embeddings), int(config.hidden_size))
+
+
+class Holding:
+    def __init__(self, spec: WorkerSpec, device: torch.device):
+        self.spec = spec
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._base: Network | None = None
+        self._sequence = self._sequence_group()
+
+    @property
+    def base(self) -> Network:
+        """The frozen base that adapters share; loaded when it is first needed."""
+        if self._base is None:
+            self._base = self._frozen(self.spec.strategy)
+        return self._base
+
+    def _sequence_group(self) -> SequenceGroup | None:
+        size = self.spec.sequence_parallel
+        if size == 1:
+            return None
+        mine = None
+        for start in range(0, self.spec.world_size, size):
+            ranks = list(range(start, start + size))
+            made = dist.new_group(ranks)  # every rank takes part in making each
+            if self.spec.rank in ranks:
+                mine = made
+        assert isinstance(mine, dist.ProcessGroup)
+        return SequenceGroup(mine, size, self.spec.rank % size)
+
+    def _ready(self, network: Network) -> Network:
+        network.sequence = self._sequence
+        network.score_uncounted = self.spec.score_uncounted
+        return network
+
+    def _frozen(self, strategy: StrategyConfig) -> Network:
+        arguments = (self.spec.base_folder, self.dtype, self.device, self.spec.activations)
+        if isinstance(strategy, Fsdp2Strategy):
+            from skyrl_actors.workers import fsdp2
+
+            return self._ready(fsdp2.sharded_network(strategy, *arguments, trained=False))
+        if isinstance(strategy, DeepSpeedStrategy) and strategy.stage == 3:
+            from skyrl_actors.workers import zero
+
+            return self._ready(zero.zero_network(strategy, *arguments, trained=False)[0])
+        return self._ready(BaseModel(*arguments))
+
+    def _whole_base(self) -> BaseModel:
+        """Under full fine-tunes that are held whole, which need it in any case."""
+        if isinstance(self._base, BaseModel):
+            return self._base
+        if self._base is None and not is_sharded(self.spec.strategy):
+            assert isinstance(self.base, BaseModel)
+            return self.base
+        made = self._ready(BaseModel(self.spec.base_folder, self.dtype, self.device, self.spec.activations))
+        assert isinstance(made, BaseModel)
+        return made
+
+    def make(self, spec: ModelSpec) -> TrainedModel:
+        if spec.lora is not None:
+            self.release()
+            tensors = lora_tensors(spec.lora, spec.seed, self.base)
+            if spec.role == "critic":
+                tensors |= value_head_tensors(self.base)
+            return TrainedModel(spec, self.base, FlatState(tensors, self.device, reduce=self._reduce, writes=self.writes))
+        strategy, is_critic = self.spec.full_strategy, spec.role == "critic"
+        arguments = (self.spec.base_folder, self.dtype, self.device, self.spec.activations)
+        if isinstance(strategy, Fsdp2Strategy):
+            from skyrl_actors.workers import fsdp2
+
+            network = self._ready(fsdp2.sharded_network(strategy, *arguments, trained=True, is_critic=is_critic))
+            return TrainedModel(spec, network, fsdp2.Fsdp2State(network))
+        if isinstance(strategy, DeepSpeedStrategy):
+            from skyrl_actors.workers import zero
+
+            network, engine = zero.zero_network(strategy, *arguments, trained=True, is_critic=is_critic)
+            return self._in_full_precision(TrainedModel(spec, self._ready(network), zero.ZeroState(network, engine, strategy)))
+        base = self._whole_base()
+        tensors = {name: parameter.data for name, parameter in base.own.items()}
+        if is_critic:
+            tensors |= value_head_tensors(base)
+        state = FlatState(tensors, self.device, self.dtype, self._reduce, self.writes)
+        return self._in_full_precision(TrainedModel(spec, base, state))
+
+    def _in_full_precision(self, model: TrainedModel) -> TrainedModel:
+        """Master weights as the files have them, not as the compute precision rounds them."""
+        if self.dtype == torch.float32:
+            return model
+        with TensorFiles(Path(self.spec.base_folder)) as files:
+            ours = {name: shape for name, shape in model.state.shapes.items() if name not in (VALUE_WEIGHT, VALUE_BIAS)}
+            if all(files.shapes.get(name) == shape for name, shape in ours.items()):
+                zeros = {name: torch.zeros(shape) for name, shape in model.state.shapes.items() if name not in ours}
+                model.state.load(Together([Renamed(files, {name: name for name in ours}), InMemory(zeros)]))
+        return model
+
+    @property
+    def writes(self) -> bool:
+        return self.spec.rank == 0
+
+    def bind(self, model: TrainedModel) -> None:
+        """Before its passes: a full fine-tune that is held whole takes the place of the base's weights."""
+        if isinstance(model.network, BaseModel):
+            full = model.spec.lora is None and isinstance(model.state, FlatState)
+            model.network.place(model.state.views if full and isinstance(model.state, FlatState) else model.network.own)
+
+    def release(self) -> None:
+        if isinstance(self._base, BaseModel):
+            self._base.release()
+
+    def in_step(self, model: TrainedModel) -> bool:
+        """Whether all ranks must make the same number of passes."""
+        strategy, least = (self.spec.strategy, 3) if model.shares_network else (self.spec.full_strategy, 2)
+        return self.spec.world_size > 1 and is_sharded(strategy, least)
+
+    def _reduce(self, gradients: Tensor) -> None:
+        if self.spec.world_size > 1:
+            collective(self.spec.rank, lambda: dist.all_reduce(gradients))
+
+    def move_base(self, device: torch.device) -> None:
+        if isinstance(self._base, BaseModel):
+            self._base.move(device)
+        elif self._base is not None and isinstance(self.spec.strategy, Fsdp2Strategy):
+            self._base.whole.to(device)
+
+
+def is_sharded(strategy: StrategyConfig, least_stage: int = 3) -> bool:
+    """Whether passes are collective: with ZeRO, from the stage on that gathers weights or reduces gradients in them."""
+    return isinstance(strategy, Fsdp2Strategy) or (isinstance(strategy, DeepSpeedStrategy) and strategy.stage >= least_stage)
+
+
+def collective(rank: int, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RuntimeError as error:  # its deadline, or a peer that is gone: this process group is of no use any more
+        raise CollectiveFailed(f"rank {rank}: {error}") from None

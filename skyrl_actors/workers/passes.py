@@ -1,0 +1,232 @@
+"""Running forward_backward: rows of one or many models, pass by pass, with the losses of each.
+
+The gradient of every loss is first taken with respect to the predictions alone. So a loss that is not finite is found, and its
+model left out, before anything flows into weights; rows of other models in the same pass are not touched by it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl_actors.losses import REGISTRY
+from skyrl_actors.losses.base import ENTROPY_COEF
+from skyrl_actors.losses.torch_ops import TorchOps
+from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns
+from skyrl_actors.messages.model import LossCall
+from skyrl_actors.workers.flat import FlatState
+from skyrl_actors.workers.models import TrainedModel
+from skyrl_actors.workers.network import Network, PassInputs, Segment
+from skyrl_actors.workers.packing import Block, Pass, Share
+
+SAMPLED_LOGPROBS = "logprobs"
+
+
+@dataclass
+class Part:
+    """One model's rows in a call, and what comes of them."""
+
+    model: TrainedModel
+    columns: Columns
+    rows: tuple[int, ...]
+    loss: LossCall | None  # None: a critic's plain forward
+    predicted: np.ndarray = field(init=False)  # float32 of columns.shape, at flat positions
+    elementwise: np.ndarray = field(init=False)
+    sums: dict[str, float] = field(init=False)
+    refused: str | None = None
+
+    def __post_init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.predicted = np.zeros(self.columns.shape, np.float32)
+        self.elementwise = np.zeros(self.columns.shape, np.float32)
+        self.sums = {}
+
+    def in_row_order(self) -> tuple[np.ndarray, np.ndarray]:
+        where = self.columns.positions(self.rows)
+        return self.predicted[where], self.elementwise[where]
+
+    @property
+    def num_targets(self) -> int:
+        """0 for one target a token, else K."""
+        return 0 if self.columns.widths is None else self.columns.shape[1]
+
+    @property
+    def entropy_coef(self) -> float:
+        return float(self.loss.config.get(ENTROPY_COEF, 0.0)) if self.loss else 0.0
+
+    def counted(self, where: np.ndarray) -> np.ndarray:
+        """[n] bool: positions whose weight is not 0. A loss without weights, or with inputs of its own, counts all."""
+        weights = self.columns.fields.get(WEIGHTS)
+        if self.loss is None or weights is None or REGISTRY[self.loss.name].any_inputs:
+            return np.ones(len(where), bool)
+        own = weights[where] != 0
+        return own if own.ndim == 1 else own.any(1)
+
+
+def empty_pass(num_tokens: int) -> Pass:
+    """For a rank that has run out of rows while sharded weights are gathered for the others."""
+    return Pass((), (Block(0, 1, num_tokens),), 0, num_tokens)
+
+
+class PassRunner:
+    def __init__(self, network: Network, device: torch.device, forward_only: bool):
+        self.network = network
+        self.device = device
+        self.forward_only = forward_only
+
+    def run(self, parts: Sequence[Part], plan: Pass) -> None:
+        inputs = self._inputs(parts, plan)
+        with self.network.in_use(inputs.segments), torch.set_grad_enabled(not self.forward_only):
+            predicted, entropy = self.network.predict(inputs)
+            slopes, entropy_slopes = self._losses(parts, plan, predicted.detach(), entropy)
+            if self.forward_only:
+                return
+            surrogate = (predicted * slopes).sum()
+            if inputs.entropy_gradient and entropy is not None:
+                surrogate = surrogate + (entropy * entropy_slopes).sum()
+            self._backward(parts, surrogate)
+
+    def _backward(self, parts: Sequence[Part], surrogate: Tensor) -> None:
+        if not parts[0].model.shares_network:
+            parts[0].model.state.backward(surrogate)
+            return
+        states = [part.model.state for part in parts if isinstance(part.model.state, FlatState)]
+        for state in states:
+            state.ensure_gradients()
+        surrogate.backward()
+        for state in states:
+            state.collect()
+
+    def _stretch(self, plan: Pass) -> slice:
+        """This rank's tokens."""
+        total = plan.num_tokens + plan.padding
+        return self.network.sequence.stretch(total) if self.network.sequence else slice(0, total)
+
+    def _inputs(self, parts: Sequence[Part], plan: Pass) -> PassInputs:
+        total, stretch = plan.num_tokens + plan.padding, self._stretch(plan)
+        tokens = np.zeros(total, np.int64)
+        counted = np.zeros(total, bool)
+        is_critic = parts[0].model.spec.role == "critic"
+        width = max(part.num_targets for part in parts)
+        targets = None if is_critic else np.zeros((total, width) if width else total, np.int64)
+        for share in plan.shares:
+            part = parts[share.part]
+            where = part.columns.positions(share.rows)
+            tokens[share.span] = part.columns.tokens[where]
+            counted[share.span] = part.counted(where)
+            if targets is not None:
+                given = part.columns.fields[TARGETS][where]
+                wide = given[:, None] if width and given.ndim == 1 else given
+                targets[(share.span, slice(0, wide.shape[1])) if width else share.span] = wide
+        return PassInputs(
+            self._tensor(tokens[stretch]),
+            plan.positions()[stretch].to(self.device),
+            plan.blocks,
+            tuple(_segments(parts, plan, stretch)),
+            None if targets is None else self._tensor(targets[stretch]),
+            None if counted.all() else self._tensor(counted[stretch]),
+            any(part.entropy_coef for part in parts) and not self.forward_only,
+        )
+
+    def _losses(self, parts: Sequence[Part], plan: Pass, predicted: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keeps outputs and sums; returns d loss / d predicted and d loss / d entropy of this rank's tokens, 0 for refused parts."""
+        stretch, group = self._stretch(plan), self.network.sequence
+        everywhere = group.gathered(predicted) if group else predicted
+        entropies = None if entropy is None else (group.gathered(entropy.detach()) if group else entropy.detach())
+        leaf = everywhere.requires_grad_(not self.forward_only)
+        slopes = torch.zeros_like(everywhere, requires_grad=False)
+        entropy_slopes = torch.zeros(len(everywhere), dtype=everywhere.dtype, device=self.device)
+        for share in plan.shares:
+            part = parts[share.part]
+            where = part.columns.positions(share.rows)
+            of_share = leaf[share.span]
+            if everywhere.ndim == 2:
+                of_share = of_share[:, : part.num_targets] if part.num_targets else of_share[:, 0]
+            part.predicted[where] = of_share.detach().float().cpu().numpy()
+            if part.loss is None:
+                continue
+            elementwise = self._loss(part, share, where, of_share, entropies)
+            part.elementwise[where] = elementwise.detach().float().cpu().numpy()
+            if self.forward_only:
+                continue
+            (slope,) = torch.autograd.grad(elementwise.sum(), leaf)
+            if self._is_finite(part, share, elementwise.detach(), slope):
+                slopes += slope
+                counted = self._tensor(part.counted(where)).to(entropy_slopes.dtype)
+                entropy_slopes[share.span] = -part.entropy_coef * counted
+        return slopes[stretch], entropy_slopes[stretch]
+
+    def _loss(self, part: Part, share: Share, where: np.ndarray, predicted: Tensor, entropies: Tensor | None) -> Tensor:
+        assert part.loss is not None
+        entry = REGISTRY[part.loss.name]
+        inputs = {name: torch.full_like(predicted, default, requires_grad=False) for name, default in entry.optional.items()}
+        for name, array in part.columns.fields.items():
+            if name != TARGETS:
+                inputs[name] = self._tensor(array[where])
+        terms = entry.terms(TorchOps(part.columns.lengths[list(share.rows)].tolist()), predicted, inputs, part.loss.config)
+        sums = {"loss:sum": terms.elementwise.detach().sum(), **terms.sums}
+        counted = self._tensor(part.counted(where))
+        if entropies is not None:
+            sums["entropy:sum"] = (entropies[share.span] * counted).sum()
+            sums["loss:sum"] = sums["loss:sum"] - part.entropy_coef * sums["entropy:sum"]
+            sums["counted_tokens:sum"] = counted.sum()
+        if entropies is not None and SAMPLED_LOGPROBS in part.columns.fields and predicted.ndim == 1:
+            sums["kl:sum"] = (_kl(predicted.detach(), inputs[SAMPLED_LOGPROBS]) * counted).sum()
+        for name, value in sums.items():
+            part.sums[name] = part.sums.get(name, 0.0) + float(value)
+        return terms.elementwise
+
+    def _is_finite(self, part: Part, share: Share, elementwise: Tensor, slope: Tensor) -> bool:
+        """Whether a share's loss and gradient are; if not, its model's rows are refused from here on."""
+        odd = ~(
+            torch.isfinite(elementwise)
+            & torch.isfinite(
+                slope[share.span].reshape(len(elementwise), -1)[:, : elementwise[0].numel()].reshape(elementwise.shape)
+            )
+        )
+        if not bool(odd.any()):
+            return part.refused is None
+        token = int(odd.reshape(len(odd), -1).any(1).nonzero()[0, 0])
+        ends = np.cumsum(part.columns.lengths[list(share.rows)])
+        index = int(np.searchsorted(ends, token, side="right"))
+        place = token - int(ends[index - 1] if index else 0)
+        name = part.loss.name if part.loss else ""
+        part.refused = (
+            f"datum {share.rows[index]}: loss {name} or its gradient is not finite at token {place} (loss "
+            f"{float(elementwise.reshape(len(odd), -1)[token].sum())}); nothing of this request was applied: check its inputs"
+        )
+        return False
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _kl(logprobs: Tensor, sampled: Tensor) -> Tensor:
+    """The k3 estimate of KL(sampler ‖ model) at each token, never negative (Schulman, 2020)."""
+    difference = logprobs - sampled
+    return torch.exp(difference) - 1 - difference
+
+
+def _segments(parts: Sequence[Part], plan: Pass, stretch: slice) -> list[Segment]:
+    """Each model's tokens within the stretch; padding goes with the last."""
+    if not plan.shares:
+        return [parts[0].model.segment(stretch.stop - stretch.start)]
+    segments = []
+    for share in plan.shares:
+        end = share.start + share.num_tokens + (plan.padding if share is plan.shares[-1] else 0)
+        length = min(end, stretch.stop) - max(share.start, stretch.start)
+        if length > 0:
+            segments.append(parts[share.part].model.segment(length))
+    return segments
+
+
+def num_passes_of_all(own: int, device: torch.device) -> int:
+    """The most that any rank has: sharded weights are gathered for all or for none."""
+    count = torch.tensor([own], device=device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    return int(count)

@@ -1,0 +1,53 @@
+"""A network without weights, and the filling of a rank's part of them from the base model's files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT
+from skyrl_actors.workers.packing import ATTENTION
+from skyrl_actors.workers.tensor_files import Shape, TensorFiles
+
+INSIDE = "causal_lm."  # of a network's names in its whole
+
+
+def shell(folder: str, dtype: torch.dtype) -> Any:
+    """The base model's modules with parameters on the meta device; buffers are real."""
+    config = AutoConfig.from_pretrained(folder)
+    with init_empty_weights(include_buffers=False):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+    module.tie_weights()
+    return module
+
+
+def value_head_for(module: Any, is_critic: bool) -> nn.Linear | None:
+    """Zero values at the start give no shock to the first advantages."""
+    if not is_critic:
+        return None
+    head = nn.Linear(int(module.config.hidden_size), 1)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return head
+
+
+def own_names(whole: nn.Module) -> dict[str, nn.Parameter]:
+    """A network's parameters under the names that they have in the base model's files; tied ones once."""
+    return {name.removeprefix(INSIDE): parameter for name, parameter in whole.named_parameters()}
+
+
+def check_files(files: TensorFiles, shapes: Mapping[str, Shape], folder: str) -> None:
+    """The value head is no part of a base model."""
+    missing = [
+        name for name, shape in shapes.items() if name not in (VALUE_WEIGHT, VALUE_BIAS) and files.shapes.get(name) != shape
+    ]
+    if missing:
+        raise ConfigError(
+            f"{Path(folder).name}: its files do not have {missing[0]} of shape {shapes[missing[0]]} ({len(missing)} such tensors); "
+            "a model whose files are laid out otherwise than its modules can be held by strategy replica"
+        )

@@ -1,0 +1,221 @@
+"""Weights, gradients or moments sharded over the ranks by DeepSpeed ZeRO: a full fine-tune, or (stage 3, without an
+optimizer) the frozen base under adapters.
+
+Gradient accumulation is unmanaged: any number of backward passes, then one step. DeepSpeed averages over ranks, so losses
+are multiplied by their number. Settings that its own defaults get wrong for this use are explained where they are made.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
+
+os.environ.setdefault("LOCAL_RANK", "0")  # each rank sees its own device alone
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl_actors.config.strategies import DeepSpeedStrategy
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.workers.network import Activations, Network
+from skyrl_actors.workers.packing import ATTENTION
+from skyrl_actors.workers.shells import check_files, own_names, value_head_for
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, checked_norm
+from skyrl_actors.workers.tensor_files import Shape, Source, TensorFiles, whole
+
+# An operator for inference that every start on a CPU would compile, and that fails without a compiler.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def settings(strategy: DeepSpeedStrategy, dtype: torch.dtype, trained: bool) -> dict[str, Any]:
+    sharding: dict[str, Any] = {"stage": strategy.stage, "overlap_comm": False}
+    if strategy.offload_optimizer and trained:
+        sharding["offload_optimizer"] = {"device": "cpu"}
+    if strategy.offload_parameters:
+        sharding["offload_param"] = {"device": "cpu"}
+    made: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0,  # set for each step
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "zero_optimization": sharding,
+    }
+    if dtype == torch.bfloat16:
+        made |= {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},  # its default adds up in bfloat16
+            "communication_data_type": "fp32",
+        }
+    return made
+
+
+def zero_network(
+    strategy: DeepSpeedStrategy, folder: str, dtype: torch.dtype, device: torch.device, activations: Activations,
+    trained: bool, is_critic: bool = False,
+) -> tuple[Network, Any]:  # fmt: skip
+    """The network and its engine."""
+    config = settings(strategy, dtype, trained)
+    partitioned = strategy.stage == 3
+    with deepspeed.zero.Init(config_dict_or_path=config) if partitioned else nullcontext():
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=ATTENTION)
+    module.to(device)
+    network = Network(module, device, activations, value_head_for(module, is_critic))
+    with TensorFiles(Path(folder)) as files, torch.no_grad():
+        parameters = own_names(network.whole)
+        check_files(files, {name: full_shape(p) for name, p in parameters.items()}, folder)
+        for name, parameter in parameters.items():
+            if name in files.shapes:
+                _fill(parameter, files, name)
+    arguments: dict[str, Any] = {"model": network.whole, "config": config, "dist_init_required": False}
+    if trained:
+        arguments["optimizer"] = torch.optim.AdamW(network.whole.parameters(), lr=0.0, fused=True)
+    else:
+        module.requires_grad_(False)
+    engine, *_ = deepspeed.initialize(**arguments)
+    made: Any = engine
+    network.entry = made if trained else made.module
+    return network, engine
+
+
+def full_shape(parameter: Any) -> Shape:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _fill(parameter: Any, source: Source, name: str) -> None:
+    if not hasattr(parameter, "ds_tensor"):
+        parameter.copy_(whole(source, name))
+        return
+    start, stop = _own_range(parameter)
+    parameter.ds_tensor.data.view(-1)[: stop - start].copy_(source.range(name, start, stop))
+    if parameter.data.numel() == math.prod(full_shape(parameter)):  # a small one, that stays gathered
+        parameter.data.view(-1).copy_(whole(source, name).view(-1))
+
+
+def _own_range(parameter: Any) -> tuple[int, int]:
+    """Elements of this rank's part in stage 3; the last parts may be padding."""
+    size, total = parameter.ds_tensor.ds_numel, math.prod(full_shape(parameter))
+    start = min(dist.get_rank() * size, total)
+    return start, min(start + size, total)
+
+
+class ZeroState:
+    def __init__(self, network: Network, engine: Any, strategy: DeepSpeedStrategy):
+        self._network, self._engine, self._stage = network, engine, strategy.stage
+        self._optimizer = engine.optimizer
+        self._optimizer.check_grad_overflow = True  # a step with a norm that is not finite is left out, also in float32
+        self.parameters: dict[str, Any] = own_names(network.whole)
+        self.shapes: dict[str, Shape] = {name: full_shape(p) for name, p in self.parameters.items()}
+        self.pending = False
+        self.num_steps = 0
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def backward(self, surrogate: Tensor) -> None:
+        self._engine.backward(surrogate * dist.get_world_size(), scale_wrt_gas=False)
+        self.pending = True
+
+    def drop_gradients(self) -> None:
+        """`zero_grad` of the optimizer is enough in stages 1 and 3; stage 2 keeps what it has reduced elsewhere."""
+        self.pending = False
+        self._optimizer.zero_grad()
+        if self._stage == 2:
+            for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
+                for key in kept:
+                    kept[key] = None
+            self._engine.zero_grad()
+
+    def step(self, adam: AdamParams) -> float:
+        for group in self._optimizer.param_groups:
+            group.update(adam_group(adam))
+        self._optimizer.clip_grad = adam.grad_clip_norm
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        self.pending = False
+        try:
+            checked_norm(norm)
+        except InvalidRequest:
+            self.drop_gradients()
+            raise
+        self.num_steps += 1
+        return norm
+
+    def tensors(self, kind: Kind) -> Iterator[tuple[str, Tensor | None]]:
+        for name, parameter in self.parameters.items():
+            if kind == "weights":
+                full = safe_get_full_fp32_param(parameter)
+            else:
+                full = safe_get_full_optimizer_state(parameter, kind)
+            assert full is not None
+            yield name, full.detach().float().cpu().view(self.shapes[name]) if dist.get_rank() == 0 else None
+
+    def load(self, source: Source) -> None:
+        check_names(self.shapes, source.shapes)
+        for name, parameter in self.parameters.items():
+            with torch.no_grad():
+                _fill(parameter, source, name)  # what the forward uses
+            self._put(parameter, source, name, "weights")
+
+    def _put(self, parameter: Any, source: Source, name: str, kind: Kind) -> None:
+        """In stage 3 a rank's own part; else DeepSpeed takes its part of the whole."""
+        if hasattr(parameter, "ds_tensor"):
+            part = torch.zeros(parameter.ds_tensor.ds_numel, device=self._network.device)
+            start, stop = _own_range(parameter)
+            part[: stop - start].copy_(source.range(name, start, stop))
+            if kind == "weights":
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, kind)
+            return
+        value = whole(source, name).float().to(self._network.device)
+        if kind == "weights":
+            safe_set_full_fp32_param(parameter, value)
+        else:
+            safe_set_full_optimizer_state(parameter, value, kind)
+
+    def load_moments(self, sources: Mapping[Kind, Source], num_steps: int) -> None:
+        inner = self._optimizer.optimizer
+        inner.state.clear()
+        self.num_steps = num_steps
+        if not sources:
+            return
+        for kind in MOMENTS:
+            check_names(self.shapes, sources[kind].shapes)
+        for held in self._held_by_optimizer():
+            zeros = {kind: torch.zeros_like(held) for kind in MOMENTS}
+            inner.state[held] = {"step": torch.tensor(float(num_steps), device=held.device), **zeros}
+        if self._stage != 3:  # which tensors are whose moments is noted at the first step, once
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+        for kind in MOMENTS:
+            for name, parameter in self.parameters.items():
+                self._put(parameter, sources[kind], name, kind)
+
+    def _held_by_optimizer(self) -> list[Tensor]:
+        if self._stage == 3:  # it lends them to the optimizer one by one, in its step
+            return list(self._optimizer.fp32_partitioned_groups_flat)
+        return [held for group in self._optimizer.optimizer.param_groups for held in group["params"]]
+
+    def move(self, part: str, device: torch.device) -> None:
+        """DeepSpeed moves its states by itself."""

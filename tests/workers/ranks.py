@@ -1,0 +1,75 @@
+"""Training ranks as plain processes, without Ray: each runs the same function, and what they return comes back in order."""
+
+import importlib
+import multiprocessing as mp
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Ranks:
+    """Waiting processes of one process group, as an engine may keep that for good."""
+
+    def __init__(self, count: int):
+        self._port = free_port()
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """function(rank, world_size, port, *args) on each rank."""
+        for rank, pipe in enumerate(self._pipes):
+            pipe.send((function.__module__, function.__name__, (rank, len(self._pipes), self._port, *args)))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(answers) < len(self._pipes) and time.monotonic() < deadline:
+            for pipe in wait([p for i, p in enumerate(self._pipes) if i not in answers], timeout=1.0):
+                answers[self._pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
+            if any(not good for good, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + 2.0)  # the others may wait for it for ever
+        if len(answers) < len(self._pipes):
+            self.close()
+        failed = [answers[i][1] if i in answers else f"rank {i} did not answer" for i in range(len(self._pipes))]
+        assert all(i in answers and answers[i][0] for i in range(len(self._pipes))), "\n".join(map(str, failed))
+        return [answers[i][1] for i in range(len(self._pipes))]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, getattr(importlib.import_module(module), name)(*args)
+        except Exception:  # noqa: BLE001  said where the test runs
+            answer = False, traceback.format_exc()
+        pipe.send(answer)

@@ -1,0 +1,124 @@
+"""What the ranks run in the tests of strategies: functions of (rank, world_size, port, …)."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_actors import losses
+from skyrl_actors.config.strategies import StrategyConfig
+from skyrl_actors.groups.sharding import assign_parts
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
+from skyrl_actors.workers.torch_worker import TorchWorker
+
+READ_GRADIENT = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.9)  # exp_avg becomes the gradient, weights stay
+
+
+def worker_of(rank: int, world: int, port: int, base: str, strategy: StrategyConfig, **options: Any) -> TorchWorker:
+    role = options.pop("role", "policy")
+    budget, dtype = options.pop("budget", 40), options.pop("dtype", "float32")
+    spec = WorkerSpec(role, rank, world, base, dtype, "cpu", 1, budget, 60.0, strategy, strategy, preload=False, **options)
+    worker = TorchWorker(spec)
+    worker.setup("127.0.0.1", port)
+    return worker
+
+
+def run(worker: TorchWorker, calls: list[tuple[str, Columns, LossCall | None]], forward_only: bool = False) -> list[Any]:
+    ranks = worker.spec.world_size // worker.spec.sequence_parallel
+    shares = assign_parts([columns.lengths for _, columns, _ in calls], ranks)[worker.spec.rank // worker.spec.sequence_parallel]
+    parts = tuple(PartCall(m, rows, columns, loss) for rows, (m, columns, loss) in zip(shares, calls, strict=True))
+    return worker.forward_backward(parts, forward_only)
+
+
+def one(
+    worker: TorchWorker, model_id: str, columns: Columns, name: str, forward_only: bool = False, **options: float
+) -> RowOutput:
+    (outcome,) = run(worker, [(model_id, columns, losses.find(name).checked(options))], forward_only)
+    if isinstance(outcome, Refused):
+        raise outcome.error
+    return outcome
+
+
+def gathered(worker: TorchWorker, model_id: str, kind: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.models[model_id].state.tensors(kind) if tensor is not None}
+
+
+def gradients_of_losses(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: dict[str, list[Columns]], options: dict[str, Any]
+) -> dict[str, Any]:
+    """For each loss: its calls, one step that only reads the gradient, and the norm."""
+    worker = worker_of(rank, world, port, base, strategy, **options)
+    worker.create_model(ModelSpec("m", "tiny", options.get("role", "policy")))
+    if options.get("role") == "critic":
+        set_value_head(worker)
+    found: dict[str, Any] = {}
+    for name, calls in data.items():
+        outputs = [one(worker, "m", columns, name) for columns in calls]
+        norm = worker.optim_step("m", READ_GRADIENT)["skyrl.ai/grad_norm"]
+        gradients = gathered(worker, "m", "exp_avg")
+        found[name] = (gradients, norm, [(o.rows, o.values, o.sums) for o in outputs])
+    return found
+
+
+def set_value_head(worker: TorchWorker) -> None:
+    """One that is not zero, so that the trunk has a gradient."""
+    state = worker.models["m"].state
+    from skyrl_actors.workers.tensor_files import InMemory
+
+    weights = gathered(worker, "m", "weights")
+    if worker.spec.world_size > 1:
+        import torch.distributed as dist
+
+        holder = [weights]
+        dist.broadcast_object_list(holder, 0)
+        weights = holder[0]
+    weights["value_head.weight"] = torch.linspace(-0.3, 0.3, weights["value_head.weight"].numel()).view(1, -1)
+    state.load(InMemory(weights))
+
+
+def trajectory(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: list[Columns], adams: list[AdamParams],
+    options: dict[str, Any],
+) -> tuple[dict[str, torch.Tensor], list[float]]:  # fmt: skip
+    worker = worker_of(rank, world, port, base, strategy, **options)
+    worker.create_model(ModelSpec("m", "tiny"))
+    norms = []
+    for columns, adam in zip(data, adams, strict=True):
+        one(worker, "m", columns, "cross_entropy")
+        norms.append(worker.optim_step("m", adam)["skyrl.ai/grad_norm"])
+    return gathered(worker, "m", "weights"), norms
+
+
+def train_and_save(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: list[Columns], folder: str
+) -> None:
+    worker = worker_of(rank, world, port, base, strategy)
+    worker.create_model(ModelSpec("m", "tiny"))
+    for columns in data:
+        one(worker, "m", columns, "cross_entropy")
+        worker.optim_step("m", AdamParams(1e-2))
+    worker.save_checkpoint("m", folder, "training", "r1")
+
+
+def load_and_step(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, folder: str, own: list[Columns]
+) -> dict[str, torch.Tensor]:
+    """One step behind what was saved; `own` was trained before, to be forgotten."""
+    worker = worker_of(rank, world, port, base, strategy)
+    worker.create_model(ModelSpec("m", "tiny"))
+    for other in own:
+        one(worker, "m", other, "cross_entropy")
+    worker.load_checkpoint("m", folder, True)
+    one(worker, "m", columns, "cross_entropy")
+    worker.optim_step("m", AdamParams(3e-3, 0.8, 0.95, 1e-8, 0.1))
+    return gathered(worker, "m", "weights")
+
+
+def values_in_order(columns: Columns, outputs: list[Any]) -> np.ndarray:
+    """Per-token results of all ranks at their places."""
+    values = np.zeros(columns.shape, np.float32)
+    for rows, given, _ in outputs:
+        values[columns.positions(rows)] = given
+    return values

@@ -1,0 +1,135 @@
+"""Every strategy, at one and two ranks, against float64 transformers on one process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_actors import losses
+from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy, StrategyConfig
+from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.workers.state import adam_group
+from skyrl_actors.workers.tensor_files import TensorFiles, whole
+from tests.workers import strategy_runs as runs
+from tests.workers.ranks import Ranks
+from tests.workers.references import Reference, batch, inputs_of, relative
+from tests.workers.tiny_models import make
+
+STRATEGIES: dict[str, StrategyConfig] = {
+    "replica": ReplicaStrategy(),
+    "zero1": DeepSpeedStrategy(stage=1),
+    "zero2": DeepSpeedStrategy(stage=2),
+    "zero3": DeepSpeedStrategy(stage=3),
+    "fsdp2": Fsdp2Strategy(),
+}
+POLICY_LOSSES = sorted(name for name, entry in losses.REGISTRY.items() if entry.role == "policy" and not entry.any_inputs)
+RAGGED = ((3, 30, 7, 7, 21, 2, 50), (40,), (5, 5, 5))  # the second leaves a rank of two without a row
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, Ranks]]:
+    pools = {count: Ranks(count) for count in (1, 2)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def data_for(name: str) -> list:
+    return [batch(10 + i, lengths, inputs_of(name), losses.REGISTRY[name].role == "policy") for i, lengths in enumerate(RAGGED)]
+
+
+@pytest.fixture(scope="module")
+def expected(base: Path) -> dict:
+    found = {}
+    for name in [*POLICY_LOSSES, "ppo_critic"]:
+        head = torch.linspace(-0.3, 0.3, 48).view(1, -1) if name == "ppo_critic" else None
+        reference = Reference(base, head)
+        totals = [reference.backward(name, columns) for columns in data_for(name)]
+        with torch.no_grad():
+            rows = [torch.cat(reference.rows(columns)).numpy() for columns in data_for(name)]
+        found[name] = reference.gradients(), totals, rows
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_every_loss_over_three_ragged_calls(
+    ranks: dict[int, Ranks], base: Path, expected: dict, strategy: str, world_size: int
+):
+    for role, names in (("policy", POLICY_LOSSES), ("critic", ["ppo_critic"])):
+        data = {name: data_for(name) for name in names}
+        found = ranks[world_size].run(runs.gradients_of_losses, str(base), STRATEGIES[strategy], data, {"role": role})
+        for name in names:
+            wanted, totals, rows = expected[name]
+            gradients, norm, _ = found[0][name]
+            assert gradients.keys() == wanted.keys()
+            for key, gradient in gradients.items():
+                assert relative(gradient, wanted[key]) < 1e-5, (name, key)
+            whole = float(torch.stack([g.norm() for g in wanted.values()]).norm())
+            assert norm == pytest.approx(whole, rel=1e-5)
+            for i, columns in enumerate(data[name]):
+                outputs = [of_rank[name][2][i] for of_rank in found]
+                np.testing.assert_allclose(runs.values_in_order(columns, outputs), rows[i], atol=2e-5)
+                assert sum(sums.get("loss:sum", 0.0) for _, _, sums in outputs) == pytest.approx(totals[i], rel=1e-5, abs=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_adamw_over_twenty_steps(ranks: dict[int, Ranks], base: Path, strategy: str, world_size: int):
+    """Every field of every call is applied: as torch.optim.AdamW in float64, fed the same way."""
+    data = [batch(100 + step, (9, 4, 17)) for step in range(20)]
+    adams = [
+        AdamParams(1e-4 * (1 + step % 3), 0.9 - 0.01 * step, 0.95, 1e-3, 0.02 * (step % 2), 3.0 if step % 4 == 3 else 0.0)
+        for step in range(20)
+    ]
+    reference = Reference(base)
+    optimizer = torch.optim.AdamW(reference.model.parameters())
+    norms = []
+    for columns, adam in zip(data, adams, strict=True):
+        reference.clear()
+        reference.backward("cross_entropy", columns)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(reference.model.parameters(), adam.grad_clip_norm or torch.inf)))
+        optimizer.param_groups[0].update(adam_group(adam))
+        optimizer.step()
+    weights, found = ranks[world_size].run(runs.trajectory, str(base), STRATEGIES[strategy], data, adams, {})[0]
+    assert found == pytest.approx(norms, rel=1e-5)
+    for name, parameter in reference.model.named_parameters():
+        assert relative(weights[name], parameter.detach()) < 1e-6, name
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp2"])
+def test_bfloat16_computes_with_float32_master_weights(ranks: dict[int, Ranks], base: Path, strategy: str):
+    """A step far below what bfloat16 can tell apart moves the weights."""
+    data, adams = [batch(1, (9, 4, 17))], [AdamParams(1e-6, eps=1e-8)]
+    weights, _ = ranks[2].run(runs.trajectory, str(base), STRATEGIES[strategy], data, adams, {"dtype": "bfloat16"})[0]
+    same, _ = ranks[1].run(runs.trajectory, str(base), ReplicaStrategy(), data, adams, {"dtype": "bfloat16"})[0]
+    with TensorFiles(base) as files:
+        for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
+            start = whole(files, name)
+            moved = (weights[name] - start).abs().median()
+            assert 0.5e-6 < moved < 1.1e-6, name
+            assert torch.allclose(weights[name], same[name], atol=2.1e-6)
+
+
+SAVED = [("zero3", "replica"), ("fsdp2", "zero1"), ("zero1", "fsdp2"), ("replica", "zero3"), ("zero2", "zero2")]
+
+
+@pytest.mark.parametrize(("saver", "loader"), SAVED)
+def test_a_checkpoint_of_two_ranks_goes_on_at_one_under_another_strategy(
+    ranks: dict[int, Ranks], base: Path, tmp_path: Path, saver: str, loader: str
+):
+    data, after = [batch(5 + i, (9, 4, 17)) for i in range(3)], batch(50, (12, 3, 8))
+    folder = str(tmp_path / "saved")
+    ranks[2].run(runs.train_and_save, str(base), STRATEGIES[saver], data, folder)
+    other = [batch(77, (6, 5))]
+    found = ranks[1].run(runs.load_and_step, str(base), STRATEGIES[loader], after, folder, other)[0]
+    same = ranks[2].run(runs.load_and_step, str(base), STRATEGIES[saver], after, folder, other)[0]
+    for name, weight in found.items():
+        assert relative(weight, same[name]) < 1e-6, name
