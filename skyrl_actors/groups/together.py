@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import StateLost
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.results import LossOutput
 from skyrl_actors.messages.turn import Turn
@@ -24,11 +25,15 @@ Compute = Callable[[Sequence[Call]], Awaitable[Sequence[LossOutput | BaseExcepti
 
 
 class Together:
-    """At most one batch is on its way. Oldest first; up to `limit_tokens` in a batch, one larger call alone."""
+    """At most one batch is on its way. Oldest first; up to `limit_tokens` in a batch, one larger call alone.
+
+    When a batch of several breaks off, nobody knows by whose fault: each is asked again, and then goes alone.
+    """
 
     def __init__(self, compute: Compute, limit_tokens: int):
         self._compute = compute
         self._limit = limit_tokens
+        self._alone: set[str] = set()  # models that were in a batch that broke off
         self._waiting: deque[tuple[Call, asyncio.Future[LossOutput]]] = deque()
         self._flight: asyncio.Task[None] | None = None
 
@@ -50,10 +55,13 @@ class Together:
     def _next_batch(self) -> list[tuple[Call, "asyncio.Future[LossOutput]"]]:
         batch = [self._waiting.popleft()]
         size = batch[0][0].columns.num_tokens
+        if batch[0][0].model_id in self._alone:
+            self._alone.discard(batch[0][0].model_id)
+            return batch
         while self._waiting:
             call = self._waiting[0][0]
             size += call.columns.num_tokens
-            if call.forward_only != batch[0][0].forward_only or size > self._limit:
+            if call.forward_only != batch[0][0].forward_only or size > self._limit or call.model_id in self._alone:
                 break
             batch.append(self._waiting.popleft())
         return batch
@@ -66,6 +74,9 @@ class Together:
             for future in futures:
                 future.cancel()
             raise
+        if isinstance(found, Exception) and not isinstance(found, StateLost) and len(batch) > 1:
+            self._alone |= {call.model_id for call, _ in batch}
+            found = StateLost(f"it was computed together with others, and that broke off: {found}")
         # What befell the ranks befell each of these calls.
         outcomes = [found] * len(batch) if isinstance(found, BaseException) else found
         for future, outcome in zip(futures, outcomes, strict=True):

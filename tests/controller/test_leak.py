@@ -15,7 +15,7 @@ from skyrl_actors.messages.columns import TARGETS, Example, columns_from
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward, OptimStep
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.workers.interface import WorkerSpec
+from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.fakes import FakeBackend
 
@@ -73,9 +73,11 @@ def test_a_ranks_memory_is_flat(random_base: Path):
     once.apply(1, "m", Turn(1), "create_model", ModelSpec("m", "tiny", lora=LoraSpec(4)))
     tokens = np.arange(16, dtype=np.int32)
     columns = columns_from([Example(tokens, {TARGETS: tokens})])
+    call = PartCall("m", (0,), columns, LossCall("cross_entropy", {}))
     after_warm = 0
     for number in range(2, 1202, 2):
-        once.apply(1, "m", Turn(number, number - 1), "forward_backward", (0,), "m", columns, LossCall("cross_entropy", {}), False)
+        (output,) = once.forward_backward(1, [Turn(number, number - 1)], [call], False)
+        assert isinstance(output, RowOutput)
         once.apply(1, "m", Turn(number + 1, number), "optim_step", "m", AdamParams())
         if number % 100 == 0:
             once.apply(1, "m", Turn(None, number + 1), "copy_state", "m")  # a snapshot that nobody writes

@@ -1,10 +1,13 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_actors.groups.exactly_once import ExactlyOnce
+from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
 from skyrl_actors.messages.turn import Turn
+from skyrl_actors.workers.interface import PartCall, Refused
 
 
 class Adder:
@@ -98,3 +101,66 @@ def test_an_older_epoch_is_fenced_off():
     once.delete(3, "m")
     with pytest.raises(StateLost):
         once.apply(3, "m", Turn(2, 1), "add", "m", 1)
+
+
+class Tenants(Adder):
+    def forward_backward(self, calls: tuple[PartCall, ...], forward_only: bool) -> list:
+        self.asked = [call.model_id for call in calls]
+        found = []
+        for call in calls:
+            if call.rows == (13,):
+                found.append(Refused(InvalidRequest("no"), clean=True))
+                continue
+            self.sums[call.model_id] += len(call.rows)
+            found.append(self.sums[call.model_id])
+            if call.rows == (14,):
+                found[-1] = Refused(InvalidRequest("half"), clean=False)
+        if self.fail:
+            raise self.fail
+        return found
+
+
+def part(model_id: str, *rows: int) -> PartCall:
+    return PartCall(model_id, rows, columns_from([Example(np.ones(1, np.int32), {})]), None)
+
+
+def tenants(*names: str) -> tuple[ExactlyOnce, Tenants]:
+    worker = Tenants()
+    once = ExactlyOnce(worker)
+    for name in names:
+        once.apply(1, name, Turn(1), "create_model", name)
+    return once, worker
+
+
+def test_parts_of_many_models_are_each_applied_once():
+    once, worker = tenants("a", "b")
+    calls = [part("a", 0, 1), part("b", 0), part("c", 0)]
+    first = once.forward_backward(1, [Turn(2, 1), Turn(3, 1), Turn(4, 1)], calls, False)
+    assert first[:2] == [2, 1] and isinstance(first[2], StateLost)
+    again = once.forward_backward(1, [Turn(2, 1), Turn(5, 3)], calls[:2], False)
+    assert again == [2, 2] and worker.asked == ["b"] and worker.sums == {"a": 2, "b": 2}
+    assert once.adopt(1) == {"a": 2, "b": 5}
+
+
+def test_a_refused_part_leaves_its_model_as_it_was_or_torn():
+    once, _ = tenants("a", "b", "c")
+    turns = [Turn(2, 1), Turn(3, 1), Turn(4, 1)]
+    outcomes = once.forward_backward(1, turns, [part("a", 13), part("b", 14), part("c", 0)], False)
+    assert [type(outcome) for outcome in outcomes] == [InvalidRequest, InvalidRequest, int]
+    assert once.adopt(1) == {"a": 1, "c": 4}  # b is torn
+
+
+def test_a_call_that_breaks_off_tears_all_its_models_and_no_other():
+    once, worker = tenants("a", "b", "c")
+    worker.fail = InternalError("broken")
+    with pytest.raises(InternalError):
+        once.forward_backward(1, [Turn(2, 1), Turn(3, 1)], [part("a", 0), part("b", 0)], False)
+    assert once.adopt(1) == {"c": 1}
+
+
+def test_reading_tears_nothing():
+    once, worker = tenants("a")
+    worker.fail = InternalError("broken")
+    with pytest.raises(InternalError):
+        once.forward_backward(1, [Turn(None, 1)], [part("a", 0)], True)
+    assert once.adopt(1) == {"a": 1}

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.colocation.keeper import PhaseKeeper
 from skyrl_actors.colocation.phases import RESIDENT, Move, Phase
 from skyrl_actors.groups.exactly_once import ExactlyOnce
+from skyrl_actors.groups.together import Call, Together
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
@@ -24,6 +26,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput, Sequence
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from skyrl_actors.workers.interface import PartCall
 from tests.simulation.journal import Disk
 
 
@@ -64,7 +67,10 @@ class SimWorker:
     def delete_model(self, model_id: str) -> None:
         self.states.pop(model_id, None)
 
-    def forward_backward(self, model_id: str, columns: Columns, forward_only: bool) -> LossOutput:
+    def forward_backward(self, calls: tuple[PartCall, ...], forward_only: bool) -> list[Any]:
+        return [self.add(call.model_id, call.columns, forward_only) for call in calls]
+
+    def add(self, model_id: str, columns: Columns, forward_only: bool) -> LossOutput:
         state = self.states[model_id]
         values = np.frombuffer(bytes.fromhex(chained(state.weights, columns.tokens.tolist())), np.uint8)
         if not forward_only:
@@ -165,6 +171,7 @@ class SimBackend:
         self.on_lost: Callable[[str], None] = lambda role: None
         self.dead = False
         self.epoch = 0
+        self._together = Together(self._compute, 8)  # tokens: some wait for the next
 
     async def _send(self, work: Callable[[ExactlyOnce], Any]) -> Any:
         """A message to the rank and its answer. It travels on its own: the death of its sender does not stop it."""
@@ -240,7 +247,14 @@ class SimBackend:
     async def forward_backward(
         self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput:
-        return await self._apply(spec, turn, "forward_backward", spec.model_id, columns, forward_only)
+        async with self.keeper.hold(Phase.TRAIN):
+            return await self._together.run(Call(spec.model_id, turn, columns, loss, forward_only))
+
+    async def _compute(self, calls: SequenceOf[Call]) -> list[Any]:
+        epoch = self.epoch
+        turns = [call.turn for call in calls]
+        parts = [PartCall(call.model_id, (), call.columns, call.loss) for call in calls]
+        return await self._send(lambda rank: rank.forward_backward(epoch, turns, parts, calls[0].forward_only))
 
     async def drop_gradients(self, spec: ModelSpec, turn: Turn) -> None:
         await self._apply(spec, turn, "drop_gradients", spec.model_id)

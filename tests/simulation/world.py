@@ -184,12 +184,12 @@ class Tenant:
     def _batch(self) -> tuple[rq.Request, Any]:
         columns = self._columns()
         request = rq.ForwardBackward(self.spec.model_id, columns, LossCall("cross_entropy", {}), seq_id=self._next())
-        return request, self.truth.forward_backward(self.spec.model_id, columns, False)
+        return request, self.truth.add(self.spec.model_id, columns, False)
 
     def _forward(self) -> tuple[rq.Request, Any]:
         columns = self._columns()
         request = rq.ForwardBackward(self.spec.model_id, columns, LossCall("cross_entropy", {}), True, self._next())
-        return request, self.truth.forward_backward(self.spec.model_id, columns, True)
+        return request, self.truth.add(self.spec.model_id, columns, True)
 
     def _step(self) -> tuple[rq.Request, Any]:
         adam = AdamParams(learning_rate=self.chance.random())

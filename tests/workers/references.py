@@ -37,7 +37,9 @@ class Reference:
     """A float64 model with the gradients of what it was given."""
 
     def __init__(self, folder: Path, value_head: Tensor | None = None):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
         self.model.train()
         self.value_weight = None if value_head is None else torch.nn.Parameter(value_head.double().clone())
         self.value_bias = None if value_head is None else torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))

@@ -122,3 +122,23 @@ def values_in_order(columns: Columns, outputs: list[Any]) -> np.ndarray:
     for rows, given, _ in outputs:
         values[columns.positions(rows)] = given
     return values
+
+
+def tenants(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, specs: list[ModelSpec], data: list[list[Columns]],
+    options: dict[str, Any],
+) -> list[dict[str, torch.Tensor]]:  # fmt: skip
+    """Three calls of all tenants together; the gradients of each."""
+    worker = worker_of(rank, world, port, base, strategy, **options)
+    call = losses.find("ppo").checked({})
+    for spec in specs:
+        worker.create_model(spec)
+        state: Any = worker.models[spec.model_id].state
+        state.weights.add_(torch.randn(len(state.weights), generator=torch.Generator().manual_seed(5)) * 0.05)
+    for calls in data:
+        run(worker, [(spec.model_id, columns, call) for spec, columns in zip(specs, calls, strict=True)])
+    found = []
+    for spec in specs:
+        worker.optim_step(spec.model_id, READ_GRADIENT)
+        found.append(gathered(worker, spec.model_id, "exp_avg"))
+    return found

@@ -9,7 +9,7 @@ import torch
 
 from skyrl_actors import losses
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy, StrategyConfig
-from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers.state import adam_group
 from skyrl_actors.workers.tensor_files import TensorFiles, whole
 from tests.workers import strategy_runs as runs
@@ -133,3 +133,65 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one_under_another_strategy(
     same = ranks[2].run(runs.load_and_step, str(base), STRATEGIES[saver], after, folder, other)[0]
     for name, weight in found.items():
         assert relative(weight, same[name]) < 1e-6, name
+
+
+TENANTS = [
+    ModelSpec("a", "tiny", lora=LoraSpec(4), seed=1),
+    ModelSpec("b", "tiny", lora=LoraSpec(8, train_unembed=False), seed=2),
+    ModelSpec("c", "tiny", lora=LoraSpec(2, train_mlp=False), seed=3),
+]
+
+
+@pytest.fixture(scope="module")
+def of_tenants(ranks: dict[int, Ranks], base: Path) -> list[dict[str, torch.Tensor]]:
+    """Each alone, on one rank."""
+    found = []
+    for i, spec in enumerate(TENANTS):
+        data = [[calls[i]] for calls in tenant_data()]
+        found += ranks[1].run(runs.tenants, str(base), ReplicaStrategy(), [spec], data, {})[0]
+    return found
+
+
+def joined(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensors[name].reshape(-1) for name in sorted(tensors)])
+
+
+def tenant_data() -> list:
+    return [
+        [batch(10 * step + i, lengths, ("logprobs", "advantages")) for i, lengths in enumerate(((9, 4, 17), (5,), (12, 3, 30)))]
+        for step in range(3)
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["replica", "zero3", "fsdp2"])
+@pytest.mark.parametrize("budget", [24, 4096])
+def test_adapters_over_a_frozen_base_however_it_is_held(
+    ranks: dict[int, Ranks], base: Path, of_tenants: list, strategy: str, budget: int
+):
+    """Many tenants together on two ranks, of which one has fewer passes: as each alone on one."""
+    found = ranks[2].run(runs.tenants, str(base), STRATEGIES[strategy], TENANTS, tenant_data(), {"budget": budget})[0]
+    for ours, alone in zip(found, of_tenants, strict=True):
+        assert relative(joined(ours), joined(alone)) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["replica", "fsdp2"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_two_ranks_share_the_tokens_of_a_sequence(
+    ranks: dict[int, Ranks], base: Path, expected: dict, of_tenants: list, strategy: str, activations: str
+):
+    """Losses of tokens and of rows, full fine-tunes, critics and adapters, on lengths that two does not divide."""
+    options = {"sequence_parallel": 2, "activations": activations}
+    for role, names in (("policy", ["cross_entropy", "gspo"]), ("critic", ["ppo_critic"])):
+        data = {name: data_for(name) for name in names}
+        found = ranks[2].run(runs.gradients_of_losses, str(base), STRATEGIES[strategy], data, options | {"role": role})
+        for name in names:
+            wanted, totals, rows = expected[name]
+            for key, gradient in found[0][name][0].items():
+                assert relative(gradient, wanted[key]) < 1e-5, (name, key)
+            for i, columns in enumerate(data[name]):
+                outputs = [of_rank[name][2][i] for of_rank in found]
+                np.testing.assert_allclose(runs.values_in_order(columns, outputs), rows[i], atol=2e-5)
+                assert outputs[0][2]["loss:sum"] == pytest.approx(totals[i], rel=1e-5, abs=1e-4)
+    adapters = ranks[2].run(runs.tenants, str(base), STRATEGIES[strategy], TENANTS, tenant_data(), options)[0]
+    for ours, alone in zip(adapters, of_tenants, strict=True):
+        assert relative(joined(ours), joined(alone)) < 1e-6

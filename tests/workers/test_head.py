@@ -1,0 +1,95 @@
+"""The chunked head against full logits in float64: values, every gradient, every way of having it."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from skyrl_actors.workers import head
+from skyrl_actors.workers.head import HeadSegment, score
+
+T, H, V = 23, 12, 50
+
+
+def tensors(trained: bool, low_rank: bool, targets: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    made = {"hidden": normal(T, H).requires_grad_(), "weight": normal(V, H).requires_grad_(trained)}
+    if low_rank:
+        made |= {"a": normal(3, H).requires_grad_(), "b": normal(V, 3).requires_grad_()}
+    shape = (T, targets) if targets else (T,)
+    made["targets"] = torch.randint(0, V, shape, generator=generator)
+    made["of_logprobs"], made["of_entropy"] = normal(*shape), normal(T)
+    return made
+
+
+def plain(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = x["hidden"] @ x["weight"].t()
+    if "a" in x:  # on the first 9 tokens
+        low_rank = (x["hidden"][:9] @ x["a"].t()) @ x["b"].t() * 0.7
+        logits = torch.cat([logits[:9] + low_rank, logits[9:]])
+    log_p = F.log_softmax(logits, -1)
+    wide = x["targets"] if x["targets"].ndim == 2 else x["targets"][:, None]
+    return log_p.gather(1, wide).view(x["targets"].shape), -(log_p.exp() * log_p).sum(-1)
+
+
+CASES = list(itertools.product([False, True], [False, True], [0, 4], [False, True], [False, True]))
+
+
+@pytest.mark.parametrize(("trained", "low_rank", "targets", "keep", "with_entropy"), CASES)
+def test_values_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, trained: bool, low_rank: bool, targets: int, keep: bool, with_entropy: bool
+):
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 5 * V)
+    monkeypatch.setattr(head, "KEPT_LOGITS", T * V if keep else 0)
+    x = tensors(trained, low_rank, targets)
+    segments = [HeadSegment(9, x.get("a"), x.get("b"), 0.7), HeadSegment(T - 9)]
+    leaves = [x[name] for name in ("hidden", "weight", "a", "b") if name in x and x[name].requires_grad]
+
+    def total(found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        loss = (found[0] * x["of_logprobs"]).sum()
+        return loss + (found[1] * x["of_entropy"]).sum() if with_entropy else loss
+
+    ours = score(x["hidden"], x["weight"], x["targets"], segments, entropy_gradient=with_entropy)
+    wanted = plain(x)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(total(ours), leaves), torch.autograd.grad(total(wanted), leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_what_does_not_count_has_values_and_no_gradient(low_rank: bool):
+    x = tensors(False, low_rank, 0)
+    counted = torch.arange(T) % 3 != 1
+    segments = [HeadSegment(9, x.get("a"), x.get("b"), 0.7), HeadSegment(T - 9)]
+    logprobs, entropy = score(x["hidden"], x["weight"], x["targets"], segments, counted)
+    wanted, wanted_entropy = plain(x)
+    torch.testing.assert_close(logprobs, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(entropy, wanted_entropy, rtol=1e-10, atol=1e-12)
+    leaves = [x[name] for name in ("hidden", "a", "b") if name in x]
+    slope = x["of_logprobs"] * counted
+    for a, b in zip(
+        torch.autograd.grad((logprobs * slope).sum(), leaves), torch.autograd.grad((wanted * slope).sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    skipped, _ = score(x["hidden"], x["weight"], x["targets"], segments, counted, score_uncounted=False)
+    torch.testing.assert_close(skipped, wanted * counted, rtol=1e-10, atol=1e-12)
+
+
+def test_the_frozen_head_keeps_nothing_as_wide_as_the_vocabulary():
+    """What the backward pass is given, by autograd's own books."""
+    x = tensors(False, False, 0)
+    sizes: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        score(x["hidden"], x["weight"], x["targets"], [HeadSegment(T)])
+    assert sizes and max(sizes) == T * H

@@ -1,0 +1,292 @@
+"""Rows of many models in one pass: as if each were alone. Bad input of one leaves the others, and its own state, alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_actors import losses
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers.flat import FlatState
+from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
+from skyrl_actors.workers.passes import PassRunner
+from skyrl_actors.workers.torch_worker import TorchWorker
+from tests.workers.references import batch, inputs_of, relative
+from tests.workers.tiny_models import make
+
+TENANTS = (
+    (ModelSpec("a", "tiny", lora=LoraSpec(4), seed=1), "ppo", {}),
+    (ModelSpec("b", "tiny", lora=LoraSpec(8, 16.0, train_unembed=False), seed=2), "cross_entropy", {}),
+    (ModelSpec("c", "tiny", lora=LoraSpec(16, train_mlp=False), seed=3), "importance_sampling", {"entropy_coef": 0.01}),
+    (ModelSpec("d", "tiny", lora=LoraSpec(2, train_attn=False, train_unembed=False), seed=4), "cross_entropy", {}),
+)
+LENGTHS = ((9, 4, 17), (5,), (12, 12, 3, 30), (8, 2))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def worker_for(base: Path, role: str = "policy", **options: Any) -> TorchWorker:
+    budget = options.pop("budget", 64)
+    spec = WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 1, budget, 60.0, **options)  # type: ignore[arg-type]
+    worker = TorchWorker(spec)
+    worker.setup("127.0.0.1", 0)
+    return worker
+
+
+def part(model_id: str, columns: Columns, name: str, options: dict[str, float]) -> PartCall:
+    return PartCall(model_id, tuple(range(columns.num_rows)), columns, losses.find(name).checked(options))
+
+
+def parts_of(step: int) -> list[PartCall]:
+    return [
+        part(spec.model_id, batch(10 * step + i, lengths, inputs_of(name)), name, options)
+        for i, ((spec, name, options), lengths) in enumerate(zip(TENANTS, LENGTHS, strict=True))
+    ]
+
+
+def state(worker: TorchWorker, model_id: str) -> FlatState:
+    found = worker.models[model_id].state
+    assert isinstance(found, FlatState)
+    return found
+
+
+def train(worker: TorchWorker, together: bool) -> list[Any]:
+    outputs = []
+    for step in range(3):
+        for accumulated in range(2):
+            parts = parts_of(7 * step + accumulated)
+            batches = [tuple(parts)] if together else [(one,) for one in parts]
+            for some in batches:
+                outputs += worker.forward_backward(some, False)
+        for i, (spec, _, _) in enumerate(TENANTS):
+            outputs.append(worker.optim_step(spec.model_id, AdamParams(1e-3 * (i + 1), grad_clip_norm=float(i), eps=1e-5)))
+    return outputs
+
+
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_together_is_as_alone(base: Path, budget: int):
+    """Other ranks, targets, losses, steps and clips for each; 64 tokens: passes of two tenants, 4096: one of all."""
+    together, alone = worker_for(base, budget=budget), worker_for(base)
+    for worker in (together, alone):
+        for spec, _, _ in TENANTS:
+            worker.create_model(spec)
+    for a, b in zip(train(together, True), train(alone, False), strict=True):
+        if isinstance(a, dict):
+            assert a == pytest.approx(b, rel=1e-5)
+            continue
+        np.testing.assert_allclose(a.values, b.values, atol=1e-5)
+        assert a.sums == pytest.approx(b.sums, rel=1e-5, abs=1e-5)
+    for spec, _, _ in TENANTS:
+        assert relative(state(together, spec.model_id).weights, state(alone, spec.model_id).weights) < 1e-6
+
+
+def test_gradients_together_are_those_of_each_alone(base: Path):
+    worker = worker_for(base, budget=4096)
+    for spec, _, _ in TENANTS:
+        worker.create_model(spec)
+    with torch.no_grad():
+        for spec, _, _ in TENANTS:  # B is zero at the start, and A's gradient with it
+            weights = state(worker, spec.model_id).weights
+            weights.add_(torch.randn(len(weights), generator=torch.Generator().manual_seed(5)) * 0.05)
+    found = []
+    for together in (True, False):
+        parts = parts_of(3)
+        for some in [tuple(parts)] if together else [(one,) for one in parts]:
+            worker.forward_backward(some, False)
+        for spec, _, _ in TENANTS:
+            gradients = state(worker, spec.model_id).gradients
+            assert gradients is not None
+            found.append(gradients.clone())
+            worker.drop_gradients(spec.model_id)
+    for a, b in zip(found[: len(TENANTS)], found[len(TENANTS) :], strict=True):
+        assert relative(a, b) < 1e-6
+
+
+def test_critics_share_a_pass_too(base: Path):
+    specs = [ModelSpec(name, "tiny", "critic", LoraSpec(rank), seed) for name, rank, seed in (("x", 4, 1), ("y", 8, 2))]
+    results = []
+    for together in (True, False):
+        worker = worker_for(base, "critic")
+        for i, spec in enumerate(specs):
+            worker.create_model(spec)
+            state(worker, spec.model_id).views["value_head.weight"].data.fill_(0.1 * (i + 1))
+        parts = [
+            part(s.model_id, batch(i, LENGTHS[i], inputs_of("ppo_critic"), False), "ppo_critic", {}) for i, s in enumerate(specs)
+        ]
+        outputs: list[Any] = []
+        for some in [tuple(parts)] if together else [(one,) for one in parts]:
+            outputs += worker.forward_backward(some, False)
+        results.append((outputs, [state(worker, s.model_id).gradients for s in specs]))
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        np.testing.assert_allclose(a.values, b.values, atol=1e-6)
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        assert a is not None and b is not None and relative(a, b) < 1e-6
+
+
+def spoiled(columns: Columns, field: str, value: float) -> Columns:
+    """The last token of the second row."""
+    array = columns.fields[field].copy()
+    array[columns.offsets[2] - 1] = value
+    return Columns(columns.tokens, columns.offsets, {**columns.fields, field: array})
+
+
+@pytest.mark.parametrize(("field", "value"), [("advantages", np.inf), ("logprobs", -1e9), ("advantages", np.nan)])
+def test_what_is_not_finite_is_refused_with_its_datum_and_changes_nothing(base: Path, field: str, value: float):
+    """Also in the second pass of a call, and beside a tenant that goes on."""
+    worker, alone = worker_for(base, budget=20), worker_for(base, budget=20)
+    for at in (worker, alone):
+        for spec, _, _ in TENANTS[:2]:
+            at.create_model(spec)
+    good, other = parts_of(1)[:2]
+    worker.forward_backward((good,), False)
+    before = state(worker, "a").gradients
+    assert before is not None
+    before = before.clone()
+    bad = part("a", spoiled(batch(4, (9, 17, 4), inputs_of("ppo")), field, value), "ppo", {})
+    refused, fine = worker.forward_backward((bad, other), False)
+    assert isinstance(refused, Refused) and refused.clean
+    assert "datum 1" in str(refused.error) and "token 16" in str(refused.error)
+    assert isinstance(fine, RowOutput)
+    assert torch.equal(state(worker, "a").gradients, before)  # type: ignore[arg-type]
+    alone.forward_backward((other,), False)
+    assert relative(state(worker, "b").gradients, state(alone, "b").gradients) < 1e-6  # type: ignore[arg-type]
+
+
+def test_a_weight_that_is_not_finite_in_one_adapter_stays_in_its_rows(base: Path):
+    worker = worker_for(base, budget=4096)
+    for spec, _, _ in TENANTS[:2]:
+        worker.create_model(spec)
+    with torch.no_grad():
+        state(worker, "a").weights[-1] = torch.nan
+    refused, fine = worker.forward_backward(tuple(parts_of(1)[:2]), False)
+    assert isinstance(refused, Refused) and isinstance(fine, RowOutput)
+    assert np.isfinite(fine.values).all() and bool(torch.isfinite(state(worker, "b").gradients).all())  # type: ignore[arg-type]
+    assert not state(worker, "a").gradients.any()  # type: ignore[union-attr]
+
+
+class ShortOfMemory:
+    """As if a pass of more than so many tokens did not fit; it breaks in the backward, with gradients half added."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int):
+        whole = PassRunner._backward
+
+        def backward(runner: PassRunner, parts: Any, surrogate: torch.Tensor) -> None:
+            whole(runner, parts, surrogate)
+            if self.tokens > limit:
+                raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+        run = PassRunner.run
+
+        def counted(runner: PassRunner, parts: Any, plan: Any) -> None:
+            self.tokens = plan.num_tokens
+            run(runner, parts, plan)
+
+        self.tokens = 0
+        monkeypatch.setattr(PassRunner, "_backward", backward)
+        monkeypatch.setattr(PassRunner, "run", counted)
+
+
+def test_out_of_memory_is_tried_again_in_halves(base: Path, monkeypatch: pytest.MonkeyPatch):
+    worker, roomy = worker_for(base, budget=4096), worker_for(base, budget=4096)
+    for at in (worker, roomy):
+        for spec, _, _ in TENANTS:
+            at.create_model(spec)
+    parts = tuple(parts_of(1))
+    wanted = roomy.forward_backward(parts, False)
+    ShortOfMemory(monkeypatch, 60)  # all rows together have 102 tokens
+    found = worker.forward_backward(parts, False)
+    for a, b in zip(found, wanted, strict=True):
+        assert isinstance(a, RowOutput) and isinstance(b, RowOutput)
+        assert a.sums == pytest.approx(b.sums, rel=1e-5, abs=1e-5)
+    for spec, _, _ in TENANTS:
+        assert relative(state(worker, spec.model_id).gradients, state(roomy, spec.model_id).gradients) < 1e-6  # type: ignore[arg-type]
+
+
+def test_out_of_memory_in_halves_too_is_a_clear_error(base: Path, monkeypatch: pytest.MonkeyPatch):
+    worker = worker_for(base, budget=4096)
+    worker.create_model(TENANTS[0][0])
+    worker.forward_backward((parts_of(1)[0],), False)
+    before = state(worker, "a").gradients.clone()  # type: ignore[union-attr]
+    ShortOfMemory(monkeypatch, 1)
+    (refused,) = worker.forward_backward((parts_of(2)[0],), False)
+    assert isinstance(refused, Refused) and refused.clean and "microbatch_tokens" in str(refused.error)
+    assert torch.equal(state(worker, "a").gradients, before)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("lora", [None, LoraSpec(4)])
+def test_saving_memory_changes_no_number(base: Path, activations: str, lora: LoraSpec | None):
+    found = []
+    for way in ("keep", activations):
+        worker = worker_for(base, activations=way)
+        worker.create_model(ModelSpec("m", "tiny", lora=lora))
+        worker.forward_backward((part("m", batch(3, (9, 30, 4)), "cross_entropy", {}),), False)
+        found.append(state(worker, "m").gradients)
+    assert relative(found[1], found[0]) < 1e-6
+
+
+def test_a_tenant_is_made_switched_and_deleted_without_touching_the_base(base: Path):
+    """Its tensors are all that it adds: weights, and after the first call gradients."""
+    worker = worker_for(base)
+    for i in range(20):
+        worker.create_model(ModelSpec(f"t{i}", "tiny", lora=LoraSpec(4), seed=i))
+    sizes = {state(worker, f"t{i}").weights.untyped_storage().nbytes() for i in range(20)}
+    assert sizes == {state(worker, "t0").num_parameters * 4}
+    views = state(worker, "t3").views.values()
+    assert {view.untyped_storage().data_ptr() for view in views} == {state(worker, "t3").weights.untyped_storage().data_ptr()}
+    worker.delete_model("t3")
+    assert "t3" not in worker.models
+
+
+def test_the_entropy_bonus_is_taken_off_the_loss(base: Path):
+    """Against float64: the gradient of −Σ w·log p − c·Σ H over the counted tokens."""
+    from tests.workers.references import Reference
+
+    columns = batch(5, (9, 14), inputs_of("ppo"))
+    worker = worker_for(base)
+    worker.create_model(ModelSpec("m", "tiny"))
+    (output,) = worker.forward_backward((part("m", columns, "ppo", {"entropy_coef": 0.3}),), False)
+    assert isinstance(output, RowOutput)
+    reference = Reference(base)
+    plain = reference.backward("ppo", columns)
+    bonus = torch.zeros((), dtype=torch.float64)
+    for i in range(2):
+        where = columns.positions([i])
+        log_p = torch.log_softmax(
+            reference.model(input_ids=torch.tensor(columns.tokens[where][None].astype(np.int64))).logits[0], -1
+        )
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        bonus = bonus + (entropy * torch.tensor(columns.fields["weights"][where] != 0)).sum()
+    (-0.3 * bonus).backward()
+    assert output.sums["entropy:sum"] == pytest.approx(float(bonus), rel=1e-5)
+    assert output.sums["loss:sum"] == pytest.approx(plain - 0.3 * float(bonus), rel=1e-4)
+    gradients = state(worker, "m").gradients
+    assert gradients is not None
+    for name, gradient in state(worker, "m").split(gradients).items():
+        assert relative(gradient, reference.gradients()[name]) < 1e-5, name
+
+
+def test_metrics_of_entropy_and_kl_are_always_there(base: Path):
+    worker = worker_for(base)
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    columns = batch(5, (9, 14), inputs_of("ppo"))
+    (output,) = worker.forward_backward((part("m", columns, "ppo", {}),), False)
+    assert isinstance(output, RowOutput)
+    counted = columns.fields["weights"] != 0
+    difference = output.values.astype(np.float64) - columns.fields["logprobs"]
+    assert output.sums["kl:sum"] == pytest.approx(float(((np.exp(difference) - 1 - difference) * counted).sum()), rel=1e-4)
+    assert output.sums["counted_tokens:sum"] == counted.sum()
+    assert 0 < output.sums["entropy:sum"] <= counted.sum() * np.log(128) + 1e-3
+
+
+@pytest.mark.parametrize("bad", [LoraSpec(4, train_attn=False, train_mlp=False, train_unembed=False)])
+def test_a_lora_that_trains_nothing_is_refused(base: Path, bad: LoraSpec):
+    with pytest.raises(InvalidRequest, match="trains nothing"):
+        worker_for(base).create_model(ModelSpec("m", "tiny", lora=bad))
