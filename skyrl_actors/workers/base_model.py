@@ -33,12 +33,12 @@ class BaseModel(Network):
         return sites
 
     def place(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Compute with these in the place of the base's own."""
+        """Compute with these in the place of the base's own; what they leave out stays the base's."""
         if parameters is self._bound:
             return
         for name, sites in self._sites.items():
             for module, attribute in sites:
-                module._parameters[attribute] = parameters[name]
+                module._parameters[attribute] = parameters.get(name, self.own[name])
         self._bound = parameters
 
     def release(self) -> None:

@@ -20,7 +20,7 @@ from skyrl_actors.files import fsync
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import CheckpointForm, LoraSpec
 from skyrl_actors.workers.models import TrainedModel
-from skyrl_actors.workers.network import UNEMBED, VALUE_BIAS, VALUE_WEIGHT
+from skyrl_actors.workers.network import UNEMBED, UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT
 from skyrl_actors.workers.state import MOMENTS, Kind
 from skyrl_actors.workers.tensor_files import (
     InMemory,
@@ -39,7 +39,7 @@ from skyrl_actors.workers.tensor_files import (
 PEFT_PREFIX = "base_model.model."
 SPEC_FILE = "model_spec.json"
 SAVED_BY = "saved_by"
-UNEMBED_WEIGHT, EMBED_WEIGHT = f"{UNEMBED}.weight", "model.embed_tokens.weight"
+EMBED_WEIGHT = "model.embed_tokens.weight"
 FILE_BYTES = 5 * 10**9  # of one file of weights, as Hugging Face cuts them
 VALUE_HEAD = (VALUE_WEIGHT, VALUE_BIAS)
 
@@ -170,11 +170,10 @@ def load(model: TrainedModel, folder: Path, with_optimizer: bool) -> None:
     if model.spec.lora is not None:
         names = {name: f"{PEFT_PREFIX}{name}.weight" for name in names}
     with _weights_of(model, folder) as files:
-        _check_same(names, files, folder)
+        _check_same(names, files, VALUE_WEIGHT in state.shapes)
         sources: list[Source] = [Renamed(files, names)]
         if VALUE_WEIGHT in state.shapes:
-            head = folder / "value_head.safetensors"
-            sources.append(TensorFiles(head) if head.exists() else _no_value_head(model))
+            sources.append(_value_head(model, folder, files))
         state.load(Together(sources))
         state.drop_gradients()
     if not with_optimizer:
@@ -190,14 +189,24 @@ def _weights_of(model: TrainedModel, folder: Path) -> TensorFiles:
     return TensorFiles(folder, "model*.safetensors")
 
 
-def _check_same(names: dict[str, str], files: TensorFiles, folder: Path) -> None:
-    if odd := {*names.values()} ^ {*files.shapes}:
+def _check_same(names: dict[str, str], files: TensorFiles, is_critic: bool) -> None:
+    """A critic takes the trunk of a policy or of a reward model, and leaves their heads."""
+    theirs = {name for name in files.shapes if not (is_critic and (UNEMBED in name or name.startswith("score.")))}
+    ours = {name for name in names.values() if not (is_critic and UNEMBED in name and name not in files.shapes)}
+    if odd := (ours - {*files.shapes}) | (theirs - ours):
         raise InvalidRequest(f"the checkpoint's tensors are not this model's: {sorted(odd)[:4]}")
 
 
-def _no_value_head(model: TrainedModel) -> Source:
-    """A policy's or reward model's trunk under a critic: its values begin at zero."""
-    return InMemory({name: torch.zeros(model.state.shapes[name]) for name in VALUE_HEAD})
+def _value_head(model: TrainedModel, folder: Path, files: TensorFiles) -> Source:
+    """A critic's own; a reward model's score; over a policy's trunk zero, so that values begin there."""
+    head = folder / "value_head.safetensors"
+    if head.exists():
+        return TensorFiles(head)
+    zeros = InMemory({name: torch.zeros(model.state.shapes[name]) for name in VALUE_HEAD})
+    if files.shapes.get("score.weight") != model.state.shapes[VALUE_WEIGHT]:
+        return zeros
+    score = {VALUE_WEIGHT: "score.weight", **({VALUE_BIAS: "score.bias"} if "score.bias" in files.shapes else {})}
+    return Together([zeros, Renamed(files, score)])
 
 
 def moments_in(files: TensorFiles, shapes: Mapping[str, Shape]) -> tuple[dict[Kind, Source], int]:

@@ -6,7 +6,6 @@ sum, which gloo does not have, so the plain sum is forced as well.
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,9 +19,9 @@ from skyrl_actors.config.strategies import Fsdp2Strategy
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.network import Activations, Network
-from skyrl_actors.workers.shells import check_files, own_names, shell, value_head_for
+from skyrl_actors.workers.shells import own_names, shell, trained_names, value_head_for, weights_of
 from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, checked_norm
-from skyrl_actors.workers.tensor_files import Shape, Source, TensorFiles
+from skyrl_actors.workers.tensor_files import Shape, Source
 
 
 def sharded_network(
@@ -49,10 +48,11 @@ def sharded_network(
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
     _materialize(network, torch.device("cpu") if strategy.cpu_offload else device)
-    with TensorFiles(Path(folder)) as files:
-        shapes = {name: tuple(p.shape) for name, p in own_names(network.whole).items()}
-        check_files(files, shapes, folder)
-        fill(own_names(network.whole), files)
+    parameters = own_names(network.whole)
+    with weights_of(
+        folder, torch.float32 if trained else dtype, {name: tuple(p.shape) for name, p in parameters.items()}
+    ) as source:
+        fill(parameters, source)
     return network
 
 
@@ -87,7 +87,7 @@ def _fill_rows(parameter: DTensor, source: Source, name: str) -> None:
 class Fsdp2State:
     def __init__(self, network: Network):
         self._network = network
-        self.parameters = cast("dict[str, DTensor]", own_names(network.whole))
+        self.parameters = cast("dict[str, DTensor]", trained_names(network.whole))
         self.shapes: dict[str, Shape] = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.pending = False
         self.optimizer = self._new_optimizer()

@@ -16,7 +16,7 @@ from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import BaseModelInfo, WorkerSpec
 from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_tensors
-from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT, Network
+from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT, Network
 from skyrl_actors.workers.sequence import SequenceGroup
 from skyrl_actors.workers.tensor_files import InMemory, Renamed, TensorFiles, Together
 
@@ -107,6 +107,7 @@ class Holding:
         base = self._whole_base()
         tensors = {name: parameter.data for name, parameter in base.own.items()}
         if is_critic:
+            tensors.pop(UNEMBED_WEIGHT, None)  # a head of its own has no part in values
             tensors |= value_head_tensors(base)
         state = FlatState(tensors, self.device, self.dtype, self._reduce, self.writes)
         return self._in_full_precision(TrainedModel(spec, base, state))

@@ -23,6 +23,7 @@ from skyrl_actors.workers.sequence import SequenceGroup
 ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2")
 UNEMBED = "lm_head"
+UNEMBED_WEIGHT = f"{UNEMBED}.weight"
 VALUE_WEIGHT, VALUE_BIAS = "value_head.weight", "value_head.bias"
 NOT_PLAIN = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 Activations = Literal["keep", "recompute", "offload"]

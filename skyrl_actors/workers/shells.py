@@ -1,6 +1,7 @@
 """A network without weights, and the filling of a rank's part of them from the base model's files."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT
 from skyrl_actors.workers.packing import ATTENTION
-from skyrl_actors.workers.tensor_files import Shape, TensorFiles
+from skyrl_actors.workers.tensor_files import InMemory, Shape, Source, TensorFiles
 
 INSIDE = "causal_lm."  # of a network's names in its whole
 
@@ -30,10 +31,16 @@ def value_head_for(module: Any, is_critic: bool) -> nn.Linear | None:
     """Zero values at the start give no shock to the first advantages."""
     if not is_critic:
         return None
+    if not module.config.tie_word_embeddings:
+        module.lm_head.requires_grad_(False)  # a head of its own has no part in values
     head = nn.Linear(int(module.config.hidden_size), 1)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     return head
+
+
+def trained_names(whole: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in own_names(whole).items() if parameter.requires_grad}
 
 
 def own_names(whole: nn.Module) -> dict[str, nn.Parameter]:
@@ -41,13 +48,21 @@ def own_names(whole: nn.Module) -> dict[str, nn.Parameter]:
     return {name.removeprefix(INSIDE): parameter for name, parameter in whole.named_parameters()}
 
 
-def check_files(files: TensorFiles, shapes: Mapping[str, Shape], folder: str) -> None:
-    """The value head is no part of a base model."""
-    missing = [
-        name for name, shape in shapes.items() if name not in (VALUE_WEIGHT, VALUE_BIAS) and files.shapes.get(name) != shape
-    ]
+@contextmanager
+def weights_of(folder: str, dtype: torch.dtype, shapes: Mapping[str, Shape]) -> Iterator[Source]:
+    """The base model's weights under its modules' names. From the files as they lie, so that a rank reads its own part; a model
+    whose files are laid out otherwise than its modules (experts, one by one) is converted in host memory, whole.
+
+    Raises ConfigError when they are not there in these shapes. The value head is no part of a base model.
+    """
+    wanted = {name: shape for name, shape in shapes.items() if name not in (VALUE_WEIGHT, VALUE_BIAS)}
+    with TensorFiles(Path(folder)) as files:
+        if all(files.shapes.get(name) == shape for name, shape in wanted.items()):
+            yield files
+            return
+    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    source = InMemory(dict(module.named_parameters()))
+    missing = [name for name, shape in wanted.items() if source.shapes.get(name) != shape]
     if missing:
-        raise ConfigError(
-            f"{Path(folder).name}: its files do not have {missing[0]} of shape {shapes[missing[0]]} ({len(missing)} such tensors); "
-            "a model whose files are laid out otherwise than its modules can be held by strategy replica"
-        )
+        raise ConfigError(f"{Path(folder).name} has no {missing[0]} of shape {wanted[missing[0]]} ({len(missing)} such tensors)")
+    yield source

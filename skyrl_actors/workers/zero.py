@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
@@ -36,9 +35,9 @@ from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.network import Activations, Network
 from skyrl_actors.workers.packing import ATTENTION
-from skyrl_actors.workers.shells import check_files, own_names, value_head_for
+from skyrl_actors.workers.shells import own_names, trained_names, value_head_for, weights_of
 from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, checked_norm
-from skyrl_actors.workers.tensor_files import Shape, Source, TensorFiles, whole
+from skyrl_actors.workers.tensor_files import Shape, Source, whole
 
 # An operator for inference that every start on a CPU would compile, and that fails without a compiler.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -80,15 +79,14 @@ def zero_network(
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=ATTENTION)
     module.to(device)
     network = Network(module, device, activations, value_head_for(module, is_critic))
-    with TensorFiles(Path(folder)) as files, torch.no_grad():
-        parameters = own_names(network.whole)
-        check_files(files, {name: full_shape(p) for name, p in parameters.items()}, folder)
+    parameters = own_names(network.whole)
+    with weights_of(folder, dtype, {n: full_shape(p) for n, p in parameters.items()}) as source, torch.no_grad():
         for name, parameter in parameters.items():
-            if name in files.shapes:
-                _fill(parameter, files, name)
+            if name in source.shapes:
+                _fill(parameter, source, name)
     arguments: dict[str, Any] = {"model": network.whole, "config": config, "dist_init_required": False}
     if trained:
-        arguments["optimizer"] = torch.optim.AdamW(network.whole.parameters(), lr=0.0, fused=True)
+        arguments["optimizer"] = torch.optim.AdamW(list(trained_names(network.whole).values()), lr=0.0, fused=True)
     else:
         module.requires_grad_(False)
     engine, *_ = deepspeed.initialize(**arguments)
@@ -123,7 +121,7 @@ class ZeroState:
         self._network, self._engine, self._stage = network, engine, strategy.stage
         self._optimizer = engine.optimizer
         self._optimizer.check_grad_overflow = True  # a step with a norm that is not finite is left out, also in float32
-        self.parameters: dict[str, Any] = own_names(network.whole)
+        self.parameters: dict[str, Any] = trained_names(network.whole)
         self.shapes: dict[str, Shape] = {name: full_shape(p) for name, p in self.parameters.items()}
         self.pending = False
         self.num_steps = 0

@@ -1,11 +1,12 @@
 """Architectures by tiny random configs: gradients against float64 transformers, exports opened by transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from skyrl_actors import losses
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
@@ -75,3 +76,39 @@ def test_an_adapter_on_it_merges_into_what_it_computes(name: str, tmp_path: Path
     worker.save_checkpoint("m", str(tmp_path / "merged"), "merged", "r1")
     rows = torch.cat(Reference(tmp_path / "merged").rows(batch(4, LENGTHS)))
     np.testing.assert_allclose(output.values, rows.detach().numpy(), atol=5e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-untied"])
+def test_a_critic_starts_from_a_policy_or_a_reward_model(name: str, tmp_path: Path):
+    """Their trunks; values begin at zero over a policy's, and are a reward model's scores over its."""
+    base = make(name, tmp_path / "base")
+    policy = worker_for(base)
+    policy.create_model(ModelSpec("m", "tiny"))
+    computed(policy, 3)
+    policy.optim_step("m", AdamParams(1e-2))
+    policy.save_checkpoint("m", str(tmp_path / "policy"), "weights", "r1")
+    config = AutoConfig.from_pretrained(tmp_path / "policy")
+    config.num_labels, config.classifier_dropout, config.pad_token_id = 1, 0.0, 0
+    reward: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy", config=config, dtype=torch.float32)
+    reward.save_pretrained(tmp_path / "reward")
+    columns = batch(4, LENGTHS, ("values", "returns"), targets=False)
+    call = PartCall("c", tuple(range(4)), columns, None)
+    critic = worker_for(base)
+    for folder in ("policy", "reward"):
+        critic.create_model(ModelSpec("c", "tiny", "critic"))
+        critic.load_checkpoint("c", str(tmp_path / folder), False)
+        (output,) = critic.forward_backward((call,), True)
+        assert isinstance(output, RowOutput)
+        if folder == "policy":
+            assert not output.values.any()
+            continue
+        where = columns.positions([1])
+        with torch.no_grad():
+            hidden = reward.model(input_ids=torch.tensor(columns.tokens[where][None].astype(np.int64))).last_hidden_state[0]
+            np.testing.assert_allclose(output.values[where], reward.score(hidden)[:, 0].numpy(), atol=2e-5)
+    saved = critic.models["c"].state
+    assert isinstance(saved, FlatState) and "lm_head.weight" not in saved.shapes
+    critic.save_checkpoint("c", str(tmp_path / "critic"), "training", "r1")
+    critic.load_checkpoint("c", str(tmp_path / "critic"), True)
+    (again,) = critic.forward_backward((call,), True)
+    assert isinstance(again, RowOutput) and np.array_equal(again.values, output.values)

@@ -1,0 +1,213 @@
+"""What forward_backward costs: plain torch loops, a worker, and a worker behind SDK and service, side by side in one run.
+
+    python -m bench.train                        # all; about 15 minutes on two cores
+    python -m bench.train --only ragged,combined
+
+One JSON line. Ratios are medians of rounds that take turns: above 1 is faster than the plain loop. Losses are compared too:
+what is measured computes the same.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.harness import emit
+from bench.train_setup import (
+    THREADS,
+    base_of,
+    columns_of,
+    compute,
+    peak_of,
+    plain_loop,
+    plain_model,
+    ragged,
+    rows_of,
+    side_by_side,
+    tenants,
+    tokens_in,
+    worker_of,
+)
+from skyrl_actors.messages.model import ModelSpec
+
+ROUNDS = 5
+LARGE_VOCAB = 151_936
+
+
+def ratio(found: dict[str, list[float]], ours: str, theirs: str) -> float:
+    return round(statistics.median(found[theirs]) / statistics.median(found[ours]), 3)
+
+
+def rates(found: dict[str, list[float]], tokens: int) -> dict[str, int]:
+    return {f"{name}_tokens_per_s": round(tokens / statistics.median(values)) for name, values in found.items()}
+
+
+def same(a: float, b: float) -> None:
+    assert abs(a - b) <= 1e-4 * abs(b), f"losses differ: {a} and {b}"
+
+
+def _full_model(lengths_of: Callable[[int], Sequence[int]], name: str) -> dict[str, Any]:
+    with base_of() as base:
+        plain, worker = plain_model(base), worker_of(base)
+        worker.create_model(ModelSpec("full", "m50"))
+        data = [rows_of(i, lengths_of(7)) for i in range(ROUNDS + 1)]
+        columns = [columns_of(rows) for rows in data]
+        same(compute(worker, [("full", columns[0])]), plain_loop(plain, data[0], 4))
+        found = side_by_side({
+            "padded": lambda i: plain_loop(plain, data[i], 4),
+            "one_by_one": lambda i: plain_loop(plain, data[i], 1),
+            "worker": lambda i: compute(worker, [("full", columns[i])]),
+        }, ROUNDS)  # fmt: skip
+    return {
+        f"{name}_ratio": ratio(found, "worker", "padded"), f"{name}_one_by_one_ratio": ratio(found, "worker", "one_by_one"),
+        f"{name}": rates(found, tokens_in(data[1])),
+    }  # fmt: skip
+
+
+def uniform() -> dict[str, Any]:
+    return _full_model(lambda seed: [256] * 8, "uniform")
+
+
+def ragged_lengths() -> dict[str, Any]:
+    return _full_model(ragged, "ragged")
+
+
+def _many(lengths: Sequence[Sequence[int]], name: str, rounds: int) -> dict[str, Any]:
+    with base_of() as base:
+        worker = worker_of(base)
+        names = tenants(worker, len(lengths))
+        parts = [(tenant, columns_of(rows_of(i, own))) for i, (tenant, own) in enumerate(zip(names, lengths, strict=True))]
+        same(compute(worker, parts), sum(compute(worker, [part]) for part in parts))
+        found = side_by_side({
+            "together": lambda i: compute(worker, parts),
+            "alone": lambda i: [compute(worker, [part]) for part in parts],
+        }, rounds)  # fmt: skip
+    tokens = sum(columns.num_tokens for _, columns in parts)
+    return {f"{name}_ratio": ratio(found, "together", "alone"), name: {"tokens": tokens, **rates(found, tokens)}}
+
+
+def tenants8() -> dict[str, Any]:
+    """One sequence of 16 to 32 tokens each."""
+    return _many([[length] for length in np.linspace(16, 32, 8).astype(int)], "tenants8", 3 * ROUNDS)
+
+
+def tenants8_large() -> dict[str, Any]:
+    return _many([[256, 128] for _ in range(8)], "tenants8_large", ROUNDS)
+
+
+def logits_memory() -> dict[str, Any]:
+    """Peak memory of a loss over 4096 tokens and 151,936 words, forward and backward, each in a process of its own."""
+    peaks = {way: _in_process(f"head-{way}") for way in ("full", "chunked")}
+    return {
+        "logits_memory_ratio": round(peaks["chunked"]["peak"] / peaks["full"]["peak"], 4),
+        "logits_memory": {way: round(found["peak"] / 2**20) for way, found in peaks.items()} | {"unit": "MiB"},
+        "logits_time_ratio": round(peaks["full"]["seconds"] / peaks["chunked"]["seconds"], 3),
+    }
+
+
+def combined() -> dict[str, Any]:
+    """4 LoRA tenants over 8 layers and a large vocabulary: peft, padded, full logits, one tenant after the other, against one
+    packed pass; speed and memory of each in a process of its own, taking turns three times."""
+    rounds = [{way: _in_process(f"combined-{way}") for way in ("peft", "worker", "bfloat16")} for _ in range(3)]
+    middle = {way: statistics.median(r[way]["seconds"] for r in rounds) for way in rounds[0]}
+    memory = {way: statistics.median(r[way]["peak"] for r in rounds) for way in rounds[0]}
+    tokens = rounds[0]["peft"]["tokens"]
+    same(rounds[0]["worker"]["loss"], rounds[0]["peft"]["loss"])
+    return {
+        "combined_ratio": round(middle["peft"] / middle["worker"], 3),
+        "combined_bfloat16_ratio": round(middle["peft"] / middle["bfloat16"], 3),
+        "combined_memory_ratio": round(memory["worker"] / memory["peft"], 3),
+        "combined": {
+            way: {"tokens_per_s": round(tokens / middle[way]), "extra_mib": round(memory[way] / 2**20)} for way in middle
+        },
+    }
+
+
+def sharded_tenants() -> dict[str, Any]:
+    """4 tenants, a base sharded over two ranks by FSDP2, about 360 tokens a rank: in one pass and one at a time."""
+    from bench.train_ranks import time_tenants
+    from tests.workers.ranks import Ranks
+
+    with base_of() as base:
+        pool = Ranks(2)
+        try:
+            found = {kind: pool.run(time_tenants, str(base), kind, ROUNDS)[0] for kind in ("fsdp2", "replica")}
+        finally:
+            pool.close()
+    return {
+        "sharded_tenants_ratio": ratio(found["fsdp2"], "together", "alone"),
+        "replica_tenants_ratio": ratio(found["replica"], "together", "alone"),
+    }
+
+
+def service() -> dict[str, Any]:
+    from bench.train_service import compare
+
+    with base_of() as base:
+        return compare(base, ROUNDS)
+
+
+def growth() -> dict[str, Any]:
+    """Seconds of one call as it grows: tokens of one adapter (rows of 512), and tenants with 64 tokens each."""
+    with base_of() as base:
+        worker = worker_of(base)
+        names = tenants(worker, 64)
+        tokens = {count: _timed(worker, [(names[0], [512] * (count // 512))]) for count in (1024, 4096, 16384, 65536)}
+        many = {count: _timed(worker, [(name, [64]) for name in names[:count]]) for count in (1, 4, 16, 64)}
+    return {"growth": {"seconds_by_tokens": tokens, "seconds_by_tenants": many}}
+
+
+def _timed(worker: Any, parts: Sequence[tuple[str, Sequence[int]]]) -> float:
+    data = [(name, columns_of(rows_of(1, lengths))) for name, lengths in parts]
+    return round(min(side_by_side({"all": lambda i: compute(worker, data)}, 2)["all"]), 3)
+
+
+def _in_process(case: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", "bench.train", "--case", case], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_case(case: str) -> dict[str, Any]:
+    from bench.train_cases import CASES
+
+    torch.set_num_threads(THREADS)
+    work = CASES[case]()
+    found: dict[str, Any] = {}
+    peak = peak_of(lambda: found.update(work()))
+    return {"peak": peak, **found}
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "uniform": uniform, "ragged": ragged_lengths, "tenants8": tenants8, "tenants8_large": tenants8_large,
+    "logits_memory": logits_memory, "combined": combined, "sharded_tenants": sharded_tenants, "service": service, "growth": growth,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(run_case(options.case)))
+        return
+    torch.set_num_threads(THREADS)
+    result: dict[str, Any] = {}
+    for name in options.only.split(","):
+        if name not in PARTS:
+            raise SystemExit(f"no part {name!r}; there are {', '.join(PARTS)}")
+        print(f"{name} …", file=sys.stderr, flush=True)
+        result |= PARTS[name]()
+    emit("train", result | {"threads": THREADS, "rounds": ROUNDS})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""What bench.train measures in processes of their own. Each prepares, and gives the work whose time and memory count."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from bench.train_setup import (
+    LAYERS,
+    base_of,
+    columns_of,
+    compute,
+    plain_loop,
+    plain_model,
+    rows_of,
+    tenants,
+    tokens_in,
+    worker_of,
+)
+from skyrl_actors.workers.head import HeadSegment, score
+
+TOKENS, VOCAB, HIDDEN = 4096, 151_936, 512
+Work = Callable[[], dict[str, Any]]
+
+
+def head(way: str) -> Work:
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN) * 0.02
+    targets = torch.randint(0, VOCAB, (TOKENS,))
+
+    def work() -> dict[str, Any]:
+        started = time.perf_counter()
+        if way == "full":
+            loss = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
+        else:
+            loss = -score(hidden, weight, targets, [HeadSegment(TOKENS)])[0].sum()
+        loss.backward()
+        return {"seconds": time.perf_counter() - started, "loss": loss.item()}
+
+    return work
+
+
+def combined(way: str) -> Work:
+    """8 sequences of 57 to 342 tokens, two of each tenant."""
+    lengths = np.linspace(57, 324, 8).astype(int).tolist()
+    data = [rows_of(i, [lengths[i], lengths[7 - i]], VOCAB) for i in range(4)]
+    with base_of(VOCAB, 8) as base:
+        step = _peft(base, data) if way == "peft" else _worker(base, data, "bfloat16" if way == "bfloat16" else "float32")
+    step()  # allocators and kernels are warm, and memory that is kept is there
+
+    def work() -> dict[str, Any]:
+        started = time.perf_counter()
+        loss = step()
+        return {"seconds": time.perf_counter() - started, "loss": loss, "tokens": sum(tokens_in(rows) for rows in data)}
+
+    return work
+
+
+def _peft(base: Path, data: list[list[np.ndarray]]) -> Callable[[], float]:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=LAYERS, lora_dropout=0.0)
+    model: Any = get_peft_model(plain_model(base), lora, adapter_name="t0")
+    for i in range(1, len(data)):
+        model.add_adapter(f"t{i}", lora)
+
+    def step() -> float:
+        total = 0.0
+        for i, rows in enumerate(data):
+            model.set_adapter(f"t{i}")
+            total += plain_loop(model, rows, 4)
+        return total
+
+    return step
+
+
+def _worker(base: Path, data: list[list[np.ndarray]], dtype: str) -> Callable[[], float]:
+    worker = worker_of(base, dtype=dtype)
+    parts = [(name, columns_of(rows)) for name, rows in zip(tenants(worker, len(data)), data, strict=True)]
+    return lambda: compute(worker, parts)
+
+
+CASES: dict[str, Callable[[], Work]] = {
+    "head-full": lambda: head("full"),
+    "head-chunked": lambda: head("chunked"),
+    **{f"combined-{way}": (lambda way=way: combined(way)) for way in ("peft", "worker", "bfloat16")},
+}

@@ -1,0 +1,25 @@
+"""What the ranks of bench.train run."""
+
+from typing import Any
+
+from bench.train_setup import CALL, columns_of, rows_of, side_by_side, tenants
+from skyrl_actors.config.strategies import Fsdp2Strategy, ReplicaStrategy
+from skyrl_actors.groups.sharding import assign_parts
+from skyrl_actors.workers.interface import PartCall, WorkerSpec
+from skyrl_actors.workers.torch_worker import TorchWorker
+
+LENGTHS = (40, 60, 80)  # of each of four tenants: 720 tokens
+
+
+def time_tenants(rank: int, world: int, port: int, base: str, kind: str, rounds: int) -> dict[str, list[float]]:
+    strategy: Any = Fsdp2Strategy() if kind == "fsdp2" else ReplicaStrategy()
+    worker = TorchWorker(WorkerSpec("policy", rank, world, base, "float32", "cpu", 1, 4096, 600.0, strategy))
+    worker.setup("127.0.0.1", port)
+    parts = [(name, columns_of(rows_of(i, LENGTHS))) for i, name in enumerate(tenants(worker, 4))]
+
+    def run(some: list[Any]) -> None:
+        shares = assign_parts([columns.lengths for _, columns in some], world)[rank]
+        calls = tuple(PartCall(name, rows, columns, CALL) for rows, (name, columns) in zip(shares, some, strict=True))
+        worker.forward_backward(calls, False)
+
+    return side_by_side({"together": lambda i: run(parts), "alone": lambda i: [run([part]) for part in parts]}, rounds)

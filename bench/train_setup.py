@@ -1,0 +1,139 @@
+"""Models, data and loops that the training benchmark compares: plain torch beside a worker."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from skyrl_actors import losses
+from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec
+from skyrl_actors.workers.torch_worker import TorchWorker
+
+THREADS = 2
+CALL = losses.find("cross_entropy").checked({})
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def config_of(vocab_size: int, layers: int) -> Qwen3Config:
+    """512 wide: 50.6 million weights with 16 layers and a vocabulary of 512."""
+    return Qwen3Config(
+        vocab_size=vocab_size, hidden_size=512, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=65536, tie_word_embeddings=True, eos_token_id=1,
+        bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+
+
+@contextmanager
+def base_of(vocab_size: int = 512, layers: int = 16) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="bench-base-") as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config_of(vocab_size, layers), dtype=torch.float32).save_pretrained(folder)
+        yield Path(folder)
+
+
+def rows_of(seed: int, lengths: Sequence[int], vocab_size: int = 512) -> list[np.ndarray]:
+    """Each with one token more than its length: inputs and targets are it without its last and its first."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, n + 1) for n in lengths]
+
+
+def ragged(seed: int, count: int = 16) -> list[int]:
+    """32 to 512, log-uniform, as they arrive."""
+    rng = np.random.default_rng(seed)
+    return np.exp(rng.uniform(np.log(32), np.log(512), count)).astype(int).tolist()
+
+
+def columns_of(rows: Sequence[np.ndarray]) -> Columns:
+    return columns_from([
+        Example(row[:-1].astype(np.int32), {TARGETS: row[1:].astype(np.int32), "weights": np.ones(len(row) - 1, np.float32)})
+        for row in rows
+    ])  # fmt: skip
+
+
+def tokens_in(rows: Sequence[np.ndarray]) -> int:
+    return sum(len(row) - 1 for row in rows)
+
+
+def plain_model(base: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
+
+
+def plain_loop(model: Any, rows: Sequence[np.ndarray], per_pass: int) -> float:
+    """Padded to the longest of each microbatch, sum of the losses; gradients accumulate. Returns the total loss."""
+    total = 0.0
+    for start in range(0, len(rows), per_pass):
+        some = rows[start : start + per_pass]
+        width = max(len(row) for row in some) - 1
+        tokens = torch.zeros(len(some), width, dtype=torch.int64)
+        targets = torch.full((len(some), width), -100)
+        mask = torch.zeros(len(some), width, dtype=torch.int64)
+        for i, row in enumerate(some):
+            n = len(row) - 1
+            tokens[i, :n], targets[i, :n], mask[i, :n] = torch.tensor(row[:-1]), torch.tensor(row[1:]), 1
+        padded = None if bool(mask.all()) else mask
+        logits = model(input_ids=tokens, attention_mask=padded, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def worker_of(base: Path, budget: int = 4096, **options: Any) -> TorchWorker:
+    spec = WorkerSpec("policy", 0, 1, str(base), options.pop("dtype", "float32"), "cpu", THREADS, budget, 600.0, **options)
+    worker = TorchWorker(spec)
+    worker.setup("127.0.0.1", 0)
+    return worker
+
+
+def tenants(worker: TorchWorker, count: int, unembed: bool = False) -> list[str]:
+    names = [f"t{i}" for i in range(count)]
+    for i, name in enumerate(names):
+        worker.create_model(ModelSpec(name, "m50", lora=LoraSpec(8, 16.0, train_unembed=unembed), seed=i))
+    return names
+
+
+def compute(worker: TorchWorker, parts: Sequence[tuple[str, Columns]]) -> float:
+    """One call for all of them; returns the total loss."""
+    calls = tuple(PartCall(name, tuple(range(c.num_rows)), c, CALL) for name, c in parts)
+    outputs = worker.forward_backward(calls, False)
+    assert all(isinstance(output, RowOutput) for output in outputs), outputs
+    return sum(output.sums["loss:sum"] for output in outputs if isinstance(output, RowOutput))
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def side_by_side(ways: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, round by round in turn, behind one round that warms up."""
+    for work in ways.values():
+        work(0)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name, work in ways.items():
+            found[name].append(seconds(lambda work=work, number=number: work(number + 1)))
+    return found
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """Bytes of memory that it takes at most beyond what is taken now. In a process of its own, please."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
