@@ -113,14 +113,16 @@ def logits_memory() -> dict[str, Any]:
 
 def combined() -> dict[str, Any]:
     """4 LoRA tenants over 8 layers and a large vocabulary: peft, padded, full logits, one tenant after the other, against one
-    packed pass; speed and memory of each in a process of its own, taking turns three times."""
-    rounds = [{way: _in_process(f"combined-{way}") for way in ("peft", "worker", "bfloat16")} for _ in range(3)]
+    packed pass; speed and memory of each in a process of its own, taking turns three times. Half of the tokens are prompts:
+    `scored` answers their logprobs too, as a service does by default; the others do not (score_uncounted=false)."""
+    rounds = [{way: _in_process(f"combined-{way}") for way in ("peft", "worker", "bfloat16", "scored")} for _ in range(3)]
     middle = {way: statistics.median(r[way]["seconds"] for r in rounds) for way in rounds[0]}
     memory = {way: statistics.median(r[way]["peak"] for r in rounds) for way in rounds[0]}
     tokens = rounds[0]["peft"]["tokens"]
     same(rounds[0]["worker"]["loss"], rounds[0]["peft"]["loss"])
     return {
         "combined_ratio": round(middle["peft"] / middle["worker"], 3),
+        "combined_scored_ratio": round(middle["peft"] / middle["scored"], 3),
         "combined_bfloat16_ratio": round(middle["peft"] / middle["bfloat16"], 3),
         "combined_memory_ratio": round(memory["worker"] / memory["peft"], 3),
         "combined": {

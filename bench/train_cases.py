@@ -16,6 +16,7 @@ from bench.train_setup import (
     compute,
     plain_loop,
     plain_model,
+    ragged,
     rows_of,
     tenants,
     tokens_in,
@@ -46,11 +47,10 @@ def head(way: str) -> Work:
 
 
 def combined(way: str) -> Work:
-    """8 sequences of 57 to 342 tokens, two of each tenant."""
-    lengths = np.linspace(57, 324, 8).astype(int).tolist()
-    data = [rows_of(i, [lengths[i], lengths[7 - i]], VOCAB) for i in range(4)]
+    """4 sequences of 32 to 512 tokens (log-uniform) of each of 4 tenants; the first half of each is a prompt."""
+    data = [rows_of(i, ragged(20 + i, 4), VOCAB) for i in range(4)]
     with base_of(VOCAB, 8) as base:
-        step = _peft(base, data) if way == "peft" else _worker(base, data, "bfloat16" if way == "bfloat16" else "float32")
+        step = _peft(base, data) if way == "peft" else _worker(base, data, way)
     step()  # allocators and kernels are warm, and memory that is kept is there
 
     def work() -> dict[str, Any]:
@@ -73,20 +73,21 @@ def _peft(base: Path, data: list[list[np.ndarray]]) -> Callable[[], float]:
         total = 0.0
         for i, rows in enumerate(data):
             model.set_adapter(f"t{i}")
-            total += plain_loop(model, rows, 4)
+            total += plain_loop(model, rows, 4, prompts=True)
         return total
 
     return step
 
 
-def _worker(base: Path, data: list[list[np.ndarray]], dtype: str) -> Callable[[], float]:
-    worker = worker_of(base, dtype=dtype)
-    parts = [(name, columns_of(rows)) for name, rows in zip(tenants(worker, len(data)), data, strict=True)]
+def _worker(base: Path, data: list[list[np.ndarray]], way: str) -> Callable[[], float]:
+    """Prompts go through the head only in the way that answers their logprobs too, which is the default of a service."""
+    worker = worker_of(base, dtype="bfloat16" if way == "bfloat16" else "float32", score_uncounted=way == "scored")
+    parts = [(name, columns_of(rows, prompts=True)) for name, rows in zip(tenants(worker, len(data)), data, strict=True)]
     return lambda: compute(worker, parts)
 
 
 CASES: dict[str, Callable[[], Work]] = {
     "head-full": lambda: head("full"),
     "head-chunked": lambda: head("chunked"),
-    **{f"combined-{way}": (lambda way=way: combined(way)) for way in ("peft", "worker", "bfloat16")},
+    **{f"combined-{way}": (lambda way=way: combined(way)) for way in ("peft", "worker", "bfloat16", "scored")},
 }

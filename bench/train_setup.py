@@ -52,10 +52,14 @@ def ragged(seed: int, count: int = 16) -> list[int]:
     return np.exp(rng.uniform(np.log(32), np.log(512), count)).astype(int).tolist()
 
 
-def columns_of(rows: Sequence[np.ndarray]) -> Columns:
+def columns_of(rows: Sequence[np.ndarray], prompts: bool = False) -> Columns:
+    """With `prompts`, the first half of each row has weight 0."""
+
+    def weights(count: int) -> np.ndarray:
+        return (np.arange(count) >= (count // 2 if prompts else 0)).astype(np.float32)
+
     return columns_from([
-        Example(row[:-1].astype(np.int32), {TARGETS: row[1:].astype(np.int32), "weights": np.ones(len(row) - 1, np.float32)})
-        for row in rows
+        Example(row[:-1].astype(np.int32), {TARGETS: row[1:].astype(np.int32), "weights": weights(len(row) - 1)}) for row in rows
     ])  # fmt: skip
 
 
@@ -67,7 +71,7 @@ def plain_model(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
 
 
-def plain_loop(model: Any, rows: Sequence[np.ndarray], per_pass: int) -> float:
+def plain_loop(model: Any, rows: Sequence[np.ndarray], per_pass: int, prompts: bool = False) -> float:
     """Padded to the longest of each microbatch, sum of the losses; gradients accumulate. Returns the total loss."""
     total = 0.0
     for start in range(0, len(rows), per_pass):
@@ -78,7 +82,8 @@ def plain_loop(model: Any, rows: Sequence[np.ndarray], per_pass: int) -> float:
         mask = torch.zeros(len(some), width, dtype=torch.int64)
         for i, row in enumerate(some):
             n = len(row) - 1
-            tokens[i, :n], targets[i, :n], mask[i, :n] = torch.tensor(row[:-1]), torch.tensor(row[1:]), 1
+            skip = n // 2 if prompts else 0
+            tokens[i, :n], mask[i, :n], targets[i, skip:n] = torch.tensor(row[:-1]), 1, torch.tensor(row[1 + skip :])
         padded = None if bool(mask.all()) else mask
         logits = model(input_ids=tokens, attention_mask=padded, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -87,7 +92,7 @@ def plain_loop(model: Any, rows: Sequence[np.ndarray], per_pass: int) -> float:
     return total
 
 
-def worker_of(base: Path, budget: int = 4096, **options: Any) -> TorchWorker:
+def worker_of(base: Path, budget: int = 1024, **options: Any) -> TorchWorker:
     spec = WorkerSpec("policy", 0, 1, str(base), options.pop("dtype", "float32"), "cpu", THREADS, budget, 600.0, **options)
     worker = TorchWorker(spec)
     worker.setup("127.0.0.1", 0)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_LOGITS = 16 * 2**20  # logits that exist at a time
+CHUNK_LOGITS = 32 * 2**20  # logits that exist at a time, twice: as they are, and exponentiated
 KEPT_LOGITS = 8 * 2**20  # up to so many in a pass, probabilities are kept for the backward pass
 
 
@@ -89,13 +89,29 @@ def _scored(
     return logprobs.view(targets.shape), entropy
 
 
-def _logits(h: Tensor, weight: Tensor, chunk: Chunk, low_rank: Sequence[Tensor]) -> Tensor:
-    """[c, V] float32."""
-    logits = h @ weight.t()
-    if chunk.low_rank >= 0:
-        a, b = (x.to(h.dtype) for x in low_rank[chunk.low_rank : chunk.low_rank + 2])
-        logits += (h @ a.t()) @ b.t() * chunk.scale
-    return logits if logits.dtype == torch.float64 else logits.float()
+class _Logits:
+    """[c, V] float32 of one chunk after the other, in the same memory: new pages for each would cost as much as the products."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, chunks: Sequence[Chunk], low_rank: Sequence[Tensor]):
+        self._weight, self._low_rank = weight, low_rank
+        self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        longest = max((chunk.rows.stop - chunk.rows.start for chunk in chunks), default=0)
+        self._product = hidden.new_empty(longest, len(weight))
+        self._wide = self._product if hidden.dtype == self.dtype else self._product.to(self.dtype)
+        self._second: Tensor | None = None
+
+    def of(self, h: Tensor, chunk: Chunk) -> Tensor:
+        logits = torch.mm(h, self._weight.t(), out=self._product[: len(h)])
+        if chunk.low_rank >= 0:
+            a, b = (x.to(h.dtype) for x in self._low_rank[chunk.low_rank : chunk.low_rank + 2])
+            logits.addmm_(h @ a.t(), b.t(), alpha=chunk.scale)
+        return logits if self._wide is self._product else self._wide[: len(h)].copy_(logits)
+
+    def second(self, count: int) -> Tensor:
+        """[count, V] of further memory, used again and again too."""
+        if self._second is None:
+            self._second = torch.empty_like(self._wide)
+        return self._second[:count]
 
 
 class _Score(torch.autograd.Function):
@@ -104,27 +120,27 @@ class _Score(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: list[Chunk],
         frozen: bool, keep: bool, differentiable: bool, *low_rank: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs = hidden.new_empty(targets.shape, dtype=kind)
-        entropy = hidden.new_empty(len(targets), dtype=kind)
-        log_sums = hidden.new_empty(len(targets), dtype=kind)
+        logits_of = _Logits(hidden, weight, chunks, low_rank)
+        logprobs = hidden.new_empty(targets.shape, dtype=logits_of.dtype)
+        entropy = hidden.new_empty(len(targets), dtype=logits_of.dtype)
+        log_sums = hidden.new_empty(len(targets), dtype=logits_of.dtype)
         slopes = torch.empty_like(hidden) if frozen and differentiable else None
         kept: list[Tensor] = []
         for chunk in chunks:
             rows, h = chunk.rows, hidden[chunk.rows]
-            logits = _logits(h, weight, chunk, low_rank)
+            logits = logits_of.of(h, chunk)
             highest = logits.amax(1, keepdim=True)
-            powers = torch.sub(logits, highest).exp_()
+            powers = torch.sub(logits, highest, out=logits_of.second(len(h))).exp_()
             total = powers.sum(1, keepdim=True)
             log_sum = total.log() + highest
             logprobs[rows] = logits.gather(1, targets[rows]) - log_sum
-            entropy[rows] = log_sum[:, 0] - torch.linalg.vecdot(powers, logits) / total[:, 0]
+            entropy[rows] = log_sum[:, 0] - logits.mul_(powers).sum(1) / total[:, 0]
             log_sums[rows] = log_sum[:, 0]
             if slopes is not None:
                 mean = (powers.to(weight.dtype) @ weight) / total.to(weight.dtype)
                 slopes[rows] = weight[targets[rows][:, 0]] - mean
             elif keep and differentiable:
-                kept.append(powers.div_(total))
+                kept.append(powers / total)
         ctx.chunks, ctx.frozen, ctx.keep = chunks, frozen, keep
         if frozen:
             ctx.save_for_backward(*([] if slopes is None else [slopes]))
@@ -146,14 +162,17 @@ class _Score(torch.autograd.Function):
         of_hidden = torch.zeros_like(hidden)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         of_low_rank = [torch.zeros_like(tensor) for tensor in low_rank]
+        logits_of = _Logits(hidden, weight, ctx.chunks, low_rank)
         for index, chunk in enumerate(ctx.chunks):
             rows, h = chunk.rows, hidden[chunk.rows]
             log_p = None
             if kept and of_entropy is None:
                 slope = kept[index].clone()
+            elif of_entropy is None:
+                slope = logits_of.of(h, chunk).sub_(log_sums[rows][:, None]).exp_()
             else:
-                log_p = _logits(h, weight, chunk, low_rank).sub_(log_sums[rows][:, None])
-                slope = log_p.exp()
+                log_p = logits_of.of(h, chunk).sub_(log_sums[rows][:, None])
+                slope = torch.exp(log_p, out=logits_of.second(len(h)))
             # d/dz of Σ g·log p(y) is g·(onehot(y) − p); of the entropy, −p·(log p + H).
             factor = torch.zeros_like(log_sums[rows]) if of_logprobs is None else -of_logprobs[rows].sum(1)
             if of_entropy is not None and log_p is not None:

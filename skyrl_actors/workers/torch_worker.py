@@ -25,7 +25,7 @@ from skyrl_actors.workers.passes import Part as Rows
 from skyrl_actors.workers.passes import PassRunner, empty_pass, num_passes_of_all
 from skyrl_actors.workers.snapshot import StateCopy
 
-ONE_THREAD_TOKENS = 256
+ONE_THREAD_ELEMENTS = 50_000  # of hidden states: 256 tokens of the tiny model, 96 of a model 512 wide
 
 
 class TorchWorker:
@@ -134,14 +134,14 @@ class TorchWorker:
             missing = num_passes_of_all(len(plans), self.device) - len(plans)
             plans += [empty_pass(multiple)] * missing
         for plan in plans:
-            self._use_threads(plan.num_tokens)
+            self._use_threads(plan.num_tokens * network.hidden_size)
             runner.run(parts, plan)
         return len(plans)
 
-    def _use_threads(self, num_tokens: int) -> None:
+    def _use_threads(self, num_elements: int) -> None:
         """Small operations are faster on one thread than waiting for a second one to wake."""
         if self.device.type == "cpu":
-            torch.set_num_threads(1 if num_tokens < ONE_THREAD_TOKENS else self.spec.num_threads)
+            torch.set_num_threads(1 if num_elements < ONE_THREAD_ELEMENTS else self.spec.num_threads)
 
     def drop_gradients(self, model_id: str) -> None:
         self._model(model_id).state.drop_gradients()
