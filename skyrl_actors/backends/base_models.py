@@ -9,7 +9,9 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from skyrl_actors.config.cluster import PretrainedBase, TinyBase
+from tokenizers import Tokenizer
+
+from skyrl_actors.config.cluster import ClusterConfig, PretrainedBase, TinyBase
 from skyrl_actors.messages.errors import ConfigError, InternalError
 
 Chat = tuple[str, str]  # question, answer
@@ -38,6 +40,25 @@ def base_model_folder(
         raise ConfigError(
             f"base_model.name {base.name!r} cannot be fetched ({error}); set base_model.path to a local folder"
         ) from error
+
+
+def check_base(folder: Path, config: ClusterConfig) -> None:
+    """Raises ConfigError, before any process starts, when the groups can not hold this model as the config asks, or its tokenizer
+    has tokens that it does not know."""
+    shape = json.loads((folder / "config.json").read_text())
+    shape = shape.get("text_config", shape)
+    heads, words = shape.get("num_attention_heads"), shape.get("vocab_size")
+    for role, group in (("policy", config.policy), ("critic", config.critic)):
+        if group is not None and heads and heads % group.sequence_parallel:
+            raise ConfigError(
+                f"{role}.sequence_parallel {group.sequence_parallel} does not divide the {heads} attention heads of {folder.name}"
+            )
+    if words and (folder / "tokenizer.json").is_file():
+        known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(with_added_tokens=True)
+        if known > words:
+            raise ConfigError(
+                f"{folder.name}: its tokenizer has {known} tokens and its model {words}; this tokenizer belongs to another model"
+            )
 
 
 def _tiny(base: TinyBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None) -> Path:

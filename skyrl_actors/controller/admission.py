@@ -185,3 +185,23 @@ def digest_of(request: Request) -> int:
     for array in (columns.tokens, columns.offsets, *(columns.fields[name] for name in sorted(columns.fields))):
         total = zlib.crc32(np.ascontiguousarray(array).tobytes(), total)
     return total
+
+
+def check_fits(spec: ModelSpec, saved: ModelSpec, path: str) -> None:
+    """Raises InvalidRequest when what was saved at `path` can not be loaded into this model. A critic takes a policy's trunk."""
+    if saved.base_model != spec.base_model:
+        raise InvalidRequest(f"{path} belongs to base model {saved.base_model!r}; this service has {spec.base_model!r}")
+    if saved.role != spec.role and spec.role == "policy":
+        raise InvalidRequest(f"{path} is a critic; a policy can not be made of it")
+    if saved.lora is None or spec.lora is None:
+        if saved.lora is not spec.lora:
+            kinds = ["a full fine-tune" if lora is None else f"a LoRA of rank {lora.rank}" for lora in (saved.lora, spec.lora)]
+            raise InvalidRequest(f"{path} is {kinds[0]}, this model is {kinds[1]}; create one of the same kind")
+        return
+    differ = [
+        f"{name} is {getattr(saved.lora, name)} there and {getattr(spec.lora, name)} here"
+        for name in ("rank", "alpha", "train_attn", "train_mlp", "train_unembed")
+        if getattr(saved.lora, name) != getattr(spec.lora, name) and not (spec.role == "critic" and name == "train_unembed")
+    ]
+    if differ:
+        raise InvalidRequest(f"{path} can not be loaded into this adapter: {'; '.join(differ)}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from skyrl_actors.backends.base import Backend
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller.admission import check_fits
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.ledger import Op, Outcome
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
@@ -82,6 +83,7 @@ class Executor:
             return rs.Loaded(spec.model_id, path)
         refuse_export(where)
         folder = self.folders.existing(where)
+        check_fits(spec, self.folders.spec(where), path)
         await self.backend.load_checkpoint(spec, Turn(number, number), str(folder), with_optimizer)
         return rs.Loaded(spec.model_id, path, self.folders.version(where))
 

@@ -19,6 +19,8 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Offloaded
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -216,4 +218,16 @@ class ZeroState:
         return [held for group in self._optimizer.optimizer.param_groups for held in group["params"]]
 
     def move(self, part: str, device: torch.device) -> None:
-        """DeepSpeed moves its states by itself."""
+        """Weights and gradients by DeepSpeed's own means, which in stage 3 know no moments but those of its own optimizer."""
+        if part == "optimizer":
+            for state in self._optimizer.optimizer.state.values():
+                state.update({kind: state[kind].to(device) for kind in MOMENTS})
+            return
+        if device.type != "cpu":
+            self._engine.reload_states(non_blocking=False)
+            return
+        kinds = {
+            "weights": [Offloaded.lp_params, *([Offloaded.hp_params] if self._stage != 3 else [])],
+            "gradients": [Offloaded.contiguous_grad_buffer if self._stage == 3 else Offloaded.lp_grads],
+        }
+        self._engine.offload_states(include=kinds[part], device=OffloadDeviceEnum.cpu, pin_memory=False, non_blocking=False)

@@ -9,6 +9,7 @@ from skyrl_actors import losses
 from skyrl_actors.config.strategies import StrategyConfig
 from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
@@ -142,3 +143,70 @@ def tenants(
         worker.optim_step(spec.model_id, READ_GRADIENT)
         found.append(gathered(worker, spec.model_id, "exp_avg"))
     return found
+
+
+def moved_about(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: list[Columns], moves: bool
+) -> dict[str, torch.Tensor]:
+    """Two steps of two calls; between all of them the parts leave and come back, as the phases make them."""
+    worker = worker_of(rank, world, port, base, strategy)
+    worker.create_model(ModelSpec("m", "tiny"))
+    state = worker.models["m"].state
+
+    def leave_and_return(*parts: str) -> None:
+        for part in parts if moves else ():
+            state.move(part, torch.device("cpu"))
+        for part in reversed(parts if moves else ()):
+            state.move(part, torch.device("cpu") if not hasattr(state, "_engine") or part == "optimizer" else BACK)
+
+    for step in range(2):
+        for columns in data:
+            one(worker, "m", columns, "cross_entropy")
+            leave_and_return("gradients", "weights")
+        worker.optim_step("m", AdamParams(1e-2 / (step + 1)))
+        leave_and_return("optimizer")
+    return gathered(worker, "m", "weights")
+
+
+class _Back:
+    """Stands for a device that is not the host, where there is none."""
+
+    type = "device"
+
+
+BACK: Any = _Back()
+
+
+def gradients_that_are_not_finite(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns
+) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A step whose gradient is infinite although each loss was finite; then one that is right."""
+    worker = worker_of(rank, world, port, base, strategy)
+    worker.create_model(ModelSpec("m", "tiny"))
+    before = gathered(worker, "m", "weights")
+    weights = columns.fields["weights"] * np.float32(1e37)
+    huge = Columns(columns.tokens, columns.offsets, {**columns.fields, "weights": weights.astype(np.float32)})
+    one(worker, "m", huge, "cross_entropy")
+    try:
+        worker.optim_step("m", AdamParams(1e-2))
+        said = "nothing"
+    except InvalidRequest as error:
+        said = str(error)
+    after = gathered(worker, "m", "weights")
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    one(worker, "m", columns, "cross_entropy")
+    worker.optim_step("m", AdamParams(1e-2))
+    return said, before, gathered(worker, "m", "weights")
+
+
+def dropped(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, first: Columns, second: Columns, drop: bool
+) -> float:
+    """The norm of the second call's gradient alone, also when a first was begun and given up."""
+    worker = worker_of(rank, world, port, base, strategy)
+    worker.create_model(ModelSpec("m", "tiny"))
+    if drop:
+        one(worker, "m", first, "cross_entropy")
+        worker.drop_gradients("m")
+    one(worker, "m", second, "cross_entropy")
+    return worker.optim_step("m", AdamParams(1e-3))["skyrl.ai/grad_norm"]

@@ -210,3 +210,27 @@ def test_other_architectures_on_two_ranks(ranks: dict[int, Ranks], tmp_path: Pat
     wanted = reference.gradients()
     for key, gradient in found[0]["cross_entropy"][0].items():
         assert relative(gradient, wanted[key]) < 1e-5, key
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parts_that_leave_and_come_back_change_no_number(ranks: dict[int, Ranks], base: Path, strategy: str):
+    data = [batch(5 + i, (9, 4, 17)) for i in range(2)]
+    moved, stayed = (ranks[2].run(runs.moved_about, str(base), STRATEGIES[strategy], data, moves)[0] for moves in (True, False))
+    for name, weight in moved.items():
+        assert torch.equal(weight, stayed[name]), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_is_not_finite_changes_no_weight(ranks: dict[int, Ranks], base: Path, strategy: str):
+    for said, before, after in ranks[2].run(
+        runs.gradients_that_are_not_finite, str(base), STRATEGIES[strategy], batch(5, (9, 4, 17))
+    ):
+        assert "the step was not applied" in said
+        assert all(bool(torch.isfinite(weight).all()) and not torch.equal(weight, before[name]) for name, weight in after.items())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_call_that_is_given_up_leaves_nothing(ranks: dict[int, Ranks], base: Path, strategy: str):
+    first, second = batch(5, (9, 4, 17)), batch(6, (8, 3, 20))
+    norms = [ranks[2].run(runs.dropped, str(base), STRATEGIES[strategy], first, second, drop)[0] for drop in (True, False)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)

@@ -1,0 +1,56 @@
+"""What is refused before anything runs: checkpoints of another kind, base models that the config can not hold."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_actors.backends.base_models import check_base
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
+from skyrl_actors.controller.admission import check_fits
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
+
+LORA = ModelSpec("m", "tiny", lora=LoraSpec(8))
+FULL = ModelSpec("m", "tiny")
+CRITIC = ModelSpec("c", "tiny", "critic", LoraSpec(8))
+
+
+@pytest.mark.parametrize(
+    ("spec", "saved", "said"),
+    [
+        (LORA, replace(LORA, base_model="other"), "belongs to base model 'other'; this service has 'tiny'"),
+        (LORA, replace(LORA, lora=LoraSpec(4)), "rank is 4 there and 8 here"),
+        (LORA, replace(LORA, lora=LoraSpec(8, 16.0)), "alpha is 16.0 there and 32.0 here"),
+        (LORA, replace(LORA, lora=LoraSpec(8, train_mlp=False)), "train_mlp is False there and True here"),
+        (FULL, LORA, "is a LoRA of rank 8, this model is a full fine-tune"),
+        (LORA, CRITIC, "is a critic; a policy can not be made of it"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_is_refused(spec: ModelSpec, saved: ModelSpec, said: str):
+    with pytest.raises(InvalidRequest, match=said):
+        check_fits(spec, saved, "tinker://s/weights/c")
+
+
+@pytest.mark.parametrize(
+    ("spec", "saved"),
+    [(LORA, LORA), (FULL, FULL), (CRITIC, LORA), (CRITIC, replace(LORA, lora=LoraSpec(8, train_unembed=False)))],
+)
+def test_a_checkpoint_of_the_same_kind_is_taken(spec: ModelSpec, saved: ModelSpec):
+    check_fits(spec, saved, "tinker://s/weights/c")
+
+
+def test_a_base_that_the_config_can_not_hold(random_base: Path, tmp_path: Path):
+    def config(size: int) -> ClusterConfig:
+        group = GroupConfig(num_ranks=size, sequence_parallel=size)
+        return ClusterConfig(policy=group, critic=None, engine=EngineConfig(num_engines=size))
+
+    check_base(random_base, config(2))
+    with pytest.raises(ConfigError, match=r"policy\.sequence_parallel 3 does not divide the 4 attention heads"):
+        check_base(random_base, config(3))
+    shape = json.loads((random_base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 256}))
+    (tmp_path / "tokenizer.json").write_bytes((random_base / "tokenizer.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"tokenizer has \d+ tokens and its model 256; this tokenizer belongs to another model"):
+        check_base(tmp_path, config(1))
