@@ -1,7 +1,9 @@
 """Two data-parallel ranks (Ray actors, gloo) against one, on ragged batches; and errors of ranks."""
 
+import asyncio
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -13,9 +15,10 @@ from placement.reserve import reserve
 from placement.types import Demand, Node
 from skyrl_actors import losses
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
+from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
-from skyrl_actors.messages.errors import InvalidRequest, StateLost
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.workers.interface import TrainWorker
@@ -28,8 +31,8 @@ def local_ray():
     ray.shutdown()
 
 
-async def group_of(ranks: int, base: Path, name: str) -> ActorGroup:
-    group_config = GroupConfig(num_ranks=ranks, microbatch_tokens=64, call_timeout_s=60)
+async def group_of(ranks: int, base: Path, name: str, **options: Any) -> ActorGroup:
+    group_config = GroupConfig(num_ranks=ranks, microbatch_tokens=64, call_timeout_s=60, **options)
     config = ClusterConfig(name=name, policy=group_config, critic=None, engine=EngineConfig(num_engines=ranks))
     made = plan([Demand("policy", ranks, 0.3)], [Node("here", 4, 0)], "CPU", colocated=True)
     reserved = await reserve(made, name, 30, print)
@@ -78,6 +81,51 @@ async def test_two_ranks_equal_one(local_ray, random_base: Path):
             np.testing.assert_allclose(a.fields["logprobs"], b.fields["logprobs"], rtol=1e-5, atol=2e-5)
             assert a.metrics["loss:sum"] == pytest.approx(b.metrics["loss:sum"], rel=1e-5, abs=1e-4)
             assert a.metrics["num_tokens:sum"] == b.metrics["num_tokens:sum"]
+
+
+async def test_sharded_weights_and_many_tenants_through_actors(local_ray, random_base: Path, tmp_path: Path):
+    """A base under FSDP2 for four tenants at once, and a full fine-tune under ZeRO, which is snapshotted and restored whole."""
+    one = await group_of(1, random_base, "whole")
+    two = await group_of(
+        2, random_base, "sharded", strategy=Fsdp2Strategy(), full_strategy=DeepSpeedStrategy(stage=2), preload=False
+    )
+    call = losses.find("ppo").checked({})
+    specs = [ModelSpec(f"t{i}", "tiny", lora=LoraSpec(4 + i), seed=i) for i in range(4)] + [ModelSpec("full", "tiny")]
+    found = {}
+    for group in (one, two):
+        for spec in specs:
+            await group.apply(spec.model_id, Turn(1), TrainWorker.create_model, spec)
+        await asyncio.gather(*(
+            group.forward_backward(spec.model_id, Turn(2, 1), batch(i, (9, 30 + i, 5)), call, False) for i, spec in enumerate(specs)
+        ))  # fmt: skip
+        norms = [
+            (await group.apply(spec.model_id, Turn(3, 2), TrainWorker.optim_step, spec.model_id, AdamParams(1e-3)))[0][
+                "skyrl.ai/grad_norm"
+            ]
+            for spec in specs
+        ]
+        answers = [await group.forward_backward(s.model_id, Turn(None, 3), batch(9, (9, 30, 5)), call, True) for s in specs]
+        found[group] = norms, [answer.fields["logprobs"] for answer in answers]
+    assert found[two][0] == pytest.approx(found[one][0], rel=1e-5)
+    for a, b in zip(found[one][1], found[two][1], strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5)
+    handles = await two.copy_state("full", Turn(None, 3))
+    await two.write_state(handles, str(tmp_path))
+    await one.apply("full", Turn(7), TrainWorker.restore_state, specs[-1], str(tmp_path))
+    again = await one.forward_backward("full", Turn(None, 7), batch(9, (9, 30, 5)), call, True)
+    np.testing.assert_allclose(again.fields["logprobs"], found[two][1][-1], atol=5e-5)
+    await two.forward_backward("full", Turn(4, 3), batch(3, (9, 4)), call, False)
+    with pytest.raises(InternalError, match="copied between steps only"):
+        await two.copy_state("full", Turn(None, 4))
+    manifest = await two.export_weights("full", Turn(None, 4), str(tmp_path / "flat"), "full@1")
+    assert {entry.name for entry in manifest.tensors} == set(two_names(random_base))
+
+
+def two_names(base: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(base / "model.safetensors", "pt") as file:
+        return list(file.keys())
 
 
 async def test_errors_of_ranks_become_one(local_ray, random_base: Path):
