@@ -33,11 +33,18 @@ def config_of(vocab_size: int, layers: int) -> Qwen3Config:
 
 
 @contextmanager
-def base_of(vocab_size: int = 512, layers: int = 16) -> Iterator[Path]:
+def folder_of(config: Qwen3Config, dtype: torch.dtype = torch.float32) -> Iterator[Path]:
+    """Random weights."""
     with tempfile.TemporaryDirectory(prefix="bench-base-") as folder:
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config_of(vocab_size, layers), dtype=torch.float32).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
         yield Path(folder)
+
+
+@contextmanager
+def base_of(vocab_size: int = 512, layers: int = 16) -> Iterator[Path]:
+    with folder_of(config_of(vocab_size, layers)) as folder:
+        yield folder
 
 
 def rows_of(seed: int, lengths: Sequence[int], vocab_size: int = 512) -> list[np.ndarray]:

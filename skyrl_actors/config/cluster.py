@@ -286,6 +286,13 @@ class ClusterConfig(FrozenConfig):
     checkpoint_dir: Path = Path("checkpoints")
 
     @model_validator(mode="after")
+    def _full_fine_tunes_can_be_held(self) -> "ClusterConfig":
+        for group in (self.policy, self.critic):
+            if group is not None and self.lora.max_full_models:
+                group.full_strategy_on(self.placement.device)  # the default one may not be installed
+        return self
+
+    @model_validator(mode="after")
     def _slots_agree(self) -> "ClusterConfig":
         if self.placement.layout != "colocated":
             return self

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.head import HeadSegment, score
-from skyrl_actors.workers.packing import Block
 from skyrl_actors.workers.sequence import SequenceGroup
 
 ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")

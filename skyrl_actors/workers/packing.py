@@ -14,16 +14,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.workers import varlen
+from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.sequence import SequenceGroup
 
 ATTENTION = "skyrl_actors_packed"
-
-
-@dataclass(frozen=True)
-class Block:
-    start: int  # first token of the block in the packed axis
-    num_rows: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -77,16 +72,6 @@ def plan_passes(parts: Sequence[tuple[Sequence[int], np.ndarray]], budget_tokens
     return [*passes, _as_pass(current)] if current else passes
 
 
-def halves(plan: Pass, lengths: Sequence[np.ndarray]) -> list[Pass]:
-    """The same rows in two passes of about half the tokens; of one row, that one pass."""
-    items = [(share.part, row, int(lengths[share.part][row])) for share in plan.shares for row in share.rows]
-    if len(items) == 1:
-        return [plan]
-    ends = np.cumsum([item[2] for item in items])
-    cut = int(np.clip(np.searchsorted(ends, ends[-1] / 2, side="right"), 1, len(items) - 1))
-    return [_as_pass(items[:cut]), _as_pass(items[cut:])]
-
-
 def _as_pass(items: list[Item]) -> Pass:
     blocks: list[Block] = []
     shares: list[Share] = []
@@ -115,19 +100,29 @@ def packed_attention(
         raise ConfigError(f"{type(module).__name__} computes attention with {odd[0]}, which packed attention here does not")
     if sequence_group is not None:
         query, key, value = sequence_group.heads_of_all(query, key, value)
-    outputs = []
-    for block in packed_blocks:
-        q, k, v = (_rows_of(x, block) for x in (query, key, value))  # [n, H, L, D]
-        mask = None
-        if sliding_window is not None and sliding_window < block.length:
-            mask = torch.ones(block.length, block.length, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
-        grouped = q.size(1) != k.size(1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
-        outputs.append(out.transpose(1, 2).reshape(block.num_rows * block.length, q.size(1), q.size(3)))
-    whole = torch.cat(outputs)  # [T, H, D]
+    way = attend_by_blocks
+    if varlen.can_attend(query) and varlen.agrees(attend_by_blocks, query.device, query.dtype, query.size(-1)):
+        way = varlen.attend
+    whole = way(query, key, value, tuple(packed_blocks), scaling, sliding_window)
     if sequence_group is not None:
         whole = sequence_group.tokens_of_this(whole)
     return whole.unsqueeze(0), None
+
+
+def attend_by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], scale: float | None, window: int | None
+) -> Tensor:
+    """[T, Hq, D]: one call of torch's attention for the rows of each length."""
+    outputs = []
+    for block in blocks:
+        q, k, v = (_rows_of(x, block) for x in (query, key, value))  # [n, H, L, D]
+        mask = None
+        if window is not None and window < block.length:
+            mask = torch.ones(block.length, block.length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        grouped = q.size(1) != k.size(1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+        outputs.append(out.transpose(1, 2).reshape(block.num_rows * block.length, q.size(1), q.size(3)))
+    return torch.cat(outputs)
 
 
 def _rows_of(x: Tensor, block: Block) -> Tensor:

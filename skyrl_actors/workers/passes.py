@@ -17,10 +17,11 @@ from skyrl_actors.losses.base import ENTROPY_COEF
 from skyrl_actors.losses.torch_ops import TorchOps
 from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns
 from skyrl_actors.messages.model import LossCall
+from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.network import Network, PassInputs, Segment
-from skyrl_actors.workers.packing import Block, Pass, Share
+from skyrl_actors.workers.packing import Pass, Share
 
 SAMPLED_LOGPROBS = "logprobs"
 

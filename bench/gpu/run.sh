@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The GPU part of the benchmarks: one JSON line each, kept in bench/results/gpu_train.jsonl.
+#   bench/gpu/run.sh            # needs a CUDA device and the GPU set-up of the Makefile
+#   bench/gpu/run.sh --tiny     # the same code on whatever is here, with small shapes: to try the script
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
+exec "$python" -m bench.gpu.train "$@"
