@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,15 @@ def service() -> dict[str, Any]:
         return compare(base, ROUNDS)
 
 
+def trl() -> dict[str, Any]:
+    if find_spec("trl") is None:
+        raise SystemExit("trl is not installed: pip install '.[bench]', or leave it out with --only")
+    from bench.train_trl import compare
+
+    with base_of() as base:
+        return compare(base, ROUNDS)
+
+
 def growth() -> dict[str, Any]:
     """Seconds of one call as it grows: tokens of one adapter (rows of 512), and tenants with 64 tokens each."""
     with base_of() as base:
@@ -189,13 +199,17 @@ def run_case(case: str) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "uniform": uniform, "ragged": ragged_lengths, "tenants8": tenants8, "tenants8_large": tenants8_large,
-    "logits_memory": logits_memory, "combined": combined, "sharded_tenants": sharded_tenants, "service": service, "growth": growth,
+    "logits_memory": logits_memory, "combined": combined, "sharded_tenants": sharded_tenants, "service": service, "trl": trl, "growth": growth,
 }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--only",
+        default=",".join(name for name in PARTS if name != "trl" or find_spec("trl")),
+        help=f"some of {', '.join(PARTS)}",
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:

@@ -166,6 +166,9 @@ class FlatState:
             if gradients is not None:
                 gradients.zero_()
 
+    def close(self) -> None:
+        self.optimizer = None
+
     def move(self, part: str, device: torch.device) -> None:
         """Move one part between host and device; views keep pointing at the moved vector."""
         if part == "weights":

@@ -158,6 +158,9 @@ class Fsdp2State:
             step = torch.tensor(float(num_steps), device=parameter.to_local().device)
             self.optimizer.state[parameter] = {"step": step, **moments}
 
+    def close(self) -> None:
+        self.optimizer.state.clear()
+
     def move(self, part: str, device: torch.device) -> None:
         if part == "weights":
             self._network.whole.to(device)

@@ -64,6 +64,10 @@ class TrainState(Protocol):
 
     def move(self, part: str, device: torch.device) -> None: ...
 
+    def close(self) -> None:
+        """The model is deleted: whatever else holds its tensors lets go of them."""
+        ...
+
 
 def check_names(ours: Mapping[str, Shape], given: Mapping[str, Shape]) -> None:
     if dict(ours) != dict(given):

@@ -3,7 +3,6 @@
 import shutil
 import socket
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -71,13 +70,19 @@ class TorchWorker:
 
     def create_model(self, spec: ModelSpec) -> int:
         self.holding.release()
+        self._free(spec.model_id)  # one that is made anew
         self.models[spec.model_id] = self.holding.make(spec)
         return self.models[spec.model_id].state.num_parameters
 
     def delete_model(self, model_id: str) -> None:
         self.holding.release()
         self._forget_copies(model_id)
-        self.models.pop(model_id, None)
+        self._free(model_id)
+
+    def _free(self, model_id: str) -> None:
+        model = self.models.pop(model_id, None)
+        if model is not None:
+            model.state.close()
 
     def forward_backward(self, calls: tuple[PartCall, ...], forward_only: bool) -> list[RowOutput | Refused]:
         started = time.perf_counter()
@@ -97,32 +102,37 @@ class TorchWorker:
         return RowOutput(part.rows, field, *part.in_row_order(), part.sums, seconds)
 
     def _run(self, parts: list[Rows], forward_only: bool) -> dict[int, Refused]:
-        """Parts that share passes. When memory runs out, once more with half the budget, if the gradients can be put back."""
+        """Parts that share passes. When memory runs out, once more with half the budget, if all that was added can be put back."""
         self.holding.bind(parts[0].model)
-        saved = [None if forward_only else _saved(part.model) for part in parts]
-        budget, error = self.spec.microbatch_tokens, ""
+        clean = {id(part): forward_only or _can_put_back(part.model) for part in parts}
+        alone = not self.holding.in_step(parts[0].model) and self.spec.sequence_parallel == 1  # else other ranks wait in it
+        saved = {id(part): None if forward_only else _saved(part.model) for part in parts}
+        budget, error, passes = self.spec.microbatch_tokens, "", 0
+
+        def put_back(some: list[Rows]) -> None:
+            for part in some:
+                if not forward_only and clean[id(part)] and isinstance(part.model.state, FlatState):
+                    part.model.state.put_back(saved[id(part)])
+
         for _ in range(2):
-            added = 0
             try:
-                added = self._run_passes(parts, budget, forward_only)
+                passes = self._run_passes(parts, budget, forward_only)
                 break
             except torch.OutOfMemoryError as full:
+                if not alone or not all(clean.values()):
+                    raise
                 error = str(full).splitlines()[0]
-            _put_back(parts, saved)
+            put_back(parts)
             for part in parts:
                 part.clear()
             budget = max(1, min(budget, sum(int(p.columns.lengths[list(p.rows)].sum()) for p in parts)) // 2)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         else:
-            message = (
-                f"out of memory in a pass of {2 * budget} tokens and in one of {budget} : {error}. Send "
-                "shorter rows, or set a lower microbatch_tokens, activations=recompute or sequence_parallel"
-            )
-            return {id(part): Refused(InvalidRequest(message), forward_only or _flat_lora(part.model)) for part in parts}
-        odd = [(part, gradients) for part, gradients in zip(parts, saved, strict=True) if part.refused]
-        _put_back([part for part, _ in odd], [gradients for _, gradients in odd])
-        return {id(part): Refused(InvalidRequest(part.refused or ""), _flat_lora(part.model) or added <= 1) for part, _ in odd}
+            return {id(part): Refused(_too_large(budget, error), clean=True) for part in parts}
+        odd = [part for part in parts if part.refused]
+        put_back(odd)
+        return {id(part): Refused(InvalidRequest(part.refused or ""), clean[id(part)] or passes == 1) for part in odd}
 
     def _run_passes(self, parts: list[Rows], budget: int, forward_only: bool) -> int:
         network = parts[0].model.network
@@ -215,18 +225,21 @@ class TorchWorker:
         return {"": source.read_bytes()} if source.is_file() else {f.name: f.read_bytes() for f in source.iterdir()}
 
 
-def _flat_lora(model: TrainedModel) -> bool:
-    return model.shares_network and isinstance(model.state, FlatState)
+def _can_put_back(model: TrainedModel) -> bool:
+    """Gradients of adapters are small: they are saved before each call. Those of a whole model are not, but are known when none
+    are pending."""
+    return isinstance(model.state, FlatState) and (model.shares_network or not model.state.pending)
 
 
 def _saved(model: TrainedModel) -> torch.Tensor | None:
     return model.state.saved_gradients() if model.shares_network and isinstance(model.state, FlatState) else None
 
 
-def _put_back(parts: Sequence[Rows], saved: Sequence[torch.Tensor | None]) -> None:
-    for part, gradients in zip(parts, saved, strict=True):
-        if part.model.shares_network and isinstance(part.model.state, FlatState):
-            part.model.state.put_back(gradients)
+def _too_large(budget: int, error: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"out of memory in a pass of {2 * budget} tokens, and in one of {budget}: {error}. Send shorter rows, or set a lower "
+        "microbatch_tokens, activations=recompute or sequence_parallel"
+    )
 
 
 def load_and_forget(base_folder: str) -> None:

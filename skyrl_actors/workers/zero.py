@@ -217,6 +217,9 @@ class ZeroState:
             return list(self._optimizer.fp32_partitioned_groups_flat)
         return [held for group in self._optimizer.optimizer.param_groups for held in group["params"]]
 
+    def close(self) -> None:
+        self._engine.destroy()
+
     def move(self, part: str, device: torch.device) -> None:
         """Weights and gradients by DeepSpeed's own means, which in stage 3 know no moments but those of its own optimizer."""
         if part == "optimizer":

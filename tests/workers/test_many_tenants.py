@@ -290,3 +290,25 @@ def test_metrics_of_entropy_and_kl_are_always_there(base: Path):
 def test_a_lora_that_trains_nothing_is_refused(base: Path, bad: LoraSpec):
     with pytest.raises(InvalidRequest, match="trains nothing"):
         worker_for(base).create_model(ModelSpec("m", "tiny", lora=bad))
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(4)])
+def test_a_forward_that_runs_out_of_memory_leaves_pending_gradients(
+    base: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec | None
+):
+    worker = worker_for(base, budget=4096)
+    worker.create_model(ModelSpec("m", "tiny", lora=lora))
+    call = part("m", batch(3, (9, 30, 4)), "cross_entropy", {})
+    worker.forward_backward((call,), False)
+    before = state(worker, "m").gradients.clone()  # type: ignore[union-attr]
+    monkeypatch.setattr(PassRunner, "run", _no_memory)
+    (refused,) = worker.forward_backward((call,), True)
+    assert isinstance(refused, Refused) and refused.clean
+    if lora is None:  # a backward whose share can not be told from what was pending: the model is made anew, from the journal
+        with pytest.raises(torch.OutOfMemoryError):
+            worker.forward_backward((call,), False)
+    assert torch.equal(state(worker, "m").gradients, before)  # type: ignore[arg-type]
+
+
+def _no_memory(runner: PassRunner, parts: Any, plan: Any) -> None:
+    raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
