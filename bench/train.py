@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from bench.train_setup import (
     plain_model,
     ragged,
     rows_of,
+    seconds,
     side_by_side,
     tenants,
     tokens_in,
@@ -138,7 +140,7 @@ def sharded_tenants() -> dict[str, Any]:
     from tests.workers.ranks import Ranks
 
     with base_of() as base:
-        pool = Ranks(2)
+        pool = Ranks(2, 600.0)
         try:
             found = {kind: pool.run(time_tenants, str(base), kind, ROUNDS)[0] for kind in ("fsdp2", "replica")}
         finally:
@@ -166,13 +168,36 @@ def trl() -> dict[str, Any]:
 
 
 def growth() -> dict[str, Any]:
-    """Seconds of one call as it grows: tokens of one adapter (rows of 512), and tenants with 64 tokens each."""
+    """Seconds of one call as it grows: tokens of one adapter (rows of 512), tenants with 64 tokens each, ranks of one thread
+    (rows of 128, 2048 tokens); and milliseconds that a tenant costs to make and to delete."""
     with base_of() as base:
+        ranks = {count: _seconds_on_ranks(base, count) for count in (1, 2)}
         worker = worker_of(base)
+        made = statistics.median(seconds(lambda: tenants(worker, 1)) for _ in range(9))
+        deleted = statistics.median(_deleted(worker) for _ in range(9))
         names = tenants(worker, 64)
         tokens = {count: _timed(worker, [(names[0], [512] * (count // 512))]) for count in (1024, 4096, 16384, 65536)}
         many = {count: _timed(worker, [(name, [64]) for name in names[:count]]) for count in (1, 4, 16, 64)}
-    return {"growth": {"seconds_by_tokens": tokens, "seconds_by_tenants": many}}
+    return {
+        "growth": {"seconds_by_tokens": tokens, "seconds_by_tenants": many, "seconds_by_ranks": ranks},
+        "tenant_ms": {"create": round(made * 1000, 1), "delete": round(deleted * 1000, 3)},
+    }
+
+
+def _deleted(worker: Any) -> float:
+    (name,) = tenants(worker, 1)
+    return seconds(lambda: worker.delete_model(name))
+
+
+def _seconds_on_ranks(base: Path, count: int) -> float:
+    from bench.train_ranks import time_rows
+    from tests.workers.ranks import Ranks
+
+    pool = Ranks(count, 600.0)
+    try:
+        return round(min(pool.run(time_rows, str(base), 3)[0]), 3)
+    finally:
+        pool.close()
 
 
 def _timed(worker: Any, parts: Sequence[tuple[str, Sequence[int]]]) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 from bench.train_setup import CALL, columns_of, rows_of, side_by_side, tenants
 from skyrl_actors.config.strategies import Fsdp2Strategy, ReplicaStrategy
 from skyrl_actors.groups.sharding import assign_parts
+from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.interface import PartCall, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 
@@ -23,3 +24,18 @@ def time_tenants(rank: int, world: int, port: int, base: str, kind: str, rounds:
         worker.forward_backward(calls, False)
 
     return side_by_side({"together": lambda i: run(parts), "alone": lambda i: [run([part]) for part in parts]}, rounds)
+
+
+def time_rows(rank: int, world: int, port: int, base: str, rounds: int) -> list[float]:
+    """One adapter, 16 rows of 128 tokens, and the step that sums its gradients."""
+    worker = TorchWorker(WorkerSpec("policy", rank, world, base, "float32", "cpu", 1, 1024, 600.0))
+    worker.setup("127.0.0.1", port)
+    (name,) = tenants(worker, 1)
+    columns = columns_of(rows_of(0, [128] * 16))
+    rows = assign_parts([columns.lengths], world)[rank][0]
+
+    def work(number: int) -> None:
+        worker.forward_backward((PartCall(name, rows, columns, CALL),), False)
+        worker.optim_step(name, AdamParams(1e-4))
+
+    return side_by_side({"all": work}, rounds)["all"]

@@ -44,6 +44,7 @@ async def get_info(body: wire.ModelRef, request: Request) -> dict[str, Any]:
         "model_name": spec.base_model,
         "is_lora": spec.lora is not None,
         "lora_rank": spec.lora.rank if spec.lora else None,
+        "optimizer_config": {"type": spec.optimizer},
         "model_data": {"arch": spec.role, "model_name": spec.base_model, "tokenizer_id": able.base_folder},
     }
 
@@ -133,7 +134,9 @@ async def weights_info(body: wire.TinkerPathRef, request: Request) -> dict[str, 
     """What a checkpoint holds."""
     path = await readable(request, parse_path(body.tinker_path))
     spec: ModelSpec = await state_of(request).client.checkpoint_spec(path)
-    answer: dict[str, Any] = {"base_model": spec.base_model, "is_lora": spec.lora is not None}
+    answer: dict[str, Any] = {
+        "base_model": spec.base_model, "is_lora": spec.lora is not None, "optimizer_config": {"type": spec.optimizer},
+    }  # fmt: skip
     if spec.lora:
         lora = spec.lora
         answer |= {

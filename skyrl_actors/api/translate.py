@@ -21,7 +21,8 @@ def create_model(body: wire.CreateModel, alpha: float) -> rq.CreateModel:
     model_id = model_id_for(checked_id(body.session_id, "session id"), body.model_seq_id)
     # Without a seed: as random as the session's id, and the same when the request is repeated.
     drawn = int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:4]) >> 1
-    spec = ModelSpec(model_id, body.base_model, role, lora, drawn if config.seed is None else config.seed)
+    seed = drawn if config.seed is None else config.seed
+    spec = ModelSpec(model_id, body.base_model, role, lora, seed, body.optimizer_config.type)
     return rq.CreateModel(spec, body.session_id, _strings(body.user_metadata))
 
 

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from skyrl_actors.messages.model import OptimizerName
+
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
@@ -44,6 +46,12 @@ class LoraConfig(Body):
 
 
 class OptimizerConfig(Body):
+    type: OptimizerName = "adamw"
+
+
+class CheckpointsOptimizer(Body):
+    """A model that is made of a checkpoint has the checkpoint's optimizer; the default says that."""
+
     type: Literal["adamw"] = "adamw"
 
 
@@ -125,7 +133,7 @@ class LoadWeights(Body):
     seq_id: int | None = None
     optimizer: bool = True
     weights_access_token: str | None = None
-    optimizer_config: OptimizerConfig = OptimizerConfig()
+    optimizer_config: CheckpointsOptimizer = CheckpointsOptimizer()
     user_metadata: dict[str, Any] = {}
 
 

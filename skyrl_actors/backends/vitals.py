@@ -23,6 +23,9 @@ class Vitals:
         tags = ("service", "actor")
         self._memory = Gauge("skyrl_actors_rss_bytes", "host memory of an actor's processes, in bytes", tags)
         self._restarts = Gauge("skyrl_actors_restarts", "times a part was made anew since the controller started", tags)
+        self._refused = Gauge(
+            "skyrl_actors_refused_calls", "calls that the ranks refused for their input, e.g. a loss not finite", tags
+        )
         self._task = asyncio.create_task(self._report())
 
     async def read(self) -> dict[str, Any]:
@@ -31,7 +34,7 @@ class Vitals:
             ranks = await self._rss(supervisor)
             groups[supervisor.role] = {
                 "ranks": len(supervisor.builder.names), "state": supervisor.down or "up", "restarts": supervisor.restarts,
-                "rss_bytes": ranks, "pids": supervisor.group.pids if supervisor.group else [],
+                "refused": supervisor.refused, "rss_bytes": ranks, "pids": supervisor.group.pids if supervisor.group else [],
             }  # fmt: skip
         engines = []
         for engine in self._engines.engines:
@@ -65,6 +68,7 @@ class Vitals:
             self._set(self._memory, "controller", found["controller_rss_bytes"])
             for role, group in found["groups"].items():
                 self._set(self._restarts, role, group["restarts"])
+                self._set(self._refused, role, group["refused"])
                 for rank, size in enumerate(group["rss_bytes"]):
                     self._set(self._memory, f"{role}[{rank}]", size)
             for index, engine in enumerate(found["engines"]):

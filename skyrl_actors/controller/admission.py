@@ -39,6 +39,13 @@ def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilitie
         raise InvalidRequest(f"model_role {spec.role!r}: use one of {', '.join(ROLES)}")
     if spec.role not in capabilities.roles:
         raise InvalidRequest(f"this service has no {spec.role} group (its config sets it to null)")
+    if spec.optimizer == "muon" and spec.lora is None:
+        group = config.policy if spec.role == "policy" else config.critic
+        strategy = group.full_strategy_on(config.placement.device).type if group else "replica"
+        if strategy != "replica":
+            raise InvalidRequest(
+                f"optimizer muon needs whole matrices; this service shards full fine-tunes ({strategy}): use adamw or a LoRA"
+            )
     if spec.lora and not 1 <= spec.lora.rank <= config.lora.max_rank:
         raise InvalidRequest(
             f"lora rank {spec.lora.rank}: this service takes 1 to {config.lora.max_rank}, or 0 for a full fine-tune"
@@ -187,10 +194,14 @@ def digest_of(request: Request) -> int:
     return total
 
 
-def check_fits(spec: ModelSpec, saved: ModelSpec, path: str) -> None:
+def check_fits(spec: ModelSpec, saved: ModelSpec, path: str, with_optimizer: bool) -> None:
     """Raises InvalidRequest when what was saved at `path` can not be loaded into this model. A critic takes a policy's trunk."""
     if saved.base_model != spec.base_model:
         raise InvalidRequest(f"{path} belongs to base model {saved.base_model!r}; this service has {spec.base_model!r}")
+    if with_optimizer and saved.optimizer != spec.optimizer:
+        raise InvalidRequest(
+            f"{path} has the state of optimizer {saved.optimizer}, this model uses {spec.optimizer}; load its weights alone"
+        )
     if saved.role != spec.role and spec.role == "policy":
         raise InvalidRequest(f"{path} is a critic; a policy can not be made of it")
     if saved.lora is None or spec.lora is None:

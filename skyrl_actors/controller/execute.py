@@ -83,7 +83,7 @@ class Executor:
             return rs.Loaded(spec.model_id, path)
         refuse_export(where)
         folder = self.folders.existing(where)
-        check_fits(spec, self.folders.spec(where), path)
+        check_fits(spec, self.folders.spec(where), path, with_optimizer)
         await self.backend.load_checkpoint(spec, Turn(number, number), str(folder), with_optimizer)
         return rs.Loaded(spec.model_id, path, self.folders.version(where))
 

@@ -15,7 +15,7 @@ from skyrl_actors import remote
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.groups.last_words import last_words, stacks_of
-from skyrl_actors.messages.errors import CollectiveFailed, InternalError
+from skyrl_actors.messages.errors import CollectiveFailed, InternalError, UserError
 from skyrl_actors.restarts import RestartLimit
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class GroupSupervisor:
         self.builder = builder
         self.group: ActorGroup | None = None
         self.restarts = 0
+        self.refused = 0  # calls with input that the ranks could not compute with: not finite, too large, of another shape
         self.down: str | None = "starting"
         self._limit = RestartLimit(config)
         self._say = say
@@ -158,6 +159,9 @@ class GroupSupervisor:
         except (CollectiveFailed, remote.ActorDied) as error:
             if group is not None:
                 self.lost(group, str(error))
+            raise
+        except UserError:
+            self.refused += 1
             raise
         self.worked()
         return result

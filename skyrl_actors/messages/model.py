@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["policy", "critic"]
+OptimizerName = Literal["adamw", "muon"]
 CheckpointForm = Literal["training", "weights", "merged"]
 """With the optimizer's moments; without; or as one full model of the base and the adapter together."""
 ROLES: tuple[Role, ...] = ("policy", "critic")
@@ -32,6 +33,7 @@ class ModelSpec:
     role: Role = "policy"
     lora: LoraSpec | None = None
     seed: int = 0
+    optimizer: OptimizerName = "adamw"
 
     @property
     def kind(self) -> tuple[Role, bool]:

@@ -5,6 +5,7 @@ module computes with are leaf views of it, and autograd accumulates into views o
 precision, the module's tensors are views of a copy; their gradients are added to the float32 ones after every pass.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_actors.messages.errors import InvalidRequest
-from skyrl_actors.messages.model import AdamParams
-from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, checked_norm
+from skyrl_actors.messages.model import AdamParams, OptimizerName
+from skyrl_actors.workers import optimizers
+from skyrl_actors.workers.optimizers import FlatOptimizer
+from skyrl_actors.workers.state import MOMENTS, Kind, check_names, checked_norm
 from skyrl_actors.workers.tensor_files import Source, whole
 
 Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place
@@ -24,7 +27,7 @@ class FlatState:
 
     def __init__(
         self, tensors: Mapping[str, Tensor], device: torch.device, compute_dtype: torch.dtype = torch.float32,
-        reduce: Reduce = lambda vector: None, writes: bool = True,
+        reduce: Reduce = lambda vector: None, writes: bool = True, optimizer: OptimizerName = "adamw",
     ):  # fmt: skip
         self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         self.weights = torch.cat([t.detach().float().reshape(-1) for t in tensors.values()]).to(device)
@@ -33,7 +36,8 @@ class FlatState:
         self._lower = self.weights.to(compute_dtype) if compute_dtype != torch.float32 else None  # [P]
         self._lower_gradients: Tensor | None = None
         self.views = {name: nn.Parameter(view) for name, view in self.split(self._computed_with).items()}
-        self.optimizer: torch.optim.AdamW | None = None
+        self.optimizer: FlatOptimizer | None = None
+        self._optimizer_name: OptimizerName = optimizer
         self.pending = False
         self._reduce = reduce
         self._writes = writes
@@ -107,10 +111,7 @@ class FlatState:
             raise
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             gradients.mul_(adam.grad_clip_norm / norm)
-        optimizer = self.ensure_optimizer()
-        optimizer.param_groups[0].update(adam_group(adam))
-        optimizer.param_groups[0]["params"][0].grad = gradients
-        optimizer.step()
+        self.ensure_optimizer().step(gradients, adam)
         self._refresh()
         self.drop_gradients()
         return norm
@@ -119,9 +120,11 @@ class FlatState:
         if self._lower is not None:
             self._lower.copy_(self.weights)
 
-    def ensure_optimizer(self) -> torch.optim.AdamW:
+    def ensure_optimizer(self) -> FlatOptimizer:
         if self.optimizer is None:
-            self.optimizer = torch.optim.AdamW([nn.Parameter(self.weights)], lr=0.0, fused=True)
+            starts = itertools.accumulate((math.prod(shape) for shape in self.shapes.values()), initial=0)
+            spans = {name: (start, shape) for (name, shape), start in zip(self.shapes.items(), starts, strict=False)}
+            self.optimizer = optimizers.make(self._optimizer_name, self.weights, spans)
         return self.optimizer
 
     @property
@@ -142,8 +145,7 @@ class FlatState:
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """exp_avg [P], exp_avg_sq [P], step []; empty before the first step."""
-        state = next(iter(self.optimizer.state.values()), None) if self.optimizer else None
-        return {} if state is None else {key: state[key] for key in ("exp_avg", "exp_avg_sq", "step")}
+        return self.optimizer.moments() if self.optimizer else {}
 
     def load_moments(self, sources: Mapping[Kind, Source], num_steps: int) -> None:
         self.optimizer = None
@@ -155,10 +157,7 @@ class FlatState:
             moments[kind] = torch.empty_like(self.weights)
             for name, view in self.split(moments[kind]).items():
                 view.copy_(whole(sources[kind], name))
-        optimizer = self.ensure_optimizer()
-        parameter = optimizer.param_groups[0]["params"][0]
-        step = torch.tensor(float(num_steps), device=self.weights.device)
-        optimizer.state[parameter] = {"step": step, **moments}
+        self.ensure_optimizer().load({**moments, "step": torch.tensor(float(num_steps))})
 
     def drop_gradients(self) -> None:
         self.pending = False
@@ -179,8 +178,7 @@ class FlatState:
             for name, view in self.split(self._computed_with).items():
                 self.views[name].data = view
             if self.optimizer:
-                parameter = self.optimizer.param_groups[0]["params"][0]
-                parameter.grad, parameter.data = None, self.weights
+                self.optimizer.point_at(self.weights)
             self._attach_gradients()
         elif part == "gradients" and self.gradients is not None:
             self._detach_gradients()
@@ -189,5 +187,4 @@ class FlatState:
                 self._lower_gradients = self._lower_gradients.to(device)
             self._attach_gradients()
         elif part == "optimizer" and self.optimizer:
-            for state in self.optimizer.state.values():
-                state.update({key: value.to(device) for key, value in state.items()})
+            self.optimizer.move(device)

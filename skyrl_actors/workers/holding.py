@@ -91,7 +91,8 @@ class Holding:
             tensors = lora_tensors(spec.lora, spec.seed, self.base)
             if spec.role == "critic":
                 tensors |= value_head_tensors(self.base)
-            return TrainedModel(spec, self.base, FlatState(tensors, self.device, reduce=self._reduce, writes=self.writes))
+            state = FlatState(tensors, self.device, reduce=self._reduce, writes=self.writes, optimizer=spec.optimizer)
+            return TrainedModel(spec, self.base, state)
         strategy, is_critic = self.spec.full_strategy, spec.role == "critic"
         arguments = (self.spec.base_folder, self.dtype, self.device, self.spec.activations)
         if isinstance(strategy, Fsdp2Strategy):
@@ -109,7 +110,7 @@ class Holding:
         if is_critic:
             tensors.pop(UNEMBED_WEIGHT, None)  # a head of its own has no part in values
             tensors |= value_head_tensors(base)
-        state = FlatState(tensors, self.device, self.dtype, self._reduce, self.writes)
+        state = FlatState(tensors, self.device, self.dtype, self._reduce, self.writes, spec.optimizer)
         return self._in_full_precision(TrainedModel(spec, base, state))
 
     def _in_full_precision(self, model: TrainedModel) -> TrainedModel:

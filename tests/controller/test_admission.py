@@ -25,12 +25,13 @@ CRITIC = ModelSpec("c", "tiny", "critic", LoraSpec(8))
         (LORA, replace(LORA, lora=LoraSpec(8, 16.0)), "alpha is 16.0 there and 32.0 here"),
         (LORA, replace(LORA, lora=LoraSpec(8, train_mlp=False)), "train_mlp is False there and True here"),
         (FULL, LORA, "is a LoRA of rank 8, this model is a full fine-tune"),
+        (LORA, replace(LORA, optimizer="muon"), "has the state of optimizer muon, this model uses adamw; load its weights alone"),
         (LORA, CRITIC, "is a critic; a policy can not be made of it"),
     ],
 )
 def test_a_checkpoint_of_another_kind_is_refused(spec: ModelSpec, saved: ModelSpec, said: str):
     with pytest.raises(InvalidRequest, match=said):
-        check_fits(spec, saved, "tinker://s/weights/c")
+        check_fits(spec, saved, "tinker://s/weights/c", True)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_a_checkpoint_of_another_kind_is_refused(spec: ModelSpec, saved: ModelSp
     [(LORA, LORA), (FULL, FULL), (CRITIC, LORA), (CRITIC, replace(LORA, lora=LoraSpec(8, train_unembed=False)))],
 )
 def test_a_checkpoint_of_the_same_kind_is_taken(spec: ModelSpec, saved: ModelSpec):
-    check_fits(spec, saved, "tinker://s/weights/c")
+    check_fits(spec, saved, "tinker://s/weights/c", True)
 
 
 def test_a_base_that_the_config_can_not_hold(random_base: Path, tmp_path: Path):
@@ -54,3 +55,18 @@ def test_a_base_that_the_config_can_not_hold(random_base: Path, tmp_path: Path):
     (tmp_path / "tokenizer.json").write_bytes((random_base / "tokenizer.json").read_bytes())
     with pytest.raises(ConfigError, match=r"tokenizer has \d+ tokens and its model 256; this tokenizer belongs to another model"):
         check_base(tmp_path, config(1))
+
+
+def test_muon_needs_whole_matrices():
+    from skyrl_actors.backends.base import Capabilities
+    from skyrl_actors.config.strategies import Fsdp2Strategy
+    from skyrl_actors.controller.admission import check_spec
+
+    able = Capabilities("tiny", "", 320, 512, 512, ("policy",))
+    config = ClusterConfig(policy=GroupConfig(full_strategy=Fsdp2Strategy()), critic=None)
+    check_spec(replace(LORA, optimizer="muon"), config, able, [])
+    check_spec(replace(FULL, optimizer="muon"), ClusterConfig(critic=None), able, [])
+    with pytest.raises(
+        InvalidRequest, match="optimizer muon needs whole matrices; this service shards full fine-tunes \\(fsdp2\\)"
+    ):
+        check_spec(replace(FULL, optimizer="muon"), config, able, [])

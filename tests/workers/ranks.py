@@ -22,8 +22,9 @@ def free_port() -> int:
 class Ranks:
     """Waiting processes of one process group, as an engine may keep that for good."""
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, timeout_s: float = TIMEOUT_S):
         self._port = free_port()
+        self._timeout_s = timeout_s
         context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -40,7 +41,7 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes):
             pipe.send((function.__module__, function.__name__, (rank, len(self._pipes), self._port, *args)))
         answers: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         while len(answers) < len(self._pipes) and time.monotonic() < deadline:
             for pipe in wait([p for i, p in enumerate(self._pipes) if i not in answers], timeout=1.0):
                 answers[self._pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
