@@ -290,6 +290,13 @@ class ClusterConfig(FrozenConfig):
         for group in (self.policy, self.critic):
             if group is not None and self.lora.max_full_models:
                 group.full_strategy_on(self.placement.device)  # the default one may not be installed
+        on_gpus_together = self.placement.device == "gpu" and self.placement.layout == "colocated"
+        for role, group in (("policy", self.policy), ("critic", self.critic)):
+            if group and on_gpus_together and isinstance(group.strategy, DeepSpeedStrategy) and group.strategy.stage == 3:
+                raise ValueError(
+                    f"{role}.strategy deepspeed stage 3: a frozen base under it does not leave the device for the engines; "
+                    "use fsdp2 or replica, or placement.layout=split"
+                )
         return self
 
     @model_validator(mode="after")

@@ -39,12 +39,12 @@ def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilitie
         raise InvalidRequest(f"model_role {spec.role!r}: use one of {', '.join(ROLES)}")
     if spec.role not in capabilities.roles:
         raise InvalidRequest(f"this service has no {spec.role} group (its config sets it to null)")
-    if spec.optimizer == "muon" and spec.lora is None:
+    if spec.optimizer != "adamw" and spec.lora is None:
         group = config.policy if spec.role == "policy" else config.critic
         strategy = group.full_strategy_on(config.placement.device).type if group else "replica"
         if strategy != "replica":
             raise InvalidRequest(
-                f"optimizer muon needs whole matrices; this service shards full fine-tunes ({strategy}): use adamw or a LoRA"
+                f"optimizer {spec.optimizer} is for weights that are held whole; this service shards full fine-tunes ({strategy}): use adamw or a LoRA"
             )
     if spec.lora and not 1 <= spec.lora.rank <= config.lora.max_rank:
         raise InvalidRequest(
@@ -198,12 +198,14 @@ def check_fits(spec: ModelSpec, saved: ModelSpec, path: str, with_optimizer: boo
     """Raises InvalidRequest when what was saved at `path` can not be loaded into this model. A critic takes a policy's trunk."""
     if saved.base_model != spec.base_model:
         raise InvalidRequest(f"{path} belongs to base model {saved.base_model!r}; this service has {spec.base_model!r}")
+    if saved.role != spec.role and spec.role == "policy":
+        raise InvalidRequest(f"{path} is a critic; a policy can not be made of it")
+    if with_optimizer and saved.role != spec.role:
+        raise InvalidRequest(f"{path} has a {saved.role}'s optimizer state, this model is a {spec.role}; load its weights alone")
     if with_optimizer and saved.optimizer != spec.optimizer:
         raise InvalidRequest(
             f"{path} has the state of optimizer {saved.optimizer}, this model uses {spec.optimizer}; load its weights alone"
         )
-    if saved.role != spec.role and spec.role == "policy":
-        raise InvalidRequest(f"{path} is a critic; a policy can not be made of it")
     if saved.lora is None or spec.lora is None:
         if saved.lora is not spec.lora:
             kinds = ["a full fine-tune" if lora is None else f"a LoRA of rank {lora.rank}" for lora in (saved.lora, spec.lora)]

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from placement.types import Plan
 from skyrl_actors import remote
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
+from skyrl_actors.config.strategies import ReplicaStrategy
 from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.groups.standby import Standby, worker_class
 from skyrl_actors.groups.together import Call, Together
@@ -191,11 +192,14 @@ class GroupBuilder:
         self.epoch = epoch
         self.slots = plan.slots_of(role)
         self.names = [f"{config.name}:{role}:{rank}" for rank in range(len(self.slots))]
+        full_strategy = (
+            group_config.full_strategy_on(config.placement.device) if config.lora.max_full_models else ReplicaStrategy()
+        )
         self.specs = [
             WorkerSpec(
                 role, rank, group_config.num_ranks, base_folder, group_config.dtype, config.placement.device,
                 group_config.num_threads, group_config.microbatch_tokens, group_config.collective_timeout_s,
-                group_config.strategy, group_config.full_strategy_on(config.placement.device), group_config.activations,
+                group_config.strategy, full_strategy, group_config.activations,
                 group_config.sequence_parallel, group_config.score_uncounted, group_config.preload,
             )
             for rank in range(len(self.slots))

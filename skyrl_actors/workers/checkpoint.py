@@ -8,7 +8,7 @@ name and renamed when it is whole.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -171,7 +171,8 @@ def load(model: TrainedModel, folder: Path, with_optimizer: bool) -> None:
         names = {name: f"{PEFT_PREFIX}{name}.weight" for name in names}
     with _weights_of(model, folder) as files:
         _check_same(names, files, VALUE_WEIGHT in state.shapes)
-        sources: list[Source] = [Renamed(files, names)]
+        present = {ours: theirs for ours, theirs in names.items() if theirs in files.shapes}
+        sources: list[Source] = [Renamed(files, present), _kept(model, names.keys() - present.keys())]
         if VALUE_WEIGHT in state.shapes:
             sources.append(_value_head(model, folder, files))
         state.load(Together(sources))
@@ -195,6 +196,13 @@ def _check_same(names: dict[str, str], files: TensorFiles, is_critic: bool) -> N
     ours = {name for name in names.values() if not (is_critic and UNEMBED in name and name not in files.shapes)}
     if odd := (ours - {*files.shapes}) | (theirs - ours):
         raise InvalidRequest(f"the checkpoint's tensors are not this model's: {sorted(odd)[:4]}")
+
+
+def _kept(model: TrainedModel, names: Set[str]) -> Source:
+    """What a policy's adapter does not have of a critic's stays as it was made."""
+    return InMemory(
+        {name: tensor for name, tensor in model.state.tensors("weights") if name in names and tensor is not None} if names else {}
+    )
 
 
 def _value_head(model: TrainedModel, folder: Path, files: TensorFiles) -> Source:

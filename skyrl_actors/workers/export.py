@@ -36,16 +36,30 @@ def export_flat(
     """float32, tensor behind tensor, through a mapping of the file: no second copy of the weights is made."""
     started = time.perf_counter()
     staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        entries, size = _written(tensors, shapes, staging if writes else None)
+        if not writes:
+            return None
+        os.replace(staging, path)
+    finally:
+        if writes:
+            staging.unlink(missing_ok=True)
+    return WeightManifest(version, "full", str(path), size, tuple(entries), time.perf_counter() - started)
+
+
+def _written(
+    tensors: Iterable[tuple[str, Tensor | None]], shapes: Mapping[str, Shape], file: Path | None
+) -> tuple[list[TensorEntry], int]:
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    mapped = torch.from_file(str(staging), shared=True, size=sum(sizes.values()), dtype=torch.float32) if writes else None
+    total, mapped = sum(sizes.values()), None
+    if file is not None:
+        with file.open("wb") as made:
+            os.posix_fallocate(made.fileno(), 0, total * 4)  # memory that is full is an error here, not a death there
+        mapped = torch.from_file(str(file), shared=True, size=total, dtype=torch.float32)
     entries, start = [], 0
     for name, tensor in tensors:
         if mapped is not None and tensor is not None:
             mapped[start : start + sizes[name]].copy_(tensor.reshape(-1))
             entries.append(TensorEntry(name, tuple(shapes[name]), "float32", start * 4))
         start += sizes[name]
-    if not writes:
-        return None
-    del mapped
-    os.replace(staging, path)
-    return WeightManifest(version, "full", str(path), start * 4, tuple(entries), time.perf_counter() - started)
+    return entries, start * 4

@@ -85,8 +85,9 @@ def _fill_rows(parameter: DTensor, source: Source, name: str) -> None:
 
 
 class Fsdp2State:
-    def __init__(self, network: Network):
+    def __init__(self, network: Network, strategy: Fsdp2Strategy):
         self._network = network
+        self._stays_on_host = strategy.cpu_offload
         self.parameters = cast("dict[str, DTensor]", trained_names(network.whole))
         self.shapes: dict[str, Shape] = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.pending = False
@@ -162,6 +163,8 @@ class Fsdp2State:
         self.optimizer.state.clear()
 
     def move(self, part: str, device: torch.device) -> None:
+        if self._stays_on_host:
+            return
         if part == "weights":
             self._network.whole.to(device)
         elif part == "gradients":

@@ -44,7 +44,8 @@ def score(
     """log p(target) and entropy at temperature 1, float32 (float64 for float64).
 
     hidden [T, H], weight [V, H], targets [T] or [T, K] int64 -> logprobs of the shape of targets, entropy [T] in nats.
-    Where `counted` [T] bool is False no gradient is formed; with `score_uncounted` False, no log-probability either (0).
+    Where `counted` [T] bool is False no gradient is formed; with `score_uncounted` False, no log-probability either (0), unless
+    gradients are off altogether.
     """
     if counted is None or bool(counted.all()) or not torch.is_grad_enabled():
         return _scored(hidden, weight, targets, segments, entropy_gradient)
@@ -137,8 +138,10 @@ class _Score(torch.autograd.Function):
             entropy[rows] = log_sum[:, 0] - logits.mul_(powers).sum(1) / total[:, 0]
             log_sums[rows] = log_sum[:, 0]
             if slopes is not None:
-                mean = (powers.to(weight.dtype) @ weight) / total.to(weight.dtype)
-                slopes[rows] = weight[targets[rows][:, 0]] - mean
+                # 1 − p is formed in full precision: of a token that is nearly certain, little else is left.
+                coefficients = powers.div_(total).neg_()
+                coefficients.scatter_add_(1, targets[rows], torch.ones_like(targets[rows], dtype=coefficients.dtype))
+                slopes[rows] = coefficients.to(weight.dtype) @ weight
             elif keep and differentiable:
                 kept.append(powers / total)
         ctx.chunks, ctx.frozen, ctx.keep = chunks, frozen, keep

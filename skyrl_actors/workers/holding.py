@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,11 @@ from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import BaseModelInfo, WorkerSpec
 from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_tensors
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT, Network
+from skyrl_actors.workers.packing import prove_kernels
 from skyrl_actors.workers.sequence import SequenceGroup
 from skyrl_actors.workers.tensor_files import InMemory, Renamed, TensorFiles, Together
+
+T = TypeVar("T")
 
 
 def info_of(folder: str) -> BaseModelInfo:
@@ -57,9 +60,12 @@ class Holding:
         assert isinstance(mine, dist.ProcessGroup)
         return SequenceGroup(mine, size, self.spec.rank % size)
 
-    def _ready(self, network: Network) -> Network:
+    def _ready(self, network: Network, sharded: bool) -> Network:
         network.sequence = self._sequence
+        network.same_graph = sharded or self._sequence is not None
         network.score_uncounted = self.spec.score_uncounted
+        heads = int(network.config.num_attention_heads)
+        prove_kernels(self.device, self.dtype, int(getattr(network.config, "head_dim", None) or network.hidden_size // heads))
         return network
 
     def _frozen(self, strategy: StrategyConfig) -> Network:
@@ -67,12 +73,12 @@ class Holding:
         if isinstance(strategy, Fsdp2Strategy):
             from skyrl_actors.workers import fsdp2
 
-            return self._ready(fsdp2.sharded_network(strategy, *arguments, trained=False))
+            return self._ready(fsdp2.sharded_network(strategy, *arguments, trained=False), sharded=True)
         if isinstance(strategy, DeepSpeedStrategy) and strategy.stage == 3:
             from skyrl_actors.workers import zero
 
-            return self._ready(zero.zero_network(strategy, *arguments, trained=False)[0])
-        return self._ready(BaseModel(*arguments))
+            return self._ready(zero.zero_network(strategy, *arguments, trained=False)[0], sharded=True)
+        return self._ready(BaseModel(*arguments), sharded=False)
 
     def _whole_base(self) -> BaseModel:
         """Under full fine-tunes that are held whole, which need it in any case."""
@@ -81,7 +87,7 @@ class Holding:
         if self._base is None and not is_sharded(self.spec.strategy):
             assert isinstance(self.base, BaseModel)
             return self.base
-        made = self._ready(BaseModel(self.spec.base_folder, self.dtype, self.device, self.spec.activations))
+        made = self._ready(BaseModel(self.spec.base_folder, self.dtype, self.device, self.spec.activations), sharded=False)
         assert isinstance(made, BaseModel)
         return made
 
@@ -98,13 +104,15 @@ class Holding:
         if isinstance(strategy, Fsdp2Strategy):
             from skyrl_actors.workers import fsdp2
 
-            network = self._ready(fsdp2.sharded_network(strategy, *arguments, trained=True, is_critic=is_critic))
-            return TrainedModel(spec, network, fsdp2.Fsdp2State(network))
+            network = self._ready(fsdp2.sharded_network(strategy, *arguments, trained=True, is_critic=is_critic), sharded=True)
+            return TrainedModel(spec, network, fsdp2.Fsdp2State(network, strategy))
         if isinstance(strategy, DeepSpeedStrategy):
             from skyrl_actors.workers import zero
 
             network, engine = zero.zero_network(strategy, *arguments, trained=True, is_critic=is_critic)
-            return self._in_full_precision(TrainedModel(spec, self._ready(network), zero.ZeroState(network, engine, strategy)))
+            return self._in_full_precision(
+                TrainedModel(spec, self._ready(network, sharded=True), zero.ZeroState(network, engine, strategy))
+            )
         base = self._whole_base()
         tensors = {name: parameter.data for name, parameter in base.own.items()}
         if is_critic:
@@ -145,12 +153,12 @@ class Holding:
 
     def _reduce(self, gradients: Tensor) -> None:
         if self.spec.world_size > 1:
-            collective(self.spec.rank, lambda: dist.all_reduce(gradients))
+            collective(self.spec, lambda: dist.all_reduce(gradients))
 
     def move_base(self, device: torch.device) -> None:
         if isinstance(self._base, BaseModel):
             self._base.move(device)
-        elif self._base is not None and isinstance(self.spec.strategy, Fsdp2Strategy):
+        elif self._base is not None and isinstance(self.spec.strategy, Fsdp2Strategy) and not self.spec.strategy.cpu_offload:
             self._base.whole.to(device)
 
 
@@ -159,8 +167,12 @@ def is_sharded(strategy: StrategyConfig, least_stage: int = 3) -> bool:
     return isinstance(strategy, Fsdp2Strategy) or (isinstance(strategy, DeepSpeedStrategy) and strategy.stage >= least_stage)
 
 
-def collective(rank: int, call: Callable[[], Any]) -> Any:
+def collective(spec: WorkerSpec, call: Callable[[], T]) -> T:
+    """A call in which ranks meet. Its deadline, or a peer that is gone: this process group is of no use any more. So it is too when
+    one rank alone breaks off, for whatever cause: the others wait in it."""
     try:
         return call()
-    except RuntimeError as error:  # its deadline, or a peer that is gone: this process group is of no use any more
-        raise CollectiveFailed(f"rank {rank}: {error}") from None
+    except RuntimeError as error:
+        if spec.world_size == 1:
+            raise
+        raise CollectiveFailed(f"rank {spec.rank}: {error}") from None

@@ -85,6 +85,7 @@ class Network:
         self.activations: Activations = activations
         self.sequence: SequenceGroup | None = None
         self.score_uncounted = True
+        self.same_graph = False  # on all ranks, whose backward passes meet in collectives, whatever adapters their rows have
         self.whole = Whole(module, value_head)
         self.entry: Callable[..., Any] = self.whole  # a sharding engine may put itself here
         self._segments: tuple[Segment, ...] = ()
@@ -138,8 +139,9 @@ class Network:
 
     def _predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
         with _offloading(self.device) if self.activations == "offload" else nullcontext():
+            given = {"inputs_embeds": self._embedded(inputs.tokens)} if self.same_graph else {"input_ids": inputs.tokens[None]}
             output = self.module.model(
-                input_ids=inputs.tokens[None],
+                **given,
                 position_ids=inputs.positions[None],
                 attention_mask=None,
                 use_cache=False,
@@ -161,6 +163,11 @@ class Network:
                 )
 
             return self.module.lm_head(None, compute)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """[1, T, H] that wants a gradient, so that every layer's backward runs."""
+        embedded = self.module.get_input_embeddings()(tokens[None])
+        return embedded.requires_grad_() if torch.is_grad_enabled() and not embedded.requires_grad else embedded
 
     def _values(self, hidden: Tensor) -> Tensor:
         if hasattr(self.whole, "value_head"):

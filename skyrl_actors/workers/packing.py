@@ -101,7 +101,7 @@ def packed_attention(
     if sequence_group is not None:
         query, key, value = sequence_group.heads_of_all(query, key, value)
     way = attend_by_blocks
-    if varlen.can_attend(query) and varlen.agrees(attend_by_blocks, query.device, query.dtype, query.size(-1)):
+    if varlen.can_attend(query):
         way = varlen.attend
     whole = way(query, key, value, tuple(packed_blocks), scaling, sliding_window)
     if sequence_group is not None:
@@ -128,6 +128,11 @@ def attend_by_blocks(
 def _rows_of(x: Tensor, block: Block) -> Tensor:
     flat = x[0, :, block.start : block.start + block.num_rows * block.length]  # [H, n·L, D]
     return flat.unflatten(1, (block.num_rows, block.length)).transpose(0, 1)
+
+
+def prove_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Before the first pass of a model."""
+    varlen.prove(attend_by_blocks, device, dtype, head_dim)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

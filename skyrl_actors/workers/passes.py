@@ -56,6 +56,12 @@ class Part:
         """0 for one target a token, else K."""
         return 0 if self.columns.widths is None else self.columns.shape[1]
 
+    def own_targets(self, x: Tensor) -> Tensor:
+        """A view of what its tokens have in a pass whose widest part has more targets than it."""
+        if x.ndim == 1:
+            return x
+        return x[:, : self.num_targets] if self.num_targets else x[:, 0]
+
     @property
     def entropy_coef(self) -> float:
         return float(self.loss.config.get(ENTROPY_COEF, 0.0)) if self.loss else 0.0
@@ -139,25 +145,23 @@ class PassRunner:
         stretch, group = self._stretch(plan), self.network.sequence
         everywhere = group.gathered(predicted) if group else predicted
         entropies = None if entropy is None else (group.gathered(entropy.detach()) if group else entropy.detach())
-        leaf = everywhere.requires_grad_(not self.forward_only)
-        slopes = torch.zeros_like(everywhere, requires_grad=False)
+        slopes = torch.zeros_like(everywhere)
         entropy_slopes = torch.zeros(len(everywhere), dtype=everywhere.dtype, device=self.device)
         for share in plan.shares:
             part = parts[share.part]
             where = part.columns.positions(share.rows)
-            of_share = leaf[share.span]
-            if everywhere.ndim == 2:
-                of_share = of_share[:, : part.num_targets] if part.num_targets else of_share[:, 0]
-            part.predicted[where] = of_share.detach().float().cpu().numpy()
+            own = part.own_targets(everywhere[share.span])
+            part.predicted[where] = own.float().cpu().numpy()
             if part.loss is None:
                 continue
-            elementwise = self._loss(part, share, where, of_share, entropies)
+            leaf = own.clone().requires_grad_(not self.forward_only)
+            elementwise = self._loss(part, share, where, leaf, entropies)
             part.elementwise[where] = elementwise.detach().float().cpu().numpy()
-            if self.forward_only:
+            if self.forward_only or not elementwise.requires_grad:
                 continue
-            (slope,) = torch.autograd.grad(elementwise.sum(), leaf)
-            if self._is_finite(part, share, elementwise.detach(), slope):
-                slopes += slope
+            (slope,) = torch.autograd.grad(elementwise.sum(), leaf, allow_unused=True)
+            if slope is not None and self._is_finite(part, share, elementwise.detach(), slope):
+                part.own_targets(slopes[share.span]).copy_(slope)
                 counted = self._tensor(part.counted(where)).to(entropy_slopes.dtype)
                 entropy_slopes[share.span] = -part.entropy_coef * counted
         return slopes[stretch], entropy_slopes[stretch]
@@ -177,19 +181,14 @@ class PassRunner:
             sums["loss:sum"] = sums["loss:sum"] - part.entropy_coef * sums["entropy:sum"]
             sums["counted_tokens:sum"] = counted.sum()
         if entropies is not None and SAMPLED_LOGPROBS in part.columns.fields and predicted.ndim == 1:
-            sums["kl:sum"] = (_kl(predicted.detach(), inputs[SAMPLED_LOGPROBS]) * counted).sum()
+            sums["kl:sum"] = _kl(predicted.detach(), inputs[SAMPLED_LOGPROBS])[counted].sum()
         for name, value in sums.items():
             part.sums[name] = part.sums.get(name, 0.0) + float(value)
         return terms.elementwise
 
     def _is_finite(self, part: Part, share: Share, elementwise: Tensor, slope: Tensor) -> bool:
         """Whether a share's loss and gradient are; if not, its model's rows are refused from here on."""
-        odd = ~(
-            torch.isfinite(elementwise)
-            & torch.isfinite(
-                slope[share.span].reshape(len(elementwise), -1)[:, : elementwise[0].numel()].reshape(elementwise.shape)
-            )
-        )
+        odd = ~(torch.isfinite(elementwise) & torch.isfinite(slope))
         if not bool(odd.any()):
             return part.refused is None
         token = int(odd.reshape(len(odd), -1).any(1).nonzero()[0, 0])

@@ -24,10 +24,8 @@ class TrainState(Protocol):
         """Of the whole tensors."""
         ...
 
-    @property
-    def pending(self) -> bool:
-        """A gradient was added since the last step."""
-        ...
+    pending: bool
+    """A gradient was added since the last step, on this rank or another."""
 
     @property
     def num_parameters(self) -> int: ...

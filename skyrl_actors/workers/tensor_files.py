@@ -5,6 +5,7 @@ So a rank reads no more than its own part, and a model that no memory holds whol
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -131,7 +132,7 @@ class TensorWriter:
         text += b" " * (-(len(text) + 8) % 64)  # data begins aligned
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + start * width)
+            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + start * width)  # a full disk is an error here, not a death there
         mapped = torch.from_file(str(path), shared=True, size=8 + len(text) + start * width, dtype=torch.uint8)
         self._data = mapped[8 + len(text) :].view(dtype)
 

@@ -1,11 +1,13 @@
 """One training rank: a base model, the trained models over it, and the verbs on them. Called by an actor group."""
 
+import gc
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from skyrl_actors.workers.passes import Part as Rows
 from skyrl_actors.workers.passes import PassRunner, empty_pass, num_passes_of_all
 from skyrl_actors.workers.snapshot import StateCopy
 
+T = TypeVar("T")
 ONE_THREAD_ELEMENTS = 50_000  # of hidden states: 256 tokens of the tiny model, 96 of a model 512 wide
 
 
@@ -81,8 +84,14 @@ class TorchWorker:
 
     def _free(self, model_id: str) -> None:
         model = self.models.pop(model_id, None)
-        if model is not None:
-            model.state.close()
+        if model is None:
+            return
+        model.state.close()
+        if not model.shares_network and not isinstance(model.state, FlatState):
+            del model
+            gc.collect()  # hooks and modules of a network hold each other
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def forward_backward(self, calls: tuple[PartCall, ...], forward_only: bool) -> list[RowOutput | Refused]:
         started = time.perf_counter()
@@ -104,10 +113,11 @@ class TorchWorker:
     def _run(self, parts: list[Rows], forward_only: bool) -> dict[int, Refused]:
         """Parts that share passes. When memory runs out, once more with half the budget, if all that was added can be put back."""
         self.holding.bind(parts[0].model)
-        clean = {id(part): forward_only or _can_put_back(part.model) for part in parts}
+        # With other ranks, those may have added what this one refuses: then the model is made anew on all.
+        clean = {id(part): forward_only or (self.spec.world_size == 1 and _can_put_back(part.model)) for part in parts}
         alone = not self.holding.in_step(parts[0].model) and self.spec.sequence_parallel == 1  # else other ranks wait in it
         saved = {id(part): None if forward_only else _saved(part.model) for part in parts}
-        budget, error, passes = self.spec.microbatch_tokens, "", 0
+        budget, error = self.spec.microbatch_tokens, ""
 
         def put_back(some: list[Rows]) -> None:
             for part in some:
@@ -116,7 +126,10 @@ class TorchWorker:
 
         for _ in range(2):
             try:
-                passes = self._run_passes(parts, budget, forward_only)
+                if alone:
+                    self._run_passes(parts, budget, forward_only)
+                else:
+                    collective(self.spec, lambda: self._run_passes(parts, self.spec.microbatch_tokens, forward_only))
                 break
             except torch.OutOfMemoryError as full:
                 if not alone or not all(clean.values()):
@@ -132,9 +145,9 @@ class TorchWorker:
             return {id(part): Refused(_too_large(budget, error), clean=True) for part in parts}
         odd = [part for part in parts if part.refused]
         put_back(odd)
-        return {id(part): Refused(InvalidRequest(part.refused or ""), clean[id(part)] or passes == 1) for part in odd}
+        return {id(part): Refused(InvalidRequest(part.refused or ""), clean[id(part)]) for part in odd}
 
-    def _run_passes(self, parts: list[Rows], budget: int, forward_only: bool) -> int:
+    def _run_passes(self, parts: list[Rows], budget: int, forward_only: bool) -> None:
         network = parts[0].model.network
         runner = PassRunner(network, self.device, forward_only)
         plans = plan_passes([(part.rows, part.columns.lengths) for part in parts], budget)
@@ -146,7 +159,8 @@ class TorchWorker:
         for plan in plans:
             self._use_threads(plan.num_tokens * network.hidden_size)
             runner.run(parts, plan)
-        return len(plans)
+        for part in parts if not forward_only else ():
+            part.model.state.pending = True  # also on a rank that had no rows of it: the others wait for it in their next step
 
     def _use_threads(self, num_elements: int) -> None:
         """Small operations are faster on one thread than waiting for a second one to wake."""
@@ -157,25 +171,32 @@ class TorchWorker:
         self._model(model_id).state.drop_gradients()
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        norm: float = collective(self.spec.rank, lambda: self._model(model_id).state.step(adam))
+        norm = collective(self.spec, lambda: self._model(model_id).state.step(adam))
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
     def save_checkpoint(self, model_id: str, folder: str, form: CheckpointForm, mark: str) -> None:
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
-        checkpoint.save(self._model(model_id), base, Path(folder), form, mark, self.holding.writes)
+        writes = self.holding.writes
+        self._gathering(model_id, lambda model: checkpoint.save(model, base, Path(folder), form, mark, writes))
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
-        checkpoint.load(self._model(model_id), Path(folder), with_optimizer)
+        self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer))
 
     def export_weights(self, model_id: str, path: str, version: str) -> WeightManifest | None:
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
-        return export.export(self._model(model_id), base, Path(path), version, self.holding.writes)
+        writes = self.holding.writes
+        return self._gathering(model_id, lambda model: export.export(model, base, Path(path), version, writes))
 
     def copy_state(self, model_id: str) -> int:
         self._forget_copies(model_id)  # one that was never written, because its controller died
         self._next_copy += 1
-        self._copies[self._next_copy] = StateCopy.of(self._model(model_id))
+        self._copies[self._next_copy] = self._gathering(model_id, StateCopy.of)
         return self._next_copy
+
+    def _gathering(self, model_id: str, work: Callable[[TrainedModel], T]) -> T:
+        """Where weights are sharded, ranks meet to read or write them."""
+        model = self._model(model_id)
+        return work(model) if isinstance(model.state, FlatState) else collective(self.spec, lambda: work(model))
 
     def _forget_copies(self, model_id: str) -> None:
         for handle, copy in list(self._copies.items()):  # another thread may take one out meanwhile
@@ -215,6 +236,8 @@ class TorchWorker:
         if "weights" in parts:
             self.holding.move_base(target)
         for model in self.models.values():
+            if "weights" in parts and isinstance(model.network, BaseModel):
+                model.network.move(target)
             for part in parts:
                 model.state.move(part, target)
         if to == "host":

@@ -10,7 +10,7 @@ from skyrl_actors.config.strategies import StrategyConfig
 from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 
@@ -210,3 +210,43 @@ def dropped(
         worker.drop_gradients("m")
     one(worker, "m", second, "cross_entropy")
     return worker.optim_step("m", AdamParams(1e-3))["skyrl.ai/grad_norm"]
+
+
+def apart(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: list[Columns], options: dict[str, Any]
+) -> list[dict[str, torch.Tensor]]:
+    """Each rank has rows of another tenant than the other, and they train other layers."""
+    specs = [
+        ModelSpec("a", "tiny", lora=LoraSpec(4), seed=1),
+        ModelSpec("b", "tiny", lora=LoraSpec(4, train_attn=False, train_mlp=False), seed=2),
+        ModelSpec("c", "tiny", lora=LoraSpec(4, train_attn=False, train_unembed=False), seed=3),
+    ]
+    worker = worker_of(rank, world, port, base, strategy, **options)
+    call = losses.find("cross_entropy").checked({})
+    for spec in specs:
+        worker.create_model(spec)
+        state: Any = worker.models[spec.model_id].state
+        state.weights.add_(torch.randn(len(state.weights), generator=torch.Generator().manual_seed(5)) * 0.05)
+    together = options.get("sequence_parallel", 1) > 1 or world == 1
+    turns = [(0, 1), (1, 2), (2, 0)] if not together else [(0, 1, 2)]
+    for turn in turns:
+        mine = turn if together else (turn[rank],)
+        parts = tuple(
+            PartCall(specs[i].model_id, tuple(range(columns[i].num_rows)) if i in mine else (), columns[i], call) for i in turn
+        )
+        worker.forward_backward(parts, False)
+    found = []
+    for spec in specs:
+        assert worker.models[spec.model_id].state.pending
+        worker.optim_step(spec.model_id, READ_GRADIENT)
+        found.append(gathered(worker, spec.model_id, "exp_avg"))
+    return found
+
+
+def refused_on_one(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, lora: LoraSpec | None
+) -> list[tuple[str, bool]]:
+    worker = worker_of(rank, world, port, base, strategy)
+    worker.create_model(ModelSpec("m", "tiny", lora=lora))
+    outcomes = run(worker, [("m", columns, losses.find("importance_sampling").checked({}))])
+    return [(str(o.error), o.clean) if isinstance(o, Refused) else ("", True) for o in outcomes]

@@ -93,3 +93,25 @@ def test_the_frozen_head_keeps_nothing_as_wide_as_the_vocabulary():
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         score(x["hidden"], x["weight"], x["targets"], [HeadSegment(T)])
     assert sizes and max(sizes) == T * H
+
+
+def test_a_nearly_certain_token_has_its_gradient_in_bfloat16_too():
+    """1 − p is what is left of it: rounded to bfloat16 before the difference it would be 0, or a fifth too small."""
+    torch.manual_seed(0)
+    weight = torch.randn(V, H)
+    targets = torch.randint(0, V, (T,))
+    hidden = weight[targets] * torch.linspace(0.5, 1.2, T)[:, None]
+    wide = hidden.double().requires_grad_()
+    log_p, _ = plain({"hidden": wide, "weight": weight.double(), "targets": targets})
+    assert float(log_p.detach().exp().max()) > 0.99
+    (wanted,) = torch.autograd.grad(log_p.sum(), wide)
+    low = hidden.bfloat16().requires_grad_()
+    (found,) = torch.autograd.grad(score(low, weight.bfloat16(), targets, [HeadSegment(T)])[0].sum(), low)
+    wide_of_low = low.detach().double().requires_grad_()
+    again, _ = plain({"hidden": wide_of_low, "weight": weight.bfloat16().double(), "targets": targets})
+    (rounded,) = torch.autograd.grad(again.sum(), wide_of_low)
+    assert float((found.double() - rounded).norm() / rounded.norm()) < 0.01
+    beyond_float32 = again.detach().exp() > 0.9999  # there 1 − p is lost in any precision that is computed with
+    for row in (~beyond_float32).nonzero()[:, 0].tolist():
+        assert float((found[row].double() - rounded[row]).norm() / rounded[row].norm()) < 0.05, float(again[row].detach().exp())
+    assert wanted.isfinite().all()

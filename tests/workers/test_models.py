@@ -112,3 +112,17 @@ def test_a_critic_starts_from_a_policy_or_a_reward_model(name: str, tmp_path: Pa
     critic.load_checkpoint("c", str(tmp_path / "critic"), True)
     (again,) = critic.forward_backward((call,), True)
     assert isinstance(again, RowOutput) and np.array_equal(again.values, output.values)
+
+
+def test_a_critic_takes_an_adapter_that_has_no_terms_of_the_head(tmp_path: Path):
+    base = make("qwen3", tmp_path / "base")
+    policy, critic = worker_for(base), worker_for(base)
+    policy.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_unembed=False)))
+    computed(policy, 3)
+    policy.optim_step("m", AdamParams(1e-2))
+    policy.save_checkpoint("m", str(tmp_path / "policy"), "weights", "r1")
+    critic.create_model(ModelSpec("c", "tiny", "critic", LoraSpec(4)))
+    critic.load_checkpoint("c", str(tmp_path / "policy"), False)
+    ours, theirs = critic.models["c"].state, policy.models["m"].state
+    assert isinstance(ours, FlatState) and isinstance(theirs, FlatState)
+    assert all(torch.equal(ours.views[name], view) for name, view in theirs.views.items())

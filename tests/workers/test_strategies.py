@@ -234,3 +234,31 @@ def test_a_call_that_is_given_up_leaves_nothing(ranks: dict[int, Ranks], base: P
     first, second = batch(5, (9, 4, 17)), batch(6, (8, 3, 20))
     norms = [ranks[2].run(runs.dropped, str(base), STRATEGIES[strategy], first, second, drop)[0] for drop in (True, False)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("strategy", "options"), [("zero3", {}), ("fsdp2", {}), ("replica", {"sequence_parallel": 2})])
+def test_ranks_whose_tenants_train_other_layers_do_not_wait_for_each_other(
+    ranks: dict[int, Ranks], base: Path, strategy: str, options: dict
+):
+    """Each of the three turns gives every tenant its rows twice: on one rank in one, on the other in the next."""
+    columns = [batch(i, (20 + i, 9)) for i in range(3)]
+    found = ranks[2].run(runs.apart, str(base), STRATEGIES[strategy], columns, options)[0]
+    alone = ranks[1].run(runs.apart, str(base), ReplicaStrategy(), columns, {})[0]
+    times = 1.0 if options else 2.0
+    for ours, wanted in zip(found, alone, strict=True):
+        assert relative(joined(ours), joined(wanted) * times) < 2e-6
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(4)])
+@pytest.mark.parametrize("strategy", ["replica", "zero2", "fsdp2"])
+def test_what_one_rank_refuses_leaves_the_model_torn_on_it(
+    ranks: dict[int, Ranks], base: Path, strategy: str, lora: LoraSpec | None
+):
+    """The other has added its rows: the model is made anew on both, from the journal, and none waits for the other."""
+    columns = batch(3, (9, 9), ("logprobs", "advantages"))
+    columns.fields["logprobs"][3] = -1e9
+    columns.fields["weights"][3] = 1.0
+    (refused, other) = (o[0] for o in ranks[2].run(runs.refused_on_one, str(base), STRATEGIES[strategy], columns, lora))
+    assert {refused[0] != "", other[0] != ""} == {True, False}
+    said, clean = refused if refused[0] else other
+    assert "datum 0" in said and not clean
