@@ -151,7 +151,8 @@ def compare(a: Run, b: Run, checkpoints: Path) -> dict[str, Any]:
 
 def chaos(kills: int, seed: int, kinds: tuple[str, ...], scratch: Path) -> dict[str, Any]:
     checkpoints = scratch / "checkpoints"
-    with harness.service(f"checkpoint_dir={checkpoints}", nodes=TwoNodes) as served:
+    alone = ("policy.share_passes=false", "critic.share_passes=false")  # so that a replay can be compared bit by bit
+    with harness.service(f"checkpoint_dir={checkpoints}", *alone, nodes=TwoNodes) as served:
         started = time.time()
         disturbed = Run("disturbed").start()
         made = killer(disturbed, kills, seed, kinds, served)

@@ -55,6 +55,11 @@ class GroupConfig(FrozenConfig):
     )
     dtype: Literal["float32", "bfloat16"] = "float32"
     microbatch_tokens: int = Field(default=4096, ge=1, description="tokens of one packed pass; a longer row is a pass of its own")
+    share_passes: bool = Field(
+        default=True,
+        description="calls of several tenants that wait are computed together; False: each alone, so that a replay after a fault "
+        "repeats them bit by bit and not to rounding",
+    )
     activations: Literal["keep", "recompute", "offload"] = Field(
         default="keep", description="of a pass, until its backward: kept, computed again layer by layer, or in host memory"
     )

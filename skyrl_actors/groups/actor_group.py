@@ -40,7 +40,8 @@ class ActorGroup:
         self.info: BaseModelInfo | None = None
         self.pids: list[int] = []
         self.log_files: list[str] = []
-        self._together = Together(self._compute, config.microbatch_tokens * max(1, len(actors)))
+        limit = config.microbatch_tokens * max(1, len(actors)) if config.share_passes else 0
+        self._together = Together(self._compute, limit)
 
     @property
     def names(self) -> list[str]:

@@ -56,6 +56,14 @@ async def test_those_of_one_moment_go_together_at_once():
     assert ranks.batches == [["a", "b", "c"]]
 
 
+async def test_none_go_together_when_none_shall():
+    ranks = Ranks()
+    ranks.gate.set()
+    together = Together(ranks.compute, 0)
+    await asyncio.gather(*(together.run(call(name)) for name in "abc"))
+    assert ranks.batches == [["a"], ["b"], ["c"]]
+
+
 async def test_a_death_befalls_those_on_their_way_and_the_next_are_asked_again():
     ranks = Ranks()
     together = Together(ranks.compute, 4)
