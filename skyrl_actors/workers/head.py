@@ -87,7 +87,7 @@ def _scored(
     frozen = not weight.requires_grad and not low_rank and not entropy_gradient and wide.size(1) == 1
     keep = not frozen and len(hidden) * len(weight) <= KEPT_LOGITS
     logprobs, entropy = _Score.apply(hidden, weight, wide, chunks, frozen, keep, torch.is_grad_enabled(), *low_rank)
-    return logprobs.view(targets.shape), entropy
+    return logprobs.view(targets.shape).clone(), entropy  # a view of one's own outputs is what FSDP warns of
 
 
 class _Logits:

@@ -171,7 +171,7 @@ class Network:
 
     def _values(self, hidden: Tensor) -> Tensor:
         if hasattr(self.whole, "value_head"):
-            return self.whole.value_head(hidden.to(self.whole.value_head.weight.dtype))[:, 0].float()
+            return self.whole.value_head(hidden.to(self.whole.value_head.weight.dtype))[:, 0].float().clone()
         values = []
         for segment, piece in zip(self._segments, hidden.split([s.num_tokens for s in self._segments]), strict=True):
             weight, bias = segment.views[VALUE_WEIGHT], segment.views[VALUE_BIAS]

@@ -250,3 +250,22 @@ def refused_on_one(
     worker.create_model(ModelSpec("m", "tiny", lora=lora))
     outcomes = run(worker, [("m", columns, losses.find("importance_sampling").checked({}))])
     return [(str(o.error), o.clean) if isinstance(o, Refused) else ("", True) for o in outcomes]
+
+
+def elements_read(rank: int, world: int, port: int, base: str, strategy: StrategyConfig) -> tuple[int, int]:
+    """From the base model's files while a full fine-tune is made, and the elements that there are."""
+    from skyrl_actors.workers.tensor_files import TensorFiles
+
+    worker = worker_of(rank, world, port, base, strategy)
+    whole_range, sizes = TensorFiles.range, list[int]()
+
+    def counted(files: TensorFiles, name: str, start: int, stop: int) -> torch.Tensor:
+        sizes.append(stop - start)
+        return whole_range(files, name, start, stop)
+
+    TensorFiles.range = counted  # type: ignore[method-assign]
+    try:
+        worker.create_model(ModelSpec("m", "tiny"))
+    finally:
+        TensorFiles.range = whole_range  # type: ignore[method-assign]
+    return sum(sizes), worker.models["m"].state.num_parameters

@@ -262,3 +262,9 @@ def test_what_one_rank_refuses_leaves_the_model_torn_on_it(
     assert {refused[0] != "", other[0] != ""} == {True, False}
     said, clean = refused if refused[0] else other
     assert "datum 0" in said and not clean
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
+def test_a_rank_reads_its_own_part_of_the_base_model(ranks: dict[int, Ranks], base: Path, strategy: str):
+    found = ranks[2].run(runs.elements_read, str(base), STRATEGIES[strategy])
+    assert sum(read for read, _ in found) == found[0][1] and all(read <= 0.51 * size for read, size in found)
