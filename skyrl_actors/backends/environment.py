@@ -10,7 +10,7 @@ def actor_environment(config: ClusterConfig) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "passive",  # spinning barriers starve the other processes of a small machine
-        "GOMP_SPINCOUNT": "5000",  # but a fraction of a millisecond of it spares the threads of one pass falling asleep
+        "GOMP_SPINCOUNT": "500",  # but some microseconds of it keep threads awake between the operations of one pass
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CONFIGURE_LOGGING": "1",
         "VLLM_NO_USAGE_STATS": "1",
