@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from skyrl_actors.workers.network import Activations, Network
+from skyrl_actors.workers.interface import Activations
+from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.packing import ATTENTION
 
 

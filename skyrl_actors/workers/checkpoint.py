@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -164,24 +165,25 @@ def _write_merged(adapter: dict[str, Tensor], lora: LoraSpec, base: BaseFiles, f
 
 
 def load(model: TrainedModel, folder: Path, with_optimizer: bool) -> None:
-    """Weights (and optimizer state) of a checkpoint into a model of the same shape; pending gradients are dropped."""
+    """Weights (and optimizer state) of a checkpoint into a model of the same shape; pending gradients are dropped. All that the
+    files should have is looked for before anything is overwritten."""
     state = model.state
     names = {name: name for name in state.shapes if name not in VALUE_HEAD}
     if model.spec.lora is not None:
         names = {name: f"{PEFT_PREFIX}{name}.weight" for name in names}
-    with _weights_of(model, folder) as files:
+    with ExitStack() as open_files:
+        files = open_files.enter_context(_weights_of(model, folder))
+        moments: tuple[dict[Kind, Source], int] = ({}, 0)
+        if with_optimizer:
+            moments = moments_in(open_files.enter_context(TensorFiles(folder / "optimizer.safetensors")), state.shapes)
         _check_same(names, files, VALUE_WEIGHT in state.shapes)
         present = {ours: theirs for ours, theirs in names.items() if theirs in files.shapes}
         sources: list[Source] = [Renamed(files, present), _kept(model, names.keys() - present.keys())]
         if VALUE_WEIGHT in state.shapes:
-            sources.append(_value_head(model, folder, files))
+            sources.append(_value_head(model, folder, files, open_files))
         state.load(Together(sources))
         state.drop_gradients()
-    if not with_optimizer:
-        state.load_moments({}, 0)
-        return
-    with TensorFiles(folder / "optimizer.safetensors") as files:
-        state.load_moments(*moments_in(files, state.shapes))
+        state.load_moments(*moments)
 
 
 def _weights_of(model: TrainedModel, folder: Path) -> TensorFiles:
@@ -205,11 +207,11 @@ def _kept(model: TrainedModel, names: Set[str]) -> Source:
     )
 
 
-def _value_head(model: TrainedModel, folder: Path, files: TensorFiles) -> Source:
+def _value_head(model: TrainedModel, folder: Path, files: TensorFiles, open_files: ExitStack) -> Source:
     """A critic's own; a reward model's score; over a policy's trunk zero, so that values begin there."""
     head = folder / "value_head.safetensors"
     if head.exists():
-        return TensorFiles(head)
+        return open_files.enter_context(TensorFiles(head))
     zeros = InMemory({name: torch.zeros(model.state.shapes[name]) for name in VALUE_HEAD})
     if files.shapes.get("score.weight") != model.state.shapes[VALUE_WEIGHT]:
         return zeros

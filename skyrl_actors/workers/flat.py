@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, OptimizerName
 from skyrl_actors.workers import optimizers
 from skyrl_actors.workers.optimizers import FlatOptimizer
-from skyrl_actors.workers.state import MOMENTS, Kind, check_names, checked_norm
+from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm
 from skyrl_actors.workers.tensor_files import Source, whole
 
 Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place
@@ -104,11 +103,7 @@ class FlatState:
         gradients = self.ensure_gradients()
         self._reduce(gradients)
         norm = float(torch.linalg.vector_norm(gradients, dtype=torch.float64))
-        try:
-            checked_norm(norm)
-        except InvalidRequest:
-            self.drop_gradients()
-            raise
+        check_norm(norm, self)
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             gradients.mul_(adam.grad_clip_norm / norm)
         self.ensure_optimizer().step(gradients, adam)

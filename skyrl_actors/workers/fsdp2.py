@@ -16,11 +16,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from skyrl_actors.config.strategies import Fsdp2Strategy
-from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams
-from skyrl_actors.workers.network import Activations, Network
+from skyrl_actors.workers.interface import Activations
+from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.shells import own_names, shell, trained_names, value_head_for, weights_of
-from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, checked_norm
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm
 from skyrl_actors.workers.tensor_files import Shape, Source
 
 
@@ -118,11 +118,7 @@ class Fsdp2State:
             squares += torch.linalg.vector_norm(local, dtype=torch.float64).to(squares.device) ** 2
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
-        try:
-            checked_norm(norm)
-        except InvalidRequest:
-            self.drop_gradients()
-            raise
+        check_norm(norm, self)
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             for parameter in self.parameters.values():
                 cast(DTensor, parameter.grad).to_local().mul_(adam.grad_clip_norm / norm)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.head import HeadSegment, score
+from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.sequence import SequenceGroup
 
 ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -26,7 +27,6 @@ UNEMBED = "lm_head"
 UNEMBED_WEIGHT = f"{UNEMBED}.weight"
 VALUE_WEIGHT, VALUE_BIAS = "value_head.weight", "value_head.bias"
 NOT_PLAIN = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
-Activations = Literal["keep", "recompute", "offload"]
 
 
 @dataclass(frozen=True)

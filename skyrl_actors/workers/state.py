@@ -73,8 +73,10 @@ def check_names(ours: Mapping[str, Shape], given: Mapping[str, Shape]) -> None:
         raise InvalidRequest(f"the checkpoint's tensors are not this model's: {odd}")
 
 
-def checked_norm(norm: float) -> None:
+def check_norm(norm: float, state: TrainState) -> None:
+    """Raises InvalidRequest, with the gradients dropped, when it is not finite."""
     if not math.isfinite(norm):
+        state.drop_gradients()
         raise InvalidRequest(f"gradient norm is {norm}: the step was not applied and the gradients were dropped; check the data")
 
 

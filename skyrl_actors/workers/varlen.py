@@ -69,7 +69,7 @@ def agrees(reference: Attention, device: torch.device, dtype: torch.dtype, head_
                 out = way(inputs[0], inputs[1], inputs[2], blocks, None, None)
                 found.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
         same = all(torch.allclose(a.float(), b.float(), atol=TOLERANCE, rtol=TOLERANCE) for a, b in zip(*found, strict=True))
-    except (RuntimeError, NotImplementedError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # no such kernel for this device, precision or head
         log.warning("variable-length attention is not used on %s: %s", device, error)
         return False
     if not same:

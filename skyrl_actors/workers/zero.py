@@ -33,12 +33,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_actors.config.strategies import DeepSpeedStrategy
-from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams
-from skyrl_actors.workers.network import Activations, Network
+from skyrl_actors.workers.interface import Activations
+from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.packing import ATTENTION
 from skyrl_actors.workers.shells import own_names, trained_names, value_head_for, weights_of
-from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, checked_norm
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm
 from skyrl_actors.workers.tensor_files import Shape, Source, whole
 
 # An operator for inference that every start on a CPU would compile, and that fails without a compiler.
@@ -153,11 +153,7 @@ class ZeroState:
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         self.pending = False
-        try:
-            checked_norm(norm)
-        except InvalidRequest:
-            self.drop_gradients()
-            raise
+        check_norm(norm, self)
         self.num_steps += 1
         return norm
 

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from skyrl_actors import losses
+from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers import checkpoint
 from skyrl_actors.workers.flat import FlatState
@@ -126,3 +128,21 @@ def test_a_critic_takes_an_adapter_that_has_no_terms_of_the_head(tmp_path: Path)
     ours, theirs = critic.models["c"].state, policy.models["m"].state
     assert isinstance(ours, FlatState) and isinstance(theirs, FlatState)
     assert all(torch.equal(ours.views[name], view) for name, view in theirs.views.items())
+
+
+def test_a_checkpoint_without_its_moments_changes_nothing(tmp_path: Path):
+    base = make("qwen3", tmp_path / "base")
+    worker = worker_for(base)
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    computed(worker, 3)
+    worker.optim_step("m", AdamParams(1e-2))
+    worker.save_checkpoint("m", str(tmp_path / "saved"), "training", "r1")
+    save_file({"num_steps": torch.ones(1)}, tmp_path / "saved" / "optimizer.safetensors")
+    computed(worker, 4)
+    worker.optim_step("m", AdamParams(1e-2))
+    state = worker.models["m"].state
+    assert isinstance(state, FlatState)
+    before = state.weights.clone()
+    with pytest.raises(InvalidRequest, match="optimizer state is not this model's"):
+        worker.load_checkpoint("m", str(tmp_path / "saved"), True)
+    assert torch.equal(state.weights, before)
