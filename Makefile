@@ -24,7 +24,7 @@ ifeq ($(ENGINE),cpu)
 	# torch first: vLLM for CPU wants the CPU build. Where the configured index has none, PyTorch's own index has.
 	$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" || $(BIN)/python -m pip install -q --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"
 endif
-	$(BIN)/python -m pip install -q -e ".[$(ENGINE),deepspeed,dev]"
+	$(BIN)/python -m pip install -q -e ".[$(ENGINE),deepspeed,adamw8bit,dev]"
 ifeq ($(ENGINE),cpu)
 	# The usual builds of these are for CUDA: they break imports beside a CPU torch, and nothing here needs them.
 	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec

@@ -22,7 +22,7 @@ FUTURES = {
     "unload_model", "asample", "create_custom_loss",
 }  # fmt: skip
 SOLE_VALUES = """
-Fields with one served value, others are refused by name: `kind` of `save_weights_for_sampler`: `snapshot`; `optimizer_config.type`: `adamw`, or `muon` (whose momentum is `beta1`);
+Fields with one served value, others are refused by name: `kind` of `save_weights_for_sampler`: `snapshot`; `optimizer_config.type`: `adamw`, `adamw8bit` (moments of 8 bits, by bitsandbytes), or `muon` (whose momentum is `beta1`);
 `record_stability_info`: false (it is for the loss `stable_reinforce`, whose objective is not public; use `importance_sampling`); chunks of a prompt or a datum: text
 tokens; `age_encryption_recipients`: none. Fields that are not of the protocol are ignored.
 """

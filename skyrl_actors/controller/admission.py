@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -39,6 +40,8 @@ def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilitie
         raise InvalidRequest(f"model_role {spec.role!r}: use one of {', '.join(ROLES)}")
     if spec.role not in capabilities.roles:
         raise InvalidRequest(f"this service has no {spec.role} group (its config sets it to null)")
+    if spec.optimizer == "adamw8bit" and find_spec("bitsandbytes") is None:
+        raise InvalidRequest("optimizer adamw8bit needs the package bitsandbytes, which this service has not; use adamw")
     if spec.optimizer != "adamw" and spec.lora is None:
         group = config.policy if spec.role == "policy" else config.critic
         strategy = group.full_strategy_on(config.placement.device).type if group else "replica"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["policy", "critic"]
-OptimizerName = Literal["adamw", "muon"]
+OptimizerName = Literal["adamw", "adamw8bit", "muon"]
 CheckpointForm = Literal["training", "weights", "merged"]
 """With the optimizer's moments; without; or as one full model of the base and the adapter together."""
 ROLES: tuple[Role, ...] = ("policy", "critic")

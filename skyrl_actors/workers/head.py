@@ -4,7 +4,7 @@ Three ways of having the gradient, alike in their results:
 
 - *pre-gradient*, for a head that is not trained: d log p(y)/dh = W[y] − p W is formed while the chunk's logits are there;
   the backward pass multiplies it by one number for each token and needs neither logits nor W.
-- *kept*: with few logits in all, the probabilities are kept.
+- *kept*: with few logits in all, the probabilities are kept (on a CPU).
 - *recomputed*: with a head that is trained (its weight, or low-rank terms on it), the logits of each chunk are made again in
   the backward pass, and the head's gradient is added up in one place.
 """
@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skyrl_actors.workers.chunk_math import ChunkMath, Compiled, InPlace, wide
+
 CHUNK_LOGITS = 32 * 2**20  # logits that exist at a time, twice: as they are, and exponentiated
 KEPT_LOGITS = 8 * 2**20  # up to so many in a pass, probabilities are kept for the backward pass
+COMPILED_ON = ("cuda",)  # kinds of device; what is compiled there is tested on a CPU too
 
 
 @dataclass(frozen=True)
@@ -83,36 +86,26 @@ def _scored(
         end = start + segment.num_tokens
         chunks += [Chunk(slice(s, min(s + size, end)), index, segment.scale) for s in range(start, end, size)]
         start = end
-    wide = targets if targets.ndim == 2 else targets[:, None]
-    frozen = not weight.requires_grad and not low_rank and not entropy_gradient and wide.size(1) == 1
+    many = targets if targets.ndim == 2 else targets[:, None]
+    frozen = not weight.requires_grad and not low_rank and not entropy_gradient and many.size(1) == 1
     keep = not frozen and len(hidden) * len(weight) <= KEPT_LOGITS
-    logprobs, entropy = _Score.apply(hidden, weight, wide, chunks, frozen, keep, torch.is_grad_enabled(), *low_rank)
+    logprobs, entropy = _Score.apply(hidden, weight, many, chunks, frozen, keep, torch.is_grad_enabled(), *low_rank)
     return logprobs.view(targets.shape).clone(), entropy  # a view of one's own outputs is what FSDP warns of
 
 
 class _Logits:
-    """[c, V] float32 of one chunk after the other, in the same memory: new pages for each would cost as much as the products."""
+    """[c, V] of one chunk after the other, in the same memory."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunks: Sequence[Chunk], low_rank: Sequence[Tensor]):
         self._weight, self._low_rank = weight, low_rank
-        self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        longest = max((chunk.rows.stop - chunk.rows.start for chunk in chunks), default=0)
-        self._product = hidden.new_empty(longest, len(weight))
-        self._wide = self._product if hidden.dtype == self.dtype else self._product.to(self.dtype)
-        self._second: Tensor | None = None
+        self._product = hidden.new_empty(_longest(chunks), len(weight))
 
     def of(self, h: Tensor, chunk: Chunk) -> Tensor:
         logits = torch.mm(h, self._weight.t(), out=self._product[: len(h)])
         if chunk.low_rank >= 0:
             a, b = (x.to(h.dtype) for x in self._low_rank[chunk.low_rank : chunk.low_rank + 2])
             logits.addmm_(h @ a.t(), b.t(), alpha=chunk.scale)
-        return logits if self._wide is self._product else self._wide[: len(h)].copy_(logits)
-
-    def second(self, count: int) -> Tensor:
-        """[count, V] of further memory, used again and again too."""
-        if self._second is None:
-            self._second = torch.empty_like(self._wide)
-        return self._second[:count]
+        return logits
 
 
 class _Score(torch.autograd.Function):
@@ -121,30 +114,21 @@ class _Score(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: list[Chunk],
         frozen: bool, keep: bool, differentiable: bool, *low_rank: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        logits_of = _Logits(hidden, weight, chunks, low_rank)
-        logprobs = hidden.new_empty(targets.shape, dtype=logits_of.dtype)
-        entropy = hidden.new_empty(len(targets), dtype=logits_of.dtype)
-        log_sums = hidden.new_empty(len(targets), dtype=logits_of.dtype)
+        logits_of, math = _Logits(hidden, weight, chunks, low_rank), _math_for(hidden, chunks)
+        dtype = wide(hidden.dtype)
+        logprobs = hidden.new_empty(targets.shape, dtype=dtype)
+        entropy, log_sums = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(len(targets), dtype=dtype)
         slopes = torch.empty_like(hidden) if frozen and differentiable else None
         kept: list[Tensor] = []
         for chunk in chunks:
-            rows, h = chunk.rows, hidden[chunk.rows]
-            logits = logits_of.of(h, chunk)
-            highest = logits.amax(1, keepdim=True)
-            powers = torch.sub(logits, highest, out=logits_of.second(len(h))).exp_()
-            total = powers.sum(1, keepdim=True)
-            log_sum = total.log() + highest
-            logprobs[rows] = logits.gather(1, targets[rows]) - log_sum
-            entropy[rows] = log_sum[:, 0] - logits.mul_(powers).sum(1) / total[:, 0]
-            log_sums[rows] = log_sum[:, 0]
+            rows = chunk.rows
+            found = math.summarise(logits_of.of(hidden[rows], chunk), targets[rows])
+            logprobs[rows], entropy[rows], log_sums[rows] = found
             if slopes is not None:
-                # 1 − p is formed in full precision: of a token that is nearly certain, little else is left.
-                coefficients = powers.div_(total).neg_()
-                coefficients.scatter_add_(1, targets[rows], torch.ones_like(targets[rows], dtype=coefficients.dtype))
-                slopes[rows] = coefficients.to(weight.dtype) @ weight
-            elif keep and differentiable:
-                kept.append(powers / total)
-        ctx.chunks, ctx.frozen, ctx.keep = chunks, frozen, keep
+                slopes[rows] = math.pre_gradient(targets[rows]).to(weight.dtype) @ weight
+            elif keep and differentiable and isinstance(math, InPlace):
+                kept.append(math.probabilities())
+        ctx.chunks, ctx.frozen = chunks, frozen
         if frozen:
             ctx.save_for_backward(*([] if slopes is None else [slopes]))
         else:
@@ -165,25 +149,17 @@ class _Score(torch.autograd.Function):
         of_hidden = torch.zeros_like(hidden)
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         of_low_rank = [torch.zeros_like(tensor) for tensor in low_rank]
-        logits_of = _Logits(hidden, weight, ctx.chunks, low_rank)
+        logits_of, math = _Logits(hidden, weight, ctx.chunks, low_rank), _math_for(hidden, ctx.chunks)
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(targets, dtype=log_sums.dtype)
         for index, chunk in enumerate(ctx.chunks):
             rows, h = chunk.rows, hidden[chunk.rows]
-            log_p = None
-            if kept and of_entropy is None:
-                slope = kept[index].clone()
-            elif of_entropy is None:
-                slope = logits_of.of(h, chunk).sub_(log_sums[rows][:, None]).exp_()
+            if kept and of_entropy is None and isinstance(math, InPlace):
+                slope = math.of_probabilities(kept[index].clone(), targets[rows], of_logprobs[rows])
             else:
-                log_p = logits_of.of(h, chunk).sub_(log_sums[rows][:, None])
-                slope = torch.exp(log_p, out=logits_of.second(len(h)))
-            # d/dz of Σ g·log p(y) is g·(onehot(y) − p); of the entropy, −p·(log p + H).
-            factor = torch.zeros_like(log_sums[rows]) if of_logprobs is None else -of_logprobs[rows].sum(1)
-            if of_entropy is not None and log_p is not None:
-                slope *= factor[:, None] - of_entropy[rows][:, None] * log_p.add_(entropy[rows][:, None])
-            else:
-                slope *= factor[:, None]
-            if of_logprobs is not None:
-                slope.scatter_add_(1, targets[rows], of_logprobs[rows])
+                entropies = None if of_entropy is None else of_entropy[rows]
+                logits = logits_of.of(h, chunk)
+                slope = math.slope(logits, log_sums[rows], entropy[rows], targets[rows], of_logprobs[rows], entropies)
             slope = slope.to(weight.dtype)
             of_hidden[rows] = slope @ weight
             if of_weight is not None:
@@ -191,6 +167,14 @@ class _Score(torch.autograd.Function):
             if chunk.low_rank >= 0:
                 _low_rank_slopes(chunk, slope, h, low_rank, of_low_rank, of_hidden)
         return of_hidden, of_weight, None, None, None, None, None, *of_low_rank
+
+
+def _math_for(hidden: Tensor, chunks: Sequence[Chunk]) -> ChunkMath:
+    return Compiled() if hidden.device.type in COMPILED_ON else InPlace(_longest(chunks))
+
+
+def _longest(chunks: Sequence[Chunk]) -> int:
+    return max((chunk.rows.stop - chunk.rows.start for chunk in chunks), default=0)
 
 
 def _low_rank_slopes(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_actors.messages.model import AdamParams, OptimizerName
+from skyrl_actors.workers.adamw8bit import FlatAdamW8bit
 from skyrl_actors.workers.state import MOMENTS, adam_group
 
 NOT_HIDDEN = ("embed_tokens", "lm_head", "value_head")
@@ -37,7 +38,13 @@ class FlatOptimizer(Protocol):
 
 def make(name: OptimizerName, weights: Tensor, spans: Mapping[str, tuple[int, tuple[int, ...]]]) -> FlatOptimizer:
     """`spans`: where each tensor begins in `weights`, and its shape."""
-    return FlatMuon(weights, spans) if name == "muon" else FlatAdamW(weights)
+    match name:
+        case "adamw":
+            return FlatAdamW(weights)
+        case "adamw8bit":
+            return FlatAdamW8bit(weights)
+        case "muon":
+            return FlatMuon(weights, spans)
 
 
 class FlatAdamW:

@@ -62,6 +62,13 @@ def test_values_and_gradients(
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize(("trained", "low_rank", "targets", "with_entropy"), [(False, False, 0, False), (True, True, 4, True)])
+def test_what_a_gpu_compiles(monkeypatch: pytest.MonkeyPatch, trained: bool, low_rank: bool, targets: int, with_entropy: bool):
+    """By torch's compiler for the CPU: the same functions, in the same places."""
+    monkeypatch.setattr(head, "COMPILED_ON", ("cpu",))
+    test_values_and_gradients(monkeypatch, trained, low_rank, targets, False, with_entropy)
+
+
 @pytest.mark.parametrize("low_rank", [False, True])
 def test_what_does_not_count_has_values_and_no_gradient(low_rank: bool):
     x = tensors(False, low_rank, 0)

@@ -1,14 +1,17 @@
-"""Muon over a flat vector: as torch.optim.Muon and AdamW on separate tensors, and through checkpoints."""
+"""Muon and 8-bit AdamW over a flat vector: as their packages on separate tensors, and through checkpoints bit by bit."""
 
 from pathlib import Path
 
+import bitsandbytes
 import pytest
 import torch
 
 from skyrl_actors import losses
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers.adamw8bit import BLOCK, SMALLEST, FlatAdamW8bit, decoded, encoded
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, WorkerSpec
+from skyrl_actors.workers.state import adam_group
 from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.workers.references import batch
 from tests.workers.tiny_models import make
@@ -35,6 +38,27 @@ def state(worker: TorchWorker) -> FlatState:
 
 def compute(worker: TorchWorker, seed: int) -> None:
     worker.forward_backward((PartCall("m", (0, 1, 2), batch(seed, (9, 4, 17)), CALL),), False)
+
+
+def save(worker: TorchWorker, folder: Path) -> Path:
+    """A checkpoint and a snapshot."""
+    worker.save_checkpoint("m", str(folder / "saved"), "training", "r1")
+    (folder / "copied").mkdir()
+    worker.write_state(worker.copy_state("m"), str(folder / "copied"))
+    return folder
+
+
+def check_goes_on(worker: TorchWorker, again: TorchWorker, spec: ModelSpec, saved: Path) -> None:
+    """`worker` has made one step (the last of ADAMS, batch 2) since it was saved."""
+    for way in ("saved", "copied"):
+        if way == "saved":
+            again.create_model(spec)
+            again.load_checkpoint("m", str(saved / way), True)
+        else:
+            again.restore_state(spec, str(saved / way))
+        compute(again, 2)
+        again.optim_step("m", ADAMS[2])
+        assert torch.equal(state(again).weights, state(worker).weights), way
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(4)])
@@ -64,16 +88,67 @@ def test_muon_is_torchs(tmp_path: Path, lora: LoraSpec | None):
         for name, view in held.views.items():
             torch.testing.assert_close(view.detach(), copies[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
         if i == 1:
-            worker.save_checkpoint("m", str(tmp_path / "saved"), "training", "r1")
-            handle = worker.copy_state("m")
-    (tmp_path / "copied").mkdir()
-    worker.write_state(handle, str(tmp_path / "copied"))
-    for way in ("saved", "copied"):
-        if way == "saved":
-            again.create_model(spec)
-            again.load_checkpoint("m", str(tmp_path / "saved"), True)
-        else:
-            again.restore_state(spec, str(tmp_path / "copied"))
-        compute(again, 2)
-        again.optim_step("m", ADAMS[2])
-        assert torch.equal(state(again).weights, held.weights), way
+            saved = save(worker, tmp_path)
+    check_goes_on(worker, again, spec, saved)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(4)])
+def test_8_bit_moments(tmp_path: Path, lora: LoraSpec | None):
+    """As bitsandbytes' own optimizer on one tensor; the first step as AdamW in float64; it goes on bit by bit."""
+    base = make("qwen3-untied", tmp_path / "base")
+    worker, again = worker_for(base), worker_for(base)
+    spec = ModelSpec("m", "tiny", lora=lora, optimizer="adamw8bit")
+    worker.create_model(spec)
+    held = state(worker)
+    assert held.num_parameters > SMALLEST
+    theirs = torch.nn.Parameter(held.weights.clone())
+    exact = torch.nn.Parameter(held.weights.double())
+    inner = bitsandbytes.optim.AdamW8bit([theirs])
+    wide = torch.optim.AdamW([exact])
+    for i, adam in enumerate(ADAMS):
+        compute(worker, i)
+        assert held.gradients is not None
+        norm = float(held.gradients.double().norm())
+        gradient = held.gradients * (min(1.0, adam.grad_clip_norm / norm) if adam.grad_clip_norm else 1.0)
+        for parameter, optimizer in ((theirs, inner), (exact, wide)):
+            parameter.grad = gradient.to(parameter.dtype).clone()
+            optimizer.param_groups[0].update(adam_group(adam))
+            optimizer.step()
+        worker.optim_step("m", adam)
+        torch.testing.assert_close(held.weights, theirs.detach(), rtol=1e-6, atol=1e-8)
+        if i == 0:  # moments are rounded only behind the step that they are for
+            torch.testing.assert_close(held.weights.double(), exact.detach(), rtol=1e-5, atol=1e-7)
+        if i == 1:
+            saved = save(worker, tmp_path)
+    assert isinstance(held.optimizer, FlatAdamW8bit)
+    codes = held.optimizer._state["state1"]  # type: ignore[reportPrivateUsage]
+    assert codes.dtype == torch.uint8 and len(codes) == held.num_parameters
+    check_goes_on(worker, again, spec, saved)
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+def test_codes_are_found_again_bit_by_bit(kind: int):
+    """Blocks of every size, of one sign, of zeros; and what was never a code is off by no more than the table is coarse."""
+    table = bitsandbytes.functional.create_dynamic_map(signed=kind == 1)
+    generator = torch.Generator().manual_seed(kind)
+    codes = torch.randint(0, 256, (2000 * BLOCK + 17,), generator=generator, dtype=torch.int16).to(torch.uint8)
+    codes[:BLOCK] = int(table.abs().argmin())
+    scales = 10 ** (torch.rand(2001, generator=generator) * 20 - 15)
+    # As of a real block, one value has the largest magnitude: code 255 (1.0), or among the negative ones code 0.
+    largest = torch.where(torch.rand(2001, generator=generator) < 0.5, 255, 0 if kind == 1 else 255)
+    for block in range(1, 2001):
+        own = codes[block * BLOCK : (block + 1) * BLOCK]
+        if largest[block] == 0:
+            own[own == 255] = 254
+        own[0] = int(largest[block])
+    values = decoded(codes, table, scales)
+    assert torch.equal(decoded(*_with(table, encoded(values, table))), values)
+    plain = torch.randn(3000, generator=generator) if kind == 1 else torch.rand(3000, generator=generator)
+    found = decoded(*_with(table, encoded(plain, table)))
+    theirs, their_state = bitsandbytes.functional.quantize_blockwise(plain, code=table, blocksize=BLOCK)
+    there = bitsandbytes.functional.dequantize_blockwise(theirs, their_state)
+    assert float((found - plain).abs().max()) <= float((there - plain).abs().max()) * 1.01
+
+
+def _with(table: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return found[0], table, found[1]

@@ -1,0 +1,91 @@
+"""AdamW with moments of 8 bits (Dettmers et al., 2022, arXiv:2110.02861; bitsandbytes): 2 bytes a weight in the place of 8.
+
+Each block of 256 values is held as codes into a table of 256 numbers in [-1, 1], times one scale, its largest magnitude.
+Moments leave as float32, so checkpoints and snapshots have one form for every optimizer. They come back exactly: the scale of
+a block is found again from its values, as the table has 1 and its largest negative number is known.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.workers.state import MOMENTS, adam_group
+
+BLOCK = 256
+SMALLEST = 4096  # vectors that are shorter keep float32 moments
+
+
+class FlatAdamW8bit:
+    def __init__(self, weights: Tensor):
+        import bitsandbytes  # an extra, and slow to import
+
+        self._parameter = nn.Parameter(weights)
+        self._inner = bitsandbytes.optim.AdamW8bit([self._parameter], lr=0.0, min_8bit_size=SMALLEST)
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        return self._inner.state[self._parameter]
+
+    def step(self, gradients: Tensor, adam: AdamParams) -> None:
+        self._inner.param_groups[0].update(adam_group(adam))
+        self._parameter.grad = gradients
+        self._inner.step()
+
+    def moments(self) -> dict[str, Tensor]:
+        if not self._state:
+            return {}
+        found = {kind: self._decoded(index) for index, kind in enumerate(MOMENTS, 1)}
+        return {**found, "step": torch.tensor(float(self._state["step"]))}
+
+    def _decoded(self, index: int) -> Tensor:
+        codes = self._state[f"state{index}"]
+        if codes.dtype == torch.float32:
+            return codes
+        return decoded(codes, self._state[f"qmap{index}"], self._state[f"absmax{index}"])
+
+    def load(self, moments: Mapping[str, Tensor]) -> None:
+        self._inner.init_state(self._inner.param_groups[0], self._parameter, 0, 0)
+        for index, kind in enumerate(MOMENTS, 1):
+            held = self._state[f"state{index}"]
+            if held.dtype == torch.float32:
+                held.copy_(moments[kind])
+            else:
+                codes, scales = encoded(moments[kind].to(held.device), self._state[f"qmap{index}"])
+                held.copy_(codes)
+                self._state[f"absmax{index}"].copy_(scales)
+        self._state["step"] = int(moments["step"])
+
+    def point_at(self, weights: Tensor) -> None:
+        self._parameter.grad, self._parameter.data = None, weights
+
+    def move(self, device: torch.device) -> None:
+        self._state.update({key: value.to(device) for key, value in self._state.items() if torch.is_tensor(value)})
+
+
+def decoded(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
+    """codes [P] uint8, table [256], scales [ceil(P / 256)] -> [P] float32."""
+    return table[codes.long()] * scales.repeat_interleave(BLOCK)[: len(codes)]
+
+
+def encoded(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """values [P] -> codes [P] uint8 and scales [ceil(P / 256)]; what `decoded` made is found again bit by bit."""
+    blocks = nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    highest, lowest = blocks.amax(1), -blocks.amin(1)
+    scales = torch.where(highest > lowest, highest, lowest / -table[0]) if table[0] < 0 else highest
+    # Of values that were never codes, a block's scale is its largest magnitude; the table has no −1.
+    plain = blocks.abs().amax(1)
+    up, down = (torch.nextafter(scales, torch.full_like(scales, end)) for end in (float("inf"), 0.0))
+    candidates = torch.stack([scales, up, down, plain])  # [4, blocks]: dividing lowest by the table may be one bit off
+    codes = torch.stack([_nearest(blocks, table, scale) for scale in candidates])
+    errors = (table[codes.long()] * candidates[:, :, None] - blocks).abs().amax(2)
+    best = errors.argmin(0)
+    chosen = torch.arange(len(blocks), device=values.device)
+    return codes[best, chosen].view(-1)[: len(values)], candidates[best, chosen]
+
+
+def _nearest(blocks: Tensor, table: Tensor, scales: Tensor) -> Tensor:
+    middles = (table[1:] + table[:-1]) / 2
+    return torch.bucketize(blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None], middles).to(torch.uint8)
