@@ -1,6 +1,7 @@
 """The environment of actors, made in one place."""
 
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.groups.environment import BRIEF_SPIN
 
 
 def actor_environment(config: ClusterConfig) -> dict[str, str]:
@@ -10,7 +11,7 @@ def actor_environment(config: ClusterConfig) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "passive",  # spinning barriers starve the other processes of a small machine
-        "GOMP_SPINCOUNT": "500",  # but some microseconds of it keep threads awake between the operations of one pass
+        "GOMP_SPINCOUNT": BRIEF_SPIN,
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CONFIGURE_LOGGING": "1",
         "VLLM_NO_USAGE_STATS": "1",

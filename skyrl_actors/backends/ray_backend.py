@@ -21,6 +21,7 @@ from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.pool import EnginePool, build_pool
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
+from skyrl_actors.groups.environment import rank_environment
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
@@ -67,7 +68,7 @@ class RayBackend:
         if self.config.placement.device == "cpu" and self.config.restart.standbys:
             self._standby = Standby(
                 self.config.name, self.config.restart.standbys, str(self.base_folder), self._reserved,
-                plan.slots_of("policy")[0].index, environment | {"OMP_NUM_THREADS": str(self.config.policy.num_threads)},
+                plan.slots_of("policy")[0].index, environment | rank_environment(self.config, self.config.policy),
                 epoch, self._detached, self._say, self._calm, self.config.policy.call_timeout_s,
             )  # fmt: skip
             await self._standby.find()

@@ -14,6 +14,7 @@ from placement.types import Plan
 from skyrl_actors import remote
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.config.strategies import ReplicaStrategy
+from skyrl_actors.groups.environment import rank_environment
 from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.groups.standby import Standby, worker_class
 from skyrl_actors.groups.together import Call, Together
@@ -210,7 +211,7 @@ class GroupBuilder:
         self._on_gpu = plan.device == "GPU"
         self._lifetime = {"lifetime": "detached"} if detached else {}  # outlives a controller, which then takes it over
         self._reserved = reserved
-        self._environment = {**environment, "OMP_NUM_THREADS": str(group_config.num_threads)}
+        self._environment = environment | rank_environment(config, group_config)
         self._start_timeout_s = config.restart.start_timeout_s
 
     def running(self) -> ActorGroup | None:

@@ -20,10 +20,10 @@ SMALLEST = 4096  # vectors that are shorter keep float32 moments
 
 class FlatAdamW8bit:
     def __init__(self, weights: Tensor):
-        import bitsandbytes  # an extra, and slow to import
+        from bitsandbytes.optim.adamw import AdamW8bit  # an extra, and slow to import
 
         self._parameter = nn.Parameter(weights)
-        self._inner = bitsandbytes.optim.AdamW8bit([self._parameter], lr=0.0, min_8bit_size=SMALLEST)
+        self._inner = AdamW8bit([self._parameter], lr=0.0, min_8bit_size=SMALLEST)
 
     @property
     def _state(self) -> dict[str, Any]:
