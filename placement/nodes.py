@@ -1,11 +1,27 @@
 """The machines, read from a Ray cluster-launcher file."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from placement.types import DoesNotFit, Node
+
+# What nvidia-smi reports as total, MiB, by Ray's accelerator types that leave no doubt.
+GPU_MIB = {
+    "B200": 183_359, "H200": 143_771, "H100": 81_559, "A100-80G": 81_920, "A100-40G": 40_960, "L40S": 46_068, "L4": 23_034,
+    "A10G": 23_028, "T4": 15_360,
+}  # fmt: skip
+
+
+def device_bytes_of(resources: Iterable[str]) -> int | None:
+    """From a node's resource names, of which one is accelerator_type:H100 or the like."""
+    for name in resources:
+        kind = name.removeprefix("accelerator_type:")
+        if kind != name and kind in GPU_MIB:
+            return GPU_MIB[kind] * 2**20
+    return None
 
 
 def nodes_from_cluster_file(path: Path) -> list[Node]:
@@ -21,8 +37,11 @@ def nodes_from_cluster_file(path: Path) -> list[Node]:
     nodes: list[Node] = []
     for name, entry in types.items():
         resources = entry.get("resources") or {}
+        labels = {str(key): str(value) for key, value in (entry.get("labels") or {}).items()}
+        memory = resources.get("memory")
         count = 1 if name == head else int(entry.get("max_workers", content.get("max_workers", 0)))
         for i in range(count):
             label = name if count == 1 else f"{name}-{i}"
-            nodes.append(Node(label, float(resources.get("CPU", 0)), float(resources.get("GPU", 0))))
+            cpus, gpus = float(resources.get("CPU", 0)), float(resources.get("GPU", 0))
+            nodes.append(Node(label, cpus, gpus, labels, device_bytes_of(resources), int(memory) if memory else None))
     return nodes

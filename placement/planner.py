@@ -1,61 +1,120 @@
 """Decide who goes where, before anything starts (pure).
 
-Colocated demands share their slots rank by rank; separate demands have slots of their own. A group goes to the node it
-fills best; one that no node can hold starts on the emptiest node and spills over to the next emptiest.
+Demands of one group share slots, rank by rank; groups have slots of their own. A group goes to the node it fills best, else
+to the NVLink domain, the rack, the zone it fills best, where it takes the emptiest nodes first. Devices that must be
+neighbours (a `block`) stay on one node; groups with the largest blocks choose first.
 """
 
 from collections.abc import Sequence
 
 from placement.types import Demand, DoesNotFit, Node, Plan, Slot
 
+# Node labels (`ray start --labels`), nearest first.
+LEVELS = ("nvlink-domain", "rack", "ray.io/availability-zone", "ray.io/region")
 
-def plan(demands: Sequence[Demand], nodes: Sequence[Node], device: str, colocated: bool) -> Plan:
+
+def plan(groups: Sequence[Sequence[Demand]], nodes: Sequence[Node], device: str) -> Plan:
     """Raises DoesNotFit with what is asked and what there is."""
-    groups = [list(demands)] if colocated else [[demand] for demand in demands]
     for group in groups:
-        _check_shares(group)
-    wanted = sum(max(demand.count for demand in group) for group in groups)
-    free = {node.name: _capacity(node, device) for node in nodes}
-    if wanted > sum(free.values()):
-        raise DoesNotFit(_arithmetic(groups, wanted, free, device))
+        _check_group(group)
+    room = _Room(nodes)
+    chosen: dict[int, list[str]] = {}
+    for index in sorted(range(len(groups)), key=lambda i: -_block(groups[i])):
+        group = groups[index]
+        chosen[index] = room.take(group[0].count, _block(group), _resources(group[0].device or device))
+        if not chosen[index]:
+            raise DoesNotFit(_arithmetic(groups, group, nodes, room, device))
     slots: list[Slot] = []
-    for group in groups:
-        count = max(demand.count for demand in group)
-        node = ""
-        for rank in range(count):
-            node = node if node and free[node] > 0 else _next_node(free, count - rank)
-            free[node] -= 1
+    for index, group in enumerate(groups):
+        for rank, node in enumerate(chosen[index]):
             holds = tuple((demand.kind, rank, demand.share) for demand in group)
-            slots.append(Slot(len(slots), node, _resources(device), holds))
-    return Plan(device, tuple(slots), {name: float(left) for name, left in free.items()})
+            slots.append(Slot(len(slots), node, _resources(group[0].device or device), holds))
+    everybody = [demand for group in groups for demand in group]
+    return Plan(
+        device, tuple(slots), {node.name: float(room.capacity(node.name, _resources(device))) for node in nodes},
+        {demand.kind: demand.width for demand in everybody}, {demand.kind: demand.block for demand in everybody},
+    )  # fmt: skip
 
 
-def _capacity(node: Node, device: str) -> int:
-    """Whole slots a node has: a GPU slot needs a CPU too."""
-    return int(min(node.gpus, node.cpus)) if device == "GPU" else int(node.cpus)
+class _Room:
+    """What the nodes have left."""
+
+    def __init__(self, nodes: Sequence[Node]):
+        self._free = {node.name: {"GPU": node.gpus, "CPU": node.cpus} for node in nodes}
+        levels: list[dict[str, list[str]]] = [{node.name: [node.name] for node in nodes}]
+        for label in LEVELS:
+            domains: dict[str, list[str]] = {}
+            for node in nodes:
+                if label in node.labels:
+                    domains.setdefault(node.labels[label], []).append(node.name)
+            levels.append(domains)
+        self._levels = [*levels, {"": [node.name for node in nodes]}]
+
+    def capacity(self, node: str, needs: dict[str, float]) -> int:
+        return int(min(self._free[node][key] // amount for key, amount in needs.items()))
+
+    def take(self, count: int, block: int, needs: dict[str, float]) -> list[str]:
+        """A node for each of `count` slots; empty, and nothing taken, when they do not fit."""
+        blocks = {name: self.capacity(name, needs) // block for name in self._free}
+        wanted = count // block
+        for domains in self._levels:
+            sizes = {name: sum(blocks[node] for node in members) for name, members in domains.items()}
+            fitting = [name for name in sizes if sizes[name] >= wanted]
+            if fitting:
+                members = domains[min(fitting, key=lambda name: sizes[name])]
+                return self._fill(sorted(members, key=lambda node: -blocks[node]), blocks, wanted, block, needs)
+        return []
+
+    def _fill(self, members: list[str], blocks: dict[str, int], wanted: int, block: int, needs: dict[str, float]) -> list[str]:
+        chosen: list[str] = []
+        for node in members:
+            number = min(blocks[node], wanted - len(chosen) // block) * block
+            chosen += [node] * number
+            for key, amount in needs.items():
+                self._free[node][key] -= amount * number
+        return chosen
+
+
+def _block(group: Sequence[Demand]) -> int:
+    return max(demand.block for demand in group)
 
 
 def _resources(device: str) -> dict[str, float]:
     return {"GPU": 1.0, "CPU": 1.0} if device == "GPU" else {"CPU": 1.0}
 
 
-def _next_node(free: dict[str, int], wanted: int) -> str:
-    """The tightest node that holds all that is wanted, else the emptiest one. Ties go to the first."""
-    fitting = [name for name in free if free[name] >= wanted]
-    return min(fitting, key=lambda name: free[name]) if fitting else max(free, key=lambda name: free[name])
-
-
-def _check_shares(group: Sequence[Demand]) -> None:
+def _check_group(group: Sequence[Demand]) -> None:
+    for demand in group:
+        if demand.count % demand.width or demand.width % demand.block:
+            raise DoesNotFit(
+                f"{demand.kind}: {demand.count} devices for actors of {demand.width}, {demand.block} on one node: these do not divide"
+            )
     total = sum(demand.share for demand in group)
     if total > 1.0 + 1e-9:
         raise DoesNotFit(f"{' + '.join(f'{d.kind} {d.share:g}' for d in group)} = {total:g} of a slot; a slot is 1")
-    counts = {demand.count for demand in group}
-    if len(counts) > 1:
+    if len({demand.count for demand in group}) > 1:
         raise DoesNotFit(f"colocated actors share slots one to one, but {', '.join(f'{d.kind} has {d.count}' for d in group)}")
 
 
-def _arithmetic(groups: Sequence[Sequence[Demand]], wanted: int, free: dict[str, int], device: str) -> str:
-    asks = " + ".join(f"{max(d.count for d in g)} ({' & '.join(d.kind for d in g)})" for g in groups)
-    has = " + ".join(f"{count} ({name})" for name, count in free.items()) or "0 (no nodes)"
-    short = wanted - sum(free.values())
-    return f"needs {asks} = {wanted} {device} slots; the nodes have {has} = {sum(free.values())}; {short} short"
+def _arithmetic(
+    groups: Sequence[Sequence[Demand]], short_of: Sequence[Demand], nodes: Sequence[Node], room: _Room, device: str
+) -> str:
+    """The whole demand against all nodes; where that would do, what keeps one group from its place."""
+    alike = [group for group in groups if (group[0].device or device) == (short_of[0].device or device)]
+    wanted = sum(group[0].count for group in alike)
+    kind = short_of[0].device or device
+    there = {node.name: _Room([node]).capacity(node.name, _resources(kind)) for node in nodes}
+    asks = " + ".join(f"{group[0].count} ({' & '.join(d.kind for d in group)})" for group in alike)
+    has = " + ".join(f"{count} ({name})" for name, count in there.items()) or "0 (no nodes)"
+    text = f"needs {asks} = {wanted} {kind} slots; the nodes have {has} = {sum(there.values())}"
+    if wanted > sum(there.values()):
+        return f"{text}; {wanted - sum(there.values())} short"
+    block = _block(short_of)
+    left = {node.name: room.capacity(node.name, _resources(kind)) for node in nodes}
+    blocks = sum(count // block for count in left.values())
+    names = " & ".join(demand.kind for demand in short_of)
+    return (
+        f"{text}; {names} needs {short_of[0].count // block} times {block} on one node, and what the others leave "
+        f"({', '.join(f'{name}: {count}' for name, count in left.items())}) holds {blocks}; use fewer devices for each engine "
+        "(engine.tensor_parallel), or nodes with more"
+    )

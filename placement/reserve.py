@@ -1,24 +1,69 @@
 """Reserve a plan's slots as a Ray placement group. The only module here that imports ray."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import ray
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
+from placement.nodes import device_bytes_of
 from placement.types import DoesNotFit, Node, Plan
 
+NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
 
-def cluster_nodes() -> list[Node]:
-    """Living nodes of the Ray cluster with what each has in all. Names are those of the hosts; of two nodes on one host the
-    second bears its id as well."""
+
+def cluster_nodes(free: bool = False) -> list[Node]:
+    """Living nodes of the Ray cluster with what each has in all, or with what nobody holds now. Names are those of the hosts;
+    of two nodes on one host the second bears its id as well."""
     found: dict[str, Node] = {}
+    available = available_resources_per_node() if free else {}
     for n in ray.nodes():
         if n["Alive"]:
-            name = n["NodeManagerHostname"]
+            name, total = n["NodeManagerHostname"], n["Resources"]
             name = f"{name}/{n['NodeID'][:8]}" if name in found else name
-            found[name] = Node(name, n["Resources"].get("CPU", 0.0), n["Resources"].get("GPU", 0.0))
+            has = available.get(n["NodeID"], {}) if free else total
+            found[name] = Node(
+                name, has.get("CPU", 0.0), has.get("GPU", 0.0), n.get("Labels") or {}, device_bytes_of(total),
+                int(total["memory"]) if "memory" in total else None, n["NodeID"],
+            )  # fmt: skip
     return list(found.values())
+
+
+async def reserve(plan: Plan, name: str, timeout_s: float, say: Callable[[str], None], detached: bool = False) -> PlacementGroup:
+    """Wait until all slots are held; each on the node that the plan names, where it names living ones.
+
+    Raises DoesNotFit at the deadline, with what the cluster has free, or when a node of the plan is gone; nothing is held then.
+    `detached` slots outlive this process.
+    """
+    before = reserved_before(plan, name) if detached else None
+    if before is not None:
+        return before
+    lifetime = "detached" if detached else None
+    ids = {node.name: node.ray_id for node in cluster_nodes()}
+    named = all(slot.node in ids for slot in plan.slots)
+    group = placement_group(
+        [slot.resources for slot in plan.slots], strategy="PACK", name=name, lifetime=lifetime,
+        bundle_label_selector=[{NODE_ID: ids[slot.node]} for slot in plan.slots] if named else None,  # type: ignore[arg-type]
+    )  # fmt: skip
+    say(f"waiting for {len(plan.slots)} {plan.device} slot(s) (placement group {name}, at most {timeout_s:.0f} s)")
+    try:
+        await asyncio.wait_for(group.ready(), timeout_s)  # type: ignore[arg-type]
+        placed_on(plan, group)
+    except (TimeoutError, asyncio.CancelledError, DoesNotFit) as error:
+        remove_placement_group(group)
+        if isinstance(error, TimeoutError):
+            raise DoesNotFit(_not_placed(plan, name, timeout_s)) from None
+        raise
+    return group
 
 
 def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:
@@ -33,23 +78,34 @@ def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:
     return None
 
 
-async def reserve(plan: Plan, name: str, timeout_s: float, say: Callable[[str], None], detached: bool = False) -> PlacementGroup:
-    """Wait until all slots are held. Raises DoesNotFit at the deadline, with what the cluster has free. `detached` slots
-    outlive this process."""
-    before = reserved_before(plan, name) if detached else None
-    if before is not None:
-        return before
-    lifetime = "detached" if detached else None
-    group = placement_group([slot.resources for slot in plan.slots], strategy="PACK", name=name, lifetime=lifetime)
-    say(f"waiting for {len(plan.slots)} {plan.device} slot(s) (placement group {name}, at most {timeout_s:.0f} s)")
-    try:
-        await asyncio.wait_for(group.ready(), timeout_s)  # type: ignore[arg-type]
-    except TimeoutError:
-        remove_placement_group(group)
-        total, free = ray.cluster_resources(), ray.available_resources()
-        raise DoesNotFit(
-            f"placement group {name}: {len(plan.slots)} bundles of {plan.slots[0].resources} were not placed within {timeout_s:.0f} s; "
-            + "; ".join(f"{key}: {free.get(key, 0.0):g} free of {total.get(key, 0.0):g}" for key in ("CPU", "GPU"))
-            + "; stop what holds the rest, or ask for fewer ranks and engines"
-        ) from None
-    return group
+def placed_on(plan: Plan, group: PlacementGroup) -> Plan:
+    """The plan with the nodes that the reserved slots are on. Raises DoesNotFit when neighbours are on several."""
+    names = {node.ray_id: node.name for node in cluster_nodes()}
+    where: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    found = replace(plan, slots=tuple(replace(s, node=names.get(where[s.index], where[s.index])) for s in plan.slots))
+    for kind, block in plan.blocks.items():
+        slots = found.slots_of(kind)
+        for i in range(0, len(slots), block):
+            if len({slot.node for slot in slots[i : i + block]}) > 1:
+                raise DoesNotFit(f"{kind}: devices {i} to {i + block - 1} must be on one node, and Ray placed them on several")
+    return found
+
+
+def _not_placed(plan: Plan, name: str, timeout_s: float) -> str:
+    here = {node.name: node for node in cluster_nodes(free=True)}
+    asked = Counter(slot.node for slot in plan.slots)
+    gone = sorted(set(asked) - set(here))
+    total, free = ray.cluster_resources(), ray.available_resources()
+    key = plan.device
+    return (
+        f"placement group {name}: {len(plan.slots)} bundles of {plan.slots[0].resources} were not placed within {timeout_s:.0f} s; "
+        + (f"gone since they were planned: {', '.join(gone)}; " if gone else "")
+        + "; ".join(
+            f"{node}: {count} asked, {here[node].gpus if key == 'GPU' else here[node].cpus:g} {key} free"
+            for node, count in asked.items()
+            if node in here
+        )
+        + "; in all "
+        + "; ".join(f"{kind}: {free.get(kind, 0.0):g} free of {total.get(kind, 0.0):g}" for kind in ("CPU", "GPU"))
+        + "; stop what holds the rest, or ask for fewer ranks and engines"
+    )

@@ -101,11 +101,15 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     nodes: Annotated[Path | None, typer.Option(help="a Ray cluster-launcher file; default: this machine")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="a model's config.json, for the memory plan of a base model that is not on this machine")
+    ] = None,
 ) -> None:
-    """Print who would be placed where, starting nothing; or say why it can not fit. Takes service and job configs."""
+    """Print who would be placed where, and the memory of each device in each phase, starting nothing; or say why it can not fit.
+    Takes service and job configs."""
     from skyrl_actors.commands.plan import run
 
-    run(config, overrides or [], nodes)
+    run(config, overrides or [], nodes, model)
 
 
 @app.command()

@@ -6,26 +6,40 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError
 
 
-def demands_of(config: ClusterConfig) -> list[Demand]:
-    share = config.placement.colocated_share if config.placement.layout == "colocated" else 1.0
+def demands_of(config: ClusterConfig) -> list[list[Demand]]:
+    """In groups that share slots."""
+    engine = config.engine
     counts = {
         "policy": config.policy.num_ranks,
         "critic": config.critic.num_ranks if config.critic else 0,
-        "engine": config.engine.num_engines,
+        "engine": engine.num_engines * engine.num_devices,
     }
-    return [Demand(kind, count, share) for kind, count in counts.items() if count]
+    together: list[Demand] = []
+    apart: list[list[Demand]] = []
+    for kind, count in counts.items():
+        widths = (engine.num_devices, engine.tensor_parallel) if kind == "engine" else (1, 1)
+        if count and config.placement.shares(kind):
+            together.append(Demand(kind, count, config.placement.colocated_share, *widths))
+        elif count:
+            apart.append([Demand(kind, count, 1.0, *widths)])
+    return [together, *apart] if together else apart
 
 
 def plan_for(config: ClusterConfig, nodes: list[Node]) -> Plan:
     """Raises ConfigError when the config does not fit the nodes."""
     try:
-        made = plan(demands_of(config), nodes, config.placement.device.upper(), config.placement.layout == "colocated")
+        made = plan(demands_of(config), nodes, config.placement.device.upper())
     except DoesNotFit as error:
         raise ConfigError(str(error)) from error
+    check_transfer(config, made)
+    return made
+
+
+def check_transfer(config: ClusterConfig, made: Plan) -> None:
+    """Raises ConfigError when the transfer can not reach from the trainers to the engines."""
     hosts = {slot.node for slot in (*made.slots_of("policy")[:1], *made.slots_of("engine"))}
     if config.transfer.type == "shm" and len(hosts) > 1:
         raise ConfigError(
             f"transfer.type shm works on one host, but policy rank 0 and the engines would be on {', '.join(sorted(hosts))}; "
             "set transfer.type=object_store"
         )
-    return made

@@ -10,11 +10,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from placement.reserve import cluster_nodes, reserve
-from placement.types import DoesNotFit
 from skyrl_actors.backends.base import Capabilities
-from skyrl_actors.backends.demands import plan_for
 from skyrl_actors.backends.environment import actor_environment
+from skyrl_actors.backends.site import reserved_site
 from skyrl_actors.backends.vitals import Vitals
 from skyrl_actors.colocation.keeper import Keeper, PhaseKeeper, SplitKeeper
 from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase
@@ -25,7 +23,7 @@ from skyrl_actors.groups.environment import rank_environment
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
+from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
@@ -59,11 +57,7 @@ class RayBackend:
 
     async def start(self, epoch: int) -> Capabilities:
         """Reserve the slots, take over or start groups and engines, and leave the engines asleep where they share devices."""
-        plan = plan_for(self.config, cluster_nodes())
-        try:
-            self._reserved = await reserve(plan, self.config.name, self.config.placement.timeout_s, self._say, self._detached)
-        except DoesNotFit as error:
-            raise ConfigError(str(error)) from error
+        plan, self._reserved = await reserved_site(self.config, self.base_folder, self._say, self._detached)
         environment = actor_environment(self.config)
         if self.config.placement.device == "cpu" and self.config.restart.standbys:
             self._standby = Standby(
@@ -105,7 +99,7 @@ class RayBackend:
         )  # fmt: skip
 
     def _new_keeper(self) -> Keeper:
-        if self.config.placement.layout != "colocated":
+        if self.config.placement.layout == "split":
             return SplitKeeper()
         return PhaseKeeper(self, Phase.TRAIN, 2 * self.config.engine.call_timeout_s)
 
@@ -117,11 +111,11 @@ class RayBackend:
         )
         if not any(groups) and not any(engines):
             return False
-        if self.config.placement.layout == "colocated":
+        if self.config.placement.shares("engine"):
             await self.engines.sleep()
             for part in ("weights", "gradients"):
-                await asyncio.gather(*(self._move_group(supervisor, part, "device") for supervisor in supervisors))
-            await asyncio.gather(*(self._move_group(supervisor, "optimizer", "host") for supervisor in supervisors))
+                await self._move_groups(part, "device")
+            await self._move_groups("optimizer", "host")
         self._keeper = self._new_keeper()
         for part, runs in (*zip(supervisors, groups, strict=True), *zip(self.engines.engines, engines, strict=True)):
             if not runs:
@@ -134,7 +128,8 @@ class RayBackend:
 
     def _settled(self) -> AbstractAsyncContextManager[None]:
         """When new ranks may load their weights: on a GPU only while the others have theirs there."""
-        return nullcontext() if self.config.placement.device == "cpu" else self._hold(Phase.TRAIN)
+        on_cpu = self.config.placement.device == "cpu"
+        return nullcontext() if on_cpu else self._hold(Phase.TRAIN)
 
     @asynccontextmanager
     async def _hold(self, phase: Phase) -> AsyncGenerator[None]:
@@ -143,7 +138,7 @@ class RayBackend:
             yield
 
     async def _start_parts(self) -> None:
-        colocated = self.config.placement.layout == "colocated"
+        colocated = self.config.placement.shares("engine")
 
         async def engines() -> None:
             self._say(f"starting {len(self.engines.engines)} vLLM engine(s): importing vLLM and loading weights")
@@ -189,7 +184,7 @@ class RayBackend:
     async def _on(self, spec: ModelSpec, phase: Phase, work: Callable[[ActorGroup], Awaitable[T]]) -> T:
         """A verb of a model on its group, in its phase. A group that is being made anew is StateLost at once."""
         supervisor = self._groups[spec.role]
-        async with self._keeper.hold(phase):
+        async with self._keeper.hold(phase) if self.config.placement.shares(spec.role) else nullcontext():
             group = supervisor.group
             if group is None or supervisor.down is not None:
                 raise StateLost(f"the {spec.role} group is being made anew: {supervisor.down}")
@@ -326,13 +321,18 @@ class RayBackend:
                 return  # one memory: nothing to move
             direction = "device" if move.action == "load" else "host"
             part: Any = TRAIN_PARTS[move.part]
-            await asyncio.gather(*(self._move_group(s, part, direction) for s in self._groups.values()))
+            await self._move_groups(part, direction)
         elif move.action == "load":
             await self.engines.wake("weights" if move.part is Part.ENGINE_WEIGHTS else "kv_cache")
         elif move.part is Part.ENGINE_WEIGHTS:
             await self.engines.sleep()  # frees the KV cache in the same breath
         elif Part.ENGINE_WEIGHTS in RESIDENT[to]:
             await self.engines.release_kv()
+
+    async def _move_groups(self, part: Any, direction: Any) -> None:
+        """Those that share their devices with engines."""
+        sharing = [group for role, group in self._groups.items() if self.config.placement.shares(role)]
+        await asyncio.gather(*(self._move_group(supervisor, part, direction) for supervisor in sharing))
 
     async def _move_group(self, supervisor: GroupSupervisor, part: Any, direction: Any) -> None:
         if supervisor.group is not None and supervisor.down is None:

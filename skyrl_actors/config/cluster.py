@@ -40,9 +40,26 @@ BaseModelConfig = Annotated[TinyBase | PretrainedBase, Field(discriminator="type
 
 class PlacementConfig(FrozenConfig):
     device: Literal["cpu", "gpu"] = "cpu"
-    layout: Literal["colocated", "split"] = "colocated"
+    layout: Literal["colocated", "split", "mixed"] = Field(
+        default="colocated",
+        description="colocated: policy, critic and engines share devices and take turns; split: all on devices of their own; "
+        "mixed: policy and engines share, the critic has its own",
+    )
     colocated_share: float = Field(default=0.3, gt=0, le=0.33, description="of a slot, for each of policy, critic and engine")
-    timeout_s: float = Field(default=180.0, gt=0)
+    timeout_s: float = Field(default=180.0, gt=0, description="longest wait for devices")
+    memory_check: Literal["refuse", "warn", "off"] = Field(
+        default="refuse", description="what happens when the memory plan does not fit the devices"
+    )
+    memory_reserve: float = Field(default=0.08, ge=0, lt=1, description="part of a device that stays free for fragments")
+    device_memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="of each device; none = of the node's accelerator_type, on a CPU its part of the node's memory",
+    )
+
+    def shares(self, role: str) -> bool:
+        """Whether the actors of this role share devices with others, and so take turns."""
+        return self.layout == "colocated" or (self.layout == "mixed" and role != "critic")
 
 
 class GroupConfig(FrozenConfig):
@@ -112,7 +129,9 @@ class EngineConfig(FrozenConfig):
     max_model_len: int = Field(default=512, ge=8)
     max_num_seqs: int = Field(default=128, ge=1)
     max_num_batched_tokens: int = Field(default=4096, ge=8)
-    kv_cache_bytes: int = Field(default=128 * 2**20, ge=2**20, description="bytes of KV cache of an engine")
+    tensor_parallel: int = Field(default=1, ge=1, description="devices of one node that share each layer of an engine")
+    pipeline_parallel: int = Field(default=1, ge=1, description="stages of an engine's layers, each of tensor_parallel devices")
+    kv_cache_bytes: int = Field(default=128 * 2**20, ge=2**20, description="bytes of KV cache on each device of an engine")
     max_loras: int = Field(default=4, ge=1, description="different adapters in one batch")
     max_logprobs: int = Field(default=20, ge=1)
     max_scored_cells: int = Field(
@@ -127,6 +146,11 @@ class EngineConfig(FrozenConfig):
     num_threads: int = Field(default=1, ge=1)
     start_timeout_s: float = Field(default=300.0, gt=0)
     call_timeout_s: float = Field(default=600.0, gt=0, description="longest time one sample or transfer may take")
+
+    @property
+    def num_devices(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 class ShmTransfer(FrozenConfig):
@@ -295,9 +319,15 @@ class ClusterConfig(FrozenConfig):
         for group in (self.policy, self.critic):
             if group is not None and self.lora.max_full_models:
                 group.full_strategy_on(self.placement.device)  # the default one may not be installed
-        on_gpus_together = self.placement.device == "gpu" and self.placement.layout == "colocated"
+        on_gpus_together = self.placement.device == "gpu" and self.placement.layout != "split"
         for role, group in (("policy", self.policy), ("critic", self.critic)):
-            if group and on_gpus_together and isinstance(group.strategy, DeepSpeedStrategy) and group.strategy.stage == 3:
+            if (
+                group
+                and on_gpus_together
+                and self.placement.shares(role)
+                and isinstance(group.strategy, DeepSpeedStrategy)
+                and group.strategy.stage == 3
+            ):
                 raise ValueError(
                     f"{role}.strategy deepspeed stage 3: a frozen base under it does not leave the device for the engines; "
                     "use fsdp2 or replica, or placement.layout=split"
@@ -306,13 +336,13 @@ class ClusterConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _slots_agree(self) -> "ClusterConfig":
-        if self.placement.layout != "colocated":
-            return self
-        slots = self.engine.num_engines
+        engine = self.engine
+        slots = engine.num_engines * engine.num_devices
         for role, group in (("policy", self.policy), ("critic", self.critic)):
-            if group is not None and group.num_ranks != slots:
+            if group is not None and self.placement.shares(role) and group.num_ranks != slots:
+                times = f" × {engine.num_devices} devices = {slots}" if engine.num_devices > 1 else ""
                 raise ValueError(
-                    f"colocated layout: {role}.num_ranks is {group.num_ranks} and engine.num_engines is {slots}; "
-                    "they share slots one to one, so make them equal or set placement.layout=split"
+                    f"{self.placement.layout} layout: {role}.num_ranks is {group.num_ranks} and engine.num_engines is "
+                    f"{engine.num_engines}{times}; they share slots one to one, so make them equal or set placement.layout=split"
                 )
         return self

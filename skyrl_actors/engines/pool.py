@@ -223,7 +223,7 @@ def build_pool(
     deliver: Deliver, epoch: int, detached: bool, say: Callable[[str], None],
 ) -> EnginePool:  # fmt: skip
     engine = config.engine
-    share = config.placement.colocated_share if config.placement.layout == "colocated" else 1.0
+    share = config.placement.colocated_share if config.placement.shares("engine") else 1.0
     pool = EnginePool(engine, base_folder, deliver)
     for index, slot in enumerate(plan.slots_of("engine")):
         spec = EngineSpec(

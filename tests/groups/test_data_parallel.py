@@ -34,7 +34,7 @@ def local_ray():
 async def group_of(ranks: int, base: Path, name: str, **options: Any) -> ActorGroup:
     group_config = GroupConfig(num_ranks=ranks, microbatch_tokens=64, call_timeout_s=60, **options)
     config = ClusterConfig(name=name, policy=group_config, critic=None, engine=EngineConfig(num_engines=ranks))
-    made = plan([Demand("policy", ranks, 0.3)], [Node("here", 4, 0)], "CPU", colocated=True)
+    made = plan([[Demand("policy", ranks, 0.3)]], [Node("here", 4, 0)], "CPU")
     reserved = await reserve(made, name, 30, print)
     builder = GroupBuilder("policy", config, str(base), made, reserved, {"OMP_WAIT_POLICY": "passive"}, 1, detached=False)
     group = builder.make()
@@ -145,6 +145,6 @@ async def test_errors_of_ranks_become_one(local_ray, random_base: Path):
 async def test_placement_that_never_comes_is_said_with_numbers(local_ray):
     from placement.types import DoesNotFit
 
-    made = plan([Demand("policy", 9)], [Node("here", 9, 0)], "CPU", colocated=False)
-    with pytest.raises(DoesNotFit, match=r"9 bundles .* were not placed within 1 s; CPU: .* free of 8"):
+    made = plan([[Demand("policy", 9)]], [Node("here", 9, 0)], "CPU")
+    with pytest.raises(DoesNotFit, match=r"9 bundles .* were not placed within 1 s; .*CPU: .* free of 8"):
         await reserve(made, "too-many", 1, print)

@@ -52,7 +52,7 @@ class Made:
         self.supervisor: GroupSupervisor | None = None
 
     async def start(self, standby: bool = False) -> GroupSupervisor:
-        planned = plan([Demand("policy", self.ranks, 1.0)], [Node("here", 9, 0)], "CPU", colocated=False)
+        planned = plan([[Demand("policy", self.ranks, 1.0)]], [Node("here", 9, 0)], "CPU")
         reserved = await reserve(planned, self.config.name, 30, self.said.append)
         environment = {"OMP_WAIT_POLICY": "passive"}
         if standby:

@@ -4,15 +4,30 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.nodes import nodes_from_cluster_file
+from placement.nodes import device_bytes_of, nodes_from_cluster_file
 from placement.planner import plan
-from placement.types import Demand, DoesNotFit, Node
+from placement.types import Demand, DoesNotFit, Node, Plan
 
 ROOT = Path(__file__).parent.parent.parent
 NODES = st.lists(st.tuples(st.integers(0, 16), st.integers(0, 8)), min_size=1, max_size=4)
+
+
+def check(made: Plan, groups: list[list[Demand]], nodes: list[Node], device: str) -> None:
+    """Everybody is placed once, no node is overfull, neighbours are neighbours, shares fit."""
+    for demand in (demand for group in groups for demand in group):
+        slots = made.slots_of(demand.kind)
+        assert len(slots) == demand.count
+        for i in range(0, demand.count, demand.block):
+            assert len({slot.node for slot in slots[i : i + demand.block]}) == 1
+    for node in nodes:
+        here = [slot for slot in made.slots if slot.node == node.name]
+        assert sum(slot.resources.get("GPU", 0) for slot in here) <= node.gpus
+        assert sum(slot.resources["CPU"] for slot in here) <= node.cpus
+    assert all(sum(share for _, _, share in slot.holds) <= 1 + 1e-9 for slot in made.slots)
+    assert len({slot.index for slot in made.slots}) == len(made.slots)
 
 
 @given(NODES, st.integers(1, 6), st.integers(0, 6), st.integers(1, 6), st.booleans(), st.sampled_from(["GPU", "CPU"]))
@@ -21,34 +36,80 @@ def test_a_plan_places_everybody_once_or_says_why_not(sizes, policy, critic, eng
     counts = {"policy": policy, "critic": critic, "engine": engine}
     if colocated:
         counts = dict.fromkeys(counts, policy)
-    share = 0.3 if colocated else 1.0
-    demands = [Demand(kind, count, share) for kind, count in counts.items() if count]
+    demands = [Demand(kind, count, 0.3 if colocated else 1.0) for kind, count in counts.items() if count]
+    groups = [demands] if colocated else [[demand] for demand in demands]
     capacity = {n.name: int(min(n.cpus, n.gpus) if device == "GPU" else n.cpus) for n in nodes}
     wanted = policy if colocated else sum(counts.values())
     if wanted > sum(capacity.values()):
         with pytest.raises(DoesNotFit, match=f"{wanted - sum(capacity.values())} short"):
-            plan(demands, nodes, device, colocated)
+            plan(groups, nodes, device)
         return
-    made = plan(demands, nodes, device, colocated)
+    made = plan(groups, nodes, device)
     assert len(made.slots) == wanted
+    check(made, groups, nodes, device)
     used = Counter(slot.node for slot in made.slots)
-    assert all(used[name] <= capacity[name] for name in used)
-    for kind, count in counts.items():
-        assert len(made.slots_of(kind)) == count
-    for slot in made.slots:
-        assert sum(share for _, _, share in slot.holds) <= 1 + 1e-9
+    assert made.free == {name: capacity[name] - used[name] for name in capacity}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 512), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]), st.data()
+)  # fmt: skip
+def test_clusters_of_1_to_4096_gpus(num_nodes: int, gpus: int, tensor: int, pipeline: int, data: st.DataObject):
+    nodes = [Node(f"n{i}", 2 * gpus, gpus, {"rack": f"r{i // 8}"}) for i in range(num_nodes)]
+    width = tensor * pipeline
+    engines = data.draw(st.integers(1, max(1, num_nodes * gpus // width)))
+    trainers = data.draw(st.integers(1, num_nodes * gpus))
+    groups = [
+        [Demand("policy", trainers)],
+        [Demand("engine", engines * width, 1.0, width, tensor)],
+        [Demand("helper", num_nodes, device="CPU")],
+    ]
+    try:
+        made = plan(groups, nodes, "GPU")
+    except DoesNotFit as error:
+        enough = trainers + engines * width <= num_nodes * gpus
+        assert ("times" in str(error)) == enough or "short" in str(error), error
+        # Where engines fit a node evenly, whatever fits in all is placed.
+        assert not (enough and gpus % tensor == 0), error
+        return
+    check(made, groups, nodes, "GPU")
+    assert len(made.actors_of("engine")) == engines and all(len(slots) == width for slots in made.actors_of("engine"))
 
 
 def test_a_group_that_fits_one_node_stays_on_it():
     nodes = [Node("a", 96, 8), Node("b", 96, 8)]
-    made = plan([Demand("policy", 4), Demand("critic", 4), Demand("engine", 8)], nodes, "GPU", colocated=False)
+    made = plan([[Demand("policy", 4)], [Demand("critic", 4)], [Demand("engine", 8)]], nodes, "GPU")
     assert {s.node for s in made.slots_of("policy") + made.slots_of("critic")} == {"a"}
     assert {s.node for s in made.slots_of("engine")} == {"b"}
 
 
+def test_what_no_node_holds_stays_in_one_nvlink_domain_or_rack():
+    racks = [
+        Node("a", 96, 4, {"rack": "r0"}),
+        Node("b", 96, 8, {"rack": "r1"}),
+        Node("c", 96, 8, {"rack": "r0"}),
+        Node("d", 96, 8, {"rack": "r1"}),
+    ]
+    twelve = [[Demand("policy", 12)]]
+    assert {slot.node for slot in plan(twelve, racks, "GPU").slots} == {"a", "c"}  # the rack that it fills
+    domains = [Node("e", 96, 8, {"rack": "r2", "nvlink-domain": "x"}), Node("f", 96, 8, {"rack": "r3", "nvlink-domain": "x"})]
+    assert {slot.node for slot in plan(twelve, [*racks, *domains], "GPU").slots} == {"e", "f"}  # nearer than a rack
+
+
+def test_tensor_parallel_neighbours_are_on_one_node():
+    nodes = [Node("a", 8, 3), Node("b", 8, 3)]
+    made = plan([[Demand("engine", 4, 1.0, 2, 2)]], nodes, "GPU")
+    assert [slot.node for slot in made.slots] == ["a", "a", "b", "b"]
+    with pytest.raises(
+        DoesNotFit, match=r"engine needs 3 times 2 on one node, .*\(a: 3, b: 3\) holds 2; .*engine\.tensor_parallel"
+    ):
+        plan([[Demand("engine", 6, 1.0, 2, 2)]], nodes, "GPU")
+
+
 def test_shares_above_a_slot_do_not_fit():
     with pytest.raises(DoesNotFit, match="a slot is 1"):
-        plan([Demand("policy", 1, 0.6), Demand("engine", 1, 0.6)], [Node("a", 8, 8)], "GPU", colocated=True)
+        plan([[Demand("policy", 1, 0.6), Demand("engine", 1, 0.6)]], [Node("a", 8, 8)], "GPU")
 
 
 def test_cluster_file_is_valid_for_ray_and_read_by_us():
@@ -56,24 +117,26 @@ def test_cluster_file_is_valid_for_ray_and_read_by_us():
     from ray.autoscaler._private.util import fillout_defaults, validate_config
 
     validate_config(fillout_defaults(yaml.safe_load((ROOT / "cluster.yaml").read_text())))
-    assert [(n.name, n.gpus) for n in nodes_from_cluster_file(ROOT / "cluster.yaml")] == [
-        ("head", 8.0),
-        ("worker", 8.0),
-    ]
+    nodes = nodes_from_cluster_file(ROOT / "cluster.yaml")
+    assert [(n.name, n.gpus) for n in nodes] == [("head", 8.0), ("worker", 8.0)]
+    assert all(n.device_bytes == device_bytes_of(["accelerator_type:H100"]) and n.host_bytes for n in nodes)
+
+
+SHAPE = ["--nodes", "cluster.yaml", "--model", "configs/shapes/qwen3-8b"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["configs/colocated_1x8.yaml", "--nodes", "cluster.yaml"], 0, "policy[7] 0.3, critic[7] 0.3, engine[7] 0.3"),
-        (["configs/split_2x8.yaml", "--nodes", "cluster.yaml"], 0, "free GPU slots: head: 0, worker: 0"),
-        (["configs/split_2x8.yaml", "engine.num_engines=9", "--nodes", "cluster.yaml"], 2, "1 short"),
-        (
-            ["configs/split_2x8.yaml", "transfer.type=shm", "--nodes", "cluster.yaml"],
-            2,
-            "set transfer.type=object_store",
-        ),
+        (["configs/colocated_1x8.yaml", *SHAPE], 0, "policy[7] 0.3, critic[7] 0.3, engine[7] 0.3"),
+        (["configs/split_2x8.yaml", *SHAPE], 0, "free GPU slots: head: 0, worker: 0"),
+        (["configs/split_2x8.yaml", "engine.num_engines=4", "engine.tensor_parallel=2", *SHAPE], 0, "engine[3].1 1"),
+        (["configs/split_2x8.yaml", "engine.num_engines=9", *SHAPE], 2, "1 short"),
+        (["configs/split_2x8.yaml", "transfer.type=shm", *SHAPE], 2, "set transfer.type=object_store"),
         (["configs/colocated_1x8.yaml", "policy.num_ranks=4"], 2, "policy.num_ranks is 4 and engine.num_engines is 8"),
+        (["configs/colocated_1x8.yaml", "policy.strategy.type=replica", "critic.strategy.type=replica", *SHAPE], 2, "too much"),
+        (["configs/colocated_1x8.yaml", "engine.kv_cache_bytes=64000000000", *SHAPE], 2, "change engine.kv_cache_bytes="),
+        (["configs/colocated_1x8.yaml", *SHAPE[:2]], 0, "give its config.json with --model"),
         (["configs/jobs/ppo_tiny.yaml"], 0, "policy[0] 0.3, critic[0] 0.3, engine[0] 0.3"),
     ],
 )
@@ -81,3 +144,14 @@ def test_plan_command(arguments: list[str], code: int, said: str):
     done = subprocess.run([sys.executable, "-m", "skyrl_actors", "plan", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
+
+
+def test_it_works_alone(tmp_path: Path):
+    asks = tmp_path / "asks.yaml"
+    asks.write_text("groups: [[{kind: policy, count: 8}], [{kind: helper, count: 2, device: CPU}]]")
+    command = [sys.executable, "-m", "placement", str(asks), "--nodes", "cluster.yaml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "helper[1] 1" in done.stdout, done.stderr
+    asks.write_text("groups: [[{kind: policy, size: 8}]]")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "see --help for its form" in done.stderr

@@ -1,0 +1,44 @@
+"""Seconds to plan large clusters: policy, critic and engines of tensor parallel 8, colocated and apart.
+
+    python -m bench.placement
+
+One JSON line: medians for 64, 1024 and 4096 GPUs in nodes of eight, sixteen nodes a rack.
+"""
+
+import statistics
+import time
+
+from bench.harness import emit
+from placement.planner import plan
+from placement.types import Demand, Node
+
+ROUNDS = 5
+
+
+def nodes_of(gpus: int) -> list[Node]:
+    return [Node(f"n{i}", 96, 8, {"rack": f"r{i // 16}"}) for i in range(gpus // 8)]
+
+
+def groups_of(gpus: int, colocated: bool) -> list[list[Demand]]:
+    if colocated:
+        share = 0.3
+        return [[Demand("policy", gpus, share), Demand("critic", gpus, share), Demand("engine", gpus, share, 8, 8)]]
+    return [[Demand("policy", gpus // 4)], [Demand("critic", gpus // 4)], [Demand("engine", gpus // 2, 1.0, 8, 8)]]
+
+
+def main() -> None:
+    found: dict[str, float] = {}
+    for gpus in (64, 1024, 4096):
+        for colocated in (True, False):
+            seconds: list[float] = []
+            for _ in range(ROUNDS):
+                started = time.perf_counter()
+                made = plan(groups_of(gpus, colocated), nodes_of(gpus), "GPU")
+                seconds.append(time.perf_counter() - started)
+                assert len(made.slots) == gpus
+            found[f"{'colocated' if colocated else 'split'}_{gpus}_s"] = round(statistics.median(seconds), 4)
+    emit("placement", found)
+
+
+if __name__ == "__main__":
+    main()

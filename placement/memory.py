@@ -1,0 +1,212 @@
+"""Will it fit? Bytes of each device in each phase, from the model's shape and what is asked for (pure).
+
+The parts are those of colocation: what is resident in a phase counts there, plus what work in that phase needs. Figures of
+weights, gradients, moments and KV cache are exact; activations, workspaces and contexts are estimates, and the reserve is for
+what fragments.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from placement.shape import ModelShape
+
+PHASES = ("TRAIN", "STEP", "SYNC", "SAMPLE")
+TRAINED, STEPPED, ALL = frozenset({"TRAIN", "STEP", "SYNC"}), frozenset({"STEP"}), frozenset(PHASES)
+GIB = 2**30
+CONTEXT_BYTES = GIB // 2  # of one process on a GPU: CUDA context and libraries
+GRAPHS_BYTES = GIB  # CUDA graphs of an engine that captures them
+HEAD_CHUNK_LOGITS = 32 * 2**20  # of workers/head
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerAsk:
+    """One group of training ranks, as far as memory is concerned."""
+
+    kind: str  # "policy", "critic"
+    ranks: int
+    compute_bytes: int  # of one number: 4 or 2
+    base_shards: int  # ranks over which the frozen base is spread; 1: each has it whole
+    adapters: int
+    lora_rank: int
+    full_models: int
+    full_bytes: tuple[float, float, float]  # on each rank for one weight of a full fine-tune: weights, gradients, moments
+    offloaded: bool  # moments, and weights as far as they are of float32, lie in host memory
+    microbatch_tokens: int
+    activations: str  # "keep", "recompute", "offload"
+    moves: bool  # leaves the device between phases
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAsk:
+    devices: int  # tensor parallel × pipeline parallel
+    weight_bytes: int  # of one number
+    kv_bytes: int  # of one device
+    batched_tokens: int
+    max_seqs: int
+    adapters: int
+    lora_rank: int
+    graphs: bool
+    moves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    who: str
+    what: str
+    bytes: int
+    phases: frozenset[str]  # in which it is on the device
+    settings: tuple[str, ...] = ()  # what makes it smaller
+    kept: bool = False  # lies in host memory while it is not on the device
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """`parts` of each kind of device ("policy & engine", "critic"), and the bytes such a device has; None: not known."""
+
+    parts: dict[str, tuple[Part, ...]]
+    device_bytes: int | None
+    reserve: float
+    host_bytes: int | None = None  # a device's part of its node's memory
+
+    @property
+    def usable_bytes(self) -> int | None:
+        return None if self.device_bytes is None else int(self.device_bytes * (1 - self.reserve))
+
+    def used(self, device: str, phase: str) -> int:
+        return sum(part.bytes for part in self.parts[device] if phase in part.phases)
+
+    def used_of_host(self, device: str, phase: str) -> int:
+        return sum(part.bytes for part in self.parts[device] if part.kept and phase not in part.phases)
+
+    def shortfalls(self) -> list[tuple[str, str, int]]:
+        """(device, phase, bytes over) wherever it does not fit."""
+        usable = self.usable_bytes
+        if usable is None:
+            return []
+        every = [(device, phase, self.used(device, phase) - usable) for device in self.parts for phase in PHASES]
+        return [found for found in every if found[2] > 0]
+
+    def largest(self, device: str, phase: str) -> Part:
+        return max((part for part in self.parts[device] if phase in part.phases), key=lambda part: part.bytes)
+
+
+def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[Part]:
+    total, c = shape.num_parameters, ask.compute_bytes
+    weights, gradient, moments = ask.full_bytes
+    parts: list[Part] = []
+
+    def add(what: str, size: float, phases: frozenset[str], *settings: str) -> None:
+        if size > 0:
+            named = tuple(f"{ask.kind}.{s}" if s[0] != "*" else s[1:] for s in settings)
+            parts.append(Part(ask.kind, what, int(size), phases, named, kept=what != "activations"))
+
+    resident = TRAINED if ask.moves else ALL
+    gradients = frozenset({"TRAIN", "STEP"}) if ask.moves else ALL
+    optimizer = STEPPED if ask.moves else ALL
+    if ask.adapters:
+        add("base weights", total * c / ask.base_shards, resident, "strategy=fsdp2", "num_ranks")
+        per_adapter = ask.adapters * shape.lora_parameters(ask.lora_rank)
+        copies = 4 + (c if c < 4 else 0)
+        add("adapters", per_adapter * copies, resident, "*lora.max_adapters", "*lora.max_rank")
+        add("adapters' gradients", per_adapter * copies, gradients, "*lora.max_adapters", "*lora.max_rank")
+        add("adapters' moments", per_adapter * 8, optimizer, "*lora.max_adapters", "*lora.max_rank")
+    if ask.full_models:
+        full = ask.full_models * total
+        add("full weights", full * weights, resident, "full_strategy.stage=3", "num_ranks", "*lora.max_full_models")
+        add("full gradients", full * gradient, gradients, "full_strategy.stage=2", "*lora.max_full_models")
+        where: frozenset[str] = frozenset() if ask.offloaded else optimizer
+        add("full moments", full * moments, where, "full_strategy.offload_optimizer=true", "*lora.max_full_models")
+    add("activations", activation_bytes(ask, shape), frozenset({"TRAIN"}), "microbatch_tokens", "activations=recompute")
+    return parts
+
+
+def activation_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
+    """Of one packed pass, with the head's chunk of logits: as they are, and as float32, and exponentiated."""
+    tokens, c = ask.microbatch_tokens, ask.compute_bytes
+    layer = shape.layer_activations() * c
+    kept = shape.layers * layer
+    if ask.activations == "recompute":
+        kept = shape.layers * shape.hidden * c + layer
+    elif ask.activations == "offload":
+        kept = 2 * layer
+    logits = min(HEAD_CHUNK_LOGITS, tokens * shape.vocab)
+    return tokens * (kept + 4 * shape.hidden * c) + logits * (c + 8)
+
+
+def engine_parts(ask: EngineAsk, shape: ModelShape) -> list[Part]:
+    resident = frozenset({"SYNC", "SAMPLE"}) if ask.moves else ALL
+    sampling = frozenset({"SAMPLE"}) if ask.moves else ALL
+    b = ask.weight_bytes
+    adapters = ask.adapters * shape.lora_parameters(ask.lora_rank) * b / ask.devices
+    workspace = ask.batched_tokens * (shape.hidden * 6 + shape.intermediate * shape.active_experts * 3) * b / ask.devices
+    logits = ask.max_seqs * shape.vocab * 8
+    parts = [
+        Part("engine", "weights", int(shape.num_parameters * b / ask.devices), resident, ("engine.tensor_parallel",), kept=True),
+        Part("engine", "adapters", int(adapters), resident, ("engine.max_loras", "lora.max_rank"), kept=True),
+        Part("engine", "KV cache", ask.kv_bytes, sampling, ("engine.kv_cache_bytes",)),
+        Part("engine", "workspace", int(workspace + logits), sampling, ("engine.max_num_batched_tokens", "engine.max_num_seqs")),
+    ]
+    if ask.graphs:
+        parts.append(Part("engine", "CUDA graphs", GRAPHS_BYTES, sampling, ("engine.enforce_eager=true",)))
+    return parts
+
+
+def bucket_part(who: str, size: int) -> Part:
+    return Part(who, "transfer bucket", size, frozenset({"SYNC"}), ("transfer.bucket_bytes",))
+
+
+def context_part(who: Iterable[str], on_gpu: bool) -> list[Part]:
+    """Of the processes that share a device, in every phase: a sleeping one keeps its context."""
+    return [Part(name, "context", CONTEXT_BYTES, ALL) for name in who] if on_gpu else []
+
+
+def render(plan: MemoryPlan, found: Sequence[str] = ()) -> str:
+    """A table for each kind of device, GiB, and `complaints`."""
+    lines: list[str] = []
+    for device, parts in plan.parts.items():
+        lines += ["", f"memory of a {device} device, GiB" + _limit(plan)]
+        width = max(len(f"{part.who} {part.what}") for part in parts)
+        lines.append(f"{'':<{width}}  " + "".join(f"{phase:>8}" for phase in PHASES))
+        for part in parts:
+            cells = "".join(f"{part.bytes / GIB:>8.2f}" if phase in part.phases else f"{'–':>8}" for phase in PHASES)
+            lines.append(f"{part.who + ' ' + part.what:<{width}}  {cells}")
+        lines.append(f"{'in all':<{width}}  " + "".join(f"{plan.used(device, phase) / GIB:>8.2f}" for phase in PHASES))
+        if any(plan.used_of_host(device, phase) for phase in PHASES):
+            cells = "".join(f"{plan.used_of_host(device, phase) / GIB:>8.2f}" for phase in PHASES)
+            lines.append(f"{'in host memory':<{width}}  {cells}" + (_host_limit(plan)))
+    lines += [f"does not fit: {text}" for text in found]
+    return "\n".join(lines)
+
+
+def _limit(plan: MemoryPlan) -> str:
+    if plan.device_bytes is None or plan.usable_bytes is None:
+        return " (how much it has is not known; set placement.device_memory_gib)"
+    return f" (has {plan.device_bytes / GIB:.1f}, of which {plan.reserve:.0%} stay free for fragments: {plan.usable_bytes / GIB:.1f})"
+
+
+def _host_limit(plan: MemoryPlan) -> str:
+    return "" if plan.host_bytes is None else f"   (of {plan.host_bytes / GIB:.1f})"
+
+
+def complaints(plan: MemoryPlan, remedies: Sequence[str] = ()) -> list[str]:
+    """Where it does not fit, with both numbers and what to change."""
+    found: list[str] = []
+    alike: dict[tuple[str, int], list[str]] = {}
+    for device, phase, over in plan.shortfalls():
+        alike.setdefault((device, over), []).append(phase)
+    for (device, over), phases in alike.items():
+        part = plan.largest(device, phases[0])
+        change = ", ".join(remedies or part.settings) or "smaller models or larger devices"
+        found.append(
+            f"{device} in {', '.join(phases)} needs {plan.used(device, phases[0]) / GIB:.2f} GiB of {(plan.usable_bytes or 0) / GIB:.2f}, "
+            f"{over / GIB:.2f} too much; the largest part is {part.who} {part.what} ({part.bytes / GIB:.2f}); change {change}"
+        )
+    for device in plan.parts:
+        phase = max(PHASES, key=lambda phase: plan.used_of_host(device, phase))
+        used = plan.used_of_host(device, phase)
+        if plan.host_bytes is not None and used > plan.host_bytes:
+            found.append(
+                f"what a {device} device keeps in host memory in {phase} needs {used / GIB:.2f} GiB of its {plan.host_bytes / GIB:.2f}; "
+                "use nodes with more memory, or placement.layout=split"
+            )
+    return found

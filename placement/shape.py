@@ -1,0 +1,86 @@
+"""How many weights and activations a causal language model has, read from its config.json (pure; no download, no torch)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from placement.types import DoesNotFit
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder of gated blocks with grouped-query attention: Llama, Mistral, Qwen, Gemma; `experts` for a mixture of them."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int  # of one expert, where there are several
+    vocab: int
+    tied: bool
+    experts: int = 1
+    active_experts: int = 1
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one layer: q, k, v and o."""
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one layer: gate, up and down, of every expert, and the router."""
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return 3 * self.hidden * self.intermediate * self.experts + router
+
+    @property
+    def num_parameters(self) -> int:
+        words = self.vocab * self.hidden * (1 if self.tied else 2)
+        norms = self.hidden * (2 * self.layers + 1) + 2 * self.head_dim * self.layers
+        return words + norms + self.layers * (self.attention_parameters + self.mlp_parameters)
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.attention_parameters + self.mlp_parameters
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of keys and values in 16 bits, all layers."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+    def lora_parameters(self, rank: int) -> int:
+        """Of one adapter on every linear layer and the head."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = (self.hidden + q) + 2 * (self.hidden + kv) + (q + self.hidden)
+        mlp = 3 * (self.hidden + self.intermediate) * self.experts
+        return rank * (self.layers * (attention + mlp) + self.hidden + self.vocab)
+
+    def layer_activations(self) -> int:
+        """Numbers kept for the backward pass of one token in one layer, with attention that keeps no scores.
+
+        Two norms keep what they were given and what they made; attention its q, k, v, before and after position and norm, and
+        its result; the gated MLP four vectors.
+        """
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return 6 * self.hidden + 4 * (q + kv) + kv + q + 4 * self.intermediate * self.active_experts
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Of a parsed config.json. Raises DoesNotFit when it does not say what is needed."""
+    text: Mapping[str, Any] = config.get("text_config", config)
+    try:
+        hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+        experts = int(text.get("num_experts") or text.get("num_local_experts") or 1)
+        intermediate = (
+            text["moe_intermediate_size"] if experts > 1 and "moe_intermediate_size" in text else text["intermediate_size"]
+        )
+        return ModelShape(
+            hidden, int(text["num_hidden_layers"]), heads, int(text.get("num_key_value_heads") or heads),
+            int(text.get("head_dim") or hidden // heads), int(intermediate), int(text["vocab_size"]),
+            bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))), experts,
+            int(text.get("num_experts_per_tok") or 1),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise DoesNotFit(
+            f"this config.json does not say how large its model is ({error}); expected a causal language model's"
+        ) from None

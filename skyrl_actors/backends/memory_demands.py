@@ -1,0 +1,156 @@
+"""The memory plan of a config (pure): what each device must hold in each phase, and settings that would make it fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from placement.memory import (
+    EngineAsk,
+    MemoryPlan,
+    Part,
+    TrainerAsk,
+    complaints,
+    context_part,
+    engine_parts,
+    trainer_parts,
+)
+from placement.shape import ModelShape, shape_of
+from placement.types import DoesNotFit, Node, Plan
+from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
+from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
+from skyrl_actors.messages.errors import ConfigError
+
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+STEP_BYTES = 256 * 2**20
+Change = Callable[[ClusterConfig], ClusterConfig]
+
+
+def shape_in(folder: Path) -> ModelShape:
+    try:
+        return shape_of(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, DoesNotFit) as error:
+        raise ConfigError(f"{folder}: {error}") from error
+
+
+def memory_plan(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> MemoryPlan:
+    on_gpu = config.placement.device == "gpu"
+    engine = config.engine
+    groups: dict[str, list[Part]] = {}
+    for role, group in (("policy", config.policy), ("critic", config.critic)):
+        if group is not None:
+            key = "shared" if config.placement.shares(role) else role
+            groups.setdefault(key, []).extend(trainer_parts(_trainer(role, group, config), shape))
+    ask = EngineAsk(
+        engine.num_devices, NUMBER_BYTES[engine.dtype], engine.kv_cache_bytes,
+        max(engine.max_num_batched_tokens, engine.max_model_len), engine.max_num_seqs, engine.max_loras, config.lora.max_rank,
+        on_gpu and not engine.enforce_eager, config.placement.shares("engine"),
+    )  # fmt: skip
+    groups.setdefault("shared" if config.placement.shares("engine") else "engine", []).extend(engine_parts(ask, shape))
+    named: dict[str, tuple[Part, ...]] = {}
+    for parts in groups.values():
+        who = list(dict.fromkeys(part.who for part in parts))
+        named[" & ".join(who)] = (*parts, *context_part(who, on_gpu))
+    return MemoryPlan(named, *_sizes(config, plan, nodes))
+
+
+def _trainer(role: str, group: GroupConfig, config: ClusterConfig) -> TrainerAsk:
+    full = group.full_strategy_on(config.placement.device) if config.lora.max_full_models else group.strategy
+    return TrainerAsk(
+        role, group.num_ranks, NUMBER_BYTES[group.dtype], _base_shards(group), config.lora.max_adapters, config.lora.max_rank,
+        config.lora.max_full_models, *_full_bytes(full, group), group.microbatch_tokens // group.sequence_parallel,
+        group.activations, config.placement.device == "gpu" and config.placement.shares(role),
+    )  # fmt: skip
+
+
+def _base_shards(group: GroupConfig) -> int:
+    sharded = isinstance(group.strategy, Fsdp2Strategy) or (
+        isinstance(group.strategy, DeepSpeedStrategy) and group.strategy.stage == 3
+    )
+    return group.num_ranks if sharded else 1
+
+
+def _full_bytes(strategy: StrategyConfig, group: GroupConfig) -> tuple[tuple[float, float, float], bool]:
+    """On each rank, for one weight: weights, gradients, moments; and whether the float32 state lies in host memory."""
+    ranks, compute = group.num_ranks, NUMBER_BYTES[group.dtype]
+    if isinstance(strategy, Fsdp2Strategy):
+        return (4 / ranks, 4 / ranks, 8 / ranks), strategy.cpu_offload
+    if isinstance(strategy, DeepSpeedStrategy):
+        gathered, master = compute / (ranks if strategy.stage == 3 else 1), 4 / ranks
+        gradients = 4 / (ranks if strategy.stage >= 2 else 1)
+        on_host = strategy.offload_optimizer
+        return (gathered if on_host else gathered + master, gradients, (12 if on_host else 8) / ranks), on_host
+    lower = compute if compute < 4 else 0
+    return (4 + lower, 4 + lower, 8), False
+
+
+def _sizes(config: ClusterConfig, plan: Plan, nodes: list[Node]) -> tuple[int | None, float, int | None]:
+    """The smallest device that the plan uses, what stays free of it, and a device's part of its node's memory."""
+    used = {slot.node: 0 for slot in plan.slots}
+    for slot in plan.slots:
+        used[slot.node] += 1
+    mine = [node for node in nodes if node.name in used]
+    hosts = [node.host_bytes // used[node.name] for node in mine if node.host_bytes]
+    asked = config.placement.device_memory_gib
+    devices = [node.device_bytes for node in mine if node.device_bytes]
+    host = min(hosts) if len(hosts) == len(mine) and mine else None
+    if asked is not None:
+        size: int | None = int(asked * 2**30)
+    elif config.placement.device == "gpu":
+        size = min(devices) if len(devices) == len(mine) and mine else None
+    else:
+        size = host
+    return size, config.placement.memory_reserve, host if config.placement.device == "gpu" else None
+
+
+def checked(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> tuple[MemoryPlan, list[str]]:
+    """The memory plan, and what does not fit."""
+    made = memory_plan(config, shape, plan, nodes)
+    found = complaints(made, remedies(config, shape, plan, nodes)) if config.placement.memory_check != "off" else []
+    return made, found
+
+
+def refuse(config: ClusterConfig, found: list[str]) -> None:
+    """Raises ConfigError when something does not fit and the config says that this is the end."""
+    if found and config.placement.memory_check == "refuse":
+        raise ConfigError("\n  ".join(["the memory plan does not fit:", *found, "or set placement.memory_check=warn"]))
+
+
+def remedies(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> list[str]:
+    """Changes of the config of which each alone would make all of it fit; where none does, the first ones that do together."""
+
+    def fits(changed: ClusterConfig) -> bool:
+        return not complaints(memory_plan(changed, shape, plan, nodes))
+
+    changes = _changes(config, memory_plan(config, shape, plan, nodes))
+    if alone := [text for text, change in changes if fits(change(config))]:
+        return [" or ".join(alone)]
+    together, taken = config, list[str]()
+    for text, change in changes:
+        together, taken = change(together), [*taken, text]
+        if fits(together):
+            return [" and ".join(taken)]
+    return []
+
+
+def _changes(config: ClusterConfig, made: MemoryPlan) -> list[tuple[str, Change]]:
+    def groups(**options: Any) -> Change:
+        return lambda c: c.model_copy(
+            update={role: g.model_copy(update=options) for role, g in (("policy", c.policy), ("critic", c.critic)) if g}
+        )
+
+    tokens = max(1, config.policy.microbatch_tokens // 4)
+    changes = [
+        ("activations=recompute", groups(activations="recompute")),
+        ("full_strategy.type=fsdp2", groups(full_strategy=Fsdp2Strategy())),
+        ("strategy.type=fsdp2", groups(strategy=Fsdp2Strategy())),
+        (f"microbatch_tokens={tokens}", groups(microbatch_tokens=tokens)),
+    ]
+    found = [(f"{text} of policy and critic", change) for text, change in changes]
+    over = max((over for device, _, over in made.shortfalls() if "engine" in device), default=0)
+    kv = (config.engine.kv_cache_bytes - over) // STEP_BYTES * STEP_BYTES
+    if over and kv > 0:
+        smaller = {"engine": config.engine.model_copy(update={"kv_cache_bytes": kv})}
+        found.insert(0, (f"engine.kv_cache_bytes={kv}", lambda c: c.model_copy(update=smaller)))
+    none = {"lora": config.lora.model_copy(update={"max_full_models": 0})}
+    return [*found, ("lora.max_full_models=0", lambda c: c.model_copy(update=none))]
