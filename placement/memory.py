@@ -123,7 +123,7 @@ def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[Part]:
 def activation_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
     """Of one packed pass, with the head's chunk of logits: as they are, and as float32, and exponentiated."""
     tokens, c = ask.microbatch_tokens, ask.compute_bytes
-    layer = shape.layer_activations() * c
+    layer = shape.layer_activation_bytes(c)
     kept = shape.layers * layer
     if ask.activations == "recompute":
         kept = shape.layers * shape.hidden * c + layer

@@ -49,20 +49,22 @@ class ModelShape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def lora_parameters(self, rank: int) -> int:
-        """Of one adapter on every linear layer and the head."""
+        """Of one adapter on every linear layer and the head; experts have none."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = (self.hidden + q) + 2 * (self.hidden + kv) + (q + self.hidden)
-        mlp = 3 * (self.hidden + self.intermediate) * self.experts
+        mlp = 3 * (self.hidden + self.intermediate) if self.experts == 1 else 0
         return rank * (self.layers * (attention + mlp) + self.hidden + self.vocab)
 
-    def layer_activations(self) -> int:
-        """Numbers kept for the backward pass of one token in one layer, with attention that keeps no scores.
+    def layer_activation_bytes(self, number_bytes: int) -> int:
+        """Kept for the backward pass of one token in one layer, with attention that keeps no scores.
 
-        Two norms keep what they were given and what they made; attention its q, k, v, before and after position and norm, and
-        its result; the gated MLP four vectors.
+        Two norms keep what they were given, in float32 too, and what they made; attention its q, k, v, before and after
+        position and norm, and its result; the gated MLP four vectors, of an expert what it was given and gave as well.
         """
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return 6 * self.hidden + 4 * (q + kv) + kv + q + 4 * self.intermediate * self.active_experts
+        routed = 2 * self.hidden if self.experts > 1 else 0
+        numbers = 4 * self.hidden + 5 * (q + kv) + (4 * self.intermediate + routed) * self.active_experts
+        return numbers * number_bytes + 8 * self.hidden
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:

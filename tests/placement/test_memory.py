@@ -1,0 +1,158 @@
+"""The memory plan against what torch holds: weights, adapters, activations; and what it says when it does not fit."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from placement.memory import PHASES, EngineAsk, MemoryPlan, TrainerAsk, activation_bytes, complaints, engine_parts, trainer_parts
+from placement.shape import ModelShape, shape_of
+from placement.types import DoesNotFit, Node
+from skyrl_actors import losses
+from skyrl_actors.backends.demands import plan_for
+from skyrl_actors.backends.memory_demands import checked, refuse
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PlacementConfig
+from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers.flat import FlatState
+from skyrl_actors.workers.interface import PartCall, WorkerSpec
+from skyrl_actors.workers.torch_worker import TorchWorker
+from tests.workers.references import batch
+from tests.workers.tiny_models import make
+
+ROOT = Path(__file__).parent.parent.parent
+CALL = losses.find("cross_entropy").checked({})
+QWEN3_8B = shape_of(json.loads((ROOT / "configs/shapes/qwen3-8b/config.json").read_text()))
+
+
+def worker_for(name: str, folder: Path, dtype: str) -> tuple[TorchWorker, ModelShape]:
+    base = make(name, folder)
+    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base), dtype, "cpu", 1, 512, 60.0))  # type: ignore[arg-type]
+    worker.setup("127.0.0.1", 0)
+    return worker, shape_of(json.loads((base / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-untied", "llama", "mistral", "qwen3-moe"])
+def test_weights_and_activations_are_torchs(tmp_path: Path, name: str):
+    for dtype in ("float32", "bfloat16"):
+        worker, shape = worker_for(name, tmp_path / dtype, dtype)
+        worker.create_model(ModelSpec("m", "tiny"))
+        state = worker.models["m"].state
+        assert isinstance(state, FlatState)
+        assert state.num_parameters == pytest.approx(shape.num_parameters, rel=0.002)
+        if dtype == "float32":
+            worker.create_model(ModelSpec("a", "tiny", lora=LoraSpec(4, train_mlp=shape.experts == 1)))
+            assert worker.models["a"].state.num_parameters == shape.lora_parameters(4)
+        own = {view.untyped_storage().data_ptr() for view in state.views.values()}
+        kept: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        data = batch(0, (200, 56))
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            worker.forward_backward((PartCall("m", (0, 1), data, CALL),), False)
+        measured = sum(size for pointer, size in kept.items() if pointer not in own)
+        number = 4 if dtype == "float32" else 2
+        ask = TrainerAsk("policy", 1, number, 1, 0, 8, 1, (4, 4, 8), False, data.num_tokens, "keep", False)
+        head = data.num_tokens * shape.vocab * (number + 8)
+        assert 0.75 < (activation_bytes(ask, shape) - head) / measured < 1.35, (dtype, measured)
+
+
+def test_a_flat_full_fine_tune_has_the_bytes_of_the_plan(tmp_path: Path):
+    worker, shape = worker_for("llama", tmp_path / "base", "bfloat16")
+    worker.create_model(ModelSpec("m", "tiny"))
+    worker.forward_backward((PartCall("m", (0,), batch(0, (9,)), CALL),), False)
+    worker.optim_step("m", AdamParams(1e-3))
+    state = worker.models["m"].state
+    assert isinstance(state, FlatState) and state.gradients is not None and state._lower is not None  # type: ignore[reportPrivateUsage]
+    held = state.weights.nbytes + state._lower.nbytes  # type: ignore[reportPrivateUsage]
+    ask = TrainerAsk("policy", 1, 2, 1, 0, 8, 1, (6, 6, 8), False, 64, "keep", True)
+    planned = {part.what: part.bytes for part in trainer_parts(ask, shape)}
+    assert planned["full weights"] == pytest.approx(held, rel=0.002)
+    assert planned["full moments"] == pytest.approx(
+        sum(state.optimizer_tensors()[k].nbytes for k in ("exp_avg", "exp_avg_sq")), rel=0.002
+    )
+
+
+def ask_of(**changes: object) -> ClusterConfig:
+    options: dict[str, object] = {
+        "num_ranks": 8,
+        "dtype": "bfloat16",
+        "microbatch_tokens": 16384,
+        "activations": "recompute",
+        **changes,
+    }
+    group = GroupConfig.model_validate(options)
+    return ClusterConfig(
+        placement=PlacementConfig(device="gpu", device_memory_gib=79.6), policy=group, critic=group, lora=LoraConfig(max_full_models=1),
+        engine=EngineConfig(num_engines=8, dtype="bfloat16", kv_cache_bytes=32 * 2**30, max_model_len=16384, enforce_eager=False),
+    )  # fmt: skip
+
+
+NODES = [Node("n", 96, 8, host_bytes=2000 * 2**30)]
+
+
+def plan_of(config: ClusterConfig) -> tuple[MemoryPlan, list[str]]:
+    return checked(config, QWEN3_8B, plan_for(config, NODES), NODES)
+
+
+def test_a_plan_that_does_not_fit_says_where_and_a_change_that_does():
+    bad = ask_of()
+    made, found = plan_of(bad)
+    assert made.used("policy & critic & engine", "STEP") > made.used("policy & critic & engine", "SYNC")
+    assert any(
+        re.search(r"in TRAIN needs \d+\.\d\d GiB of 73\.23, .* too much; the largest part is policy", text) for text in found
+    )
+    assert all("change lora.max_full_models=0" in text for text in found), found
+    assert not plan_of(bad.model_copy(update={"lora": LoraConfig(max_full_models=0)}))[1]
+    with pytest.raises(ConfigError, match=r"(?s)does not fit:\n  policy.*\n  or set placement\.memory_check=warn"):
+        refuse(bad, found)
+    good = ask_of(full_strategy=Fsdp2Strategy(), strategy=Fsdp2Strategy())
+    assert not plan_of(good)[1]
+    quiet = bad.model_copy(update={"placement": PlacementConfig(device="gpu", device_memory_gib=79.6, memory_check="warn")})
+    refuse(quiet, plan_of(quiet)[1])
+    for changes in ({"engine": bad.engine.model_copy(update={"kv_cache_bytes": 60 * 2**30})}, {}):
+        config = good.model_copy(update=changes)
+        assert bool(plan_of(config)[1]) == bool(changes)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_hold_less_and_less(stage: int):
+    whole, _ = plan_of(ask_of(full_strategy=ReplicaStrategy()))
+    sharded, _ = plan_of(ask_of(full_strategy=DeepSpeedStrategy(stage=stage)))
+    (device,) = whole.parts
+    less = {part.what: part.bytes for part in sharded.parts[device] if part.who == "policy"}
+    more = {part.what: part.bytes for part in whole.parts[device] if part.who == "policy"}
+    assert less["full moments"] == more["full moments"] // 8
+    assert (less["full gradients"] < more["full gradients"] / 7) == (stage >= 2)
+    assert (less["full weights"] < more["full weights"] / 7) == (stage == 3)
+
+
+def test_what_leaves_the_device_is_counted_in_host_memory():
+    made, _ = plan_of(ask_of())
+    (device,) = made.parts
+    kept = sum(part.bytes for part in made.parts[device] if part.kept)
+    for phase in PHASES:
+        here = sum(part.bytes for part in made.parts[device] if part.kept and phase in part.phases)
+        assert here + made.used_of_host(device, phase) == kept
+    small = MemoryPlan(made.parts, None, 0.0, host_bytes=2**30)
+    assert ["GiB of its 1.00; use nodes with more memory" in text for text in complaints(small)] == [True]
+
+
+def test_tensor_parallel_divides_an_engine():
+    def weights(devices: int) -> int:
+        ask = EngineAsk(devices, 2, 2**30, 4096, 64, 1, 8, False, True)
+        return next(part.bytes for part in engine_parts(ask, QWEN3_8B) if part.what == "weights")
+
+    assert weights(4) * 4 == weights(1) == 2 * QWEN3_8B.num_parameters
+    assert QWEN3_8B.num_parameters == 8_190_735_360  # of its model card: 8.2B
+
+
+def test_a_config_that_is_no_language_models_is_refused():
+    with pytest.raises(DoesNotFit, match="expected a causal language model's"):
+        shape_of({"hidden_size": 12})
