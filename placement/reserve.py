@@ -14,10 +14,12 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from placement.nodes import device_bytes_of
 from placement.types import DoesNotFit, Node, Plan
 
+PROBE_SHARE = 0.01
 NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
 
 
@@ -64,6 +66,29 @@ async def reserve(plan: Plan, name: str, timeout_s: float, say: Callable[[str], 
             raise DoesNotFit(_not_placed(plan, name, timeout_s)) from None
         raise
     return group
+
+
+async def gpu_ids(plan: Plan, group: PlacementGroup, kind: str, timeout_s: float) -> dict[int, str]:
+    """Which GPU of its node each slot of a kind is, asked on the spot; empty where the plan has no GPUs."""
+    slots = plan.slots_of(kind) if plan.device == "GPU" else ()
+
+    def own_id() -> str:
+        return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
+
+    probe = ray.remote(own_id)
+    asked = [
+        probe.options(
+            num_gpus=PROBE_SHARE,
+            num_cpus=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot.index),
+        ).remote()
+        for slot in slots
+    ]
+    try:
+        found = await asyncio.wait_for(asyncio.gather(*asked), timeout_s)
+    except TimeoutError:
+        raise DoesNotFit(f"the GPUs of {kind} did not say their ids within {timeout_s:.0f} s") from None
+    return {slot.index: each for slot, each in zip(slots, found, strict=True)}
 
 
 def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:

@@ -57,7 +57,7 @@ class RayBackend:
 
     async def start(self, epoch: int) -> Capabilities:
         """Reserve the slots, take over or start groups and engines, and leave the engines asleep where they share devices."""
-        plan, self._reserved = await reserved_site(self.config, self.base_folder, self._say, self._detached)
+        plan, self._reserved, devices = await reserved_site(self.config, self.base_folder, self._say, self._detached)
         environment = actor_environment(self.config)
         if self.config.placement.device == "cpu" and self.config.restart.standbys:
             self._standby = Standby(
@@ -82,7 +82,16 @@ class RayBackend:
                 builder, self.config.restart, self._say, self._settled, lambda role: self.on_lost(role)
             )
         self._engines = build_pool(
-            self.config, self.base_folder, plan, self._reserved, environment, self._deliver, epoch, self._detached, self._say
+            self.config,
+            self.base_folder,
+            plan,
+            self._reserved,
+            devices,
+            environment,
+            self._deliver,
+            epoch,
+            self._detached,
+            self._say,
         )
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         if not await self._took_over():

@@ -35,9 +35,10 @@ class EngineSite:
     reserved: PlacementGroup
     bundle: int
     share: float
-    on_gpu: bool
+    on_gpu: bool  # it takes its share of one GPU itself; of several, its slots hold them for it
     environment: dict[str, str]
     detached: bool
+    over_nodes: bool = False
 
     def make(self) -> ActorHandle:
         from skyrl_actors.engines.actor import EngineActor
@@ -49,7 +50,9 @@ class EngineSite:
             num_cpus=self.share,
             num_gpus=self.share if self.on_gpu else 0,
             max_concurrency=10_000,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self.reserved, placement_group_bundle_index=self.bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self.reserved, placement_group_bundle_index=self.bundle, placement_group_capture_child_tasks=self.over_nodes
+            ),
             runtime_env={"env_vars": self.environment},
             **options,
         )

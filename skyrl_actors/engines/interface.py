@@ -27,6 +27,10 @@ class EngineSpec:
     max_adapters: int
     enforce_eager: bool
     call_timeout_s: float
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    device_ids: tuple[str, ...] = ()  # of its GPUs, where it has several on one node
+    over_nodes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ it but time: its samples raise StateLost, and the caller asks again.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -219,21 +219,30 @@ def full_version(weights: SamplerWeights) -> str:
 
 
 def build_pool(
-    config: ClusterConfig, base_folder: Path, plan: Plan, reserved: PlacementGroup, environment: dict[str, str],
-    deliver: Deliver, epoch: int, detached: bool, say: Callable[[str], None],
+    config: ClusterConfig, base_folder: Path, plan: Plan, reserved: PlacementGroup, devices: Mapping[int, str],
+    environment: dict[str, str], deliver: Deliver, epoch: int, detached: bool, say: Callable[[str], None],
 ) -> EnginePool:  # fmt: skip
+    """`devices`: ids of the GPUs of slots, where an engine has several."""
     engine = config.engine
     share = config.placement.colocated_share if config.placement.shares("engine") else 1.0
     pool = EnginePool(engine, base_folder, deliver)
-    for index, slot in enumerate(plan.slots_of("engine")):
+    for index, slots in enumerate(plan.actors_of("engine")):
+        over_nodes = len({slot.node for slot in slots}) > 1
+        ids = () if over_nodes else tuple(devices[slot.index] for slot in slots if slot.index in devices)
         spec = EngineSpec(
             f"engine[{index}]", str(base_folder), config.placement.device, engine.dtype, engine.max_model_len,
             engine.max_num_seqs, engine.max_num_batched_tokens, engine.kv_cache_bytes, engine.max_loras,
             config.lora.max_rank, config.lora.max_adapters * 4, engine.enforce_eager, engine.call_timeout_s,
+            engine.tensor_parallel, engine.pipeline_parallel, ids, over_nodes,
         )  # fmt: skip
-        environment = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
-        on_gpu = plan.device == "GPU"
-        site = EngineSite(spec, f"{config.name}:engine:{index}", reserved, slot.index, share, on_gpu, environment, detached)
+        own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
+        if over_nodes:  # vLLM makes its workers as Ray actors in these bundles
+            bundles = ",".join(str(slot.index) for slot in slots)
+            own |= {"VLLM_RAY_BUNDLE_INDICES": bundles, "VLLM_RAY_PER_WORKER_GPUS": str(share), "RAY_ADDRESS": "auto"}
+        on_gpu = plan.device == "GPU" and len(slots) == 1
+        site = EngineSite(
+            spec, f"{config.name}:engine:{index}", reserved, slots[0].index, share, on_gpu, own, detached, over_nodes
+        )  # fmt: skip
         pool.engines.append(Engine(site, engine, config.restart, epoch, pool.load, say))
     return pool
 

@@ -203,8 +203,14 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         if spec.device == "cpu"
         else {"enable_sleep_mode": True}
     )
+    if spec.tensor_parallel * spec.pipeline_parallel > 1:
+        on_device["distributed_executor_backend"] = "ray" if spec.over_nodes else "mp"
+        if spec.device_ids:
+            on_device["device_ids"] = list(spec.device_ids)
     return AsyncEngineArgs(
         model=spec.base_folder,
+        tensor_parallel_size=spec.tensor_parallel,
+        pipeline_parallel_size=spec.pipeline_parallel,
         dtype=literals.dtype,
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,
