@@ -14,14 +14,15 @@ ROOMS = {
     "losses": {"messages"},
     "colocation": {"messages"},
     "observe": {"messages"},
-    "workers": {"files", "config", "messages", "losses"},
+    "workers": {"files", "config", "messages", "losses", "streams"},
+    "streams": {"messages"},
     "remote": {"messages"},
     "restarts": {"config"},
     "migrations": set(),
     "journal": {"files", "messages", "config", "migrations"},
     "groups": {"messages", "config", "workers", "remote", "restarts", "placement"},
     "transfer": {"messages", "config", "groups", "remote"},
-    "engines": {"messages", "config", "colocation", "transfer", "remote", "restarts", "placement"},
+    "engines": {"messages", "config", "colocation", "transfer", "remote", "restarts", "placement", "streams"},
     "backends": {"messages", "config", "workers", "colocation", "groups", "engines", "transfer", "remote", "placement"},
     "line": {"messages", "remote"},
     "controller": {"files", "line", "remote", "messages", "config", "losses", "journal", "backends", "observe"},
@@ -49,7 +50,7 @@ NARROW = {
     "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},
 }
 HEAVY = {
-    "torch": ("workers/", "losses/torch_ops.py", "losses/torch_graph.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
+    "torch": ("workers/", "streams.py", "losses/torch_ops.py", "losses/torch_graph.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
               "commands/doctor.py"),
     "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py", "engines/vllm_samples.py"),
     "ray": (

@@ -38,8 +38,9 @@ def plan_for(config: ClusterConfig, nodes: list[Node]) -> Plan:
 def check_transfer(config: ClusterConfig, made: Plan) -> None:
     """Raises ConfigError when the transfer can not reach from the trainers to the engines."""
     hosts = {slot.node for slot in (*made.slots_of("policy")[:1], *made.slots_of("engine"))}
-    if config.transfer.type == "shm" and len(hosts) > 1:
+    kind = config.transfer.type
+    if kind == "shm" and len(hosts) > 1:
         raise ConfigError(
-            f"transfer.type shm works on one host, but policy rank 0 and the engines would be on {', '.join(sorted(hosts))}; "
+            f"transfer.type {kind} works on one host, but policy rank 0 and the engines would be on {', '.join(sorted(hosts))}; "
             "set transfer.type=object_store"
         )

@@ -28,7 +28,7 @@ from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, Mo
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.transfer.build import build_transfer
 from skyrl_actors.transfer.folders import adapter_manifest, full_manifests
 from skyrl_actors.workers.interface import TrainWorker
@@ -97,6 +97,7 @@ class RayBackend:
         if not await self._took_over():
             await self._start_parts()
             self._keeper = self._new_keeper()
+        await self._transfer.prove(await self._groups["policy"].up(), self._engines.actors)
         if self._standby is not None:
             self._standby.refill()
         self._vitals = Vitals(self.config.name, list(self._groups.values()), self._engines)
@@ -279,14 +280,14 @@ class RayBackend:
                 group = await self._groups["policy"].up()
                 await self._transfer.discard(part, group, self.engines.actors)
 
-    async def _deliver(self, manifest: WeightManifest, engine: ActorHandle) -> None:
+    async def _deliver(self, manifest: WeightManifest, engine: ActorHandle, num_workers: int) -> WeightStream | None:
         """Called in a phase, so it waits for no group: one that is made anew may need another phase."""
-        if self.config.transfer.type == "shm" or not manifest.path.startswith(str(self.config.transfer.folder)):
-            return  # the engine maps the file where it is
+        if not self._transfer.needs_group or not manifest.path.startswith(str(self.config.transfer.folder)):
+            return None  # the engine maps the file where it is
         policy = self._groups["policy"]
         if policy.group is None or policy.down is not None:
             raise StateLost(f"the policy group is being made anew: {policy.down}")
-        await self._transfer.deliver(manifest, policy.group, engine)
+        return await self._transfer.deliver(manifest, policy.group, engine, num_workers)
 
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
@@ -304,7 +305,7 @@ class RayBackend:
         attempts, lost = self.config.restart.attempts, ""
         for attempt in range(attempts):
             await self.engines.any_healthy()
-            if self.config.transfer.type != "shm":  # weights that are not there yet come from the trainers
+            if self._transfer.needs_group:  # weights that are not there yet come from the trainers
                 await self.ready("policy")
             try:
                 if self.engines.needs_weights():

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from skyrl_actors.config import keys
 from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
+from skyrl_actors.config.transfers import ShmTransfer, TransferConfig
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -151,23 +152,6 @@ class EngineConfig(FrozenConfig):
     def num_devices(self) -> int:
         """Of one engine."""
         return self.tensor_parallel * self.pipeline_parallel
-
-
-class ShmTransfer(FrozenConfig):
-    """Trainer and engine on one host: the trainer writes a file in shared memory, the engine maps it."""
-
-    type: Literal["shm"] = "shm"
-    folder: Path = Path("/dev/shm/skyrl-actors")
-
-
-class ObjectStoreTransfer(FrozenConfig):
-    """Trainer and engine on any hosts: through Ray's object store, then a file in shared memory beside the engine."""
-
-    type: Literal["object_store"] = "object_store"
-    folder: Path = Path("/dev/shm/skyrl-actors")
-
-
-TransferConfig = Annotated[ShmTransfer | ObjectStoreTransfer, Field(discriminator="type")]
 
 
 class JournalConfig(FrozenConfig):
@@ -332,6 +316,23 @@ class ClusterConfig(FrozenConfig):
                     f"{role}.strategy deepspeed stage 3: a frozen base under it does not leave the device for the engines; "
                     "use fsdp2 or replica, or placement.layout=split"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _transfer_reaches(self) -> "ClusterConfig":
+        kind, place = self.transfer.type, self.placement
+        if kind == "nccl" and place.device == "cpu":
+            raise ValueError("transfer.type nccl needs GPUs; on a CPU use shm on one host, else gloo or object_store")
+        if kind == "nccl" and place.shares("policy"):
+            raise ValueError(
+                f"transfer.type nccl can not join two processes on one GPU, and layout {place.layout} puts trainers and engines "
+                "there; use shm, gloo or object_store, or placement.layout=split"
+            )
+        if kind == "lora" and self.lora.max_full_models:
+            raise ValueError(
+                f"transfer.type lora moves adapters only and lora.max_full_models is {self.lora.max_full_models}; "
+                "set it to 0, or use another transfer"
+            )
         return self
 
     @model_validator(mode="after")

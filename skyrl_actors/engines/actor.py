@@ -13,7 +13,7 @@ from skyrl_actors.engines.interface import EngineReport, EngineSpec, EngineStatu
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
-from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 T = TypeVar("T")
 
@@ -69,11 +69,17 @@ class EngineActor:
         self._fence(epoch)
         return await self.engine.partials.after(request_id, have, timeout_s)
 
-    async def load_full(self, epoch: int, version: str, parts: tuple[WeightManifest, ...]) -> float:
-        return await self._change(epoch, self.engine.load_full(version, parts))
+    async def load_full(
+        self, epoch: int, version: str, parts: tuple[WeightManifest, ...], streams: tuple[WeightStream | None, ...] = ()
+    ) -> float:
+        return await self._change(epoch, self.engine.load_full(version, parts, streams))
 
     async def receive(self, path: str, files: dict[str, bytes]) -> None:
         await self.engine.receive(path, files)
+
+    async def reads(self, path: str, content: str) -> bool:
+        """Whether a file says this here."""
+        return await self.engine.reads(path, content)
 
     async def discard(self, path: str) -> None:
         await self.engine.discard(path)

@@ -19,6 +19,7 @@ from skyrl_actors.config.cluster import EngineConfig, RestartConfig
 from skyrl_actors.engines.health import Event, Health, after
 from skyrl_actors.engines.interface import BASE_VERSION, EngineReport, EngineSpec
 from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.weights import WeightStream
 from skyrl_actors.restarts import RestartLimit
 
 DROPPED = ""  # state of an engine whose weights were dropped: no version
@@ -75,7 +76,7 @@ class Engine:
         self.reason: str | None = None
         self.actor: ActorHandle | None = None
         self.restarts = 0
-        self.delivered: dict[str, asyncio.Task[None]] = {}
+        self.delivered: dict[str, asyncio.Task[WeightStream | None]] = {}
         self.wanted = BASE_VERSION  # the full weights that were asked for last
         self.joining: Callable[[], AbstractAsyncContextManager[None]] | None = None
         self.on_change: Callable[[], None] = lambda: None

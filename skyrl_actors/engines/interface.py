@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
-from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 BASE_VERSION = "base"
 
@@ -64,7 +64,9 @@ class Engine(Protocol):
         version: str,
     ) -> SampleOutput: ...
 
-    async def load_full(self, version: str, parts: tuple[WeightManifest, ...]) -> float:
+    async def load_full(
+        self, version: str, parts: tuple[WeightManifest, ...], streams: tuple[WeightStream | None, ...] = ()
+    ) -> float:
         """Replace the engine's weights; returns seconds. No sample may be running."""
         ...
 

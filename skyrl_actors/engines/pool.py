@@ -24,10 +24,10 @@ from skyrl_actors.engines.routing import EngineLoad, choose
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
-from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.transfer.folders import full_manifests
 
-Deliver = Callable[[WeightManifest, ActorHandle], Awaitable[None]]
+Deliver = Callable[[WeightManifest, ActorHandle, int], Awaitable[WeightStream | None]]
 VITALS_TIMEOUT_S = 10.0
 AFTER_LOSS_S = 0.2
 
@@ -185,23 +185,28 @@ class EnginePool:
 
     async def load(self, engine: Engine, version: str) -> None:
         started = time.perf_counter()
+        streams: tuple[WeightStream | None, ...] = ()
         if version == BASE_VERSION:
             parts = full_manifests(self._base_folder, BASE_VERSION)
         else:
             parts = self._full[version]
-            for part in parts:
-                await self._delivered_to(engine, part)
-        await engine.ask("load_full", version, parts)
+            streams = tuple([await self._delivered_to(engine, part) for part in parts])
+        await engine.ask("load_full", version, parts, streams)
         self.load_seconds = [*self.load_seconds[-99:], time.perf_counter() - started]
 
-    async def _delivered_to(self, engine: Engine, manifest: WeightManifest) -> None:
-        """Many samples of a new version start together; one delivery serves them all."""
+    async def _delivered_to(self, engine: Engine, manifest: WeightManifest) -> WeightStream | None:
+        """Many samples of a new version start together; one delivery serves them all. A stream serves one load."""
         deliveries = engine.delivered
         if manifest.version not in deliveries:
             assert engine.actor is not None
-            delivery = deliveries[manifest.version] = asyncio.ensure_future(self._deliver(manifest, engine.actor))
+            delivery = deliveries[manifest.version] = asyncio.ensure_future(
+                self._deliver(manifest, engine.actor, self.config.num_devices)
+            )
             delivery.add_done_callback(lambda done: _forget_failed(deliveries, manifest.version, done))
-        await asyncio.shield(deliveries[manifest.version])
+        stream = await asyncio.shield(deliveries[manifest.version])
+        if stream is not None:
+            deliveries.pop(manifest.version, None)
+        return stream
 
     async def _each(self, work: Callable[[Engine], Awaitable[Any]]) -> None:
         """On every living engine. One that dies of it is made anew in its own time and does not fail the others."""
@@ -247,6 +252,8 @@ def build_pool(
     return pool
 
 
-def _forget_failed(deliveries: dict[str, asyncio.Task[None]], version: str, delivery: asyncio.Task[None]) -> None:
+def _forget_failed(
+    deliveries: dict[str, asyncio.Task[WeightStream | None]], version: str, delivery: asyncio.Task[WeightStream | None]
+) -> None:
     if delivery.cancelled() or delivery.exception() is not None:
         deliveries.pop(version, None)

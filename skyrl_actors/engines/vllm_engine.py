@@ -1,14 +1,17 @@
 """One vLLM engine in an actor. It samples with the weights it is told to use and refuses any others."""
 
 import asyncio
+import json
 import os
 import shutil
 import threading
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from safetensors import SafetensorError, safe_open
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -23,7 +26,7 @@ from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
-from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
 
@@ -105,7 +108,16 @@ class VllmEngine:
         async with self._adapter_lock:
             if manifest.version not in self._adapters:
                 number, self._next_adapter = self._next_adapter, self._next_adapter + 1
-                await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))
+                await asyncio.to_thread(_check_adapter, manifest)
+                try:
+                    await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))
+                except EngineDeadError:
+                    raise
+                except Exception as error:  # vLLM raises what its worker said as a plain Exception
+                    if self.spec.tensor_parallel * self.spec.pipeline_parallel > 1:
+                        # The answers of the other workers are still in their queues, and would be taken for the next call's.
+                        self.dead.set()
+                    raise InvalidRequest(f"adapter {manifest.version} can not be loaded: {error}") from error
                 self._adapters[manifest.version] = number
         return LoRARequest(manifest.version, self._adapters[manifest.version], manifest.path)
 
@@ -116,15 +128,32 @@ class VllmEngine:
                 if number is not None:
                     await self.llm.remove_lora(number)
 
-    async def load_full(self, version: str, parts: tuple[WeightManifest, ...]) -> float:
-        """Replace the engine's weights; returns seconds. No sample may be running."""
+    async def load_full(
+        self, version: str, parts: tuple[WeightManifest, ...], streams: tuple[WeightStream | None, ...] = ()
+    ) -> float:
+        """Replace the engine's weights; returns seconds. No sample may be running. `streams`: for each part, whence it comes
+        if not from its path.
+
+        What fails on the way leaves vLLM with layers of neither version, so the engine counts as dead then.
+        """
         started = time.perf_counter()
+        streams = streams or (None,) * len(parts)
+        mapped = [part.path for part, stream in zip(parts, streams, strict=True) if stream is None]
+        if missing := [path for path in mapped if not await asyncio.to_thread(Path(path).is_file)]:
+            raise InternalError(f"weights {version} can not be read on this engine's host: {', '.join(missing)}")
         self._loaded = None
-        async with asyncio.timeout(self.spec.call_timeout_s):
-            await self.llm.start_weight_update()
-            for part in parts:
-                await self.llm.update_weights(WeightTransferUpdateRequest(update_info=_update_info(part)))
-            await self.llm.finish_weight_update(version)
+        try:
+            async with asyncio.timeout(self.spec.call_timeout_s):
+                await self.llm.start_weight_update()
+                for part, stream in zip(parts, streams, strict=True):
+                    await self.llm.update_weights(WeightTransferUpdateRequest(update_info=_update_info(part, stream)))
+                await self.llm.finish_weight_update(version)
+                holds = await self.llm.get_weight_version()
+        except BaseException:
+            self.dead.set()
+            raise
+        if holds != version:
+            raise InternalError(f"engine {self.spec.name} says it holds {holds} after it was given {version}")
         self._adapters.clear()  # vLLM drops all adapters with a weight update
         if not self.asleep:
             await self.llm.reset_prefix_cache()
@@ -134,6 +163,10 @@ class VllmEngine:
     async def receive(self, path: str, files: dict[str, bytes]) -> None:
         """Write files that came through the object store: one file at `path` (key ""), or a folder of them."""
         await asyncio.to_thread(_write_files, Path(path), files)
+
+    async def reads(self, path: str, content: str) -> bool:
+        file = Path(path)
+        return await asyncio.to_thread(lambda: file.is_file() and file.read_text() == content)
 
     async def discard(self, path: str) -> None:
         await asyncio.to_thread(_remove, Path(path))
@@ -195,6 +228,16 @@ def _remove(target: Path) -> None:
         target.unlink(missing_ok=True)
 
 
+def _check_adapter(manifest: WeightManifest) -> None:
+    """Raises InvalidRequest when its files are not whole."""
+    try:
+        json.loads((Path(manifest.path) / "adapter_config.json").read_text())
+        with safe_open(Path(manifest.path) / "adapter_model.safetensors", "np") as tensors:
+            tensors.keys()
+    except (OSError, ValueError, SafetensorError) as error:
+        raise InvalidRequest(f"adapter {manifest.version} can not be loaded from {manifest.path}: {error}") from error
+
+
 def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     literals: Any = spec  # vLLM types its choices as literals; the config has checked them
     on_device: dict[str, Any] = (
@@ -232,12 +275,10 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     )
 
 
-def _update_info(part: WeightManifest) -> dict[str, Any]:
+def _update_info(part: WeightManifest, stream: WeightStream | None) -> dict[str, Any]:
     return {
         "path": part.path,
         "num_bytes": part.num_bytes,
-        "names": [t.name for t in part.tensors],
-        "dtype_names": [t.dtype for t in part.tensors],
-        "shapes": [list(t.shape) for t in part.tensors],
-        "offsets": [t.offset_bytes for t in part.tensors],
+        "tensors": [list(astuple(t)) for t in part.tensors],
+        "stream": list(astuple(stream)) if stream else None,
     }

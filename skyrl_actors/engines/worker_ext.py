@@ -18,6 +18,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from skyrl_actors.engines import vllm_patches
+from skyrl_actors.messages.weights import TensorEntry, WeightStream
+from skyrl_actors.streams import received, tensor_in
 
 BACKEND = "skyrl_actors_file"
 
@@ -31,10 +33,8 @@ class FileInit(WeightTransferInitInfo):
 class FileUpdate(WeightTransferUpdateInfo):
     path: str
     num_bytes: int
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-    offsets: list[int]  # bytes
+    tensors: list[list[Any]]  # of TensorEntry, in its order
+    stream: list[Any] | None = None  # of WeightStream: they come by broadcast, and `path` is elsewhere
 
 
 class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
@@ -48,7 +48,13 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        self.model.load_weights(_mapped_tensors(update_info))  # type: ignore[operator]
+        entries = [TensorEntry(name, tuple(shape), *rest) for name, shape, *rest in update_info.tensors]
+        if update_info.stream is None:
+            arriving = _mapped_tensors(update_info, entries)
+        else:
+            rank = 1 + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+            arriving = received(WeightStream(*update_info.stream), entries, rank, self.device)
+        self.model.load_weights(arriving)  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -58,13 +64,11 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
         pass
 
 
-def _mapped_tensors(update: FileUpdate) -> Iterator[tuple[str, torch.Tensor]]:
+def _mapped_tensors(update: FileUpdate, entries: list[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
     # A private mapping copies nothing, as nothing here writes to it; a shared one would create a missing file, of zeros.
     buffer = torch.from_file(update.path, shared=False, size=update.num_bytes, dtype=torch.uint8)
-    for name, dtype_name, shape, offset in zip(update.names, update.dtype_names, update.shapes, update.offsets, strict=True):
-        dtype = getattr(torch, dtype_name)
-        count = torch.Size(shape).numel()
-        yield name, buffer[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
+    for entry in entries:
+        yield entry.name, tensor_in(buffer, entry)
 
 
 class Extension:

@@ -23,7 +23,7 @@ from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import LossCall, Role
 from skyrl_actors.messages.results import LossOutput
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.workers.interface import BaseModelInfo, Part, RankStatus, RowOutput, TrainWorker, WorkerSpec
 
 VITALS_TIMEOUT_S = 10.0
@@ -136,8 +136,15 @@ class ActorGroup:
         calls = zip(self.actors, handles, strict=True)
         await self._gather([actor.write_state.remote(self.epoch, handle, folder) for actor, handle in calls], "write_state")
 
-    async def export_weights(self, model_id: str, turn: Turn, path: str, version: str) -> WeightManifest:
-        return (await self.apply(model_id, turn, TrainWorker.export_weights, model_id, path, version))[0]
+    async def export_weights(self, model_id: str, turn: Turn, path: str, version: str, checksums: bool) -> WeightManifest:
+        return (await self.apply(model_id, turn, TrainWorker.export_weights, model_id, path, version, checksums))[0]
+
+    async def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
+        """From rank 0."""
+        return (await self._call(TrainWorker.open_stream, [(manifest, stream)], actors=self.actors[:1]))[0]
+
+    async def write_probe(self, path: str, content: str) -> None:
+        await self._call(TrainWorker.write_probe, [(path, content)], actors=self.actors[:1])
 
     async def exists(self, paths: Sequence[str]) -> bool:
         first = self.actors[:1]

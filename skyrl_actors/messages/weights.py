@@ -1,5 +1,6 @@
 """Weights on their way from trainers to engines and files."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,8 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str  # torch's name without the prefix: "float32", "bfloat16"
     offset_bytes: int  # in the file
+    num_bytes: int = 0
+    checksum: int | None = None  # crc32 of its bytes, where the transfer asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,30 @@ class WeightManifest:
     num_bytes: int
     tensors: tuple[TensorEntry, ...] = ()
     write_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStream:
+    """Where rank 0 of the trainers broadcasts one file of weights, bucket by bucket, to the workers of one engine."""
+
+    host: str
+    port: int
+    world_size: int  # the sender and the workers
+    backend: Literal["gloo", "nccl"]
+    bucket_bytes: int
+    timeout_s: float
+
+
+def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:
+    """Indices of neighbouring tensors that travel together: at most `bucket_bytes`, or one larger tensor."""
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > bucket_bytes:
+            yield range(start, index)
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        yield range(start, len(sizes))
 
 
 @dataclass(frozen=True, slots=True)

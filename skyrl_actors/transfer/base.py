@@ -1,7 +1,8 @@
 """Moving a version of a policy's weights from its trainers to the engines.
 
 `publish` freezes the weights as they are now: what it writes is never changed again, so a sampler stays what it was.
-`deliver` makes them readable where an engine runs. The caller holds the phase in which both may happen.
+`deliver` makes them readable where an engine runs, or opens a stream from which that engine will take them. The caller
+holds the phase in which both may happen.
 """
 
 from pathlib import Path
@@ -11,13 +12,26 @@ from ray.actor import ActorHandle
 
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 
 class Transfer(Protocol):
+    @property
+    def needs_group(self) -> bool:
+        """Whether trainers must be there when weights are delivered."""
+        ...
+
+    async def prove(self, group: ActorGroup, engines: list[ActorHandle]) -> None:
+        """Raises ConfigError when engines can not read what trainers write."""
+        ...
+
     async def publish(self, group: ActorGroup, model_id: str, turn: Turn, version: str) -> WeightManifest: ...
 
-    async def deliver(self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle) -> None: ...
+    async def deliver(
+        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, num_workers: int
+    ) -> WeightStream | None:
+        """`num_workers`: processes of this engine. Full weights that stream are delivered anew for every load."""
+        ...
 
     async def discard(self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]) -> None:
         """Free what `publish` and `deliver` wrote. Manifests of named checkpoints are never given here."""

@@ -1,11 +1,18 @@
 """The configured transfer."""
 
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.transfers import GlooTransfer, NcclTransfer
 from skyrl_actors.transfer.base import Transfer
+from skyrl_actors.transfer.files import FileTransfer
 from skyrl_actors.transfer.object_store import ObjectStoreTransfer
-from skyrl_actors.transfer.shm import ShmTransfer
+from skyrl_actors.transfer.streaming import StreamTransfer
 
 
 def build_transfer(config: ClusterConfig) -> Transfer:
-    folder = config.transfer.folder / config.name
-    return ShmTransfer(folder) if config.transfer.type == "shm" else ObjectStoreTransfer(folder)
+    asked = config.transfer
+    folder = asked.folder.expanduser().absolute() / config.name
+    if isinstance(asked, GlooTransfer | NcclTransfer):
+        return StreamTransfer(folder, asked.checksums, asked.type, asked.bucket_bytes, asked.timeout_s)
+    if asked.type == "object_store":
+        return ObjectStoreTransfer(folder, asked.checksums)
+    return FileTransfer(folder, asked.checksums)

@@ -27,9 +27,9 @@ def _manifest_of(file: Path, version: str) -> WeightManifest:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
-    tensors = tuple(
-        TensorEntry(name, tuple(entry["shape"]), DTYPES[entry["dtype"]], 8 + length + entry["data_offsets"][0])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    )
-    return WeightManifest(version, "full", str(file), file.stat().st_size, tensors)
+    tensors: list[TensorEntry] = []
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, end = entry["data_offsets"]
+            tensors.append(TensorEntry(name, tuple(entry["shape"]), DTYPES[entry["dtype"]], 8 + length + start, end - start))
+    return WeightManifest(version, "full", str(file), file.stat().st_size, tuple(tensors))

@@ -4,16 +4,24 @@ from ray.actor import ActorHandle
 
 from skyrl_actors import remote
 from skyrl_actors.groups.actor_group import ActorGroup
-from skyrl_actors.messages.weights import WeightManifest
-from skyrl_actors.transfer.shm import ShmTransfer
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.transfer.files import FileTransfer
 
 DELIVERY_TIMEOUT_S = 600.0
 
 
-class ObjectStoreTransfer(ShmTransfer):
-    async def deliver(self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle) -> None:
+class ObjectStoreTransfer(FileTransfer):
+    needs_group = True
+
+    async def prove(self, group: ActorGroup, engines: list[ActorHandle]) -> None:
+        """Nothing is shared."""
+
+    async def deliver(
+        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, num_workers: int
+    ) -> WeightStream | None:
         content = group.read_files_ref(manifest.path)  # a reference: the bytes do not pass through this process
         await remote.gather([engine.receive.remote(manifest.path, content)], ["engine"], "deliver weights", DELIVERY_TIMEOUT_S)
+        return None
 
     async def discard(self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]) -> None:
         await super().discard(manifest, group, engines)

@@ -13,7 +13,7 @@ from skyrl_actors.config.strategies import ReplicaStrategy, StrategyConfig
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
-from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 Part = Literal["weights", "gradients", "optimizer"]
 Activations = Literal["keep", "recompute", "offload"]
@@ -116,7 +116,7 @@ class TrainWorker(Protocol):
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None: ...
 
-    def export_weights(self, model_id: str, path: str, version: str) -> WeightManifest | None:
+    def export_weights(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
         """Rank 0 writes and answers; the others answer None."""
         ...
 
@@ -143,6 +143,12 @@ class TrainWorker(Protocol):
     def read_files(self, path: str) -> dict[str, bytes]:
         """A file (under the key "") or the files of a folder that this rank exported."""
         ...
+
+    def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
+        """Begin to broadcast an exported file to the workers that will join; answers where, with the port that was free."""
+        ...
+
+    def write_probe(self, path: str, content: str) -> None: ...
 
     def discard_export(self, path: str) -> None: ...
 

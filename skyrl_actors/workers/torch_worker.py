@@ -5,6 +5,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -12,9 +13,10 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from skyrl_actors import streams
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
-from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.workers import checkpoint, export, snapshot
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.flat import FlatState
@@ -46,6 +48,7 @@ class TorchWorker:
             return probe.getsockname()[1]
 
     def setup(self, address: str, port: int) -> BaseModelInfo:
+        self._address = address
         replicas = self.spec.strategy.type == self.spec.full_strategy.type == "replica"
         if (self.spec.world_size > 1 or not replicas) and not dist.is_initialized():
             dist.init_process_group(
@@ -182,10 +185,10 @@ class TorchWorker:
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
         self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer))
 
-    def export_weights(self, model_id: str, path: str, version: str) -> WeightManifest | None:
+    def export_weights(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
         writes = self.holding.writes
-        return self._gathering(model_id, lambda model: export.export(model, base, Path(path), version, writes))
+        return self._gathering(model_id, lambda model: export.export(model, base, Path(path), version, writes, checksums))
 
     def copy_state(self, model_id: str) -> int:
         self._forget_copies(model_id)  # one that was never written, because its controller died
@@ -221,6 +224,13 @@ class TorchWorker:
 
     def exists(self, path: str) -> bool:
         return Path(path).exists()
+
+    def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
+        return streams.open_stream(manifest, replace(stream, host=self._address), self.device)
+
+    def write_probe(self, path: str, content: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        Path(path).write_text(content)
 
     def discard_export(self, path: str) -> None:
         if Path(path).is_dir():

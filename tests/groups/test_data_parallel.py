@@ -117,7 +117,7 @@ async def test_sharded_weights_and_many_tenants_through_actors(local_ray, random
     await two.forward_backward("full", Turn(4, 3), batch(3, (9, 4)), call, False)
     with pytest.raises(InternalError, match="copied between steps only"):
         await two.copy_state("full", Turn(None, 4))
-    manifest = await two.export_weights("full", Turn(None, 4), str(tmp_path / "flat"), "full@1")
+    manifest = await two.export_weights("full", Turn(None, 4), str(tmp_path / "flat"), "full@1", True)
     assert {entry.name for entry in manifest.tensors} == set(two_names(random_base))
 
 

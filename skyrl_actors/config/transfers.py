@@ -1,0 +1,67 @@
+"""How weights travel from trainers to engines: a tagged union."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from skyrl_actors.config.base import FrozenConfig
+
+CHECKSUMS = "crc32 of every tensor where it leaves, compared where it arrives"
+
+
+class ShmTransfer(FrozenConfig):
+    """Trainer and engine on one host: the trainer writes a file in shared memory, the engine maps it."""
+
+    type: Literal["shm"] = "shm"
+    folder: Path = Path("/dev/shm/skyrl-actors")
+    checksums: bool = Field(default=False, description=CHECKSUMS)
+
+
+class ObjectStoreTransfer(FrozenConfig):
+    """Trainer and engine on any hosts: through Ray's object store, then a file in shared memory beside the engine."""
+
+    type: Literal["object_store"] = "object_store"
+    folder: Path = Path("/dev/shm/skyrl-actors")
+    checksums: bool = Field(default=True, description=CHECKSUMS)
+
+
+class DiskTransfer(FrozenConfig):
+    """Any hosts that see one folder: the trainer writes there, engines read it."""
+
+    type: Literal["disk"] = "disk"
+    folder: Path = Field(description="on storage that all nodes share")
+    checksums: bool = Field(default=True, description=CHECKSUMS)
+
+
+class LoraTransfer(FrozenConfig):
+    """Adapters only: small folders in shared memory, or on shared storage when there are several hosts."""
+
+    type: Literal["lora"] = "lora"
+    folder: Path = Path("/dev/shm/skyrl-actors")
+    checksums: Literal[False] = False
+
+
+class GlooTransfer(FrozenConfig):
+    """Any hosts, by TCP: full weights are broadcast from the trainer's memory into the engines, one bucket at a time."""
+
+    type: Literal["gloo"] = "gloo"
+    folder: Path = Path("/dev/shm/skyrl-actors")
+    bucket_bytes: int = Field(default=64 * 2**20, ge=1)
+    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
+    checksums: bool = Field(default=True, description=CHECKSUMS)
+
+
+class NcclTransfer(FrozenConfig):
+    """GPUs of their own for trainers and engines: as gloo, over NVLink or the network of the GPUs."""
+
+    type: Literal["nccl"] = "nccl"
+    folder: Path = Path("/dev/shm/skyrl-actors")
+    bucket_bytes: int = Field(default=2**30, ge=1)
+    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
+    checksums: bool = Field(default=False, description=CHECKSUMS)
+
+
+TransferConfig = Annotated[
+    ShmTransfer | ObjectStoreTransfer | DiskTransfer | LoraTransfer | GlooTransfer | NcclTransfer, Field(discriminator="type")
+]

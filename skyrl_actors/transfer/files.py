@@ -1,0 +1,50 @@
+"""The trainer writes files, and engines read them where they are: in shared memory of one host, or on shared storage.
+
+Full weights are one flat file, of which every engine maps the same pages; adapters are folders.
+"""
+
+import secrets
+from pathlib import Path
+
+from ray.actor import ActorHandle
+
+from skyrl_actors import remote
+from skyrl_actors.groups.actor_group import ActorGroup
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.turn import Turn
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.transfer.base import export_path
+
+PROBE_TIMEOUT_S = 60.0
+
+
+class FileTransfer:
+    needs_group = False
+
+    def __init__(self, folder: Path, checksums: bool):
+        self.folder = folder
+        self.checksums = checksums
+
+    async def prove(self, group: ActorGroup, engines: list[ActorHandle]) -> None:
+        probe, content = str(self.folder / "probe"), secrets.token_hex(8)
+        await group.write_probe(probe, content)
+        names = [f"engine[{i}]" for i in range(len(engines))]
+        read = await remote.gather([e.reads.remote(probe, content) for e in engines], names, "read a probe", PROBE_TIMEOUT_S)
+        if blind := [name for name, good in zip(names, read, strict=True) if not good]:
+            raise ConfigError(
+                f"transfer.folder {self.folder}: what the trainers write there can not be read by {', '.join(blind)}; "
+                "give a folder that all nodes share, or use transfer.type=object_store or gloo"
+            )
+        await group.discard_export(probe)
+
+    async def publish(self, group: ActorGroup, model_id: str, turn: Turn, version: str) -> WeightManifest:
+        return await group.export_weights(model_id, turn, export_path(self.folder, version), version, self.checksums)
+
+    async def deliver(
+        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, num_workers: int
+    ) -> WeightStream | None:
+        """The engine reads the trainer's files."""
+        return None
+
+    async def discard(self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]) -> None:
+        await group.discard_export(manifest.path)

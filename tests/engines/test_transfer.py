@@ -1,0 +1,170 @@
+"""Weights from a real training rank into a real vLLM engine, without Ray: by mapping and by broadcast, into one device and two,
+tied heads and untied ones; adapters in one batch with the base while one is replaced."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPT = """
+import asyncio, json, sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+async def main(folder: str, devices: int, work: Path) -> None:
+    from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec
+    from skyrl_actors.engines.vllm_engine import VllmEngine
+    from skyrl_actors import losses
+    from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+    from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+    from skyrl_actors.messages.requests import SamplingParams
+    from skyrl_actors.messages.weights import WeightStream
+    from skyrl_actors.transfer.folders import full_manifests
+    from skyrl_actors.workers.interface import PartCall, WorkerSpec
+    from skyrl_actors.workers.torch_worker import TorchWorker
+
+    torch.set_num_threads(1)
+    worker = TorchWorker(WorkerSpec("policy", 0, 1, folder, "float32", "cpu", 1, 512, 60.0))
+    worker.setup("127.0.0.1", 0)
+    call = losses.find("cross_entropy").checked({})
+    tokens = np.random.default_rng(0).integers(0, 256, 24).astype(np.int32)
+    row = columns_from([Example(tokens[:-1], {TARGETS: tokens[1:]})])
+
+    def trained(spec: ModelSpec, steps: int) -> None:
+        if spec.model_id not in worker.models:
+            worker.create_model(spec)
+        for _ in range(steps):
+            worker.forward_backward((PartCall(spec.model_id, (0,), row, call),), False)
+            worker.optim_step(spec.model_id, AdamParams(0.01))
+
+    def of_trainer(model_id: str) -> list[float]:
+        (output,) = worker.forward_backward((PartCall(model_id, (0,), row, call),), True)
+        return output.values.tolist()
+
+    engine = VllmEngine(EngineSpec("e", folder, "cpu", "float32", 256, 8, 512, 64 * 2**20, 3, 8, 8, True, 60.0, devices))
+    await engine.start()
+    params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
+    numbers = iter(range(100))
+
+    async def of_engine(version: str, adapter=None) -> list[float]:
+        output = await engine.sample(str(next(numbers)), tuple(tokens.tolist()), params, adapter, version)
+        assert output.version == version
+        return output.prompt_logprobs[1:].tolist()
+
+    async def checksums():
+        return json.dumps(await engine.llm.compute_weight_checksums(), sort_keys=True)
+
+    said = {}
+    spec = ModelSpec("full", "tiny")
+    worker.create_model(spec)
+    said["base"] = [of_trainer("full"), await of_engine(BASE_VERSION)]
+    base_sums = await checksums()
+    trained(spec, 2)
+    manifest = worker.export_weights("full", str(work / "full@1"), "full@1", True)
+    await engine.load_full("full@1", (manifest,))
+    said["mapped"] = [of_trainer("full"), await of_engine("full@1")]
+    mapped_sums = await checksums()
+    await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
+    said["base sums return"] = await checksums() == base_sums and mapped_sums != base_sums
+
+    asked = WeightStream("", 0, 1 + devices, "gloo", 200_000, 30.0)
+    trained(spec, 1)  # the stream brings the frozen version, not what was trained since
+    await engine.load_full("full@1", (manifest,), (worker.open_stream(manifest, asked),))
+    said["streamed sums"] = await checksums() == mapped_sums
+    said["streamed"] = [said["mapped"][0], await of_engine("full@1")]
+
+    await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
+    adapters = {}
+    for i in range(3):
+        lora = ModelSpec(f"a{i}", "tiny", lora=LoraSpec(8), seed=i)
+        trained(lora, 2 + i)
+        adapters[f"a{i}"] = worker.export_weights(f"a{i}", str(work / f"a{i}@1"), f"a{i}@1", False)
+    wanted = {name: of_trainer(name) for name in adapters} | {"base": said["base"][0]}
+    trained(ModelSpec("a0", "tiny", lora=LoraSpec(8)), 2)
+
+    async def update() -> list[float]:
+        newer = worker.export_weights("a0", str(work / "a0@2"), "a0@2", False)
+        return await of_engine("a0@2", newer)
+
+    found = await asyncio.gather(
+        *(of_engine(f"{name}@1", manifest) for name, manifest in adapters.items() for _ in range(2)), of_engine(BASE_VERSION), update()
+    )
+    said["adapters"] = [[wanted["a0"], found[0]], [wanted["a1"], found[2]], [wanted["a2"], found[4]], [wanted["base"], found[6]]]
+    said["adapters"] += [[of_trainer("a0"), found[7]], [wanted["a0"], await of_engine("a0@1", adapters["a0"])]]
+
+    cut = work / "cut"
+    cut.mkdir()
+    for file in Path(adapters["a1"].path).iterdir():
+        (cut / file.name).write_bytes(file.read_bytes()[: 200 if file.suffix == ".safetensors" else None])
+    try:
+        await of_engine("cut@1", replace(adapters["a1"], version="cut@1", path=str(cut)))
+    except Exception as error:
+        said["truncated"] = str(error)
+    said["alive"] = await of_engine("a1@1", adapters["a1"]) == found[2] and not engine.dead.is_set()
+    try:
+        await engine.load_full("gone@1", (replace(manifest, path=str(work / "gone")),))
+    except Exception as error:
+        said["gone"] = str(error)
+    said["still alive"] = not engine.dead.is_set()
+    first, *others = manifest.tensors
+    broken = replace(manifest, tensors=(replace(first, checksum=1), *others))
+    try:
+        await engine.load_full("bad@1", (broken,))
+    except Exception as error:
+        said["other bytes"] = str(error)
+    said["dead"] = engine.dead.is_set()
+    await engine.stop()
+    print(json.dumps(said))
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
+"""
+
+
+def untied(base: Path, folder: Path) -> Path:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(base, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    torch.manual_seed(1)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("tied", "devices"), [(True, 2), (False, 1)])
+def test_weights_arrive_exactly(random_base: Path, tmp_path: Path, tied: bool, devices: int):
+    from skyrl_actors.backends.environment import actor_environment
+    from skyrl_actors.config.cluster import ClusterConfig
+
+    base = random_base if tied else untied(random_base, tmp_path / "untied")
+    script = tmp_path / "transfer.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, **actor_environment(ClusterConfig()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(base), str(devices), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    pairs = {name: said[name] for name in ("base", "mapped", "streamed")} | {
+        f"adapter {i}": p for i, p in enumerate(said["adapters"])
+    }
+    for name, (trainer, engine) in pairs.items():
+        assert max(abs(a - b) for a, b in zip(trainer, engine, strict=True)) < 1e-4, name
+    moved = max(abs(a - b) for a, b in zip(said["base"][0], said["mapped"][0], strict=True))
+    assert moved > 0.1  # or equality would say nothing
+    assert said["base sums return"] and said["streamed sums"]
+    assert "adapter" in said["truncated"] and said["alive"], said["truncated"]
+    assert "can not be read on this engine's host" in said["gone"] and said["still alive"]
+    assert "arrived with other bytes" in said["other bytes"] and said["dead"]
