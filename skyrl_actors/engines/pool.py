@@ -173,6 +173,7 @@ class EnginePool:
     async def stop(self, timeout_s: float) -> None:
         """By their own means first: killing them leaves shared memory behind."""
         names = [engine.name for engine in self._living()]
+        await asyncio.gather(*(engine.detach() for engine in self.engines))  # their end is no loss now
         try:
             await remote.gather([actor.stop.remote() for actor in self.actors], names, "engine stop", timeout_s)
         finally:

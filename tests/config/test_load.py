@@ -40,9 +40,9 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
     ("override", "said"),
     [
         ("engine.kv_cache_byte=1", r"engine\.kv_cache_byte: unknown key; allowed here: .*kv_cache_bytes"),
-        ("transfer.foo=1", r"transfer\.shm\.foo: unknown key; allowed here: folder, type"),
+        ("transfer.foo=1", r"transfer\.shm\.foo: unknown key; allowed here: checksums, folder, type"),
         ("engine.max_num_seqs=many", r"engine\.max_num_seqs: .*integer.*many"),
-        ("transfer.type=nccl", "'shm', 'object_store'"),
+        ("transfer.type=rdma", "'shm', 'object_store'"),
         ("policy.strategy.type=megatron", r"policy\.strategy: .*'megatron'.*'replica', 'deepspeed', 'fsdp2'"),
         (
             "policy.strategy={type: deepspeed, stage: 1, offload_parameters: true}",

@@ -1,0 +1,113 @@
+"""Two ranks, two engines, real Ray: every transport moves the same weights, and a sampler keeps those it was made of."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from skyrl_actors import losses
+from skyrl_actors.backends.ray_backend import RayBackend
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PretrainedBase, RestartConfig
+from skyrl_actors.config.transfers import DiskTransfer, GlooTransfer, ObjectStoreTransfer, ShmTransfer
+from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.turn import Turn
+from skyrl_actors.messages.weights import SamplerWeights
+from skyrl_actors.transfer.build import build_transfer
+
+CALL = losses.find("cross_entropy").checked({})
+TOKENS = np.random.default_rng(0).integers(0, 256, 24).astype(np.int32)
+ROWS = columns_from([Example(TOKENS[:-1], {TARGETS: TOKENS[1:]}), Example(TOKENS[5:-1], {TARGETS: TOKENS[6:]})])
+
+
+class Tenant:
+    """One model, its turns counted."""
+
+    def __init__(self, backend: RayBackend, spec: ModelSpec):
+        self.backend, self.spec, self.number = backend, spec, 1
+
+    def change(self) -> Turn:
+        self.number += 1
+        return Turn(self.number, self.number - 1)
+
+    @property
+    def here(self) -> Turn:
+        return Turn(None, self.number)
+
+    async def create(self) -> None:
+        await self.backend.create_model(self.spec, Turn(1))
+
+    async def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            await self.backend.forward_backward(self.spec, self.change(), ROWS, CALL, False)
+            await self.backend.optim_step(self.spec, self.change(), AdamParams(0.01))
+
+    async def logprobs(self, rows: Columns = ROWS) -> np.ndarray:
+        output = await self.backend.forward_backward(self.spec, self.here, rows, CALL, True)
+        return output.fields["logprobs"][: len(TOKENS) - 1]
+
+    async def freeze(self, version: str) -> SamplerWeights:
+        return await self.backend.save_for_sampler(self.spec, self.here, version)
+
+
+async def sampled(backend: RayBackend, weights: SamplerWeights, number: int, times: int = 6) -> np.ndarray:
+    """Logprobs of TOKENS; so many at once that both engines take part."""
+    params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
+    prompt = tuple(TOKENS.tolist())
+    outputs = await asyncio.gather(*(backend.sample(f"r{number}-{i}", prompt, params, weights) for i in range(times)))
+    assert {output.version for output in outputs} == {weights.version}
+    found = [output.prompt_logprobs[1:] for output in outputs if output.prompt_logprobs is not None]
+    assert len(found) == times and max(float(np.abs(found[0] - other).max()) for other in found) < 1e-4
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    yield
+    ray.shutdown()
+
+
+def config_for(base: Path, folder: Path) -> ClusterConfig:
+    return ClusterConfig(
+        name="transports", base_model=PretrainedBase(name="tiny", path=base), policy=GroupConfig(num_ranks=2, microbatch_tokens=64),
+        critic=None, engine=EngineConfig(num_engines=2, kv_cache_bytes=32 * 2**20, max_num_seqs=16), lora=LoraConfig(max_rank=8),
+        transfer=ShmTransfer(folder=folder, checksums=True), restart=RestartConfig(standbys=0),
+    )  # fmt: skip
+
+
+async def test_every_transport_brings_the_same_weights(local_ray, random_base: Path, tmp_path: Path):
+    said: list[str] = []
+    config = config_for(random_base, tmp_path / "exports")
+    backend = RayBackend(config, random_base, said.append, detached=False)
+    await backend.start(1)
+    try:
+        full, lora = Tenant(backend, ModelSpec("full", "tiny")), Tenant(backend, ModelSpec("lora", "tiny", lora=LoraSpec(8)))
+        await full.create()
+        await lora.create()
+        pinned: list[tuple[SamplerWeights, np.ndarray]] = []
+        transports = [
+            config.transfer, DiskTransfer(folder=tmp_path / "exports"), ObjectStoreTransfer(folder=tmp_path / "exports"),
+            GlooTransfer(folder=tmp_path / "exports", bucket_bytes=100_000),
+        ]  # fmt: skip
+        for number, transport in enumerate(transports):
+            backend._transfer = build_transfer(config.model_copy(update={"transfer": transport}))
+            for tenant in (full, lora):
+                await tenant.train(2)
+                wanted = await tenant.logprobs()
+                weights = await tenant.freeze(f"{tenant.spec.model_id}@{number}")
+                found = await sampled(backend, weights, number)
+                np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=f"{transport.type} {tenant.spec.model_id}")
+                pinned.append((weights, wanted))
+        await full.train(5)
+        for number, (weights, wanted) in enumerate(pinned[:2]):  # what was frozen first, five steps and more ago
+            np.testing.assert_allclose(await sampled(backend, weights, 100 + number, 2), wanted, atol=1e-4)
+        assert float(np.abs(pinned[0][1] - await full.logprobs()).max()) > 0.1
+        status = await backend.status()
+        assert [engine["state"] for engine in status["engines"]] == ["HEALTHY", "HEALTHY"]
+    finally:
+        await backend.close()
+    assert not any("again" in text or "lost" in text for text in said), said
