@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,8 @@ from skyrl_actors.workers.interface import TrainWorker
 
 T = TypeVar("T")
 STOP_TIMEOUT_S = 20.0
+SHOWN_PHASES = 50
+CROSS_ENTROPY = LossCall("cross_entropy", {})
 TRAIN_PARTS = {Part.TRAIN_WEIGHTS: "weights", Part.GRADIENTS: "gradients", Part.OPTIMIZER: "optimizer"}
 
 
@@ -68,19 +71,10 @@ class RayBackend:
             await self._standby.find()
         for role in self._roles:
             builder = GroupBuilder(
-                role,
-                self.config,
-                str(self.base_folder),
-                plan,
-                self._reserved,
-                environment,
-                epoch,
-                self._detached,
-                self._standby,
-            )
-            self._groups[role] = GroupSupervisor(
-                builder, self.config.restart, self._say, self._settled, lambda role: self.on_lost(role)
-            )
+                role, self.config, str(self.base_folder), plan, self._reserved, environment, epoch, self._detached, self._standby
+            )  # fmt: skip
+            lost = lambda role: self.on_lost(role)  # noqa: E731
+            self._groups[role] = GroupSupervisor(builder, self.config.restart, self._say, self._settled, lost)
         self._engines = build_pool(
             self.config,
             self.base_folder,
@@ -103,6 +97,7 @@ class RayBackend:
         self._vitals = Vitals(self.config.name, list(self._groups.values()), self._engines)
         info = (await self._groups["policy"].up()).info
         assert info is not None
+        self._engines.agreement.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
         return Capabilities(
             self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
             min(self.config.engine.max_model_len, info.max_context_tokens), self._roles,
@@ -259,8 +254,15 @@ class RayBackend:
         await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.renumber, *arguments))
 
     async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
-        manifest = await self._on(spec, Phase.TRAIN, lambda g: self._transfer.publish(g, spec.model_id, turn, version))
-        return SamplerWeights(version, (manifest,))
+        agreement = self.engines.agreement
+
+        async def work(group: ActorGroup) -> WeightManifest:
+            if agreement.check.action != "off":
+                scored = await group.forward_backward(spec.model_id, turn, agreement.rows, CROSS_ENTROPY, True)
+                agreement.expect(version, scored.fields["logprobs"])
+            return await self._transfer.publish(group, spec.model_id, turn, version)
+
+        return SamplerWeights(version, (await self._on(spec, Phase.TRAIN, work),))
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:
         supervisor = self._groups["policy"]
@@ -324,30 +326,28 @@ class RayBackend:
     def end_stream(self, request_id: str) -> None:
         self.engines.end_stream(request_id)
 
-    async def move(self, move: Move, to: Phase) -> None:
+    async def move(self, move: Move, to: Phase) -> int:
         """One move of the phase keeper. What is being made anew comes up as the phase wants it."""
         if move.part in TRAIN_PARTS:
             if self.config.placement.device == "cpu":
-                return  # one memory: nothing to move
-            direction = "device" if move.action == "load" else "host"
-            part: Any = TRAIN_PARTS[move.part]
-            await self._move_groups(part, direction)
-        elif move.action == "load":
-            await self.engines.wake("weights" if move.part is Part.ENGINE_WEIGHTS else "kv_cache")
-        elif move.part is Part.ENGINE_WEIGHTS:
-            await self.engines.sleep()  # frees the KV cache in the same breath
-        elif Part.ENGINE_WEIGHTS in RESIDENT[to]:
-            await self.engines.release_kv()
+                return 0  # one memory: nothing to move
+            return await self._move_groups(TRAIN_PARTS[move.part], "device" if move.action == "load" else "host")
+        if move.action == "load":
+            return await self.engines.wake("weights" if move.part is Part.ENGINE_WEIGHTS else "kv_cache")
+        if move.part is Part.ENGINE_WEIGHTS:
+            return await self.engines.sleep()  # frees the KV cache in the same breath
+        return await self.engines.release_kv() if Part.ENGINE_WEIGHTS in RESIDENT[to] else 0
 
-    async def _move_groups(self, part: Any, direction: Any) -> None:
+    async def _move_groups(self, part: Any, direction: Any) -> int:
         """Those that share their devices with engines."""
         sharing = [group for role, group in self._groups.items() if self.config.placement.shares(role)]
-        await asyncio.gather(*(self._move_group(supervisor, part, direction) for supervisor in sharing))
+        return sum(await asyncio.gather(*(self._move_group(supervisor, part, direction) for supervisor in sharing)))
 
-    async def _move_group(self, supervisor: GroupSupervisor, part: Any, direction: Any) -> None:
+    async def _move_group(self, supervisor: GroupSupervisor, part: Any, direction: Any) -> int:
         if supervisor.group is not None and supervisor.down is None:
             with suppress(StateLost):  # the supervisor makes it anew
-                await supervisor.guarded(supervisor.group.move((part,), direction))
+                return await supervisor.guarded(supervisor.group.move((part,), direction))
+        return 0
 
     def fault(self) -> str | None:
         """What can not be served now."""
@@ -365,7 +365,10 @@ class RayBackend:
         return {
             "phase": self._keeper.phase,
             "phase_seconds": {name: round(s, 3) for name, s in self._keeper.move_seconds.items()},
+            "seconds_in_phase": {name: round(s, 3) for name, s in self._keeper.seconds_in().items()},
+            "phase_timeline": [asdict(entered) for entered in list(self._keeper.timeline)[-SHOWN_PHASES:]],
             "weight_load_seconds": [round(s, 4) for s in self.engines.load_seconds[-20:]],
+            "logprob_differences": [float(f"{d:.3g}") for d in list(self.engines.agreement.differences)[-20:]],
             **await self._vitals.read(),
         }
 

@@ -26,6 +26,11 @@ class Vitals:
         self._refused = Gauge(
             "skyrl_actors_refused_calls", "calls that the ranks refused for their input, e.g. a loss not finite", tags
         )
+        self._difference = Gauge(
+            "skyrl_actors_logprob_difference",
+            "mean absolute difference of engine and trainer in nats a token, last comparison",
+            tags,
+        )
         self._task = asyncio.create_task(self._report())
 
     async def read(self) -> dict[str, Any]:
@@ -74,6 +79,8 @@ class Vitals:
             for index, engine in enumerate(found["engines"]):
                 self._set(self._restarts, f"engine[{index}]", engine["restarts"])
                 self._set(self._memory, f"engine[{index}]", engine.get("rss_bytes", 0))
+            if self._engines.agreement.differences:
+                self._set(self._difference, "engines", self._engines.agreement.differences[-1])
             await asyncio.sleep(EVERY_S)
 
     def _set(self, gauge: Gauge, actor: str, value: float) -> None:

@@ -34,6 +34,7 @@ class Gate(Generic[K]):
         self._after_failure = after_failure
         self._waiters: deque[tuple[K, asyncio.Future[None]]] = deque()
         self._changing: asyncio.Task[None] | None = None
+        self._left = asyncio.Event()
 
     @property
     def num_waiting(self) -> int:
@@ -46,7 +47,14 @@ class Gate(Generic[K]):
             yield
         finally:
             self.num_holders -= 1
+            self._left.set()
             self._turn()
+
+    async def idle(self) -> None:
+        """When nobody holds it."""
+        while self.num_holders:
+            self._left.clear()
+            await self._left.wait()
 
     async def _acquire(self, wanted: K) -> None:
         self._raise_if_broken()

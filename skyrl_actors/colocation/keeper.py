@@ -6,19 +6,33 @@ keep their memory, and `hold` is free. Callers read the same either way.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.colocation.phases import Move, Phase, plan_moves, serves
 from skyrl_actors.messages.errors import InternalError
 
+TIMELINE = 1000  # changes of phase that are remembered
+
 
 class Movable(Protocol):
-    async def move(self, move: Move, to: Phase) -> None:
-        """Carry out one move on the way to phase `to`."""
+    async def move(self, move: Move, to: Phase) -> int:
+        """Carry out one move on the way to phase `to`; returns the bytes that it moved or freed."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """One change of phase."""
+
+    at: float  # Unix time at which it began
+    phase: str
+    seconds: float
+    moves: tuple[tuple[str, float, int], ...]  # (move, seconds, bytes)
 
 
 class Keeper(Protocol):
@@ -32,6 +46,15 @@ class Keeper(Protocol):
         """Seconds spent so far, by move."""
         ...
 
+    @property
+    def timeline(self) -> Sequence[Entered]:
+        """The last changes of phase."""
+        ...
+
+    def seconds_in(self) -> dict[str, float]:
+        """Seconds in each phase so far, without those of its moves."""
+        ...
+
 
 class PhaseKeeper:
     """Colocated layout. A move that fails or exceeds `timeout_s` leaves the keeper BROKEN, naming the move."""
@@ -41,6 +64,10 @@ class PhaseKeeper:
         self._timeout_s = timeout_s
         self._gate: Gate[Phase] = Gate(start, self._enter, serves)
         self.move_seconds: dict[str, float] = {}
+        self.move_bytes: dict[str, int] = {}
+        self.timeline: deque[Entered] = deque(maxlen=TIMELINE)
+        self._seconds_in: dict[str, float] = {}
+        self._since = time.perf_counter()
 
     @property
     def phase(self) -> str:
@@ -49,16 +76,26 @@ class PhaseKeeper:
     def hold(self, phase: Phase) -> AbstractAsyncContextManager[None]:
         return self._gate.hold(phase)
 
+    def seconds_in(self) -> dict[str, float]:
+        return self._seconds_in | {self.phase: self._seconds_in.get(self.phase, 0.0) + time.perf_counter() - self._since}
+
     async def _enter(self, current: Phase, wanted: Phase) -> None:
+        began, at, moves = time.perf_counter(), time.time(), list[tuple[str, float, int]]()
+        self._seconds_in[current] = self._seconds_in.get(current, 0.0) + began - self._since
         for move in plan_moves(current, wanted):
             started = time.perf_counter()
             try:
-                await asyncio.wait_for(self._movable.move(move, wanted), self._timeout_s)
+                moved = await asyncio.wait_for(self._movable.move(move, wanted), self._timeout_s)
             except TimeoutError:
                 raise InternalError(f"'{move}' took longer than {self._timeout_s:.0f} s") from None
             except InternalError as error:
                 raise InternalError(f"'{move}' failed: {error}") from error
-            self.move_seconds[str(move)] = self.move_seconds.get(str(move), 0.0) + time.perf_counter() - started
+            took = time.perf_counter() - started
+            moves.append((str(move), took, moved))
+            self.move_seconds[str(move)] = self.move_seconds.get(str(move), 0.0) + took
+            self.move_bytes[str(move)] = self.move_bytes.get(str(move), 0) + moved
+        self._since = time.perf_counter()
+        self.timeline.append(Entered(at, str(wanted), self._since - began, tuple(moves)))
 
 
 class SplitKeeper:
@@ -66,8 +103,12 @@ class SplitKeeper:
 
     def __init__(self) -> None:
         self.move_seconds: dict[str, float] = {}
+        self.timeline: deque[Entered] = deque()
 
     phase = "SPLIT"
+
+    def seconds_in(self) -> dict[str, float]:
+        return {}
 
     @asynccontextmanager
     async def hold(self, phase: Phase) -> AsyncGenerator[None]:

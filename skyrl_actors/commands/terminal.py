@@ -85,6 +85,9 @@ class RunView:
         self.progress.console.print(" ".join(cells))
         self.progress.update(self.progress.task_ids[0], completed=step, note=f"reward {metrics['reward']:.2f}")
 
+    def warned(self, text: str) -> None:
+        self.progress.console.print(f"[yellow]{text}[/yellow]")
+
     def evaluated(self, step: int, accuracy: float, rollouts: Sequence[Rollout]) -> None:
         if step == 0:
             self.progress.console.print(f"held-out greedy accuracy before PPO: [bold]{accuracy:.3f}[/bold]")

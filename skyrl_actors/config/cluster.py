@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from skyrl_actors.config import keys
 from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
-from skyrl_actors.config.transfers import ShmTransfer, TransferConfig
+from skyrl_actors.config.transfers import LogprobCheck, ShmTransfer, TransferConfig
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -292,11 +292,17 @@ class ClusterConfig(FrozenConfig):
     engine: EngineConfig = EngineConfig()
     lora: LoraConfig = LoraConfig()
     transfer: TransferConfig = ShmTransfer()
+    logprob_check: LogprobCheck = LogprobCheck()
     limits: LimitsConfig = LimitsConfig()
     http: HttpConfig = HttpConfig()
     journal: JournalConfig = JournalConfig()
     restart: RestartConfig = RestartConfig()
     checkpoint_dir: Path = Path("checkpoints")
+
+    @property
+    def logprob_bound(self) -> float:
+        exact = self.policy.dtype == self.engine.dtype == "float32"
+        return self.logprob_check.bound or (1e-4 if exact else 0.05)
 
     @model_validator(mode="after")
     def _full_fine_tunes_can_be_held(self) -> "ClusterConfig":

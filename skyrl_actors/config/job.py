@@ -56,6 +56,10 @@ class PpoConfig(FrozenConfig):
     clip_low_threshold: float = Field(default=0.8, gt=0, lt=1)
     clip_high_threshold: float = Field(default=1.2, gt=1)
     value_clip: float = Field(default=0.2, gt=0)
+    mismatch_warn: float = Field(
+        default=0.05, gt=0, description="mean |Δ logprob| of engine and trainer on an iteration's samples beyond which it is said"
+    )
+    mismatch_stop: float | None = Field(default=None, gt=0, description="the same, beyond which the run ends; none = never")
     critic_warmup: int = Field(default=1, ge=0, description="first iterations in which only the critic learns")
 
 

@@ -65,3 +65,12 @@ class NcclTransfer(FrozenConfig):
 TransferConfig = Annotated[
     ShmTransfer | ObjectStoreTransfer | DiskTransfer | LoraTransfer | GlooTransfer | NcclTransfer, Field(discriminator="type")
 ]
+
+
+class LogprobCheck(FrozenConfig):
+    """A fixed prompt is scored by the trainer when a version is frozen, and by each engine before it first answers from it."""
+
+    action: Literal["off", "warn", "refuse"] = Field(default="warn", description="when they differ by more than the bound")
+    bound: float | None = Field(
+        default=None, gt=0, description="of the mean |Δ logprob| in nats; none = 1e-4 where both compute in float32, else 0.05"
+    )

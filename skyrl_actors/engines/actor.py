@@ -87,11 +87,11 @@ class EngineActor:
     async def drop_adapters(self, epoch: int, versions: tuple[str, ...]) -> None:
         await self._change(epoch, self.engine.drop_adapters(versions))
 
-    async def sleep(self, epoch: int, level: int) -> None:
-        await self._change(epoch, self.engine.sleep(level))
+    async def sleep(self, epoch: int, level: int) -> int:
+        return await self._change(epoch, self.engine.sleep(level))
 
-    async def wake(self, epoch: int, tag: Literal["weights", "kv_cache"]) -> None:
-        await self._change(epoch, self.engine.wake(tag))
+    async def wake(self, epoch: int, tag: Literal["weights", "kv_cache"]) -> int:
+        return await self._change(epoch, self.engine.wake(tag))
 
     async def status(self) -> EngineStatus:
         return await self.engine.status()

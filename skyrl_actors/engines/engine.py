@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class Engine:
         self.actor: ActorHandle | None = None
         self.restarts = 0
         self.delivered: dict[str, asyncio.Task[WeightStream | None]] = {}
+        self.agreed: dict[str, asyncio.Task[None]] = {}  # versions of which it gave the trainer's logprobs
         self.wanted = BASE_VERSION  # the full weights that were asked for last
         self.joining: Callable[[], AbstractAsyncContextManager[None]] | None = None
         self.on_change: Callable[[], None] = lambda: None
@@ -139,7 +140,7 @@ class Engine:
         self._log_file = report.log_file
         await self._ask([self.actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
         self.gate = self._new_gate(BASE_VERSION)
-        self.delivered = {}
+        self.delivered, self.agreed = {}, {}
         self._watch()
 
     def _watch(self) -> None:
@@ -236,6 +237,13 @@ class Engine:
         if self.health == "DEAD":
             raise StateLost(f"{self.name} died while it joined: {self.reason}")
         self._step("ready")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; what runs may end, at most `timeout_s` long."""
+        if self.health == "HEALTHY":
+            self._step("drain")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.gate.idle(), timeout_s)
 
     async def detach(self) -> None:
         """Watch and restart no more."""

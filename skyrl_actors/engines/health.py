@@ -1,20 +1,23 @@
 """The health of one engine as a state machine (pure).
 
-STARTING ─started─► STALE ─right weights─► HEALTHY ─died─► DEAD ─again─► STARTING;  any ─died─► DEAD
+STARTING ─started─► STALE ─right weights─► HEALTHY ─drain─► DRAINING;  DEAD ─again─► STARTING;  any ─died─► DEAD
 
-Only a HEALTHY engine is routed to. A restarted one is STALE until it holds the weights it is wanted for.
+Only a HEALTHY engine is routed to. A restarted one is STALE until it holds the weights it is wanted for. A DRAINING one answers
+what it has and takes nothing new.
 """
 
 from typing import Literal
 
-Health = Literal["STARTING", "STALE", "HEALTHY", "DEAD"]
-Event = Literal["started", "ready", "died", "again"]
+Health = Literal["STARTING", "STALE", "HEALTHY", "DRAINING", "DEAD"]
+Event = Literal["started", "ready", "drain", "died", "again"]
 NEXT: dict[tuple[Health, Event], Health] = {
     ("STARTING", "started"): "STALE",
     ("STALE", "ready"): "HEALTHY",
     ("STARTING", "died"): "DEAD",
     ("STALE", "died"): "DEAD",
     ("HEALTHY", "died"): "DEAD",
+    ("HEALTHY", "drain"): "DRAINING",
+    ("DRAINING", "died"): "DEAD",
     ("DEAD", "died"): "DEAD",
     ("DEAD", "again"): "STARTING",
 }

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
@@ -18,9 +18,10 @@ from ray.util.placement_group import PlacementGroup
 from placement.types import Plan
 from skyrl_actors import remote
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig
+from skyrl_actors.engines.agreement import SCORING, Agreement
 from skyrl_actors.engines.engine import DROPPED, Engine, EngineSite
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
-from skyrl_actors.engines.routing import EngineLoad, choose
+from skyrl_actors.engines.routing import EngineLoad, affinity_key, choose
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
@@ -28,13 +29,15 @@ from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, Weight
 from skyrl_actors.transfer.folders import full_manifests
 
 Deliver = Callable[[WeightManifest, ActorHandle, int], Awaitable[WeightStream | None]]
+T = TypeVar("T")
 VITALS_TIMEOUT_S = 10.0
 AFTER_LOSS_S = 0.2
 
 
 class EnginePool:
-    def __init__(self, config: EngineConfig, base_folder: Path, deliver: Deliver):
+    def __init__(self, config: EngineConfig, base_folder: Path, deliver: Deliver, agreement: Agreement):
         self.config = config
+        self.agreement = agreement
         self.engines: list[Engine] = []
         self.load_seconds: list[float] = []
         self._base_folder = base_folder
@@ -84,19 +87,43 @@ class EnginePool:
         living = self._living()
         if not living:
             raise StateLost("no engine runs now")
-        loads = [EngineLoad(e.gate.num_holders, e.gate.num_waiting, e.gate.state == wanted) for e in living]
-        engine = living[choose(loads)]
+        adapter = weights.adapter.version if weights.adapter else None
+        loads = [
+            EngineLoad(
+                e.name, e.gate.num_holders, e.gate.num_waiting, e.gate.state == wanted, adapter is None or adapter in e.delivered
+            )
+            for e in living
+        ]
+        engine = living[choose(loads, affinity_key(weights.version, prompt))]
         engine.wanted, gate = wanted, engine.gate
         async with gate.hold(wanted):
             if weights.adapter:
                 await self._delivered_to(engine, weights.adapter)
             if engine.gate is not gate:
                 raise StateLost(f"{engine.name} was made anew while this sample waited for its weights")
+            await self._agreed(engine, request_id, weights)
             if params.stream:
                 self._told_where(request_id, engine)
             output = await engine.ask("sample", request_id, prompt, params, weights.adapter, weights.version)
         engine.worked()
         return output
+
+    async def _agreed(self, engine: Engine, request_id: str, weights: SamplerWeights) -> None:
+        """Once for each engine and version, before its first answer; samples that come meanwhile wait for it too."""
+        version = weights.version
+        if not self.agreement.knows(version):
+            return
+        if version not in engine.agreed:
+
+            async def check() -> None:
+                scored = await engine.ask(
+                    "sample", f"{request_id}.check", self.agreement.prompt, SCORING, weights.adapter, version
+                )
+                self.agreement.compare(engine.name, version, scored)
+
+            task = engine.agreed[version] = asyncio.ensure_future(check())
+            task.add_done_callback(lambda done: _forget_failed(engine.agreed, version, done))
+        await asyncio.shield(engine.agreed[version])
 
     def _told_where(self, attempt_id: str, engine: Engine) -> None:
         request_id = attempt_id.rpartition(".")[0]
@@ -133,31 +160,35 @@ class EnginePool:
     def needs_weights(self) -> bool:
         return any(engine.gate.state == DROPPED for engine in self._living())
 
-    async def sleep(self) -> None:
-        """Level 2 (weights dropped) where the next full fine-tune sends them again, level 1 where the base stays."""
+    async def sleep(self) -> int:
+        """Level 2 (weights dropped) where the next full fine-tune sends them again, level 1 where the base stays. Bytes, of all
+        engines."""
 
-        async def one(engine: Engine) -> None:
+        async def one(engine: Engine) -> int:
             auto = 1 if engine.gate.state == BASE_VERSION else 2
             level = auto if self.config.sleep_level == "auto" else int(self.config.sleep_level)
-            await engine.ask("sleep", level)
+            freed = await engine.ask("sleep", level)
             if level == 2:
                 engine.gate.forget(DROPPED)
+            return freed
 
-        await self._each(one)
+        return sum(await self._each(one))
 
-    async def release_kv(self) -> None:
+    async def release_kv(self) -> int:
         """Free the KV cache and keep the weights."""
-        await self._each(lambda engine: engine.ask("sleep", 1))
-        await self.wake("weights")
+        freed = sum(await self._each(lambda engine: engine.ask("sleep", 1)))
+        return freed - await self.wake("weights")
 
-    async def wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        await self._each(lambda engine: engine.ask("wake", tag))
+    async def wake(self, tag: Literal["weights", "kv_cache"]) -> int:
+        return sum(await self._each(lambda engine: engine.ask("wake", tag)))
 
     async def drop(self, weights: SamplerWeights) -> None:
         """Forget a version; the caller frees its files."""
         self._full.pop(weights.version, None)
+        self.agreement.forget(weights.version)
         for engine in self.engines:
             engine.delivered.pop(weights.version, None)
+            engine.agreed.pop(weights.version, None)
             if engine.wanted == weights.version:
                 engine.wanted = BASE_VERSION
         if weights.adapter:
@@ -171,11 +202,12 @@ class EnginePool:
         return (await remote.gather([engine.actor.status.remote()], [engine.name], "status", VITALS_TIMEOUT_S))[0]
 
     async def stop(self, timeout_s: float) -> None:
-        """By their own means first: killing them leaves shared memory behind."""
-        names = [engine.name for engine in self._living()]
+        """What runs may end first. Then by their own means: killing them leaves shared memory behind."""
+        names, actors = [engine.name for engine in self._living()], self.actors
+        await asyncio.gather(*(engine.drain(timeout_s) for engine in self.engines))
         await asyncio.gather(*(engine.detach() for engine in self.engines))  # their end is no loss now
         try:
-            await remote.gather([actor.stop.remote() for actor in self.actors], names, "engine stop", timeout_s)
+            await remote.gather([actor.stop.remote() for actor in actors], names, "engine stop", timeout_s)
         finally:
             await asyncio.gather(*(engine.close() for engine in self.engines))
 
@@ -209,14 +241,15 @@ class EnginePool:
             deliveries.pop(manifest.version, None)
         return stream
 
-    async def _each(self, work: Callable[[Engine], Awaitable[Any]]) -> None:
+    async def _each(self, work: Callable[[Engine], Awaitable[Any]]) -> list[Any]:
         """On every living engine. One that dies of it is made anew in its own time and does not fail the others."""
 
-        async def one(engine: Engine) -> None:
+        async def one(engine: Engine) -> Any:
             with suppress(StateLost):  # `ask` has seen to it
-                await work(engine)
+                return await work(engine)
 
-        await asyncio.gather(*(one(engine) for engine in self._living()))
+        found = await asyncio.gather(*(one(engine) for engine in self._living()))
+        return [each for each in found if each is not None]
 
 
 def full_version(weights: SamplerWeights) -> str:
@@ -231,7 +264,7 @@ def build_pool(
     """`devices`: ids of the GPUs of slots, where an engine has several."""
     engine = config.engine
     share = config.placement.colocated_share if config.placement.shares("engine") else 1.0
-    pool = EnginePool(engine, base_folder, deliver)
+    pool = EnginePool(engine, base_folder, deliver, Agreement(config.logprob_check, config.logprob_bound, say))
     for index, slots in enumerate(plan.actors_of("engine")):
         over_nodes = len({slot.node for slot in slots}) > 1
         ids = () if over_nodes else tuple(devices[slot.index] for slot in slots if slot.index in devices)
@@ -253,8 +286,6 @@ def build_pool(
     return pool
 
 
-def _forget_failed(
-    deliveries: dict[str, asyncio.Task[WeightStream | None]], version: str, delivery: asyncio.Task[WeightStream | None]
-) -> None:
-    if delivery.cancelled() or delivery.exception() is not None:
-        deliveries.pop(version, None)
+def _forget_failed(tasks: dict[str, asyncio.Task[T]], version: str, task: asyncio.Task[T]) -> None:
+    if task.cancelled() or task.exception() is not None:
+        tasks.pop(version, None)

@@ -175,19 +175,28 @@ class VllmEngine:
     def asleep(self) -> bool:
         return len(self._awake) < 2
 
-    async def sleep(self, level: int) -> None:
-        """Sleeping twice is fine."""
+    async def sleep(self, level: int) -> int:
+        """Returns the bytes that are free now. Sleeping twice is fine."""
         if not self._awake:
-            return
+            return 0
+        before = await self._used_bytes()
         await self.llm.sleep(level, mode="wait")
         self._awake = set()
         if level == 2:
             self._loaded = None
+        return max(0, before - await self._used_bytes())
 
-    async def wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        if tag not in self._awake:
-            await self.llm.wake_up([tag])
-            self._awake.add(tag)
+    async def wake(self, tag: Literal["weights", "kv_cache"]) -> int:
+        """Returns the bytes that it took; on a CPU pages come when they are touched."""
+        if tag in self._awake:
+            return 0
+        before = await self._used_bytes()
+        await self.llm.wake_up([tag])
+        self._awake.add(tag)
+        return max(0, await self._used_bytes() - before)
+
+    async def _used_bytes(self) -> int:
+        return sum(await self.llm.collective_rpc("skyrl_used_bytes"))
 
     async def status(self) -> EngineStatus:
         process = psutil.Process()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -75,6 +76,13 @@ class Extension:
     """Mixed into the worker by vLLM. Its names must not collide with the worker's own."""
 
     model_runner: Any
+
+    def skyrl_used_bytes(self) -> int:
+        """Memory of this worker's device that is taken: of the GPU, or of this process."""
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            return total - free
+        return psutil.Process().memory_info().rss
 
     def skyrl_patch(self) -> list[str]:
         """Apply the patches of this vLLM release to the running worker; returns their names."""

@@ -157,8 +157,9 @@ class ActorGroup:
     async def discard_export(self, path: str) -> None:
         await self._call(TrainWorker.discard_export, [(path,)], actors=self.actors[:1])
 
-    async def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> None:
-        await self.broadcast(TrainWorker.move, parts, to)
+    async def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> int:
+        """Bytes, of all ranks."""
+        return sum(await self.broadcast(TrainWorker.move, parts, to))
 
     async def vitals(self) -> list[int]:
         """Host memory of each rank in bytes."""

@@ -22,6 +22,7 @@ from skyrl_actors.jobs.rollouts import Chat, Rollout, answers_only, roll_out, ro
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec, Role
 from skyrl_actors.messages.paths import model_id_for, sampler_id_for
 
@@ -35,6 +36,8 @@ class Watcher(Protocol):
     def iteration(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def evaluated(self, step: int, accuracy: float, rollouts: Sequence[Rollout]) -> None: ...
+
+    def warned(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ class PpoJob:
             batch, reference = await self._score(rollouts)
         with self._timed("advantages"):
             metrics = self._advantages(batch, reference)
+            self._check_mismatch(step, metrics["logprob_mismatch"])
         with self._timed("update"):
             metrics |= await self._update(batch, step)
         with self._timed("transfer"):
@@ -179,6 +183,14 @@ class PpoJob:
             "logprob_mismatch_max": float(np.max(np.abs(engine - flat(batch.logprobs)))),
             "answer_tokens": float(np.mean([len(r.answer) for r in batch.rollouts])),
         }
+
+    def _check_mismatch(self, step: int, mismatch: float) -> None:
+        """Raises InternalError beyond mismatch_stop: updates would learn from the difference of two programs."""
+        stop, text = self.config.mismatch_stop, f"iteration {step}: engine and trainer differ by {mismatch:.2g} nats a token"
+        if stop is not None and mismatch > stop:
+            raise InternalError(f"{text}, more than job.mismatch_stop {stop:g}; this iteration's samples were not learned from")
+        if mismatch > self.config.mismatch_warn:
+            self.watcher.warned(f"{text} (job.mismatch_warn {self.config.mismatch_warn:g})")
 
     async def _update(self, batch: Batch, step: int) -> dict[str, float]:
         """All epochs of critic and policy; the two groups work at the same time."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_actors.messages.model import AdamParams
-from skyrl_actors.workers.state import MOMENTS, adam_group
+from skyrl_actors.workers.state import MOMENTS, adam_group, placed
 
 BLOCK = 256
 SMALLEST = 4096  # vectors that are shorter keep float32 moments
@@ -62,7 +62,7 @@ class FlatAdamW8bit:
         self._parameter.grad, self._parameter.data = None, weights
 
     def move(self, device: torch.device) -> None:
-        self._state.update({key: value.to(device) for key, value in self._state.items() if torch.is_tensor(value)})
+        self._state.update({key: placed(value, device) for key, value in self._state.items() if torch.is_tensor(value)})
 
 
 def decoded(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.packing import ATTENTION
+from skyrl_actors.workers.state import placed
 
 
 class BaseModel(Network):
@@ -48,4 +49,4 @@ class BaseModel(Network):
 
     def move(self, device: torch.device) -> None:
         for parameter in self.own.values():
-            parameter.data = parameter.data.to(device)
+            parameter.data = placed(parameter.data, device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from skyrl_actors.messages.model import AdamParams, OptimizerName
 from skyrl_actors.workers import optimizers
 from skyrl_actors.workers.optimizers import FlatOptimizer
-from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm
+from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm, placed
 from skyrl_actors.workers.tensor_files import Source, whole
 
 Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place
@@ -167,9 +167,9 @@ class FlatState:
         """Move one part between host and device; views keep pointing at the moved vector."""
         if part == "weights":
             self._detach_gradients()
-            self.weights = self.weights.to(device)
+            self.weights = placed(self.weights, device)
             if self._lower is not None:
-                self._lower = self._lower.to(device)
+                self._lower = placed(self._lower, device)
             for name, view in self.split(self._computed_with).items():
                 self.views[name].data = view
             if self.optimizer:
@@ -177,9 +177,9 @@ class FlatState:
             self._attach_gradients()
         elif part == "gradients" and self.gradients is not None:
             self._detach_gradients()
-            self.gradients = self.gradients.to(device)
+            self.gradients = placed(self.gradients, device)
             if self._lower_gradients is not None:
-                self._lower_gradients = self._lower_gradients.to(device)
+                self._lower_gradients = placed(self._lower_gradients, device)
             self._attach_gradients()
         elif part == "optimizer" and self.optimizer:
             self.optimizer.move(device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from skyrl_actors.messages.model import AdamParams, OptimizerName
 from skyrl_actors.workers.adamw8bit import FlatAdamW8bit
-from skyrl_actors.workers.state import MOMENTS, adam_group
+from skyrl_actors.workers.state import MOMENTS, adam_group, placed
 
 NOT_HIDDEN = ("embed_tokens", "lm_head", "value_head")
 
@@ -69,7 +69,7 @@ class FlatAdamW:
 
     def move(self, device: torch.device) -> None:
         for state in self._inner.state.values():
-            state.update({key: value.to(device) for key, value in state.items()})
+            state.update({key: placed(value, device) for key, value in state.items()})
 
 
 class FlatMuon:
@@ -132,7 +132,7 @@ class FlatMuon:
     def move(self, device: torch.device) -> None:
         for inner in (self._muon, self._adamw):
             for state in inner.state.values() if inner else ():
-                state.update({key: value.to(device) for key, value in state.items()})
+                state.update({key: placed(value, device) for key, value in state.items()})
 
 
 def _is_hidden(name: str, shape: tuple[int, ...]) -> bool:

@@ -238,10 +238,11 @@ class TorchWorker:
         else:
             Path(path).unlink(missing_ok=True)
 
-    def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> None:
-        """On a GPU, move parts of all models (and the base with "weights") between device and host memory."""
+    def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> int:
+        """On a GPU, move parts of all models (and the base with "weights") between device and host memory; returns bytes."""
         if self.device.type == "cpu":
-            return
+            return 0
+        before = torch.cuda.memory_allocated()
         target = self.device if to == "device" else torch.device("cpu")
         if "weights" in parts:
             self.holding.move_base(target)
@@ -250,8 +251,11 @@ class TorchWorker:
                 model.network.move(target)
             for part in parts:
                 model.state.move(part, target)
+        torch.cuda.synchronize()
+        moved = abs(torch.cuda.memory_allocated() - before)
         if to == "host":
             torch.cuda.empty_cache()
+        return moved
 
     def read_files(self, path: str) -> dict[str, bytes]:
         source = Path(path)

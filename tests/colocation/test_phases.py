@@ -41,11 +41,12 @@ class Recorder:
         self.moves: list[str] = []
         self.failing = failing
 
-    async def move(self, move: Move, to: Phase) -> None:
+    async def move(self, move: Move, to: Phase) -> int:
         await asyncio.sleep(0)
         if str(move) == self.failing:
             raise InternalError("no memory")
         self.moves.append(str(move))
+        return BYTES[move.part]
 
 
 async def test_a_failing_move_breaks_the_keeper_and_is_named():
@@ -66,8 +67,9 @@ async def test_a_failing_move_breaks_the_keeper_and_is_named():
 
 async def test_a_hanging_move_has_a_deadline():
     class Hanging:
-        async def move(self, move: Move, to: Phase) -> None:
+        async def move(self, move: Move, to: Phase) -> int:
             await asyncio.Event().wait()
+            return 0
 
     keeper = PhaseKeeper(Hanging(), Phase.TRAIN, timeout_s=0.05)
     with pytest.raises(InternalError, match="'free gradients' took longer than"):
@@ -90,6 +92,12 @@ async def test_same_phase_is_shared_and_moves_happen_once():
 
     await asyncio.gather(*(work() for _ in range(5)))
     assert most == 5
+    (entered,) = keeper.timeline
+    assert entered.phase == "SAMPLE" and [(name, size) for name, _, size in entered.moves] == [
+        ("free gradients", 4), ("free train weights", 4), ("load engine weights", 4), ("load KV cache", 16),
+    ]  # fmt: skip
+    assert entered.seconds >= sum(seconds for _, seconds, _ in entered.moves)
+    assert keeper.seconds_in()["SAMPLE"] >= 0.01 and keeper.seconds_in()["TRAIN"] >= 0
     assert recorder.moves == ["free gradients", "free train weights", "load engine weights", "load KV cache"]
 
 

@@ -1,6 +1,7 @@
 """Two ranks, two engines, real Ray: every transport moves the same weights, and a sampler keeps those it was made of."""
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,11 @@ import ray
 
 from skyrl_actors import losses
 from skyrl_actors.backends.ray_backend import RayBackend
+from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PretrainedBase, RestartConfig
-from skyrl_actors.config.transfers import DiskTransfer, GlooTransfer, ObjectStoreTransfer, ShmTransfer
+from skyrl_actors.config.transfers import DiskTransfer, GlooTransfer, LogprobCheck, ObjectStoreTransfer, ShmTransfer
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.turn import Turn
@@ -75,7 +78,7 @@ def config_for(base: Path, folder: Path) -> ClusterConfig:
     return ClusterConfig(
         name="transports", base_model=PretrainedBase(name="tiny", path=base), policy=GroupConfig(num_ranks=2, microbatch_tokens=64),
         critic=None, engine=EngineConfig(num_engines=2, kv_cache_bytes=32 * 2**20, max_num_seqs=16), lora=LoraConfig(max_rank=8),
-        transfer=ShmTransfer(folder=folder, checksums=True), restart=RestartConfig(standbys=0),
+        transfer=ShmTransfer(folder=folder, checksums=True), logprob_check=LogprobCheck(action="refuse"), restart=RestartConfig(standbys=0),
     )  # fmt: skip
 
 
@@ -106,7 +109,23 @@ async def test_every_transport_brings_the_same_weights(local_ray, random_base: P
         for number, (weights, wanted) in enumerate(pinned[:2]):  # what was frozen first, five steps and more ago
             np.testing.assert_allclose(await sampled(backend, weights, 100 + number, 2), wanted, atol=1e-4)
         assert float(np.abs(pinned[0][1] - await full.logprobs()).max()) > 0.1
+        for here, there in itertools.product(Phase, Phase):  # all moves, on real engines
+            async with backend._keeper.hold(here):
+                pass
+            async with backend._keeper.hold(there):
+                pass
+        np.testing.assert_allclose(await sampled(backend, *pinned[0][:1], 150, 2), pinned[0][1], atol=1e-4)
         status = await backend.status()
+        freed = [size for entered in status["phase_timeline"] for name, _, size in entered["moves"] if name == "free KV cache"]
+        assert len(status["phase_timeline"]) == 50 and status["seconds_in_phase"]["SAMPLE"] > 0 and freed
+        differences = status["logprob_differences"]
+        assert len(differences) >= 2 * len(transports) and 0 < max(differences) < 1e-4
+        wrong = await full.freeze("full@wrong")
+        agreement = backend.engines.agreement
+        agreement.expect("full@wrong", agreement._expected["full@wrong"] + 0.01)
+        with pytest.raises(InternalError, match=r"and the trainer differ by 0\.01 nats a token on full@wrong"):
+            await sampled(backend, wrong, 200)
+        assert agreement.exceeded
         assert [engine["state"] for engine in status["engines"]] == ["HEALTHY", "HEALTHY"]
     finally:
         await backend.close()

@@ -155,9 +155,10 @@ class Devices:
         self.chance = chance
         self.resident = set(RESIDENT[Phase.TRAIN])
 
-    async def move(self, move: Move, to: Phase) -> None:
+    async def move(self, move: Move, to: Phase) -> int:
         await asyncio.sleep(self.chance.random() * 0.01)
         (self.resident.add if move.action == "load" else self.resident.discard)(move.part)
+        return 0
 
 
 class SimBackend:
