@@ -75,28 +75,37 @@ def offline_round(child: subprocess.Popen[str]) -> float:
             return float(line)
 
 
+def tokens_per_s(sampler: tinker.SamplingClient, inputs: list[types.ModelInput], params: types.SamplingParams) -> float:
+    started = time.perf_counter()
+    futures = [sampler.sample(p, 1, params) for p in inputs]
+    count = sum(len(f.result().sequences[0].tokens) for f in futures)
+    return count / (time.perf_counter() - started)
+
+
 def main() -> None:
     inputs = [types.ModelInput.from_ints(p) for p in prompts()]
     params = types.SamplingParams(max_tokens=TOKENS, temperature=1.0, stop=[])
-    ours, theirs = [], []
+    ours, theirs, adapted = [], [], []
     with service("base_model.warmup_steps=0"), tinker.ServiceClient() as client:
         sampler = client.create_sampling_client(base_model="skyrl-actors/tiny").result()
+        model = client.create_lora_training_client("skyrl-actors/tiny", rank=8).result()
+        with_adapter = model.save_weights_and_get_sampling_client().result()
         child = start_offline()
         try:
             for i in range(ROUNDS + 1):
-                started = time.perf_counter()
-                futures = [sampler.sample(p, 1, params) for p in inputs]
-                count = sum(len(f.result().sequences[0].tokens) for f in futures)
-                took = time.perf_counter() - started
+                rate = tokens_per_s(sampler, inputs, params)
+                slower = tokens_per_s(with_adapter, inputs, params)
                 other = offline_round(child)
                 if i >= 1:
-                    ours.append(count / took)
+                    ours.append(rate)
+                    adapted.append(slower)
                     theirs.append(PROMPTS * TOKENS / other)
         finally:
             child.kill()
             child.wait()
     emit("sampling", {
         "service_tokens_per_s": round(statistics.median(ours)), "offline_tokens_per_s": round(statistics.median(theirs)),
+        "lora_tokens_per_s": round(statistics.median(adapted)), "lora_ratio": round(statistics.median(adapted) / statistics.median(ours), 3),
         "service_ratio": round(statistics.median(ours) / statistics.median(theirs), 3),
         "prompts": PROMPTS, "tokens": TOKENS, "rounds": ROUNDS,
     })  # fmt: skip

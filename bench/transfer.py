@@ -1,58 +1,121 @@
-"""Seconds to move all weights of a full fine-tune from trainer to engine, against a plain memory copy of the same bytes.
+"""Seconds to move all weights of a 100M-parameter float32 model, and an adapter, from a training rank into a vLLM engine.
 
-publish = SDK call to answer, while the trainer writes its weights into shared memory; load = the engine wakes, maps, repacks and swaps them.
+    python -m bench.transfer
+
+One JSON line, medians. shm_s: freezing the version in shared memory, and the engine's load of it. repack_s: the engine loading again what
+it has mapped already, which is vLLM's own work on its layers. shm_ratio: the rest of shm_s, against a plain copy of the
+same bytes. gloo_s: freezing, and a broadcast by TCP in buckets. lora_ms: an adapter of rank 16 written and added.
+Checksums are off here; with them: shm_checked_s.
 """
 
-import json
+import asyncio
+import os
+import shutil
 import statistics
-import subprocess
-import sys
+import tempfile
 import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
-import numpy as np
-import tinker
-from tinker import types
+from skyrl_actors.backends.environment import actor_environment
+from skyrl_actors.config.cluster import ClusterConfig
 
-from bench.harness import NAME, ROOT, emit, service
+ROUNDS = 5
+SHAPE = {
+    "vocab_size": 32_768, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 512, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
 
-ROUNDS = 7
+
+def make_base(folder: Path) -> None:
+    """Random weights; the tokenizer of the tiny model, as nothing is decoded."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from bench.harness import base_folder
+
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base_folder()).save_pretrained(folder)
 
 
-def load_seconds() -> list[float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "skyrl_actors", "status", "--name", NAME, "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)["weight_load_seconds"]
+async def seconds(work: Callable[[int], Awaitable[None]]) -> float:
+    """Median, behind one that warms up."""
+    found: list[float] = []
+    for number in range(ROUNDS + 1):
+        started = time.perf_counter()
+        await work(number)
+        found.append(time.perf_counter() - started)
+    return statistics.median(found[1:])
+
+
+async def measure(base: Path, work: Path) -> dict[str, float]:
+    import numpy as np
+
+    from skyrl_actors.engines.interface import EngineSpec
+    from skyrl_actors.engines.vllm_engine import VllmEngine
+    from skyrl_actors.messages.model import LoraSpec, ModelSpec
+    from skyrl_actors.messages.weights import WeightStream
+    from skyrl_actors.workers.interface import WorkerSpec
+    from skyrl_actors.workers.torch_worker import TorchWorker
+
+    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 512, 60.0))
+    worker.setup("127.0.0.1", 0)
+    worker.create_model(ModelSpec("full", "b"))
+    worker.create_model(ModelSpec("lora", "b", lora=LoraSpec(16, train_unembed=False)))
+    engine = VllmEngine(EngineSpec("e", str(base), "cpu", "float32", 256, 8, 512, 64 * 2**20, 2, 16, 8, True, 120.0))
+    await engine.start()
+
+    def frozen(version: str, checksums: bool = False):
+        manifest = worker.export_weights("full", str(work / version), version, checksums)
+        assert manifest is not None
+        return manifest
+
+    kept = frozen("kept")
+
+    async def shm(number: int, checksums: bool = False) -> None:
+        manifest = frozen(f"full@{number}", checksums)
+        await engine.load_full(manifest.version, (manifest,))
+        worker.discard_export(manifest.path)
+
+    async def gloo(number: int) -> None:
+        manifest = frozen(f"full@{number}")
+        asked = WeightStream("", 0, 2, "gloo", 64 * 2**20, 60.0)
+        await engine.load_full(manifest.version, (manifest,), (worker.open_stream(manifest, asked),))
+        worker.discard_export(manifest.path)
+
+    async def repack(number: int) -> None:
+        await engine.load_full("kept", (kept,))
+
+    async def lora(number: int) -> None:
+        manifest = worker.export_weights("lora", str(work / f"lora@{number}"), f"lora@{number}", False)
+        assert manifest is not None
+        await engine._lora_request(manifest)
+
+    source, target = np.ones(kept.num_bytes, np.uint8), np.zeros(kept.num_bytes, np.uint8)
+
+    async def copy(number: int) -> None:
+        np.copyto(target, source)
+
+    shm_s, repack_s, copy_s = await seconds(shm), await seconds(repack), await seconds(copy)
+    checked_s, gloo_s, lora_s = await seconds(lambda n: shm(n, True)), await seconds(gloo), await seconds(lora)
+    await engine.stop()
+    return {
+        "bytes": kept.num_bytes, "shm_ratio": round((shm_s - repack_s) / copy_s, 2), "shm_s": round(shm_s, 3), "repack_s": round(repack_s, 3),
+        "copy_s": round(copy_s, 3), "shm_checked_s": round(checked_s, 3), "gloo_s": round(gloo_s, 3), "lora_ms": round(lora_s * 1000, 1), "rounds": ROUNDS,
+    }  # fmt: skip
 
 
 def main() -> None:
-    publish, copies = [], []
-    with service("base_model.warmup_steps=0"), tinker.ServiceClient() as client:
-        model = client.create_lora_training_client("skyrl-actors/tiny", rank=0).result()
-        prompt = types.ModelInput.from_ints([1, 2, 3])
-        for _ in range(ROUNDS):
-            started = time.perf_counter()
-            sampler = model.save_weights_and_get_sampling_client().result()
-            publish.append(time.perf_counter() - started)
-            sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
-            num_bytes = 4 * 2_128_064
-            source = np.ones(num_bytes, np.uint8)
-            target = np.empty_like(source)
-            target[:] = 0
-            started = time.perf_counter()
-            np.copyto(target, source)
-            copies.append(time.perf_counter() - started)
-        loads = load_seconds()
-    emit("transfer", {
-        "bytes": num_bytes, "publish_s": round(statistics.median(publish), 5), "engine_load_s": round(statistics.median(loads), 5),
-        "memory_copy_s": round(statistics.median(copies), 6),
-        "transfer_over_copy": round((statistics.median(publish) + statistics.median(loads)) / statistics.median(copies), 1),
-        "rounds": ROUNDS,
-    })  # fmt: skip
+    os.environ |= actor_environment(ClusterConfig()) | {"OMP_NUM_THREADS": "1"}  # before torch is imported
+    from bench.harness import emit
+
+    work = Path(tempfile.mkdtemp(prefix="bench-transfer-", dir="/dev/shm"))
+    try:
+        make_base(work / "base")
+        emit("transfer", asyncio.run(measure(work / "base", work)))
+    finally:
+        shutil.rmtree(work)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,14 @@ Ray reads these variables when it starts, so they belong into the environment of
 """
 
 import hashlib
+import os
 import resource
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from skyrl_actors.commands import haproxy_launcher
 from skyrl_actors.config.cluster import ClusterConfig
@@ -68,3 +72,13 @@ def closing(name: str) -> None:
     """From now on a HAProxy that dies stays dead."""
     if folder(name).exists():
         (folder(name) / haproxy_launcher.CLOSING).touch()
+
+
+def wait_for_end(name: str, timeout_s: float = 5.0) -> None:
+    """HAProxy processes of this service on this machine: one that was replaced goes on for what it still serves."""
+    own = str(folder(name))
+    mine = [p for p in psutil.process_iter(["cmdline"]) if any(own in word for word in p.info["cmdline"] or ())]
+    _, alive = psutil.wait_procs([p for p in mine if p.pid != os.getpid()], timeout_s)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

@@ -257,6 +257,7 @@ def stop(name: str) -> None:
     if state["started_ray"]:
         end_ray_session(state["marks"])
         cluster.forget_ray_address()
+        haproxy.wait_for_end(name)
     if "transfer" in state:
         cluster.remove_folder(Path(state["transfer"]))
     cluster.remove_folder(haproxy.folder(name))

@@ -1,0 +1,203 @@
+"""Phases, transfer and agreement on a GPU: trainer offload, bucket packing, memory shared by two processes, and vLLM's sleep,
+wake and weight load beside a trainer.
+
+    bench/gpu/run.sh [--tiny]
+
+Random weights in the shapes of Qwen3 0.5B, 4B and 8B. What is not installed is skipped, and said.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from skyrl_actors.backends.environment import actor_environment
+from skyrl_actors.config.cluster import ClusterConfig, PlacementConfig
+from skyrl_actors.workers.state import placed
+
+ROUNDS = 3
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "head_dim": 128, "vocab_size": 151_936},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "head_dim": 128, "vocab_size": 151_936},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "head_dim": 128, "vocab_size": 151_936},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32, "vocab_size": 512},
+}  # fmt: skip
+
+
+class Bench:
+    def __init__(self, tiny: bool):
+        self.on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda" if self.on_gpu else "cpu")
+        self.bytes = 2**22 if tiny else 4 * 2**30
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """Median, behind one that warms up."""
+        found: list[float] = []
+        for _ in range(ROUNDS + 1):
+            self.finish()
+            started = time.perf_counter()
+            work()
+            self.finish()
+            found.append(time.perf_counter() - started)
+        return statistics.median(found[1:])
+
+    def finish(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def offload(self) -> dict[str, float]:
+        """GB/s from the device into pinned memory and back, by the code that moves a trainer's state."""
+        here = torch.ones(self.bytes // 4, device=self.device)
+        there = placed(here, torch.device("cpu"))
+        down = self.seconds(lambda: placed(here, torch.device("cpu")))
+        up = self.seconds(lambda: placed(there, self.device))
+        return {"offload_gb_per_s": self._rate(down), "onload_gb_per_s": self._rate(up)}
+
+    def packing(self) -> dict[str, float]:
+        """GB/s of laying tensors of a layer side by side in one bucket."""
+        parts = [torch.ones(self.bytes // 64, device=self.device, dtype=torch.uint8) for _ in range(64)]
+        bucket = torch.empty(sum(part.numel() for part in parts), device=self.device, dtype=torch.uint8)
+        return {"packing_gb_per_s": self._rate(self.seconds(lambda: torch.cat(parts, out=bucket)))}
+
+    def sharing(self) -> dict[str, float]:
+        """Seconds until a second process has copied a tensor of this one, by handle (CUDA IPC)."""
+        context = multiprocessing.get_context("spawn")
+        to_child, from_child = context.Queue(), context.Queue()
+        child = context.Process(target=_copy_what_comes, args=(to_child, from_child), daemon=True)
+        child.start()
+        shared = torch.ones(self.bytes, device=self.device, dtype=torch.uint8)
+
+        def once() -> None:
+            to_child.put(shared)
+            assert from_child.get(timeout=120) == shared.numel()
+
+        took = self.seconds(once)
+        to_child.put(None)
+        child.join(30)
+        return {"ipc_gb_per_s": self._rate(took)}
+
+    def _rate(self, took: float) -> float:
+        return round(self.bytes / took / 1e9, 2)
+
+
+def _copy_what_comes(arriving: Any, answers: Any) -> None:
+    while (tensor := arriving.get()) is not None:
+        own: Tensor = tensor.clone()
+        if own.is_cuda:
+            torch.cuda.synchronize()
+        answers.put(own.numel())
+
+
+def make_base(name: str, folder: Path, dtype: torch.dtype) -> None:
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+    from bench.harness import base_folder
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **SHAPES[name], num_key_value_heads=2 if name == "tiny" else 8, max_position_embeddings=512, tie_word_embeddings=False,
+        eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base_folder()).save_pretrained(folder)
+
+
+async def engine(name: str, bench: Bench, work: Path) -> dict[str, Any]:
+    """Sleep, wake, load and agreement of one shape, engine and trainer on the same device."""
+    import numpy as np
+
+    from skyrl_actors.engines.interface import EngineSpec
+    from skyrl_actors.engines.vllm_engine import VllmEngine
+    from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+    from skyrl_actors.messages.model import LossCall, ModelSpec
+    from skyrl_actors.messages.requests import SamplingParams
+    from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec
+    from skyrl_actors.workers.torch_worker import TorchWorker
+
+    dtype, kind = ("bfloat16", "gpu") if bench.on_gpu else ("float32", "cpu")
+    base = work / name
+    make_base(name, base, getattr(torch, dtype))
+    kv_bytes = 8 * 2**30 if bench.on_gpu else 64 * 2**20
+    served = VllmEngine(EngineSpec("e", str(base), kind, dtype, 512, 16, 2048, kv_bytes, 2, 16, 8, True, 600.0))  # type: ignore[arg-type]
+    await served.start()
+    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base), dtype, kind, 2, 2048, 600.0, preload=False))  # type: ignore[arg-type]
+    worker.setup("127.0.0.1", 0)
+    worker.create_model(ModelSpec("full", "b"))
+    tokens = np.random.default_rng(0).integers(0, 512, 64).astype(np.int32)
+    row = columns_from([Example(tokens[:-1], {TARGETS: tokens[1:]})])
+    found: dict[str, list[float]] = {}
+
+    def note(what: str, started: float) -> None:
+        found.setdefault(what, []).append(time.perf_counter() - started)
+
+    difference = 0.0
+    for number in range(ROUNDS):
+        started = time.perf_counter()
+        await served.sleep(2)
+        note("sleep_s", started)
+        started = time.perf_counter()
+        worker.move(("weights", "gradients"), "device")
+        note("onload_s", started)
+        (output,) = worker.forward_backward((PartCall("full", (0,), row, LossCall("cross_entropy", {})),), True)
+        assert isinstance(output, RowOutput)
+        started = time.perf_counter()
+        manifest = worker.export_weights("full", str(work / f"{name}@{number}"), f"{name}@{number}", False)
+        assert manifest is not None
+        worker.move(("gradients", "weights"), "host")
+        note("freeze_and_offload_s", started)
+        started = time.perf_counter()
+        await served.wake("weights")
+        await served.load_full(manifest.version, (manifest,))
+        await served.wake("kv_cache")
+        note("wake_and_load_s", started)
+        worker.discard_export(manifest.path)
+        params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
+        sampled = await served.sample(f"r{number}", tuple(tokens.tolist()), params, None, manifest.version)
+        assert sampled.prompt_logprobs is not None
+        difference = float(np.abs(sampled.prompt_logprobs[1:] - output.values).mean())
+    await served.stop()
+    medians = {what: round(statistics.median(values), 4) for what, values in found.items()}
+    return {**medians, "switch_s": round(sum(medians.values()), 4), "mean_logprob_difference": float(f"{difference:.3g}")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script on any machine")
+    options = parser.parse_args()
+    bench = Bench(options.tiny)
+    if not options.tiny and not bench.on_gpu:
+        raise SystemExit("no CUDA device here; --tiny tries the script with small shapes")
+    device: Any = "gpu" if bench.on_gpu else "cpu"
+    os.environ |= actor_environment(ClusterConfig(placement=PlacementConfig(device=device)))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    result: dict[str, Any] = bench.offload() | bench.packing() | bench.sharing()
+    if find_spec("vllm") is None:
+        print("skipped: sleep, wake, load and agreement, as vllm is not installed")
+    else:
+        work = Path(tempfile.mkdtemp(prefix="bench-engines-", dir="/dev/shm"))
+        try:
+            for name in ("tiny",) if options.tiny else ("0.5B", "4B", "8B"):
+                result[name] = asyncio.run(engine(name, bench, work))
+        finally:
+            shutil.rmtree(work)
+    if options.tiny:
+        print(result)  # no figure of any worth
+        return
+    from bench.harness import emit
+
+    emit("gpu_engines", result | {"device": torch.cuda.get_device_name()})
+
+
+if __name__ == "__main__":
+    main()
