@@ -4,7 +4,8 @@
 
 One JSON line, medians. shm_s: freezing the version in shared memory, and the engine's load of it. repack_s: the engine loading again what
 it has mapped already, which is vLLM's own work on its layers. shm_ratio: the rest of shm_s, against a plain copy of the
-same bytes. gloo_s: freezing, and a broadcast by TCP in buckets. lora_ms: an adapter of rank 16 written and added.
+same bytes into memory that is new, as a version's is (copy_s; warm_copy_s into memory that was used before). Deleting versions is not
+counted: it happens when they are no longer wanted. gloo_s: freezing, and a broadcast by TCP in buckets. lora_ms: an adapter of rank 16 written and added.
 Checksums are off here; with them: shm_checked_s.
 """
 
@@ -39,13 +40,14 @@ def make_base(folder: Path) -> None:
     AutoTokenizer.from_pretrained(base_folder()).save_pretrained(folder)
 
 
-async def seconds(work: Callable[[int], Awaitable[None]]) -> float:
-    """Median, behind one that warms up."""
+async def seconds(work: Callable[[int], Awaitable[None]], behind: Callable[[int], None] = lambda number: None) -> float:
+    """Median, behind one that warms up; what is done `behind` each is not counted."""
     found: list[float] = []
     for number in range(ROUNDS + 1):
         started = time.perf_counter()
         await work(number)
         found.append(time.perf_counter() - started)
+        behind(number)
     return statistics.median(found[1:])
 
 
@@ -76,13 +78,14 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
     async def shm(number: int, checksums: bool = False) -> None:
         manifest = frozen(f"full@{number}", checksums)
         await engine.load_full(manifest.version, (manifest,))
-        worker.discard_export(manifest.path)
+
+    def discard(number: int) -> None:
+        worker.discard_export(str(work / f"full@{number}"))
 
     async def gloo(number: int) -> None:
         manifest = frozen(f"full@{number}")
         asked = WeightStream("", 0, 2, "gloo", 64 * 2**20, 60.0)
         await engine.load_full(manifest.version, (manifest,), (worker.open_stream(manifest, asked),))
-        worker.discard_export(manifest.path)
 
     async def repack(number: int) -> None:
         await engine.load_full("kept", (kept,))
@@ -94,15 +97,19 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
 
     source, target = np.ones(kept.num_bytes, np.uint8), np.zeros(kept.num_bytes, np.uint8)
 
-    async def copy(number: int) -> None:
+    async def warm_copy(number: int) -> None:
         np.copyto(target, source)
 
-    shm_s, repack_s, copy_s = await seconds(shm), await seconds(repack), await seconds(copy)
-    checked_s, gloo_s, lora_s = await seconds(lambda n: shm(n, True)), await seconds(gloo), await seconds(lora)
+    async def copy(number: int) -> None:
+        np.copyto(np.empty_like(source), source)
+
+    shm_s, repack_s = await seconds(shm, discard), await seconds(repack)
+    copy_s, warm_copy_s = await seconds(copy), await seconds(warm_copy)
+    checked_s, gloo_s, lora_s = await seconds(lambda n: shm(n, True), discard), await seconds(gloo, discard), await seconds(lora)
     await engine.stop()
     return {
         "bytes": kept.num_bytes, "shm_ratio": round((shm_s - repack_s) / copy_s, 2), "shm_s": round(shm_s, 3), "repack_s": round(repack_s, 3),
-        "copy_s": round(copy_s, 3), "shm_checked_s": round(checked_s, 3), "gloo_s": round(gloo_s, 3), "lora_ms": round(lora_s * 1000, 1), "rounds": ROUNDS,
+        "copy_s": round(copy_s, 3), "warm_copy_s": round(warm_copy_s, 3), "shm_checked_s": round(checked_s, 3), "gloo_s": round(gloo_s, 3), "lora_ms": round(lora_s * 1000, 1), "rounds": ROUNDS,
     }  # fmt: skip
 
 

@@ -210,7 +210,7 @@ class GroupBuilder:
                 role, rank, group_config.num_ranks, base_folder, group_config.dtype, config.placement.device,
                 group_config.num_threads, group_config.microbatch_tokens, group_config.collective_timeout_s,
                 group_config.strategy, full_strategy, group_config.activations,
-                group_config.sequence_parallel, group_config.score_uncounted, group_config.preload,
+                group_config.sequence_parallel, group_config.score_uncounted, group_config.preload, config.engine.dtype,
             )
             for rank in range(len(self.slots))
         ]  # fmt: skip

@@ -38,6 +38,7 @@ class WorkerSpec:
     sequence_parallel: int = 1
     score_uncounted: bool = True
     preload: bool = True
+    export_dtype: str = "float32"  # of full weights on their way to engines
 
 
 @dataclass(frozen=True, slots=True)

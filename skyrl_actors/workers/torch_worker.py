@@ -187,8 +187,8 @@ class TorchWorker:
 
     def export_weights(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
-        writes = self.holding.writes
-        return self._gathering(model_id, lambda model: export.export(model, base, Path(path), version, writes, checksums))
+        writes, dtype = self.holding.writes, getattr(torch, self.spec.export_dtype)
+        return self._gathering(model_id, lambda model: export.export(model, base, Path(path), version, writes, checksums, dtype))
 
     def copy_state(self, model_id: str) -> int:
         self._forget_copies(model_id)  # one that was never written, because its controller died
