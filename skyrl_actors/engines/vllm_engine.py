@@ -42,6 +42,7 @@ class VllmEngine:
         self._awake = {"weights", "kv_cache"}
         self._running = 0
         self.partials = Partials()
+        self._processes: list[psutil.Process] = []
         self.dead = asyncio.Event()  # vLLM's own process ended
 
     async def start(self) -> None:
@@ -50,6 +51,7 @@ class VllmEngine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._loaded = BASE_VERSION
         loop = asyncio.get_running_loop()
+        self._processes = psutil.Process().children(recursive=True)
         for child in psutil.Process().children():
             threading.Thread(target=self._wait_for_end, args=(child, loop), daemon=True, name=f"watch-{child.pid}").start()
 
@@ -196,7 +198,9 @@ class VllmEngine:
         return max(0, await self._used_bytes() - before)
 
     async def _used_bytes(self) -> int:
-        return sum(await self.llm.collective_rpc("skyrl_used_bytes"))
+        if self.spec.device == "gpu":
+            return sum(await self.llm.collective_rpc("skyrl_used_bytes"))
+        return sum(_rss(process) for process in self._processes)
 
     async def status(self) -> EngineStatus:
         process = psutil.Process()

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -78,11 +77,9 @@ class Extension:
     model_runner: Any
 
     def skyrl_used_bytes(self) -> int:
-        """Memory of this worker's device that is taken: of the GPU, or of this process."""
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            return total - free
-        return psutil.Process().memory_info().rss
+        """Memory of this worker's GPU that is taken."""
+        free, total = torch.cuda.mem_get_info()
+        return total - free
 
     def skyrl_patch(self) -> list[str]:
         """Apply the patches of this vLLM release to the running worker; returns their names."""
