@@ -43,10 +43,10 @@ class ModelShape:
     def layer_parameters(self) -> int:
         return self.attention_parameters + self.mlp_parameters
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Of keys and values in 16 bits, all layers."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+    def kv_bytes_per_token(self, number_bytes: int, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> int:
+        """Of keys and values on one device."""
+        heads, layers = -(-self.kv_heads // tensor_parallel), -(-self.layers // pipeline_parallel)
+        return 2 * number_bytes * layers * heads * self.head_dim
 
     def lora_parameters(self, rank: int) -> int:
         """Of one adapter on every linear layer and the head; experts have none."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from skyrl_actors.backends.memory_demands import shape_in
 from skyrl_actors.config.cluster import ClusterConfig, PretrainedBase, TinyBase
 from skyrl_actors.messages.errors import ConfigError, InternalError
 
@@ -53,12 +54,26 @@ def check_base(folder: Path, config: ClusterConfig) -> None:
             raise ConfigError(
                 f"{role}.sequence_parallel {group.sequence_parallel} does not divide the {heads} attention heads of {folder.name}"
             )
+    if heads and words and shape.get("sliding_window") is None:
+        _check_longest(folder, config)
     if words and (folder / "tokenizer.json").is_file():
         known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(with_added_tokens=True)
         if known > words:
             raise ConfigError(
                 f"{folder.name}: its tokenizer has {known} tokens and its model {words}; this tokenizer belongs to another model"
             )
+
+
+def _check_longest(folder: Path, config: ClusterConfig) -> None:
+    """A sequence of the greatest length must fit the KV cache by itself."""
+    engine = config.engine
+    number_bytes = 4 if engine.dtype == "float32" else 2
+    token = shape_in(folder).kv_bytes_per_token(number_bytes, engine.tensor_parallel, engine.pipeline_parallel)
+    if token * engine.max_model_len > engine.kv_cache_bytes:
+        raise ConfigError(
+            f"engine.kv_cache_bytes {engine.kv_cache_bytes} holds {engine.kv_cache_bytes // token} tokens of {folder.name}, and "
+            f"engine.max_model_len is {engine.max_model_len}; raise the one to {token * engine.max_model_len} or lower the other"
+        )
 
 
 def _tiny(base: TinyBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None) -> Path:

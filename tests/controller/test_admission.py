@@ -51,6 +51,11 @@ def test_a_base_that_the_config_can_not_hold(random_base: Path, tmp_path: Path):
     check_base(random_base, config(2))
     with pytest.raises(ConfigError, match=r"policy\.sequence_parallel 3 does not divide the 4 attention heads"):
         check_base(random_base, config(3))
+    small = config(2).model_copy(update={"engine": EngineConfig(num_engines=2, kv_cache_bytes=2**20)})
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_bytes 1048576 holds 256 tokens of .*max_model_len is 512; raise the one to 2097152"
+    ):
+        check_base(random_base, small)
     shape = json.loads((random_base / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 256}))
     (tmp_path / "tokenizer.json").write_bytes((random_base / "tokenizer.json").read_bytes())
