@@ -46,7 +46,8 @@ class EngineAsk:
     adapters: int
     lora_rank: int
     graphs: bool
-    moves: bool
+    moves: bool  # its cache leaves the device between phases
+    weights_move: bool  # and so do its weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[Part]:
         add("full gradients", full * gradient, gradients, "full_strategy.stage=2", "*lora.max_full_models")
         where: frozenset[str] = frozenset() if ask.offloaded else optimizer
         add("full moments", full * moments, where, "full_strategy.offload_optimizer=true", "*lora.max_full_models")
-    add("activations", activation_bytes(ask, shape), frozenset({"TRAIN"}), "microbatch_tokens", "activations=recompute")
+    # Passes run in STEP too, where nothing is left of TRAIN to load.
+    add("activations", activation_bytes(ask, shape), frozenset({"TRAIN", "STEP"}), "microbatch_tokens", "activations=recompute")
     return parts
 
 
@@ -134,7 +136,7 @@ def activation_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
 
 
 def engine_parts(ask: EngineAsk, shape: ModelShape) -> list[Part]:
-    resident = frozenset({"SYNC", "SAMPLE"}) if ask.moves else ALL
+    resident = frozenset({"SYNC", "SAMPLE"}) if ask.weights_move else ALL
     sampling = frozenset({"SAMPLE"}) if ask.moves else ALL
     b = ask.weight_bytes
     adapters = ask.adapters * shape.lora_parameters(ask.lora_rank) * b / ask.devices
@@ -151,8 +153,10 @@ def engine_parts(ask: EngineAsk, shape: ModelShape) -> list[Part]:
     return parts
 
 
-def bucket_part(who: str, size: int) -> Part:
-    return Part(who, "transfer bucket", size, frozenset({"SYNC"}), ("transfer.bucket_bytes",))
+def bucket_part(who: str, bucket_bytes: int, shape: ModelShape, number_bytes: int) -> Part:
+    """Of a stream of weights: as large as asked for, or as the largest tensor."""
+    size = max(bucket_bytes, shape.vocab * shape.hidden * number_bytes)
+    return Part(who, "transfer bucket", size, frozenset({"SYNC", "SAMPLE"}), ("transfer.bucket_bytes",))
 
 
 def context_part(who: Iterable[str], on_gpu: bool) -> list[Part]:

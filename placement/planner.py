@@ -21,7 +21,7 @@ def plan(groups: Sequence[Sequence[Demand]], nodes: Sequence[Node], device: str)
     chosen: dict[int, list[str]] = {}
     for index in sorted(range(len(groups)), key=lambda i: -_block(groups[i])):
         group = groups[index]
-        chosen[index] = room.take(group[0].count, _block(group), _resources(group[0].device or device))
+        chosen[index] = room.take(group[0].count, _block(group), _width(group), _resources(group[0].device or device))
         if not chosen[index]:
             raise DoesNotFit(_arithmetic(groups, group, nodes, room, device))
     slots: list[Slot] = []
@@ -53,7 +53,7 @@ class _Room:
     def capacity(self, node: str, needs: dict[str, float]) -> int:
         return int(min(self._free[node][key] // amount for key, amount in needs.items()))
 
-    def take(self, count: int, block: int, needs: dict[str, float]) -> list[str]:
+    def take(self, count: int, block: int, width: int, needs: dict[str, float]) -> list[str]:
         """A node for each of `count` slots; empty, and nothing taken, when they do not fit."""
         blocks = {name: self.capacity(name, needs) // block for name in self._free}
         wanted = count // block
@@ -62,7 +62,11 @@ class _Room:
             fitting = [name for name in sizes if sizes[name] >= wanted]
             if fitting:
                 members = domains[min(fitting, key=lambda name: sizes[name])]
-                return self._fill(sorted(members, key=lambda node: -blocks[node]), blocks, wanted, block, needs)
+                members = sorted(members, key=lambda node: -blocks[node])
+                # Actors of several blocks stay on one node where they can; what is left of them is spread.
+                whole = self._fill(members, {n: blocks[n] * block // width for n in members}, count // width, width, needs)
+                left = {n: self.capacity(n, needs) // block for n in members}
+                return whole + self._fill(members, left, (count - len(whole)) // block, block, needs)
         return []
 
     def _fill(self, members: list[str], blocks: dict[str, int], wanted: int, block: int, needs: dict[str, float]) -> list[str]:
@@ -77,6 +81,10 @@ class _Room:
 
 def _block(group: Sequence[Demand]) -> int:
     return max(demand.block for demand in group)
+
+
+def _width(group: Sequence[Demand]) -> int:
+    return max(demand.width for demand in group)
 
 
 def _resources(device: str) -> dict[str, float]:

@@ -40,8 +40,10 @@ def cluster_nodes(free: bool = False) -> list[Node]:
     return list(found.values())
 
 
-async def reserve(plan: Plan, name: str, timeout_s: float, say: Callable[[str], None], detached: bool = False) -> PlacementGroup:
-    """Wait until all slots are held; each on the node that the plan names, where it names living ones.
+async def reserve(
+    plan: Plan, name: str, timeout_s: float, say: Callable[[str], None], detached: bool = False, pinned: bool = False
+) -> PlacementGroup:
+    """Wait until all slots are held; `pinned`, each on the node that the plan names (Ray can not move it to another then).
 
     Raises DoesNotFit at the deadline, with what the cluster has free, or when a node of the plan is gone; nothing is held then.
     `detached` slots outlive this process.
@@ -51,10 +53,9 @@ async def reserve(plan: Plan, name: str, timeout_s: float, say: Callable[[str], 
         return before
     lifetime = "detached" if detached else None
     ids = {node.name: node.ray_id for node in cluster_nodes()}
-    named = all(slot.node in ids for slot in plan.slots)
     group = placement_group(
         [slot.resources for slot in plan.slots], strategy="PACK", name=name, lifetime=lifetime,
-        bundle_label_selector=[{NODE_ID: ids[slot.node]} for slot in plan.slots] if named else None,  # type: ignore[arg-type]
+        bundle_label_selector=[{NODE_ID: ids[slot.node]} for slot in plan.slots] if pinned else None,  # type: ignore[arg-type]
     )  # fmt: skip
     say(f"waiting for {len(plan.slots)} {plan.device} slot(s) (placement group {name}, at most {timeout_s:.0f} s)")
     try:
@@ -69,8 +70,10 @@ async def reserve(plan: Plan, name: str, timeout_s: float, say: Callable[[str], 
 
 
 async def gpu_ids(plan: Plan, group: PlacementGroup, kind: str, timeout_s: float) -> dict[int, str]:
-    """Which GPU of its node each slot of a kind is, asked on the spot; empty where the plan has no GPUs."""
-    slots = plan.slots_of(kind) if plan.device == "GPU" else ()
+    """Which GPU of its node each slot of a kind is, asked on the spot, for actors that have all of theirs on one node; empty
+    where the plan has no GPUs."""
+    actors = plan.actors_of(kind) if plan.device == "GPU" else ()
+    slots = [slot for own in actors if len({slot.node for slot in own}) == 1 for slot in own]
 
     def own_id() -> str:
         return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
@@ -87,17 +90,22 @@ async def gpu_ids(plan: Plan, group: PlacementGroup, kind: str, timeout_s: float
     try:
         found = await asyncio.wait_for(asyncio.gather(*asked), timeout_s)
     except TimeoutError:
+        for ref in asked:
+            ray.cancel(ref)
         raise DoesNotFit(f"the GPUs of {kind} did not say their ids within {timeout_s:.0f} s") from None
     return {slot.index: each for slot, each in zip(slots, found, strict=True)}
 
 
 def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:
-    """Slots that an earlier process of this service reserved, if they are those of the plan; others are given back."""
+    """Slots that an earlier process of this service reserved, if they are those of the plan and their nodes live; others are
+    given back, and what runs in them ends."""
     try:
         group = get_placement_group(name)
     except ValueError:
         return None
-    if group.bundle_specs == [slot.resources for slot in plan.slots]:
+    living = {node.ray_id for node in cluster_nodes()}
+    where = placement_group_table(group)["bundles_to_node_id"].values()
+    if group.bundle_specs == [slot.resources for slot in plan.slots] and living.issuperset(where):
         return group
     remove_placement_group(group)
     return None

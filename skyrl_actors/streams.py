@@ -6,6 +6,7 @@ processes is made for each stream, so nothing that broke is ever used again.
 """
 
 import logging
+import socket
 import threading
 import zlib
 from collections.abc import Iterator
@@ -27,13 +28,20 @@ log = logging.getLogger(__name__)
 def open_stream(manifest: WeightManifest, asked: WeightStream, device: torch.device) -> WeightStream:
     """Begin to send; answers with the port that was free. Raises FileNotFoundError when the version is gone."""
     source = _mapped(manifest)
+    listening = socket.create_server((asked.host, 0))  # at this address only
+    port = listening.getsockname()[1]
     store = TCPStore(
-        asked.host, 0, asked.world_size, is_master=True, timeout=timedelta(seconds=asked.timeout_s), wait_for_workers=False
-    )
-    found = replace(asked, port=store.port)
-    arguments = (source, manifest, found, store, device)
+        asked.host, port, asked.world_size, is_master=True, timeout=timedelta(seconds=asked.timeout_s), wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )  # fmt: skip
+    found = replace(asked, port=port)
+    arguments = (source, manifest, found, store, _place(asked, device))
     threading.Thread(target=_send, args=arguments, daemon=True, name=f"stream-{manifest.version}").start()
     return found
+
+
+def _place(stream: WeightStream, device: torch.device) -> torch.device:
+    return device if stream.backend == "nccl" else torch.device("cpu")
 
 
 def _mapped(manifest: WeightManifest) -> Tensor:
@@ -44,11 +52,16 @@ def _mapped(manifest: WeightManifest) -> Tensor:
 
 def _send(source: Tensor, manifest: WeightManifest, stream: WeightStream, store: TCPStore, device: torch.device) -> None:
     try:
-        group = _group(store, stream, 0)
+        # A group is made when all are there: to make one with NCCL waits without end for who does not come.
+        store.wait([f"here/{rank}" for rank in range(1, stream.world_size)], timedelta(seconds=stream.timeout_s))
+        group = _group(store, stream, 0, stream.host)
         for wanted in buckets([t.num_bytes for t in manifest.tensors], stream.bucket_bytes):
             first, last = manifest.tensors[wanted[0]], manifest.tensors[wanted[-1]]
             bucket = source[first.offset_bytes : last.offset_bytes + last.num_bytes].to(device)
             group.broadcast([bucket], _from_first()).wait()
+        _finished(device)
+        # The group and the store end with this thread, so not before everybody has all.
+        store.wait([f"done/{rank}" for rank in range(1, stream.world_size)], timedelta(seconds=stream.timeout_s))
     except (RuntimeError, ValueError) as error:  # the other end tells whoever waits for these weights
         log.warning("the stream of %s broke: %s", manifest.version, error)
 
@@ -56,11 +69,13 @@ def _send(source: Tensor, manifest: WeightManifest, stream: WeightStream, store:
 def received(stream: WeightStream, tensors: list[TensorEntry], rank: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Named tensors in the order of the file, as worker `rank` (from 1 on). Raises InternalError when the sender is not
     there in time or bytes differ."""
+    device = _place(stream, device)
     try:
         store = TCPStore(
             stream.host, stream.port, stream.world_size, is_master=False, timeout=timedelta(seconds=stream.timeout_s)
         )
-        group = _group(store, stream, rank)
+        store.set(f"here/{rank}", "1")
+        group = _group(store, stream, rank, _own_address(stream))
         for wanted in buckets([t.num_bytes for t in tensors], stream.bucket_bytes):
             start = tensors[wanted[0]].offset_bytes
             size = tensors[wanted[-1]].offset_bytes + tensors[wanted[-1]].num_bytes - start
@@ -68,10 +83,25 @@ def received(stream: WeightStream, tensors: list[TensorEntry], rank: int, device
             group.broadcast([bucket], _from_first()).wait()
             for entry in (tensors[i] for i in wanted):
                 yield entry.name, tensor_in(bucket, entry, start)
+        _finished(device)
+        store.set(f"done/{rank}", "1")
     except (RuntimeError, ValueError) as error:
         raise InternalError(
             f"the trainer's stream from {stream.host}:{stream.port} broke, or was not there within {stream.timeout_s:.0f} s: {error}"
         ) from error
+
+
+def _finished(device: torch.device) -> None:
+    """NCCL's wait orders the device's work and does not wait for it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _own_address(stream: WeightStream) -> str:
+    """Of this host, as the sender's host is reached from it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((stream.host, stream.port))
+        return probe.getsockname()[0]
 
 
 def tensor_in(content: Tensor, entry: TensorEntry, start: int = 0) -> Tensor:
@@ -83,13 +113,17 @@ def tensor_in(content: Tensor, entry: TensorEntry, start: int = 0) -> Tensor:
     return own.view(dtype).view(entry.shape)
 
 
-def _group(store: TCPStore, stream: WeightStream, rank: int) -> Any:
+def _group(store: TCPStore, stream: WeightStream, rank: int, address: str) -> Any:
     prefixed, deadline = PrefixStore("weights", store), timedelta(seconds=stream.timeout_s)
     if stream.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = deadline
         return dist.ProcessGroupNCCL(prefixed, rank, stream.world_size, options)
-    return ProcessGroupGloo(prefixed, rank, stream.world_size, deadline)
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # By address: the host's own name may stand for the loopback device.
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = deadline
+    return ProcessGroupGloo(prefixed, rank, stream.world_size, options)
 
 
 def _from_first() -> dist.BroadcastOptions:

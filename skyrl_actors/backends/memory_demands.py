@@ -10,6 +10,7 @@ from placement.memory import (
     MemoryPlan,
     Part,
     TrainerAsk,
+    bucket_part,
     complaints,
     context_part,
     engine_parts,
@@ -19,6 +20,7 @@ from placement.shape import ModelShape, shape_of
 from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
+from skyrl_actors.config.transfers import NcclTransfer
 from skyrl_actors.messages.errors import ConfigError
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
@@ -44,9 +46,14 @@ def memory_plan(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: lis
     ask = EngineAsk(
         engine.num_devices, NUMBER_BYTES[engine.dtype], engine.kv_cache_bytes,
         max(engine.max_num_batched_tokens, engine.max_model_len), engine.max_num_seqs, engine.max_loras, config.lora.max_rank,
-        on_gpu and not engine.enforce_eager, config.placement.shares("engine"),
+        on_gpu and not engine.enforce_eager, config.placement.shares("engine"), on_gpu and config.placement.shares("engine"),
     )  # fmt: skip
-    groups.setdefault("shared" if config.placement.shares("engine") else "engine", []).extend(engine_parts(ask, shape))
+    own = groups.setdefault("shared" if config.placement.shares("engine") else "engine", [])
+    own.extend(engine_parts(ask, shape))
+    if isinstance(config.transfer, NcclTransfer):  # gloo's buckets are in host memory
+        size, number = config.transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
+        own.append(bucket_part("engine", size, shape, number))
+        groups["policy"].append(bucket_part("policy", size, shape, number))
     named: dict[str, tuple[Part, ...]] = {}
     for parts in groups.values():
         who = list(dict.fromkeys(part.who for part in parts))

@@ -1,10 +1,10 @@
 """Slots for a config on the Ray cluster that is there: planned, proven to have the memory, reserved."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from placement.reserve import cluster_nodes, gpu_ids, placed_on, reserve
 from placement.types import DoesNotFit, Plan
@@ -19,24 +19,28 @@ async def reserved_site(
 ) -> tuple[Plan, PlacementGroup, dict[int, str]]:
     """The plan as it was placed, its slots, and the ids of GPUs of engines that have several.
 
-    Raises ConfigError, with nothing held, when the config does not fit this cluster."""
+    Raises ConfigError, with nothing held, when the config does not fit this cluster.
+    """
     nodes = cluster_nodes()
     plan = plan_for(config, nodes)
     _, complaints = checked(config, shape_in(base_folder), plan, nodes)
     refuse(config, complaints)
     for complaint in complaints:
         say(f"memory: {complaint}")
-    try:
+    with suppress(ConfigError):  # what is free now may not do: an earlier controller of this service holds it, or others will end
         plan = plan_for(config, cluster_nodes(free=True))
-    except ConfigError:
-        # What is free now does not do: an earlier controller of this service may hold the slots, or others may end.
-        plan = replace(plan, slots=tuple(replace(slot, node="") for slot in plan.slots))
+    # Where who is beside whom matters; else Ray may move slots when a node is lost.
+    pinned = len(nodes) > 1 and (config.transfer.type == "shm" or config.engine.num_devices > 1)
     try:
-        reserved = await reserve(plan, config.name, config.placement.timeout_s, say, detached)
-        plan = placed_on(plan, reserved)
-        several = config.engine.num_devices > 1
-        devices = await gpu_ids(plan, reserved, "engine", config.placement.timeout_s) if several else {}
+        reserved = await reserve(plan, config.name, config.placement.timeout_s, say, detached, pinned)
     except DoesNotFit as error:
         raise ConfigError(str(error)) from error
-    check_transfer(config, plan)
+    try:
+        plan = placed_on(plan, reserved)
+        check_transfer(config, plan)
+        several = config.engine.num_devices > 1
+        devices = await gpu_ids(plan, reserved, "engine", config.placement.timeout_s) if several else {}
+    except (DoesNotFit, ConfigError) as error:
+        remove_placement_group(reserved)
+        raise ConfigError(str(error)) from error
     return plan, reserved, devices

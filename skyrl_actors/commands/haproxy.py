@@ -4,7 +4,6 @@ Ray reads these variables when it starts, so they belong into the environment of
 """
 
 import hashlib
-import os
 import resource
 import shlex
 import sys
@@ -77,8 +76,9 @@ def closing(name: str) -> None:
 def wait_for_end(name: str, timeout_s: float = 5.0) -> None:
     """HAProxy processes of this service on this machine: one that was replaced goes on for what it still serves."""
     own = str(folder(name))
-    mine = [p for p in psutil.process_iter(["cmdline"]) if any(own in word for word in p.info["cmdline"] or ())]
-    _, alive = psutil.wait_procs([p for p in mine if p.pid != os.getpid()], timeout_s)
+    found = psutil.process_iter(["name", "cmdline"])
+    mine = [p for p in found if p.info["name"] == "haproxy" and any(own in word for word in p.info["cmdline"] or ())]
+    _, alive = psutil.wait_procs(mine, timeout_s)
     for process in alive:
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.Error):
             process.kill()

@@ -3,14 +3,23 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from skyrl_actors.config.base import FrozenConfig
 
 CHECKSUMS = "crc32 of every tensor where it leaves, compared where it arrives"
 
 
-class ShmTransfer(FrozenConfig):
+class WithFolder(FrozenConfig):
+    """Paths mean the same in every process."""
+
+    @field_validator("folder", mode="after", check_fields=False)
+    @classmethod
+    def _absolute(cls, folder: Path) -> Path:
+        return folder.expanduser().absolute()
+
+
+class ShmTransfer(WithFolder):
     """Trainer and engine on one host: the trainer writes a file in shared memory, the engine maps it."""
 
     type: Literal["shm"] = "shm"
@@ -18,7 +27,7 @@ class ShmTransfer(FrozenConfig):
     checksums: bool = Field(default=False, description=CHECKSUMS)
 
 
-class ObjectStoreTransfer(FrozenConfig):
+class ObjectStoreTransfer(WithFolder):
     """Trainer and engine on any hosts: through Ray's object store, then a file in shared memory beside the engine."""
 
     type: Literal["object_store"] = "object_store"
@@ -26,7 +35,7 @@ class ObjectStoreTransfer(FrozenConfig):
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
-class DiskTransfer(FrozenConfig):
+class DiskTransfer(WithFolder):
     """Any hosts that see one folder: the trainer writes there, engines read it."""
 
     type: Literal["disk"] = "disk"
@@ -34,7 +43,7 @@ class DiskTransfer(FrozenConfig):
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
-class LoraTransfer(FrozenConfig):
+class LoraTransfer(WithFolder):
     """Adapters only: small folders in shared memory, or on shared storage when there are several hosts."""
 
     type: Literal["lora"] = "lora"
@@ -42,7 +51,7 @@ class LoraTransfer(FrozenConfig):
     checksums: Literal[False] = False
 
 
-class GlooTransfer(FrozenConfig):
+class GlooTransfer(WithFolder):
     """Any hosts, by TCP: full weights are broadcast from the trainer's memory into the engines, one bucket at a time."""
 
     type: Literal["gloo"] = "gloo"
@@ -52,14 +61,14 @@ class GlooTransfer(FrozenConfig):
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
-class NcclTransfer(FrozenConfig):
+class NcclTransfer(WithFolder):
     """GPUs of their own for trainers and engines: as gloo, over NVLink or the network of the GPUs."""
 
     type: Literal["nccl"] = "nccl"
     folder: Path = Path("/dev/shm/skyrl-actors")
     bucket_bytes: int = Field(default=2**30, ge=1)
     timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
-    checksums: bool = Field(default=False, description=CHECKSUMS)
+    checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
 TransferConfig = Annotated[

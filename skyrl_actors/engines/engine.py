@@ -216,7 +216,7 @@ class Engine:
     async def _started_and_joined(self) -> None:
         assert self.joining is not None
         started = time.perf_counter()
-        if self.site.on_gpu:  # vLLM wants the device's memory to be free when it starts
+        if self.site.spec.device == "gpu":  # vLLM wants the device's memory to be free when it starts
             async with self.joining():
                 await self._make()
                 await self._join()

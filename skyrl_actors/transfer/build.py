@@ -10,7 +10,7 @@ from skyrl_actors.transfer.streaming import StreamTransfer
 
 def build_transfer(config: ClusterConfig) -> Transfer:
     asked = config.transfer
-    folder = asked.folder.expanduser().absolute() / config.name
+    folder = asked.folder / config.name
     if isinstance(asked, GlooTransfer | NcclTransfer):
         return StreamTransfer(folder, asked.checksums, asked.type, asked.bucket_bytes, asked.timeout_s)
     if asked.type == "object_store":

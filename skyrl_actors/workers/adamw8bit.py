@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from skyrl_actors.messages.model import AdamParams
-from skyrl_actors.workers.state import MOMENTS, adam_group, placed
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, placed
 
 BLOCK = 256
+AT_ONCE = 2**16 * BLOCK  # weights whose codes are changed at a time
 SMALLEST = 4096  # vectors that are shorter keep float32 moments
 
 
@@ -33,6 +34,13 @@ class FlatAdamW8bit:
         self._inner.param_groups[0].update(adam_group(adam))
         self._parameter.grad = gradients
         self._inner.step()
+
+    @property
+    def num_steps(self) -> int:
+        return int(self._state["step"]) if self._state else 0
+
+    def moment(self, kind: Kind) -> Tensor:
+        return self._decoded(1 + MOMENTS.index(kind))
 
     def moments(self) -> dict[str, Tensor]:
         if not self._state:
@@ -67,11 +75,21 @@ class FlatAdamW8bit:
 
 def decoded(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:
     """codes [P] uint8, table [256], scales [ceil(P / 256)] -> [P] float32."""
-    return table[codes.long()] * scales.repeat_interleave(BLOCK)[: len(codes)]
+    values = torch.empty(len(codes), device=codes.device)
+    for start in range(0, len(codes), AT_ONCE):  # indices take eight times the memory of what they index
+        own = slice(start, start + AT_ONCE)
+        by_block = scales[start // BLOCK : (start + AT_ONCE) // BLOCK].repeat_interleave(BLOCK)
+        torch.mul(table[codes[own].long()], by_block[: len(codes[own])], out=values[own])
+    return values
 
 
 def encoded(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """values [P] -> codes [P] uint8 and scales [ceil(P / 256)]; what `decoded` made is found again bit by bit."""
+    parts = [_encoded(part, table) for part in values.split(AT_ONCE)]
+    return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
+
+
+def _encoded(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     blocks = nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     highest, lowest = blocks.amax(1), -blocks.amin(1)
     scales = torch.where(highest > lowest, highest, lowest / -table[0]) if table[0] < 0 else highest

@@ -124,10 +124,10 @@ class FlatState:
 
     @property
     def num_steps(self) -> int:
-        return int(self.optimizer_tensors().get("step", torch.zeros(())))
+        return self.optimizer.num_steps if self.optimizer else 0
 
     def tensors(self, kind: Kind) -> Iterator[tuple[str, Tensor | None]]:
-        flat = self.weights if kind == "weights" else self.optimizer_tensors()[kind]
+        flat = self.weights if kind == "weights" else self.ensure_optimizer().moment(kind)
         for name, view in self.split(flat).items():
             yield name, view.detach().cpu() if self._writes else None
 

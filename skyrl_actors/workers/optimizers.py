@@ -13,13 +13,20 @@ from torch import Tensor, nn
 
 from skyrl_actors.messages.model import AdamParams, OptimizerName
 from skyrl_actors.workers.adamw8bit import FlatAdamW8bit
-from skyrl_actors.workers.state import MOMENTS, adam_group, placed
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, placed
 
 NOT_HIDDEN = ("embed_tokens", "lm_head", "value_head")
 
 
 class FlatOptimizer(Protocol):
     def step(self, gradients: Tensor, adam: AdamParams) -> None: ...
+
+    @property
+    def num_steps(self) -> int: ...
+
+    def moment(self, kind: Kind) -> Tensor:
+        """One of `moments`, [P]."""
+        ...
 
     def moments(self) -> dict[str, Tensor]:
         """exp_avg [P], exp_avg_sq [P], step []; empty before the first step. Momentum counts as exp_avg."""
@@ -56,6 +63,14 @@ class FlatAdamW:
         self._inner.param_groups[0].update(adam_group(adam))
         self._parameter.grad = gradients
         self._inner.step()
+
+    @property
+    def num_steps(self) -> int:
+        state = self._inner.state.get(self._parameter)
+        return int(state["step"]) if state else 0
+
+    def moment(self, kind: Kind) -> Tensor:
+        return self._inner.state[self._parameter][kind]
 
     def moments(self) -> dict[str, Tensor]:
         state = self._inner.state.get(self._parameter)
@@ -98,6 +113,13 @@ class FlatMuon:
             self._adamw.param_groups[0].update(adam_group(adam))
             self._adamw.step()
         self._steps += 1
+
+    @property
+    def num_steps(self) -> int:
+        return self._steps
+
+    def moment(self, kind: Kind) -> Tensor:
+        return self.moments()[kind]
 
     def moments(self) -> dict[str, Tensor]:
         if not self._steps:

@@ -1,5 +1,5 @@
-"""Weights from a real training rank into a real vLLM engine, without Ray: by mapping and by broadcast, into one device and two,
-tied heads and untied ones; adapters in one batch with the base while one is replaced."""
+"""A real training rank and a real vLLM engine, without Ray: sleep frees memory and wakes exact; weights by mapping and by broadcast,
+into one device and two, tied heads and untied ones; adapters in one batch with the base while one is replaced."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import ROOT
 
+KV_BYTES = 256 * 2**20
 SCRIPT = """
 import asyncio, json, sys
 from dataclasses import replace
@@ -21,10 +22,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+KV_BYTES = 256 * 2**20
+
 async def main(folder: str, devices: int, work: Path) -> None:
     from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec
     from skyrl_actors.engines.vllm_engine import VllmEngine
     from skyrl_actors import losses
+    from skyrl_actors.messages.errors import InternalError
     from skyrl_actors.messages.columns import TARGETS, Example, columns_from
     from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
     from skyrl_actors.messages.requests import SamplingParams
@@ -51,7 +55,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
         (output,) = worker.forward_backward((PartCall(model_id, (0,), row, call),), True)
         return output.values.tolist()
 
-    engine = VllmEngine(EngineSpec("e", folder, "cpu", "float32", 256, 8, 512, 64 * 2**20, 3, 8, 8, True, 60.0, devices))
+    engine = VllmEngine(EngineSpec("e", folder, "cpu", "float32", 256, 8, 512, KV_BYTES, 3, 8, 8, True, 60.0, devices))
     await engine.start()
     params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
     numbers = iter(range(100))
@@ -68,6 +72,23 @@ async def main(folder: str, devices: int, work: Path) -> None:
     spec = ModelSpec("full", "tiny")
     worker.create_model(spec)
     said["base"] = [of_trainer("full"), await of_engine(BASE_VERSION)]
+
+    said["rss awake"] = (await engine.status()).rss_bytes
+    said["freed"] = await engine.sleep(1)
+    said["rss asleep"] = (await engine.status()).rss_bytes
+    await engine.wake("weights")
+    await engine.wake("kv_cache")
+    said["after level 1"] = await of_engine(BASE_VERSION) == said["base"][1]
+    await engine.sleep(2)
+    said["held at level 2"] = (await engine.status()).loaded_version
+    await engine.wake("weights")
+    await engine.wake("kv_cache")
+    try:
+        await of_engine(BASE_VERSION)
+    except InternalError as error:
+        said["refused"] = str(error)
+    await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
+    said["after level 2"] = [said["base"][1], await of_engine(BASE_VERSION)]
     base_sums = await checksums()
     trained(spec, 2)
     manifest = worker.export_weights("full", str(work / "full@1"), "full@1", True)
@@ -157,7 +178,10 @@ def test_weights_arrive_exactly(random_base: Path, tmp_path: Path, tied: bool, d
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    pairs = {name: said[name] for name in ("base", "mapped", "streamed")} | {
+    assert said["rss awake"] - said["rss asleep"] > 0.8 * devices * KV_BYTES and said["freed"] > 0.8 * devices * KV_BYTES
+    assert said["after level 1"] and said["held at level 2"] is None
+    assert "holds None" in said["refused"]  # dropped weights are never sampled
+    pairs = {name: said[name] for name in ("base", "after level 2", "mapped", "streamed")} | {
         f"adapter {i}": p for i, p in enumerate(said["adapters"])
     }
     for name, (trainer, engine) in pairs.items():

@@ -83,7 +83,7 @@ def ask_of(**changes: object) -> ClusterConfig:
     options: dict[str, object] = {
         "num_ranks": 8,
         "dtype": "bfloat16",
-        "microbatch_tokens": 16384,
+        "microbatch_tokens": 4096,
         "activations": "recompute",
         **changes,
     }
@@ -146,7 +146,7 @@ def test_what_leaves_the_device_is_counted_in_host_memory():
 
 def test_tensor_parallel_divides_an_engine():
     def weights(devices: int) -> int:
-        ask = EngineAsk(devices, 2, 2**30, 4096, 64, 1, 8, False, True)
+        ask = EngineAsk(devices, 2, 2**30, 4096, 64, 1, 8, False, True, True)
         return next(part.bytes for part in engine_parts(ask, QWEN3_8B) if part.what == "weights")
 
     assert weights(4) * 4 == weights(1) == 2 * QWEN3_8B.num_parameters

@@ -8,6 +8,7 @@ import torch
 
 from skyrl_actors import losses
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers import adamw8bit
 from skyrl_actors.workers.adamw8bit import BLOCK, SMALLEST, FlatAdamW8bit, decoded, encoded
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, WorkerSpec
@@ -127,7 +128,7 @@ def test_8_bit_moments(tmp_path: Path, lora: LoraSpec | None):
 
 
 @pytest.mark.parametrize("kind", [1, 2])
-def test_codes_are_found_again_bit_by_bit(kind: int):
+def test_codes_are_found_again_bit_by_bit(monkeypatch: pytest.MonkeyPatch, kind: int):
     """Blocks of every size, of one sign, of zeros; and what was never a code is off by no more than the table is coarse."""
     table = bitsandbytes.functional.create_dynamic_map(signed=kind == 1)
     generator = torch.Generator().manual_seed(kind)
@@ -141,6 +142,7 @@ def test_codes_are_found_again_bit_by_bit(kind: int):
         if largest[block] == 0:
             own[own == 255] = 254
         own[0] = int(largest[block])
+    monkeypatch.setattr(adamw8bit, "AT_ONCE", 700 * BLOCK)
     values = decoded(codes, table, scales)
     assert torch.equal(decoded(*_with(table, encoded(values, table))), values)
     plain = torch.randn(3000, generator=generator) if kind == 1 else torch.rand(3000, generator=generator)
