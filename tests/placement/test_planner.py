@@ -107,6 +107,14 @@ def test_tensor_parallel_neighbours_are_on_one_node():
         plan([[Demand("engine", 6, 1.0, 2, 2)]], nodes, "GPU")
 
 
+def test_an_engine_is_spread_only_when_it_must_be():
+    nodes = [Node("a", 8, 5), Node("b", 8, 4)]
+    whole = plan([[Demand("engine", 8, 1.0, 2, 1)]], nodes, "GPU").actors_of("engine")
+    assert all(len({slot.node for slot in slots}) == 1 for slots in whole)
+    spread = plan([[Demand("engine", 8, 1.0, 4, 2)]], [Node(name, 8, 3) for name in "abcd"], "GPU").actors_of("engine")
+    assert [len({slot.node for slot in slots}) for slots in spread] == [2, 2]
+
+
 def test_shares_above_a_slot_do_not_fit():
     with pytest.raises(DoesNotFit, match="a slot is 1"):
         plan([[Demand("policy", 1, 0.6), Demand("engine", 1, 0.6)]], [Node("a", 8, 8)], "GPU")
