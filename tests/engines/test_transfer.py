@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,27 +166,43 @@ def untied(base: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("tied", "devices"), [(True, 2), (False, 1)])
-def test_weights_arrive_exactly(random_base: Path, tmp_path: Path, tied: bool, devices: int):
+@pytest.fixture(scope="module")
+def runs(random_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Both at once: most of their time goes into starts that take turns at waiting."""
     from skyrl_actors.backends.environment import actor_environment
     from skyrl_actors.config.cluster import ClusterConfig
 
-    base = random_base if tied else untied(random_base, tmp_path / "untied")
-    script = tmp_path / "transfer.py"
-    script.write_text(SCRIPT)
     environment = {**os.environ, **actor_environment(ClusterConfig()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(base), str(devices), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    started: dict[str, subprocess.Popen[str]] = {}
+    for name, devices in (("tied, two devices", 2), ("untied, one device", 1)):
+        work = tmp_path_factory.mktemp("transfer")
+        base = random_base if devices == 2 else untied(random_base, work / "untied")
+        (work / "transfer.py").write_text(SCRIPT)
+        command = [sys.executable, str(work / "transfer.py"), str(base), str(devices), str(work)]
+        with (work / "errors").open("w") as errors:
+            process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=errors, env=environment)
+        process.errors = work / "errors"  # type: ignore[attr-defined]
+        started[name] = process
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("name", "devices"), [("tied, two devices", 2), ("untied, one device", 1)])
+def test_weights_arrive_exactly(runs: dict[str, subprocess.Popen[str]], name: str, devices: int):
+    process = runs[name]
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, process.errors.read_text()[-3000:]  # type: ignore[attr-defined]
+    said: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     assert said["rss awake"] - said["rss asleep"] > 0.8 * devices * KV_BYTES and said["freed"] > 0.8 * devices * KV_BYTES
     assert said["after level 1"] and said["held at level 2"] is None
     assert "holds None" in said["refused"]  # dropped weights are never sampled
     pairs = {name: said[name] for name in ("base", "after level 2", "mapped", "streamed")} | {
         f"adapter {i}": p for i, p in enumerate(said["adapters"])
     }
-    for name, (trainer, engine) in pairs.items():
-        assert max(abs(a - b) for a, b in zip(trainer, engine, strict=True)) < 1e-4, name
+    for part, (trainer, engine) in pairs.items():
+        assert max(abs(a - b) for a, b in zip(trainer, engine, strict=True)) < 1e-4, part
     moved = max(abs(a - b) for a, b in zip(said["base"][0], said["mapped"][0], strict=True))
     assert moved > 0.1  # or equality would say nothing
     assert said["base sums return"] and said["streamed sums"]

@@ -51,7 +51,7 @@ def test_a_plan_places_everybody_once_or_says_why_not(sizes, policy, critic, eng
     assert made.free == {name: capacity[name] - used[name] for name in capacity}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 512), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]), st.data()
 )  # fmt: skip
