@@ -20,6 +20,7 @@ from bench.harness import emit
 from bench.train_setup import CALL, columns_of, folder_of, rows_of
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers import head
 from skyrl_actors.workers.head import HeadSegment, score
 from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
@@ -121,7 +122,7 @@ class Bench:
         return round(used / 2**30, 2)
 
     def heads(self) -> dict[str, Any]:
-        """The chunked head against full logits: seconds of forward and backward over 4096 tokens."""
+        """The head against full logits, and its compiled passes against plain ones: forward and backward over 4096 tokens."""
         device = "cuda" if self.device == "gpu" else "cpu"
         tokens, vocab, width = (64, 512, 128) if self.tiny else (4096, 151_936, 2560)
         dtype = torch.bfloat16 if self.device == "gpu" else torch.float32
@@ -130,7 +131,10 @@ class Bench:
         targets = torch.randint(0, vocab, (tokens,), device=device)
         ours = self.seconds(lambda: score(hidden, weight, targets, [HeadSegment(tokens)])[0].sum().backward())
         full = self.seconds(lambda: F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum").backward())
-        return {"head_ratio": round(full / ours, 3)}
+        compiled, head.COMPILED_ON = head.COMPILED_ON, ()
+        plain = self.seconds(lambda: score(hidden, weight, targets, [HeadSegment(tokens)])[0].sum().backward())
+        head.COMPILED_ON = compiled
+        return {"head_ratio": round(full / ours, 3), "fused_head_ratio": round(plain / ours, 3)}
 
 
 def compute(worker: TorchWorker, parts: Sequence[tuple[str, Columns]]) -> None:

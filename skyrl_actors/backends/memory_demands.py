@@ -1,6 +1,7 @@
 """The memory plan of a config (pure): what each device must hold in each phase, and settings that would make it fit."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,12 @@ def _full_bytes(strategy: StrategyConfig, group: GroupConfig) -> tuple[tuple[flo
 
 
 def _sizes(config: ClusterConfig, plan: Plan, nodes: list[Node]) -> tuple[int | None, float, int | None]:
-    """The smallest device that the plan uses, what stays free of it, and a device's part of its node's memory."""
-    used = {slot.node: 0 for slot in plan.slots}
-    for slot in plan.slots:
-        used[slot.node] += 1
+    """The smallest device that the plan uses, what stays free of it, and a device's part of its node's memory.
+
+    That part is shared with others of its kind: kinds that lie apart on one node may need very unlike ones.
+    """
+    alike = Counter((slot.node, slot.holds[0][0]) for slot in plan.slots)
+    used = {node: max(count for (own, _), count in alike.items() if own == node) for node, _ in alike}
     mine = [node for node in nodes if node.name in used]
     hosts = [node.host_bytes // used[node.name] for node in mine if node.host_bytes]
     asked = config.placement.device_memory_gib

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from skyrl_actors.config.base import FrozenConfig
 
-CHECKSUMS = "crc32 of every tensor where it leaves, compared where it arrives"
+CHECKSUMS = "crc32 of every tensor of full weights where it leaves, compared where it arrives"
 
 
 class WithFolder(FrozenConfig):

@@ -143,7 +143,7 @@ class VllmEngine:
         mapped = [part.path for part, stream in zip(parts, streams, strict=True) if stream is None]
         if missing := [path for path in mapped if not await asyncio.to_thread(Path(path).is_file)]:
             raise InternalError(f"weights {version} can not be read on this engine's host: {', '.join(missing)}")
-        self._loaded = None
+        self._loaded, whole = None, False
         try:
             async with asyncio.timeout(self.spec.call_timeout_s):
                 await self.llm.start_weight_update()
@@ -151,9 +151,10 @@ class VllmEngine:
                     await self.llm.update_weights(WeightTransferUpdateRequest(update_info=_update_info(part, stream)))
                 await self.llm.finish_weight_update(version)
                 holds = await self.llm.get_weight_version()
-        except BaseException:
-            self.dead.set()
-            raise
+            whole = True
+        finally:
+            if not whole:
+                self.dead.set()
         if holds != version:
             raise InternalError(f"engine {self.spec.name} says it holds {holds} after it was given {version}")
         self._adapters.clear()  # vLLM drops all adapters with a weight update

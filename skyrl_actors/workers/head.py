@@ -20,7 +20,7 @@ from skyrl_actors.workers.chunk_math import ChunkMath, Compiled, InPlace, wide
 
 CHUNK_LOGITS = 32 * 2**20  # logits that exist at a time, twice: as they are, and exponentiated
 KEPT_LOGITS = 8 * 2**20  # up to so many in a pass, probabilities are kept for the backward pass
-COMPILED_ON = ("cuda",)  # kinds of device; what is compiled there is tested on a CPU too
+COMPILED_ON: tuple[str, ...] = ("cuda",)  # kinds of device; what is compiled there is tested on a CPU too
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,16 @@ def test_zero_stages_hold_less_and_less(stage: int):
     assert (less["full weights"] < more["full weights"] / 7) == (stage == 3)
 
 
+def test_on_a_cpu_kinds_that_lie_apart_do_not_halve_the_memory_of_each_other():
+    group = GroupConfig(num_ranks=1)
+    config = ClusterConfig(placement=PlacementConfig(layout="split"), policy=group, critic=group)
+    nodes = [Node("n", 8, 0, host_bytes=8 * 2**30)]
+    for ranks, part in ((1, 8), (2, 4)):
+        wider = config.model_copy(update={"policy": GroupConfig(num_ranks=ranks)})
+        made, _ = checked(wider, QWEN3_8B, plan_for(wider, nodes), nodes)
+        assert made.device_bytes == part * 2**30
+
+
 def test_what_leaves_the_device_is_counted_in_host_memory():
     made, _ = plan_of(ask_of())
     (device,) = made.parts
