@@ -54,7 +54,7 @@ HEAVY = {
               "commands/doctor.py"),
     "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py", "engines/vllm_samples.py"),
     "ray": (
-        "api/ingress.py", "api/client.py", "groups/", "engines/pool.py", "engines/engine.py", "transfer/", "remote.py", "backends/ray_backend.py", "backends/site.py",
+        "api/ingress.py", "api/client.py", "groups/", "engines/pool.py", "engines/engine.py", "engines/member.py", "transfer/", "remote.py", "backends/ray_backend.py", "backends/site.py",
         "backends/vitals.py",
         "commands/cluster.py", "commands/serve.py", "commands/train.py", "placement/reserve.py",
     ),

@@ -1,6 +1,7 @@
 """The verbs over Ray actors: groups of training ranks, a pool of engines, and the phases they share devices in."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -15,16 +16,17 @@ from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.backends.environment import actor_environment
 from skyrl_actors.backends.site import reserved_site
 from skyrl_actors.backends.vitals import Vitals
+from skyrl_actors.colocation.in_flight import in_sample_phase
 from skyrl_actors.colocation.keeper import Keeper, PhaseKeeper, SplitKeeper
 from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.engines.pool import EnginePool, build_pool
+from skyrl_actors.engines.pool import NO_FULL_WEIGHTS, EnginePool, build_pool
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.groups.environment import rank_environment
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
@@ -76,17 +78,8 @@ class RayBackend:
             lost = lambda role: self.on_lost(role)  # noqa: E731
             self._groups[role] = GroupSupervisor(builder, self.config.restart, self._say, self._settled, lost)
         self._engines = build_pool(
-            self.config,
-            self.base_folder,
-            plan,
-            self._reserved,
-            devices,
-            environment,
-            self._deliver,
-            epoch,
-            self._detached,
-            self._say,
-        )
+            self.config, self.base_folder, plan, self._reserved, devices, environment, self._deliver, epoch, self._detached, self._say
+        )  # fmt: skip
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         if not await self._took_over():
             await self._start_parts()
@@ -104,7 +97,7 @@ class RayBackend:
         )  # fmt: skip
 
     def _new_keeper(self) -> Keeper:
-        if self.config.placement.layout == "split":
+        if self.config.placement.layout == "split" or not self.engines.has_own:
             return SplitKeeper()
         return PhaseKeeper(self, Phase.TRAIN, 2 * self.config.engine.call_timeout_s)
 
@@ -114,7 +107,8 @@ class RayBackend:
         groups, engines = await asyncio.gather(
             asyncio.gather(*(supervisor.take_over() for supervisor in supervisors)), self.engines.take_over()
         )
-        if not any(groups) and not any(engines):
+        ours = [runs for engine, runs in zip(self.engines.engines, engines, strict=True) if engine.ours]
+        if not any(groups) and not any(ours):
             return False
         if self.config.placement.shares("engine"):
             await self.engines.sleep()
@@ -146,7 +140,7 @@ class RayBackend:
         colocated = self.config.placement.shares("engine")
 
         async def engines() -> None:
-            self._say(f"starting {len(self.engines.engines)} vLLM engine(s): importing vLLM and loading weights")
+            self._say(f"starting {self.config.engine.num_engines} vLLM engine(s): importing vLLM and loading weights")
             await self.engines.start()
             if colocated:
                 await self.engines.sleep()
@@ -255,6 +249,8 @@ class RayBackend:
 
     async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
         agreement = self.engines.agreement
+        if spec.lora is None and not self.engines.has_own:
+            raise InvalidRequest(NO_FULL_WEIGHTS)
 
         async def work(group: ActorGroup) -> WeightManifest:
             if agreement.check.action != "off":
@@ -282,9 +278,9 @@ class RayBackend:
                 group = await self._groups["policy"].up()
                 await self._transfer.discard(part, group, self.engines.actors)
 
-    async def _deliver(self, manifest: WeightManifest, engine: ActorHandle, num_workers: int) -> WeightStream | None:
+    async def _deliver(self, manifest: WeightManifest, engine: ActorHandle | None, num_workers: int) -> WeightStream | None:
         """Called in a phase, so it waits for no group: one that is made anew may need another phase."""
-        if not self._transfer.needs_group or not manifest.path.startswith(str(self.config.transfer.folder)):
+        if engine is None or not self._transfer.needs_group or not manifest.path.startswith(str(self.config.transfer.folder)):
             return None  # the engine maps the file where it is
         policy = self._groups["policy"]
         if policy.group is None or policy.down is not None:
@@ -304,17 +300,20 @@ class RayBackend:
     async def _sampled(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
     ) -> SampleOutput:  # fmt: skip
-        attempts, lost = self.config.restart.attempts, ""
-        for attempt in range(attempts):
-            await self.engines.any_healthy()
+        attempts, lost, runs, engine = self.config.restart.attempts, "", itertools.count(), self.config.engine
+
+        def run() -> Awaitable[SampleOutput]:
+            return self.engines.sample(f"{request_id}.{next(runs)}", prompt, params, weights)
+
+        for _ in range(attempts):
+            await self.engines.any_healthy(weights)
             if self._transfer.needs_group:  # weights that are not there yet come from the trainers
                 await self.ready("policy")
             try:
                 if self.engines.needs_weights():
                     async with self._keeper.hold(Phase.SYNC):
                         await self.engines.preload(weights)
-                async with self._keeper.hold(Phase.SAMPLE):
-                    return await self.engines.sample(f"{request_id}.{attempt}", prompt, params, weights)
+                return await in_sample_phase(self._keeper, engine.in_flight, engine.slice_s, run)
             except StateLost as error:
                 self._say(f"sample {request_id} is run again: {error}")
                 lost = str(error)
@@ -356,7 +355,7 @@ class RayBackend:
         for role, supervisor in self._groups.items():
             if supervisor.down is not None:
                 return f"the {role} group restarts: {supervisor.down}"
-        if self._engines is not None and not self._engines.actors:
+        if self._engines is not None and not self._engines.healthy():
             return "; ".join(f"{e.name} is {e.health}: {e.reason}" for e in self._engines.engines)
         return None
 

@@ -46,7 +46,7 @@ class Vitals:
             row: dict[str, Any] = {"state": engine.health, "restarts": engine.restarts}
             if engine.health == "HEALTHY":
                 try:
-                    status = await self._engines.vitals(engine)
+                    status = await engine.status()
                 except InternalError as error:
                     row["state"] = str(error)
                 else:

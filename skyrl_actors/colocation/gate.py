@@ -35,6 +35,12 @@ class Gate(Generic[K]):
         self._waiters: deque[tuple[K, asyncio.Future[None]]] = deque()
         self._changing: asyncio.Task[None] | None = None
         self._left = asyncio.Event()
+        self._queued = asyncio.Event()
+
+    @property
+    def busy(self) -> bool:
+        """Somebody holds its state, waits for one, or it changes."""
+        return bool(self.num_holders or self._waiters or self._changing)
 
     @property
     def num_waiting(self) -> int:
@@ -56,6 +62,12 @@ class Gate(Generic[K]):
             self._left.clear()
             await self._left.wait()
 
+    async def contended(self) -> None:
+        """When somebody waits. A holder who hears it may leave early and come again."""
+        while not self._waiters:
+            self._queued.clear()
+            await self._queued.wait()
+
     async def _acquire(self, wanted: K) -> None:
         self._raise_if_broken()
         if not self._waiters and self._changing is None and self._serves(self.state, wanted):
@@ -63,6 +75,7 @@ class Gate(Generic[K]):
             return
         ticket = asyncio.get_running_loop().create_future()
         self._waiters.append((wanted, ticket))
+        self._queued.set()
         self._turn()
         try:
             await ticket

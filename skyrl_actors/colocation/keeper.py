@@ -38,6 +38,10 @@ class Entered:
 class Keeper(Protocol):
     def hold(self, phase: Phase) -> AbstractAsyncContextManager[None]: ...
 
+    async def contended(self, after_s: float) -> None:
+        """When somebody waits for another phase and this one has lasted so long."""
+        ...
+
     @property
     def phase(self) -> str: ...
 
@@ -76,6 +80,10 @@ class PhaseKeeper:
     def hold(self, phase: Phase) -> AbstractAsyncContextManager[None]:
         return self._gate.hold(phase)
 
+    async def contended(self, after_s: float) -> None:
+        await asyncio.sleep(after_s - (time.perf_counter() - self._since))
+        await self._gate.contended()
+
     def seconds_in(self) -> dict[str, float]:
         return self._seconds_in | {self.phase: self._seconds_in.get(self.phase, 0.0) + time.perf_counter() - self._since}
 
@@ -106,6 +114,9 @@ class SplitKeeper:
         self.timeline: deque[Entered] = deque()
 
     phase = "SPLIT"
+
+    async def contended(self, after_s: float) -> None:
+        await asyncio.get_running_loop().create_future()  # nobody ever does
 
     def seconds_in(self) -> dict[str, float]:
         return {}

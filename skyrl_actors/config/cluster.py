@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config import keys
 from skyrl_actors.config.base import FrozenConfig
+from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
 from skyrl_actors.config.transfers import LogprobCheck, ShmTransfer, TransferConfig
 
@@ -122,36 +123,6 @@ class LoraConfig(FrozenConfig):
         if self.max_rank not in VLLM_LORA_RANKS:
             raise ValueError(f"max_rank {self.max_rank}: vLLM serves adapters of at most one of {VLLM_LORA_RANKS}")
         return self
-
-
-class EngineConfig(FrozenConfig):
-    num_engines: int = Field(default=1, ge=1)
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    max_model_len: int = Field(default=512, ge=8)
-    max_num_seqs: int = Field(default=128, ge=1)
-    max_num_batched_tokens: int = Field(default=4096, ge=8)
-    tensor_parallel: int = Field(default=1, ge=1, description="devices of one node that share each layer of an engine")
-    pipeline_parallel: int = Field(default=1, ge=1, description="stages of an engine's layers, each of tensor_parallel devices")
-    kv_cache_bytes: int = Field(default=128 * 2**20, ge=2**20, description="bytes of KV cache on each device of an engine")
-    max_loras: int = Field(default=4, ge=1, description="different adapters in one batch")
-    max_logprobs: int = Field(default=20, ge=1)
-    max_scored_cells: int = Field(
-        default=4_000_000,
-        ge=1,
-        description="prompt tokens × vocabulary of a sample with target_prompt_logprobs or prompt_alt_tokens_k",
-    )
-    enforce_eager: bool = True
-    sleep_level: Literal["auto", "1", "2"] = Field(
-        default="auto", description="1 keeps weights in host memory, 2 drops them; auto drops what a full fine-tune sends again"
-    )
-    num_threads: int = Field(default=1, ge=1)
-    start_timeout_s: float = Field(default=300.0, gt=0)
-    call_timeout_s: float = Field(default=600.0, gt=0, description="longest time one sample or transfer may take")
-
-    @property
-    def num_devices(self) -> int:
-        """Of one engine."""
-        return self.tensor_parallel * self.pipeline_parallel
 
 
 class JournalConfig(FrozenConfig):
@@ -334,6 +305,11 @@ class ClusterConfig(FrozenConfig):
                 f"transfer.type nccl can not join two processes on one GPU, and layout {place.layout} puts trainers and engines "
                 "there; use shm, gloo or object_store, or placement.layout=split"
             )
+        if self.engine.external and kind not in ("shm", "disk", "lora"):
+            raise ValueError(
+                f"transfer.type {kind} does not reach engine.external, which read adapters from a folder that they share; use disk "
+                "or lora, or shm on one host"
+            )
         if kind == "lora" and self.lora.max_full_models:
             raise ValueError(
                 f"transfer.type lora moves adapters only and lora.max_full_models is {self.lora.max_full_models}; "
@@ -342,11 +318,23 @@ class ClusterConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _in_flight_can_be(self) -> "ClusterConfig":
+        engine = self.engine
+        if engine.in_flight != "drain" and not self.placement.shares("engine"):
+            raise ValueError(
+                f"engine.in_flight {engine.in_flight} says what becomes of samples when training wants their devices; in layout "
+                f"{self.placement.layout} engines have their own: leave it out"
+            )
+        if engine.in_flight == "keep" and engine.sleep_level == "2":
+            raise ValueError("engine.in_flight keep needs the weights that samples began with, and sleep_level 2 drops them")
+        return self
+
+    @model_validator(mode="after")
     def _slots_agree(self) -> "ClusterConfig":
         engine = self.engine
         slots = engine.num_engines * engine.num_devices
         for role, group in (("policy", self.policy), ("critic", self.critic)):
-            if group is not None and self.placement.shares(role) and group.num_ranks != slots:
+            if group is not None and slots and self.placement.shares(role) and group.num_ranks != slots:
                 times = f" × {engine.num_devices} devices = {slots}" if engine.num_devices > 1 else ""
                 raise ValueError(
                     f"{self.placement.layout} layout: {role}.num_ranks is {group.num_ranks} and engine.num_engines is "

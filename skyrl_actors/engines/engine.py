@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_actors import remote
 from skyrl_actors.colocation.gate import Gate
-from skyrl_actors.config.cluster import EngineConfig, RestartConfig
-from skyrl_actors.engines.health import Event, Health, after
-from skyrl_actors.engines.interface import BASE_VERSION, EngineReport, EngineSpec
+from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.engines import EngineConfig
+from skyrl_actors.engines.interface import BASE_VERSION, EngineReport, EngineSpec, EngineStatus
+from skyrl_actors.engines.member import Member
 from skyrl_actors.messages.errors import InternalError, StateLost
-from skyrl_actors.messages.weights import WeightStream
-from skyrl_actors.restarts import RestartLimit
 
+VITALS_TIMEOUT_S = 10.0
 DROPPED = ""  # state of an engine whose weights were dropped: no version
 TAIL_LINES = 15
 Loader = Callable[["Engine", str], Awaitable[None]]
@@ -60,33 +59,20 @@ class EngineSite:
         return remote.make_named(actor_class, self.spec)
 
 
-class Engine:
-    """`load` brings a version of full weights into it. `joining` holds the phase in which an engine may be awake;
-    `on_change` hears whenever its health changes."""
+class Engine(Member):
+    """An engine in an actor of this cluster. `load` brings a version of full weights into it."""
 
     def __init__(
         self, site: EngineSite, config: EngineConfig, restart: RestartConfig, epoch: int, load: Loader,
         say: Callable[[str], None],
     ):  # fmt: skip
+        super().__init__(site.spec.name, restart, say)
         self.site = site
         self.config = config
         self.epoch = epoch
-        self.name = site.spec.name
-        self.health: Health = "STARTING"
-        self.reason: str | None = None
-        self.actor: ActorHandle | None = None
-        self.restarts = 0
-        self.delivered: dict[str, asyncio.Task[WeightStream | None]] = {}
-        self.agreed: dict[str, asyncio.Task[None]] = {}  # versions of which it gave the trainer's logprobs
-        self.wanted = BASE_VERSION  # the full weights that were asked for last
-        self.joining: Callable[[], AbstractAsyncContextManager[None]] | None = None
-        self.on_change: Callable[[], None] = lambda: None
         self._load = load
-        self._say = say
-        self._limit = RestartLimit(restart)
         self._log_file = ""
         self._watching: asyncio.Task[None] | None = None
-        self._restarting: asyncio.Task[None] | None = None
         self.gate = self._new_gate(BASE_VERSION)
 
     def _new_gate(self, version: str) -> Gate[str]:
@@ -94,10 +80,6 @@ class Engine:
             await self._load(self, new)
 
         return Gate[str](version, enter, after_failure=DROPPED)
-
-    def _step(self, event: Event) -> None:
-        self.health = after(self.health, event)
-        self.on_change()
 
     async def take_over(self) -> bool:
         """The engine of an earlier controller, if it runs and is what the config asks for, with whatever weights it holds."""
@@ -114,17 +96,10 @@ class Engine:
         return True
 
     async def start(self) -> None:
-        """Make it; it is HEALTHY, with the base's weights, when this returns."""
         await remote.end_named([self.site.name])
         await self._make()
         self._step("started")
         self._step("ready")
-
-    def start_later(self) -> None:
-        """In the background: what else runs need not wait for it."""
-        self.reason = "it did not run when the controller started"
-        self._step("died")
-        self.revive()
 
     async def _taken_over(self, actor: ActorHandle) -> EngineReport | None:
         try:
@@ -157,7 +132,6 @@ class Engine:
         return (await remote.gather(refs, [self.name], what, timeout_s or self.config.call_timeout_s))[0]
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """One call. When the engine is gone or does not answer in time it is made anew, and StateLost is raised."""
         actor = self.actor
         if actor is None or self.health == "DEAD":
             raise StateLost(f"{self.name} is {self.health}: {self.reason}")
@@ -171,47 +145,23 @@ class Engine:
             self.lost(actor, str(error))
             raise
 
-    def worked(self) -> None:
-        self._limit.succeeded()
+    async def status(self) -> EngineStatus:
+        assert self.actor is not None
+        return await self._ask([self.actor.status.remote()], "status", VITALS_TIMEOUT_S)
 
     def lost(self, actor: ActorHandle, reason: str) -> None:
-        if actor is not self.actor or self.health == "DEAD":
-            return
-        self.reason = reason
-        self._step("died")
-        self._say(f"lost {self.name}: {reason}")
-        self.revive()
+        if actor is self.actor:
+            self.died(reason)
 
-    def revive(self) -> None:
-        """Begin to make a dead engine anew, unless that is under way or was given up lately."""
-        if self.health != "DEAD" or (self._restarting is not None and not self._restarting.done()):
-            return
-        if self._limit.may_try_again(asyncio.get_running_loop().time()):
-            self._restarting = asyncio.create_task(self._make_anew())
+    def last_words(self) -> str:
+        return _tail(self._log_file)
 
-    @property
-    def given_up(self) -> bool:
-        return self.health == "DEAD" and (self._restarting is None or self._restarting.done())
-
-    async def _make_anew(self) -> None:
-        words = _tail(self._log_file)
+    async def _come_back(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        while (pause_s := self._limit.died(asyncio.get_running_loop().time())) is not None:
-            await asyncio.sleep(pause_s)
-            try:
-                await remote.end_named([self.site.name])
-                self._step("again")
-                await self._started_and_joined()
-                return
-            except InternalError as error:
-                self.reason = str(error)
-                self._say(f"{self.name} did not start: {error}")
-                if self.health != "DEAD":
-                    self._step("died")
-        self.reason = f"{self.reason}\n{words}".strip()
-        # Who waits for an engine must hear that this one was given up, which is so when this task has ended.
-        asyncio.get_running_loop().call_soon(self.on_change)
+        await remote.end_named([self.site.name])
+        self._step("again")
+        await self._started_and_joined()
 
     async def _started_and_joined(self) -> None:
         assert self.joining is not None
@@ -224,7 +174,6 @@ class Engine:
             await self._make()
             async with self.joining():
                 await self._join()
-        self.restarts += 1
         self._say(f"{self.name} runs again ({time.perf_counter() - started:.1f} s)")
 
     async def _join(self) -> None:
@@ -238,16 +187,9 @@ class Engine:
             raise StateLost(f"{self.name} died while it joined: {self.reason}")
         self._step("ready")
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take nothing new; what runs may end, at most `timeout_s` long."""
-        if self.health == "HEALTHY":
-            self._step("drain")
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.gate.idle(), timeout_s)
-
     async def detach(self) -> None:
-        """Watch and restart no more."""
-        await remote.ended(self._watching, self._restarting)
+        await remote.ended(self._watching)
+        await self._no_more_restarts()
 
     async def close(self) -> None:
         await self.detach()

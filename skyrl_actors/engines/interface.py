@@ -31,6 +31,7 @@ class EngineSpec:
     pipeline_parallel: int = 1
     device_ids: tuple[str, ...] = ()  # of its GPUs, where it has several on one node
     over_nodes: bool = False
+    keeps_in_flight: bool = False  # samples are frozen, and not waited for, when it goes to sleep
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ it but time: its samples raise StateLost, and the caller asks again.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
@@ -17,20 +18,23 @@ from ray.util.placement_group import PlacementGroup
 
 from placement.types import Plan
 from skyrl_actors import remote
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.engines.agreement import SCORING, Agreement
 from skyrl_actors.engines.engine import DROPPED, Engine, EngineSite
+from skyrl_actors.engines.external import ExternalMember
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
+from skyrl_actors.engines.member import Member
 from skyrl_actors.engines.routing import EngineLoad, affinity_key, choose
-from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.transfer.folders import full_manifests
 
-Deliver = Callable[[WeightManifest, ActorHandle, int], Awaitable[WeightStream | None]]
+Deliver = Callable[[WeightManifest, ActorHandle | None, int], Awaitable[WeightStream | None]]
 T = TypeVar("T")
-VITALS_TIMEOUT_S = 10.0
+NO_FULL_WEIGHTS = "full weights can be sampled only by engines of this service, and engine.num_engines is 0"
 AFTER_LOSS_S = 0.2
 
 
@@ -38,20 +42,30 @@ class EnginePool:
     def __init__(self, config: EngineConfig, base_folder: Path, deliver: Deliver, agreement: Agreement):
         self.config = config
         self.agreement = agreement
-        self.engines: list[Engine] = []
+        self.engines: list[Member] = []
         self.load_seconds: list[float] = []
         self._base_folder = base_folder
         self._deliver = deliver
         self._full: dict[str, tuple[WeightManifest, ...]] = {}
         self._changed = asyncio.Event()
-        self._streams: dict[str, asyncio.Future[tuple[Engine, str]]] = {}  # where samples run that somebody reads along
+        self._awake = asyncio.Event()  # engines have memory for weights
+        self._awake.set()
+        self._streams: dict[str, asyncio.Future[tuple[Member, str]]] = {}  # where samples run that somebody reads along
 
     @property
     def actors(self) -> list[ActorHandle]:
-        return [engine.actor for engine in self._living()]  # type: ignore[misc]
+        return [engine.actor for engine in self._living() if engine.actor is not None]
 
-    def _living(self) -> list[Engine]:
-        return [engine for engine in self.engines if engine.health == "HEALTHY" and engine.actor is not None]
+    @property
+    def has_own(self) -> bool:
+        """Engines of this service, whose memory it moves and which take full weights."""
+        return any(engine.ours for engine in self.engines)
+
+    def healthy(self) -> bool:
+        return bool(self._living())
+
+    def _living(self, ours: bool = False) -> list[Member]:
+        return [engine for engine in self.engines if engine.health == "HEALTHY" and (engine.ours or not ours)]
 
     async def take_over(self) -> list[bool]:
         """For each engine, whether an earlier controller's is used on."""
@@ -67,15 +81,19 @@ class EnginePool:
         for engine in self.engines:
             engine.joining = joining
 
-    async def any_healthy(self) -> None:
-        """Wait for an engine. Raises InternalError, with their last words, when all were given up."""
+    async def any_healthy(self, weights: SamplerWeights) -> None:
+        """Wait for an engine that may hold these. Raises InternalError, with their last words, when all were given up."""
+        ours = full_version(weights) != BASE_VERSION
+        able = [engine for engine in self.engines if engine.ours or not ours]
+        if not able:
+            raise InvalidRequest(NO_FULL_WEIGHTS)
         for engine in self.engines:
             engine.revive()
-        while not self._living():
+        while not self._living(ours):
             for engine in self.engines:
                 engine.revive()
-            if all(engine.given_up for engine in self.engines):
-                raise InternalError("; ".join(f"{e.name} keeps dying and was given up: {e.reason}" for e in self.engines))
+            if all(engine.given_up for engine in able):
+                raise InternalError("; ".join(f"{e.name} keeps dying and was given up: {e.reason}" for e in able))
             self._changed.clear()
             await self._changed.wait()
 
@@ -84,7 +102,7 @@ class EnginePool:
     ) -> SampleOutput:
         """Raises StateLost when the engine died under it."""
         wanted = self._register(weights)
-        living = self._living()
+        living = self._living(ours=wanted != BASE_VERSION)
         if not living:
             raise StateLost("no engine runs now")
         adapter = weights.adapter.version if weights.adapter else None
@@ -108,7 +126,7 @@ class EnginePool:
         engine.worked()
         return output
 
-    async def _agreed(self, engine: Engine, request_id: str, weights: SamplerWeights) -> None:
+    async def _agreed(self, engine: Member, request_id: str, weights: SamplerWeights) -> None:
         """Once for each engine and version, before its first answer; samples that come meanwhile wait for it too."""
         version = weights.version
         if not self.agreement.knows(version):
@@ -125,7 +143,7 @@ class EnginePool:
             task.add_done_callback(lambda done: _forget_failed(engine.agreed, version, done))
         await asyncio.shield(engine.agreed[version])
 
-    def _told_where(self, attempt_id: str, engine: Engine) -> None:
+    def _told_where(self, attempt_id: str, engine: Member) -> None:
         request_id = attempt_id.rpartition(".")[0]
         if request_id not in self._streams or self._streams[request_id].done():
             self._streams[request_id] = asyncio.get_running_loop().create_future()
@@ -152,7 +170,7 @@ class EnginePool:
     async def preload(self, weights: SamplerWeights) -> None:
         """Load full weights into the engines that lost theirs, before the KV cache is given memory."""
         wanted = self._register(weights)
-        for engine in self._living():
+        for engine in self._living(ours=True):
             if engine.gate.state == DROPPED:
                 async with engine.gate.hold(wanted):
                     pass
@@ -164,23 +182,33 @@ class EnginePool:
         """Level 2 (weights dropped) where the next full fine-tune sends them again, level 1 where the base stays. Bytes, of all
         engines."""
 
-        async def one(engine: Engine) -> int:
-            auto = 1 if engine.gate.state == BASE_VERSION else 2
+        async def one(engine: Member) -> int:
+            auto = 1 if engine.gate.state == BASE_VERSION or engine.gate.busy else 2  # frozen samples need their weights again
             level = auto if self.config.sleep_level == "auto" else int(self.config.sleep_level)
-            freed = await engine.ask("sleep", level)
-            if level == 2:
-                engine.gate.forget(DROPPED)
+            async with engine.moving:
+                freed = await engine.ask("sleep", level)
+                if level == 2:
+                    engine.gate.forget(DROPPED)
             return freed
 
-        return sum(await self._each(one))
+        self._awake.clear()
+        return sum(await self._each(one, ours=True))
 
     async def release_kv(self) -> int:
         """Free the KV cache and keep the weights."""
-        freed = sum(await self._each(lambda engine: engine.ask("sleep", 1)))
+
+        async def one(engine: Member) -> int:
+            async with engine.moving:
+                return await engine.ask("sleep", 1)
+
+        self._awake.clear()
+        freed = sum(await self._each(one, ours=True))
         return freed - await self.wake("weights")
 
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> int:
-        return sum(await self._each(lambda engine: engine.ask("wake", tag)))
+        taken = sum(await self._each(lambda engine: engine.ask("wake", tag), ours=True))
+        self._awake.set()
+        return taken
 
     async def drop(self, weights: SamplerWeights) -> None:
         """Forget a version; the caller frees its files."""
@@ -195,19 +223,15 @@ class EnginePool:
             await self._each(lambda engine: engine.ask("drop_adapters", (weights.version,)))
 
     async def status(self) -> list[EngineStatus]:
-        return [await self.vitals(engine) for engine in self._living()]
-
-    async def vitals(self, engine: Engine) -> EngineStatus:
-        assert engine.actor is not None
-        return (await remote.gather([engine.actor.status.remote()], [engine.name], "status", VITALS_TIMEOUT_S))[0]
+        return [await engine.status() for engine in self._living()]
 
     async def stop(self, timeout_s: float) -> None:
         """What runs may end first. Then by their own means: killing them leaves shared memory behind."""
-        names, actors = [engine.name for engine in self._living()], self.actors
+        own = [(engine.name, engine.actor) for engine in self._living() if engine.actor is not None]
         await asyncio.gather(*(engine.drain(timeout_s) for engine in self.engines))
         await asyncio.gather(*(engine.detach() for engine in self.engines))  # their end is no loss now
         try:
-            await remote.gather([actor.stop.remote() for actor in actors], names, "engine stop", timeout_s)
+            await remote.gather([actor.stop.remote() for _, actor in own], [name for name, _ in own], "engine stop", timeout_s)
         finally:
             await asyncio.gather(*(engine.close() for engine in self.engines))
 
@@ -217,6 +241,14 @@ class EnginePool:
         return full_version(weights)
 
     async def load(self, engine: Engine, version: str) -> None:
+        """A sample that waits for these may have been left behind by its phase: then not before engines are awake again."""
+        while True:
+            await self._awake.wait()
+            async with engine.moving:
+                if self._awake.is_set():
+                    return await self._load(engine, version)
+
+    async def _load(self, engine: Member, version: str) -> None:
         started = time.perf_counter()
         streams: tuple[WeightStream | None, ...] = ()
         if version == BASE_VERSION:
@@ -227,11 +259,10 @@ class EnginePool:
         await engine.ask("load_full", version, parts, streams)
         self.load_seconds = [*self.load_seconds[-99:], time.perf_counter() - started]
 
-    async def _delivered_to(self, engine: Engine, manifest: WeightManifest) -> WeightStream | None:
+    async def _delivered_to(self, engine: Member, manifest: WeightManifest) -> WeightStream | None:
         """Many samples of a new version start together; one delivery serves them all. A stream serves one load."""
         deliveries = engine.delivered
         if manifest.version not in deliveries:
-            assert engine.actor is not None
             delivery = deliveries[manifest.version] = asyncio.ensure_future(
                 self._deliver(manifest, engine.actor, self.config.num_devices)
             )
@@ -241,14 +272,14 @@ class EnginePool:
             deliveries.pop(manifest.version, None)
         return stream
 
-    async def _each(self, work: Callable[[Engine], Awaitable[Any]]) -> list[Any]:
+    async def _each(self, work: Callable[[Member], Awaitable[Any]], ours: bool = False) -> list[Any]:
         """On every living engine. One that dies of it is made anew in its own time and does not fail the others."""
 
-        async def one(engine: Engine) -> Any:
+        async def one(engine: Member) -> Any:
             with suppress(StateLost):  # `ask` has seen to it
                 return await work(engine)
 
-        found = await asyncio.gather(*(one(engine) for engine in self._living()))
+        found = await asyncio.gather(*(one(engine) for engine in self._living(ours)))
         return [each for each in found if each is not None]
 
 
@@ -272,7 +303,7 @@ def build_pool(
             f"engine[{index}]", str(base_folder), config.placement.device, engine.dtype, engine.max_model_len,
             engine.max_num_seqs, engine.max_num_batched_tokens, engine.kv_cache_bytes, engine.max_loras,
             config.lora.max_rank, config.lora.max_adapters * 4, engine.enforce_eager, engine.call_timeout_s,
-            engine.tensor_parallel, engine.pipeline_parallel, ids, over_nodes,
+            engine.tensor_parallel, engine.pipeline_parallel, ids, over_nodes, engine.in_flight == "keep",
         )  # fmt: skip
         own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
         if over_nodes:  # vLLM makes its workers as Ray actors in these bundles
@@ -283,7 +314,21 @@ def build_pool(
             spec, f"{config.name}:engine:{index}", reserved, slots[0].index, share, on_gpu, own, detached, over_nodes
         )  # fmt: skip
         pool.engines.append(Engine(site, engine, config.restart, epoch, pool.load, say))
+    pool.engines += external_members(config, say)
     return pool
+
+
+def external_members(config: ClusterConfig, say: Callable[[str], None]) -> list[ExternalMember]:
+    """Raises ConfigError when a key is not there."""
+    found = []
+    for number, asked in enumerate(config.engine.external):
+        key = os.environ.get(asked.api_key_env) if asked.api_key_env else None
+        if asked.api_key_env and key is None:
+            raise ConfigError(
+                f"engine.external {asked.url}: the controller has no variable {asked.api_key_env}; set it before `serve`"
+            )
+        found.append(ExternalMember(f"external[{number}]", asked, key, config.engine, config.restart, say))
+    return found
 
 
 def _forget_failed(tasks: dict[str, asyncio.Task[T]], version: str, task: asyncio.Task[T]) -> None:

@@ -38,8 +38,9 @@ class VllmEngine:
         self._loaded: str | None = None
         self._adapters: dict[str, int] = {}  # version -> vLLM's integer id; never reused
         self._next_adapter = 1
-        self._adapter_lock = asyncio.Lock()
+        self._adapter_lock = asyncio.Lock()  # an adapter changes; and it goes to sleep, which none may meet half-way
         self._awake = {"weights", "kv_cache"}
+        self._woken = asyncio.Event()
         self._running = 0
         self.partials = Partials()
         self._processes: list[psutil.Process] = []
@@ -81,10 +82,7 @@ class VllmEngine:
         version: str,
     ) -> SampleOutput:
         """`version` names the weights the answer must come from; with an adapter these are the base's plus the adapter."""
-        needed = BASE_VERSION if adapter else version
-        if self.asleep or self._loaded != needed:
-            raise InternalError(f"engine {self.spec.name} holds {self._loaded} (asleep: {self.asleep}), not {needed}")
-        lora = await self._lora_request(adapter) if adapter else None
+        lora = await self._prepared(adapter, BASE_VERSION if adapter else version)
         output: Any = None
         self._running += 1
         try:
@@ -105,22 +103,33 @@ class VllmEngine:
             self.partials.end(request_id)
         return as_output(output, version, params)
 
+    async def _prepared(self, adapter: WeightManifest | None, needed: str) -> LoRARequest | None:
+        """It holds the weights that are needed, and the adapter, when this returns. Behind it the engine may go to sleep at any
+        time: what vLLM is given then begins when it is awake."""
+        while True:
+            async with self._adapter_lock:
+                if not (self.asleep and self.spec.keeps_in_flight):
+                    if self.asleep or self._loaded != needed:
+                        raise InternalError(f"engine {self.spec.name} holds {self._loaded} (asleep: {self.asleep}), not {needed}")
+                    return await self._lora_request(adapter) if adapter else None
+                self._woken.clear()
+            await self._woken.wait()
+
     async def _lora_request(self, manifest: WeightManifest) -> LoRARequest:
         """An adapter is loaded before its first use, under an id and a path of its own version: never replaced."""
-        async with self._adapter_lock:
-            if manifest.version not in self._adapters:
-                number, self._next_adapter = self._next_adapter, self._next_adapter + 1
-                await asyncio.to_thread(_check_adapter, manifest)
-                try:
-                    await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))
-                except EngineDeadError:
-                    raise
-                except Exception as error:  # vLLM raises what its worker said as a plain Exception
-                    if self.spec.tensor_parallel * self.spec.pipeline_parallel > 1:
-                        # The answers of the other workers are still in their queues, and would be taken for the next call's.
-                        self.dead.set()
-                    raise InvalidRequest(f"adapter {manifest.version} can not be loaded: {error}") from error
-                self._adapters[manifest.version] = number
+        if manifest.version not in self._adapters:
+            number, self._next_adapter = self._next_adapter, self._next_adapter + 1
+            await asyncio.to_thread(_check_adapter, manifest)
+            try:
+                await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))
+            except EngineDeadError:
+                raise
+            except Exception as error:  # vLLM raises what its worker said as a plain Exception
+                if self.spec.tensor_parallel * self.spec.pipeline_parallel > 1:
+                    # The answers of the other workers are still in their queues, and would be taken for the next call's.
+                    self.dead.set()
+                raise InvalidRequest(f"adapter {manifest.version} can not be loaded: {error}") from error
+            self._adapters[manifest.version] = number
         return LoRARequest(manifest.version, self._adapters[manifest.version], manifest.path)
 
     async def drop_adapters(self, versions: tuple[str, ...]) -> None:
@@ -179,15 +188,17 @@ class VllmEngine:
         return len(self._awake) < 2
 
     async def sleep(self, level: int) -> int:
-        """Returns the bytes that are free now. Sleeping twice is fine."""
-        if not self._awake:
-            return 0
-        before = await self._used_bytes()
-        await self.llm.sleep(level, mode="wait")
-        self._awake = set()
-        if level == 2:
-            self._loaded = None
-        return max(0, before - await self._used_bytes())
+        """Returns the bytes that are free now. Sleeping twice is fine. Samples that are kept lose their KV cache, which vLLM
+        computes again from their tokens when it is awake."""
+        async with self._adapter_lock:
+            if not self._awake:
+                return 0
+            before = await self._used_bytes()
+            await self.llm.sleep(level, mode="keep" if self.spec.keeps_in_flight else "wait")
+            self._awake = set()
+            if level == 2:
+                self._loaded = None
+            return max(0, before - await self._used_bytes())
 
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> int:
         """Returns the bytes that it took; on a CPU pages come when they are touched."""
@@ -196,6 +207,8 @@ class VllmEngine:
         before = await self._used_bytes()
         await self.llm.wake_up([tag])
         self._awake.add(tag)
+        if not self.asleep:
+            self._woken.set()
         return max(0, await self._used_bytes() - before)
 
     async def _used_bytes(self) -> int:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_actors.colocation.gate import Gate
+from skyrl_actors.colocation.in_flight import InFlight, in_sample_phase
 from skyrl_actors.colocation.keeper import PhaseKeeper
 from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase, plan_moves, serves
 from skyrl_actors.messages.errors import InternalError
@@ -164,3 +165,66 @@ async def test_a_gate_that_recovers_fails_only_those_who_wanted_the_failing_stat
     assert results[0] == "a" and results[2] == "b"
     assert all(isinstance(r, InternalError) and "no such weights" in str(r) for r in (results[1], results[3]))
     assert await hold("a") == "a"
+
+
+@pytest.mark.parametrize(("policy", "order"), [
+    ("drain", ["began", "ended", "TRAIN"]),
+    ("keep", ["began", "TRAIN", "ended"]),
+    ("abort", ["began", "TRAIN", "began", "ended"]),
+])  # fmt: skip
+async def test_a_sample_gives_way_to_training_as_it_is_told(policy: InFlight, order: list[str]):
+    keeper = PhaseKeeper(Recorder(), Phase.SAMPLE, timeout_s=1)
+    seen: list[str] = []
+    awake, may_end = asyncio.Event(), asyncio.Event()
+
+    async def run() -> str:
+        seen.append("began")
+        awake.set()
+        await may_end.wait()
+        seen.append("ended")
+        return "tokens"
+
+    async def train() -> None:
+        async with keeper.hold(Phase.TRAIN):
+            seen.append("TRAIN")
+
+    sample = asyncio.create_task(in_sample_phase(keeper, policy, 0.01, run))
+    await awake.wait()
+    training = asyncio.create_task(train())
+    if policy == "drain":
+        asyncio.get_running_loop().call_later(0.05, may_end.set)
+    await training
+    may_end.set()
+    assert await sample == "tokens"
+    assert seen == order
+
+
+@pytest.mark.parametrize("policy", ["drain", "keep", "abort"])
+async def test_who_asks_for_a_sample_no_more_ends_it(policy: InFlight):
+    keeper = PhaseKeeper(Recorder(), Phase.SAMPLE, timeout_s=1)
+    ended = asyncio.Event()
+
+    async def run() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            ended.set()
+
+    sample = asyncio.create_task(in_sample_phase(keeper, policy, 0.0, run))
+    await asyncio.sleep(0.01)
+    sample.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sample
+    assert ended.is_set()
+    async with keeper.hold(Phase.TRAIN):
+        pass
+
+
+async def test_a_sample_that_fails_while_it_may_be_frozen_raises_what_it_failed_of():
+    keeper = PhaseKeeper(Recorder(), Phase.SAMPLE, timeout_s=1)
+
+    async def run() -> None:
+        raise InternalError("the engine died")
+
+    with pytest.raises(InternalError, match="the engine died"):
+        await in_sample_phase(keeper, "keep", 1.0, run)

@@ -77,9 +77,30 @@ def local_ray():
 def config_for(base: Path, folder: Path) -> ClusterConfig:
     return ClusterConfig(
         name="transports", base_model=PretrainedBase(name="tiny", path=base), policy=GroupConfig(num_ranks=2, microbatch_tokens=64),
-        critic=None, engine=EngineConfig(num_engines=2, kv_cache_bytes=32 * 2**20, max_num_seqs=16), lora=LoraConfig(max_rank=8),
+        critic=None, engine=EngineConfig(num_engines=2, kv_cache_bytes=32 * 2**20, max_num_seqs=16, in_flight="keep", slice_s=0.2), lora=LoraConfig(max_rank=8),
         transfer=ShmTransfer(folder=folder, checksums=True), logprob_check=LogprobCheck(action="refuse"), restart=RestartConfig(standbys=0),
     )  # fmt: skip
+
+
+async def while_training_wants_the_devices(backend: RayBackend, tenant: Tenant, weights: SamplerWeights, number: int) -> None:
+    """Long samples are the same whether training took their devices meanwhile or not, and training does not wait for them."""
+    params = SamplingParams(300, seed=3, stop=())
+    prompt = tuple(TOKENS[:8].tolist())
+
+    async def drawn(name: str) -> list[np.ndarray]:
+        outputs = await asyncio.gather(*(backend.sample(f"{name}-{number}-{i}", prompt, params, weights) for i in range(4)))
+        assert {len(output.sequences[0].tokens) for output in outputs} == {300}
+        return [value for output in outputs for value in (output.sequences[0].tokens, output.sequences[0].logprobs)]
+
+    undisturbed = await drawn("alone")
+    sampling = asyncio.create_task(drawn("disturbed"))
+    while not any(status.running for status in await backend.engines.status()):  # noqa: ASYNC110  another process runs them
+        await asyncio.sleep(0.01)
+    await tenant.backend.forward_backward(tenant.spec, tenant.change(), ROWS, CALL, False)
+    assert not sampling.done()
+    await tenant.backend.optim_step(tenant.spec, tenant.change(), AdamParams(0.01))
+    for here, there in zip(undisturbed, await sampling, strict=True):
+        np.testing.assert_allclose(here, there, atol=1e-4)
 
 
 async def test_every_transport_brings_the_same_weights(local_ray, random_base: Path, tmp_path: Path):
@@ -115,6 +136,11 @@ async def test_every_transport_brings_the_same_weights(local_ray, random_base: P
             async with backend._keeper.hold(there):
                 pass
         np.testing.assert_allclose(await sampled(backend, *pinned[0][:1], 150, 2), pinned[0][1], atol=1e-4)
+        base = SamplerWeights("base")
+        for number, weights in enumerate((base, pinned[-1][0], pinned[0][0])):  # base, adapter, full weights
+            await while_training_wants_the_devices(backend, lora, weights, number)
+        backend.config = config.model_copy(update={"engine": config.engine.model_copy(update={"in_flight": "abort"})})
+        await while_training_wants_the_devices(backend, lora, base, 3)
         status = await backend.status()
         freed = [size for entered in status["phase_timeline"] for name, _, size in entered["moves"] if name == "free KV cache"]
         assert len(status["phase_timeline"]) == 50 and status["seconds_in_phase"]["SAMPLE"] > 0 and freed

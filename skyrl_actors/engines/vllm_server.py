@@ -1,0 +1,222 @@
+"""A vLLM server over HTTP: its OpenAI-compatible completions, by tokens. Facts of its answers, no state."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import numpy as np
+
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
+
+EMPTY_CELL = (0, -99999.0)
+CONNECT_S, SHORT_S = 5.0, 30.0
+
+
+class VllmServer:
+    """Raises StateLost when it does not answer, InvalidRequest for what it refuses, InternalError for what it fails at."""
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float):
+        self.url = url
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S), limits=limits, trust_env=False
+        )
+
+    async def identify(self, model: str | None) -> tuple[str, int]:
+        """Its name of the base model and the longest sequence it takes. Raises ConfigError when it is no vLLM server."""
+        version = await self._looked_up("/version")
+        if not isinstance(version.get("version"), str):
+            raise ConfigError(f"engine.external {self.url} is not a vLLM server: GET /version answered {str(version)[:200]}")
+        served = {m["id"]: m for m in (await self._looked_up("/v1/models")).get("data", ()) if m.get("max_model_len")}
+        bases = [name for name, found in served.items() if not found.get("parent")]
+        if not bases or (model is not None and model not in bases):
+            raise ConfigError(f"engine.external {self.url} serves {', '.join(bases) or 'nothing'}, and not {model or 'a model'}")
+        name = model or bases[0]
+        probe = SamplingParams(1, temperature=0.0)
+        try:
+            await self.complete(name, (0,), probe, "probe")
+        except (InvalidRequest, InternalError, KeyError) as error:
+            raise ConfigError(
+                f"engine.external {self.url} can not sample by tokens, which vLLM does since 0.10.2: {error}"
+            ) from error
+        return name, int(served[name]["max_model_len"])
+
+    async def _looked_up(self, path: str) -> dict[str, Any]:
+        try:
+            answer = await self._client.get(path, timeout=SHORT_S)
+        except httpx.HTTPError as error:
+            raise ConfigError(f"engine.external {self.url} does not answer: {type(error).__name__} {error}".rstrip()) from error
+        try:
+            found: Any = answer.json()
+        except ValueError:
+            found = answer.text
+        if answer.status_code in (401, 403):
+            raise ConfigError(f"engine.external {self.url} wants an API key: name its variable in api_key_env")
+        if answer.status_code != 200 or not isinstance(found, dict):
+            raise ConfigError(
+                f"engine.external {self.url} is not a vLLM server: GET {path} answered {answer.status_code} {str(found)[:200]}"
+            )
+        return found
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Raises InvalidRequest, with the server's words, when it can not."""
+        answer = await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        if answer.status_code == 200 or "already been loaded" in answer.text:  # a name is never used for other weights
+            return
+        if answer.status_code == 404 and name not in answer.text:
+            raise InternalError(
+                f"{self.url} loads no adapters: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        raise InvalidRequest(f"adapter {name} can not be loaded from {path} by {self.url}: {_reason(answer)}")
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name})  # one that is not there is fine
+
+    async def complete(self, model: str, prompt: tuple[int, ...], params: SamplingParams, version: str) -> SampleOutput:
+        answer = await self._post("/v1/completions", completion_body(model, prompt, params))
+        self._check(answer)
+        return sample_output(answer.json(), version, params)
+
+    async def grow(
+        self, model: str, prompt: tuple[int, ...], params: SamplingParams, version: str
+    ) -> AsyncIterator[SampleOutput]:
+        """The same while it grows, whole so far each time. One sample, without logprobs of the prompt."""
+        body = completion_body(model, prompt, params) | {"stream": True}
+        whole: dict[str, Any] = {"token_ids": [], "logprobs": {"token_logprobs": [], "top_logprobs": []}, "finish_reason": None}
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body) as answer:
+                if answer.status_code != 200:
+                    await answer.aread()
+                    self._check(answer)
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise InternalError(f"{self.url}: {event['error']}")
+                    for choice in event["choices"]:
+                        extend(whole, choice)
+                        yield sample_output({"choices": [whole]}, version, params, finished=False)
+        except httpx.HTTPError as error:
+            raise self._gone(error) from error
+        yield sample_output({"choices": [whole]}, version, params)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        try:
+            return await self._client.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: httpx.HTTPError) -> Exception:
+        if isinstance(error, httpx.ReadTimeout):
+            return InternalError(f"{self.url} did not answer within its call_timeout_s")
+        return StateLost(f"{self.url} does not answer: {type(error).__name__} {error}".rstrip())
+
+    def _check(self, answer: httpx.Response) -> None:
+        if answer.status_code in (400, 422):
+            raise InvalidRequest(_reason(answer))
+        if answer.status_code == 404 or answer.status_code >= 500:
+            raise StateLost(f"{self.url} answered {answer.status_code}: {_reason(answer)}")
+        if answer.status_code != 200:
+            raise InternalError(f"{self.url} answered {answer.status_code}: {_reason(answer)}")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        found = answer.json()
+    except ValueError:
+        return answer.text[:500]
+    error = found.get("error", found) if isinstance(found, dict) else found
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+
+
+def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams) -> dict[str, Any]:
+    """Every field that a server's own defaults could change is named."""
+    if params.scores_prompt:
+        raise InvalidRequest("target_prompt_logprobs and prompt_alt_tokens_k need engines of this service, not one by URL")
+    stop = params.stop
+    body: dict[str, Any] = {
+        "model": model, "prompt": list(prompt), "max_tokens": params.max_tokens, "n": params.num_samples,
+        "temperature": params.temperature, "top_p": params.top_p, "top_k": max(params.top_k, 0), "min_p": 0.0, "min_tokens": 0,
+        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": params.seed,
+        "stop": [s for s in stop or () if isinstance(s, str)], "stop_token_ids": [s for s in stop or () if isinstance(s, int)],
+        "ignore_eos": stop is not None and not params.stop_at_end_too, "logprobs": params.topk_sample_logprobs,
+        "return_token_ids": True, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    if params.prompt_logprobs or params.topk_prompt_logprobs:
+        body["prompt_logprobs"] = params.topk_prompt_logprobs
+    return body
+
+
+def extend(whole: dict[str, Any], choice: dict[str, Any]) -> None:
+    """By one event of a stream."""
+    whole["token_ids"] += choice.get("token_ids") or ()
+    of_tokens = choice.get("logprobs") or {}
+    for kind in ("token_logprobs", "top_logprobs"):
+        whole["logprobs"][kind] += of_tokens.get(kind) or ()
+    whole["finish_reason"] = choice.get("finish_reason") or whole["finish_reason"]
+
+
+def sample_output(body: dict[str, Any], version: str, params: SamplingParams, finished: bool = True) -> SampleOutput:
+    """Raises InternalError when the server left out what was asked for."""
+    sequences = []
+    for choice in body["choices"]:
+        reason, tokens, of_tokens = choice["finish_reason"], choice.get("token_ids"), choice.get("logprobs")
+        if tokens is None or of_tokens is None or len(of_tokens["token_logprobs"]) != len(tokens):
+            raise InternalError("the server's answer lacks token_ids or a logprob for each of them")
+        if finished and reason not in ("stop", "length"):
+            raise InternalError(f"the server ended a sample with {reason!r}")
+        best = (
+            _best([_by_id(row) for row in of_tokens["top_logprobs"]], k) if (k := params.topk_sample_logprobs) else (None, None)
+        )
+        logprobs = np.asarray(of_tokens["token_logprobs"], np.float32)
+        sequences.append(Sequence(np.asarray(tokens, np.int32), logprobs, reason or "", *best))
+    return SampleOutput(tuple(sequences), version, **_of_prompt(body, params), cached_tokens=_cached(body))
+
+
+def _cached(body: dict[str, Any]) -> int:
+    details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
+    return details.get("cached_tokens") or 0
+
+
+def _of_prompt(body: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
+    rows, prompt = body["choices"][0].get("prompt_logprobs"), body["choices"][0].get("prompt_token_ids")
+    if not (params.prompt_logprobs or params.topk_prompt_logprobs):
+        return {}
+    if rows is None or prompt is None:
+        raise InternalError("the server's answer lacks the prompt's logprobs")
+    kept = len(prompt) if params.prompt_logprobs_last_n is None else params.prompt_logprobs_last_n
+    shown = [
+        {int(t): e["logprob"] for t, e in (row or {}).items()} if i >= len(rows) - kept else {} for i, row in enumerate(rows)
+    ]
+    own = [row.get(token, np.nan) for token, row in zip(prompt, shown, strict=True)]
+    fields: dict[str, Any] = {"prompt_logprobs": np.asarray(own, np.float32)}
+    if k := params.topk_prompt_logprobs:
+        fields["topk_prompt_ids"], fields["topk_prompt_logprobs"] = _best(shown, k)
+    return fields
+
+
+def _by_id(row: dict[str, float] | None) -> dict[int, float]:
+    return {int(token.removeprefix("token_id:")): logprob for token, logprob in (row or {}).items()}
+
+
+def _best(rows: list[dict[int, float]], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k most likely of each position, best first; both [P, k]. The token that was drawn is among them only if it is one."""
+    best = [sorted(row.items(), key=lambda cell: (-cell[1], cell[0]))[:k] for row in rows]
+    padded = [row + [EMPTY_CELL] * (k - len(row)) for row in best]
+    return (
+        np.asarray([[token for token, _ in row] for row in padded], np.int32),
+        np.asarray([[logprob for _, logprob in row] for row in padded], np.float32),
+    )
+
+
+def so_far(output: SampleOutput) -> PartialSample:
+    (sequence,) = output.sequences
+    return PartialSample(tuple(sequence.tokens.tolist()), tuple(sequence.logprobs.tolist()))

@@ -1,0 +1,254 @@
+"""A real vLLM server of somebody else: samples of the base and of adapters that the trainers freeze, through its URL."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from pydantic import ValidationError
+
+from skyrl_actors.backends.ray_backend import RayBackend
+from skyrl_actors.config.cluster import ClusterConfig, GroupConfig, LoraConfig, PretrainedBase, RestartConfig
+from skyrl_actors.config.engines import EngineConfig, ExternalEngine
+from skyrl_actors.config.transfers import GlooTransfer, LogprobCheck, ShmTransfer
+from skyrl_actors.engines.pool import external_members
+from skyrl_actors.engines.vllm_server import VllmServer
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from tests.engines.test_transports import TOKENS, Tenant
+
+KEY, BASE = "a-key-of-theirs", SamplerWeights("base")
+PROMPT = tuple(TOKENS[:8].tolist())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def their_server(random_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Its port. It may still be starting."""
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    environment = {
+        **os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": KEY,
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_base), "--served-model-name", "theirs",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512", "--enforce-eager",
+        "--enable-lora", "--max-lora-rank", "8", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "1024",
+        "--kv-cache-memory-bytes", str(32 * 2**20), "--max-num-seqs", "16",
+    ]  # fmt: skip
+    with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+        try:
+            yield port
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@asynccontextmanager
+async def road(to_port: int, port: int) -> AsyncIterator[None]:
+    """Connections to `port` go to `to_port` while this lasts; then they are cut."""
+    ways: set[asyncio.Task[None]] = set()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            try:
+                while data := await reader.read(2**16):
+                    writer.write(data)
+                    await writer.drain()
+            finally:
+                writer.close()
+
+    async def joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", to_port)
+        except OSError:
+            writer.close()
+            return
+        for pair in ((reader, back), (there, writer)):
+            task = asyncio.create_task(carry(*pair))
+            ways.add(task)
+            task.add_done_callback(ways.discard)
+
+    server = await asyncio.start_server(joined, "127.0.0.1", port)
+    try:
+        yield
+    finally:
+        server.close()
+        for way in list(ways):
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+
+
+def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
+    return ClusterConfig(
+        name="external", base_model=PretrainedBase(name="tiny", path=base), policy=GroupConfig(microbatch_tokens=64), critic=None,
+        engine=EngineConfig(num_engines=0, external=(ExternalEngine(url=f"http://127.0.0.1:{port}/v1", api_key_env="THEIR_KEY"),)),
+        lora=LoraConfig(max_rank=8), transfer=ShmTransfer(folder=folder), logprob_check=LogprobCheck(action="refuse"),
+        restart=RestartConfig(standbys=0, backoff_s=0.2, max_in_a_row=8),
+    )  # fmt: skip
+
+
+async def test_adapters_are_sampled_by_somebody_elses_server(
+    their_server: int, random_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("THEIR_KEY", KEY)
+    port, said = free_port(), list[str]()
+    await _answers(their_server)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    backend = RayBackend(config_for(random_base, tmp_path, port), random_base, said.append, detached=False)
+    try:
+        async with road(their_server, port):
+            await backend.start(1)
+            lora = Tenant(backend, ModelSpec("lora", "tiny", lora=LoraSpec(8)))
+            await lora.create()
+            await lora.train(2)
+            wanted, pinned = await lora.logprobs(), await lora.freeze("lora@1")
+            await lora.train(3)
+            scoring = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
+            prompt = tuple(TOKENS.tolist())
+            found = await backend.sample("r1", prompt, scoring, pinned)
+            assert found.version == "lora@1" and found.prompt_logprobs is not None
+            np.testing.assert_allclose(found.prompt_logprobs[1:], wanted, atol=1e-4)
+            later = await backend.sample("r2", prompt, scoring, await lora.freeze("lora@2"))
+            assert later.prompt_logprobs is not None and np.abs(later.prompt_logprobs[1:] - wanted).max() > 0.1
+            await _draws(backend)
+            await _reads_along(backend)
+            await _is_refused(backend, tmp_path)
+            assert 0 < max(backend.engines.agreement.differences) < 1e-4
+        waiting = asyncio.create_task(backend.sample("r7", prompt, scoring, pinned))
+        await asyncio.sleep(0.3)
+        assert not waiting.done() and backend.fault() is not None
+        async with road(their_server, port):  # it has the adapters still, and this service does not know
+            again = await waiting
+            assert again.prompt_logprobs is not None
+            np.testing.assert_allclose(again.prompt_logprobs[1:], wanted, atol=1e-4)
+            (engine,) = (await backend.status())["engines"]
+            assert engine["state"] == "HEALTHY" and engine["adapters"] == 1 and engine["restarts"] >= 1
+            await backend.close()
+    finally:
+        ray.shutdown()
+    assert [text for text in said if "external[0] answers again" in text]
+
+
+async def _answers(port: int) -> None:
+    for _ in range(400):
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            await writer.wait_closed()
+            return
+        await asyncio.sleep(0.2)
+    raise AssertionError("the server did not start")
+
+
+async def _draws(backend: RayBackend) -> None:
+    params = SamplingParams(12, 2, seed=5, stop=(), topk_sample_logprobs=3)
+    drawn = await backend.sample("r3", PROMPT, params, BASE)
+    assert [len(s.tokens) for s in drawn.sequences] == [12, 12] and drawn.sequences[0].stop_reason == "length"
+    again = await backend.sample("r4", PROMPT, params, BASE)
+    for here, there in zip(drawn.sequences, again.sequences, strict=True):
+        assert here.tokens.tolist() == there.tokens.tolist()
+        assert here.topk_ids is not None and here.topk_ids.shape == (12, 3)
+        assert np.all(np.diff(here.topk_logprobs) <= 0)
+    prompted = await backend.sample("r4b", PROMPT, SamplingParams(1, topk_prompt_logprobs=2, prompt_logprobs_last_n=3), BASE)
+    assert prompted.topk_prompt_ids is not None and prompted.topk_prompt_ids.shape == (8, 2)
+    assert prompted.prompt_logprobs is not None and np.isnan(prompted.prompt_logprobs).tolist() == [True] * 5 + [False] * 3
+    greedy = await backend.sample("r5", PROMPT, SamplingParams(1, temperature=0.0, topk_sample_logprobs=1, stop=()), BASE)
+    assert greedy.sequences[0].topk_ids is not None and greedy.sequences[0].topk_ids[0, 0] == greedy.sequences[0].tokens[0]
+    assert greedy.sequences[0].topk_logprobs[0, 0] == greedy.sequences[0].logprobs[0]
+    stop = int(drawn.sequences[0].tokens[4])
+    stopped = await backend.sample("r5b", PROMPT, SamplingParams(12, seed=5, stop=(stop,)), BASE)
+    first = drawn.sequences[0].tokens.tolist().index(stop)
+    assert stopped.sequences[0].tokens.tolist() == drawn.sequences[0].tokens.tolist()[: first + 1]
+    assert stopped.sequences[0].stop_reason == "stop"
+
+
+async def _reads_along(backend: RayBackend) -> None:
+    params = SamplingParams(100, seed=6, stop=(), stream=True)
+    running = asyncio.create_task(backend.sample("r6", PROMPT, params, BASE))
+    early = await backend.partial("r6", 0, 20.0)
+    whole = (await running).sequences[0]
+    assert 0 < len(early.tokens) <= 100 and list(early.tokens) == whole.tokens[: len(early.tokens)].tolist()
+    alone = await backend.sample("r6b", PROMPT, SamplingParams(100, seed=6, stop=()), BASE)
+    assert alone.sequences[0].tokens.tolist() == whole.tokens.tolist()
+
+
+async def _is_refused(backend: RayBackend, folder: Path) -> None:
+    full = Tenant(backend, ModelSpec("full", "tiny"))
+    await full.create()
+    with pytest.raises(InvalidRequest, match="full weights can be sampled only by engines of this service"):
+        await full.freeze("full@1")
+    with pytest.raises(InvalidRequest, match="maximum context length is 512 tokens"):
+        await backend.sample("x1", PROMPT * 100, SamplingParams(1), BASE)
+    nowhere = SamplerWeights("lora@9", (WeightManifest("lora@9", "lora", str(folder / "nowhere"), 0),))
+    with pytest.raises(InvalidRequest, match=r"lora@9 can not be loaded from .*nowhere by http"):
+        await backend.sample("x2", PROMPT, SamplingParams(1), nowhere)
+
+
+async def test_what_is_no_vllm_server_is_told_so(their_server: int):
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>welcome</html>")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        await _fails(f"http://127.0.0.1:{page.server_port}", KEY, None, r"is not a vLLM server: GET /version answered 200 <html>")
+        page.shutdown()
+    await _fails(f"http://127.0.0.1:{free_port()}", KEY, None, "does not answer: ConnectError")
+    await _answers(their_server)
+    await _fails(f"http://127.0.0.1:{their_server}", "wrong", None, "wants an API key: name its variable in api_key_env")
+    await _fails(f"http://127.0.0.1:{their_server}", KEY, "ours", "serves theirs, and not ours")
+
+
+async def _fails(url: str, key: str, model: str | None, said: str) -> None:
+    server = VllmServer(url, key, 10.0)
+    with pytest.raises(ConfigError, match=said):
+        await server.identify(model)
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engine": {"num_engines": 0}}, "nothing could sample"),
+        ({"engine": {"external": [{"url": "localhost:8000"}]}}, "use http://host:port"),
+        ({"engine": {"external": [{"url": "http://a"}, {"url": "http://a/v1"}]}}, "names a URL twice"),
+        ({"engine": {"external": [{"url": "http://a"}]}, "transfer": GlooTransfer()}, "gloo does not reach engine.external"),
+        ({"engine": {"in_flight": "keep"}, "placement": {"layout": "split"}}, "leave it out"),
+        ({"engine": {"in_flight": "keep", "sleep_level": "2"}}, "sleep_level 2 drops them"),
+    ],
+)
+def test_what_can_not_be_is_refused(options: dict[str, object], said: str):
+    with pytest.raises(ValidationError, match=said):
+        ClusterConfig.model_validate(options)
+
+
+async def test_an_engine_without_its_key_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("THEIR_KEY", raising=False)
+    config = config_for(Path("base"), Path("exports"), 1)
+    with pytest.raises(ConfigError, match="the controller has no variable THEIR_KEY"):
+        external_members(config, lambda text: None)
