@@ -1,6 +1,8 @@
 """Awaiting remote calls with a deadline that says who was missing, and with our own errors as they were raised."""
 
 import asyncio
+import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +10,11 @@ import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.experimental import internal_kv
 
 from skyrl_actors.messages.errors import CollectiveFailed, InternalError, SkyrlActorsError, StateLost
 
+log = logging.getLogger(__name__)
 NAMESPACE = "skyrl-actors"
 NAME_FREE_S = 20.0
 
@@ -111,6 +115,24 @@ def make_named(actor_class: Any, *arguments: Any) -> ActorHandle:
         return actor_class.remote(*arguments)
     except ValueError as error:
         raise InternalError(f"an actor's name is not free yet: {error}") from None
+
+
+async def publish(service: str, content: dict[str, str] | None) -> None:
+    """Let everybody in this Ray cluster know where a service is; None: it is no more. The service works without it, so that it
+    fails is only logged."""
+    try:
+        if content is None:
+            await asyncio.to_thread(internal_kv._internal_kv_del, service, namespace=NAMESPACE)
+        else:
+            await asyncio.to_thread(internal_kv._internal_kv_put, service, json.dumps(content), namespace=NAMESPACE)
+    except RayError as error:
+        log.warning("the address of %s was not published: %s", service, error)
+
+
+def published(service: str) -> dict[str, str] | None:
+    """What a service of this Ray cluster made known of itself."""
+    content: bytes | None = internal_kv._internal_kv_get(service, namespace=NAMESPACE)
+    return json.loads(content) if content else None
 
 
 async def end_named(names: Sequence[str]) -> None:

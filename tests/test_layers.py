@@ -52,7 +52,7 @@ NARROW = {
 HEAVY = {
     "torch": ("workers/", "streams.py", "losses/torch_ops.py", "losses/torch_graph.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
               "commands/doctor.py"),
-    "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py", "engines/vllm_samples.py"),
+    "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py", "engines/vllm_samples.py", "engines/vllm_stats.py"),
     "ray": (
         "api/ingress.py", "api/client.py", "groups/", "engines/pool.py", "engines/engine.py", "engines/member.py", "transfer/", "remote.py", "backends/ray_backend.py", "backends/site.py",
         "backends/vitals.py",

@@ -31,6 +31,17 @@ class Vitals:
             "mean absolute difference of engine and trainer in nats a token, last comparison",
             tags,
         )
+        self._of_engines = {
+            "running": Gauge("skyrl_actors_engine_running", "samples that an engine was given and has not answered", tags),
+            "waiting": Gauge("skyrl_actors_engine_waiting", "sequences that an engine has not begun", tags),
+            "kv_usage": Gauge("skyrl_actors_engine_kv_usage", "part of an engine's KV cache in use, 0 to 1", tags),
+            "prefix_hit_rate": Gauge(
+                "skyrl_actors_engine_prefix_hit_rate", "part of the prompt tokens so far that the KV cache had, 0 to 1", tags
+            ),
+            "weight_version": Gauge(
+                "skyrl_actors_engine_weight_version", "number behind the @ of the full weights an engine holds; 0 = base", tags
+            ),
+        }
         self._task = asyncio.create_task(self._report())
 
     async def read(self) -> dict[str, Any]:
@@ -43,7 +54,7 @@ class Vitals:
             }  # fmt: skip
         engines = []
         for engine in self._engines.engines:
-            row: dict[str, Any] = {"state": engine.health, "restarts": engine.restarts}
+            row: dict[str, Any] = {"name": engine.name, "state": engine.health, "restarts": engine.restarts}
             if engine.health == "HEALTHY":
                 try:
                     status = await engine.status()
@@ -52,7 +63,10 @@ class Vitals:
                 else:
                     row |= {
                         "version": status.loaded_version, "adapters": len(status.adapters), "asleep": status.asleep,
-                        "running": status.running, "rss_bytes": status.rss_bytes,
+                        "running": status.running, "waiting": status.waiting, "rss_bytes": status.rss_bytes,
+                        "kv_usage": round(status.kv_usage, 4),
+                        "prefix_hit_rate": round(status.prefix_hits / max(status.prefix_queries, 1), 4),
+                        "weight_version": number_of(status.loaded_version),
                     }  # fmt: skip
             engines.append(row)
         return {"groups": groups, "engines": engines, "controller_rss_bytes": psutil.Process().memory_info().rss}
@@ -76,9 +90,11 @@ class Vitals:
                 self._set(self._refused, role, group["refused"])
                 for rank, size in enumerate(group["rss_bytes"]):
                     self._set(self._memory, f"{role}[{rank}]", size)
-            for index, engine in enumerate(found["engines"]):
-                self._set(self._restarts, f"engine[{index}]", engine["restarts"])
-                self._set(self._memory, f"engine[{index}]", engine.get("rss_bytes", 0))
+            for engine in found["engines"]:
+                self._set(self._restarts, engine["name"], engine["restarts"])
+                self._set(self._memory, engine["name"], engine.get("rss_bytes", 0))
+                for name, gauge in self._of_engines.items():
+                    self._set(gauge, engine["name"], engine.get(name) or 0)
             if self._engines.agreement.differences:
                 self._set(self._difference, "engines", self._engines.agreement.differences[-1])
             await asyncio.sleep(EVERY_S)
@@ -88,3 +104,9 @@ class Vitals:
 
     def close(self) -> None:
         self._task.cancel()
+
+
+def number_of(version: str | None) -> int:
+    """Of `<model>@<number>`; the base, and weights that were dropped, are 0."""
+    number = (version or "").rpartition("@")[2]
+    return int(number) if number.isdigit() else 0

@@ -17,6 +17,7 @@ import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 
+from skyrl_actors import remote
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.commands import cluster, haproxy
 from skyrl_actors.commands.terminal import console, note, show_rows
@@ -213,7 +214,7 @@ def status(name: str, as_json: bool) -> None:
         return
     console.print(
         f"[bold]{content['name']}[/bold]  up {content['uptime_s']:.0f} s  phase {content.get('phase', 'starting')}  "
-        f"sessions {content['sessions']}  samplers {content['samplers']}  open requests {content['open_requests']}"
+        f"at {content['url']}  sessions {content['sessions']}  samplers {content['samplers']}  open requests {content['open_requests']}"
     )
     show_rows("models", content["models"])
     show_rows("groups", [{"role": role, **group} for role, group in content.get("groups", {}).items()])
@@ -252,6 +253,7 @@ def stop(name: str) -> None:
             note(f"the controller did not end in order: {error}")
         if not state["started_ray"]:
             cluster.end_parts(name)
+            asyncio.run(remote.publish(name, None))
         ray.shutdown()
     haproxy.closing(name)
     if state["started_ray"]:

@@ -81,7 +81,15 @@ class ControllerActor:
             undo.push_async_callback(self._start_over)
             able = await self.controller.start()
             undo.pop_all()
-            return able
+        await remote.publish(
+            self._parts[0].name, {"url": self._url, "openai_url": f"{self._url}/v1", "base_model": able.base_model}
+        )
+        return able
+
+    @property
+    def _url(self) -> str:
+        http = self._parts[0].http
+        return f"http://{remote.node_address() if http.host in ('0.0.0.0', '::') else http.host}:{http.port}"
 
     async def _start_over(self) -> None:
         await self.controller.abandon()
@@ -175,8 +183,9 @@ class ControllerActor:
         return self.controller.fault()
 
     async def status(self) -> dict[str, Any]:
-        return await self.controller.status()
+        return {**await self.controller.status(), "url": self._url}
 
     async def close(self) -> None:
+        await remote.publish(self._parts[0].name, None)
         await self.controller.close()
         await self._line.close()

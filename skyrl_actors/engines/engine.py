@@ -110,10 +110,13 @@ class Engine(Member):
         return report if report.ready and report.spec == self.site.spec else None
 
     async def _make(self) -> None:
+        started = time.perf_counter()
         self.actor = self.site.make()
         report: EngineReport = await self._ask([self.actor.adopt.remote(self.epoch)], "start", self.config.start_timeout_s)
         self._log_file = report.log_file
+        self._say(f"{self.name}: vLLM is imported ({time.perf_counter() - started:.1f} s), loading weights")
         await self._ask([self.actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
+        self._say(f"{self.name}: ready ({time.perf_counter() - started:.1f} s)")
         self.gate = self._new_gate(BASE_VERSION)
         self.delivered, self.agreed = {}, {}
         self._watch()

@@ -40,7 +40,11 @@ class EngineStatus:
     adapters: tuple[str, ...]
     asleep: bool
     rss_bytes: int
-    running: int
+    running: int  # samples it was given and has not answered
+    waiting: int = 0  # of these, sequences that vLLM has not begun
+    kv_usage: float = 0.0  # part of the KV cache in use, 0 to 1
+    prefix_queries: int = 0  # prompt tokens so far, and those of them that the cache had
+    prefix_hits: int = 0
 
 
 @dataclass(frozen=True, slots=True)

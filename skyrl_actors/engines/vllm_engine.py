@@ -22,7 +22,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
 from skyrl_actors.engines.partials import Partials
-from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params
+from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
+from skyrl_actors.engines.vllm_stats import LastStats
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
@@ -42,13 +43,15 @@ class VllmEngine:
         self._awake = {"weights", "kv_cache"}
         self._woken = asyncio.Event()
         self._running = 0
+        self._stats = LastStats()
         self.partials = Partials()
         self._processes: list[psutil.Process] = []
         self.dead = asyncio.Event()  # vLLM's own process ended
 
     async def start(self) -> None:
-        self._llm = AsyncLLM.from_engine_args(_engine_args(self.spec))
+        self._llm = AsyncLLM.from_engine_args(_engine_args(self.spec), stat_loggers=[self._stats])
         await self._llm.collective_rpc("skyrl_patch")
+        await self._llm.update_weight_version(BASE_VERSION)
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._loaded = BASE_VERSION
         loop = asyncio.get_running_loop()
@@ -82,7 +85,8 @@ class VllmEngine:
         version: str,
     ) -> SampleOutput:
         """`version` names the weights the answer must come from; with an adapter these are the base's plus the adapter."""
-        lora = await self._prepared(adapter, BASE_VERSION if adapter else version)
+        needed = BASE_VERSION if adapter else version
+        lora = await self._prepared(adapter, needed)
         output: Any = None
         self._running += 1
         try:
@@ -101,6 +105,8 @@ class VllmEngine:
         finally:
             self._running -= 1
             self.partials.end(request_id)
+        if strange := weight_versions(output) - {needed}:
+            raise InternalError(f"engine {self.spec.name} sampled with weights {', '.join(sorted(strange))}, not {needed} alone")
         return as_output(output, version, params)
 
     async def _prepared(self, adapter: WeightManifest | None, needed: str) -> LoRARequest | None:
@@ -219,7 +225,11 @@ class VllmEngine:
     async def status(self) -> EngineStatus:
         process = psutil.Process()
         rss = sum(_rss(p) for p in [process, *process.children(recursive=True)])
-        return EngineStatus(self._loaded, tuple(self._adapters), self.asleep, rss, self._running)
+        stats = self._stats
+        return EngineStatus(
+            self._loaded, tuple(self._adapters), self.asleep, rss, self._running, stats.waiting, stats.kv_usage,
+            stats.prefix_queries, stats.prefix_hits,
+        )  # fmt: skip
 
     async def stop(self) -> None:
         if self._llm is not None:
@@ -295,7 +305,6 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         max_logprobs=-1,  # the controller bounds what is asked for; scoring a prompt looks at the whole vocabulary
         generation_config="vllm",
         enable_log_requests=False,
-        disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="skyrl_actors_file"),
         worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
         **on_device,

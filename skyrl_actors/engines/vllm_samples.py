@@ -63,6 +63,11 @@ def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput
     return SampleOutput(tuple(sequences), version, cached_tokens=output.num_cached_tokens or 0, **of_prompt)
 
 
+def weight_versions(output: Any) -> set[str]:
+    """Of the full weights that drew its tokens, as vLLM noted them token by token."""
+    return {span.version for choice in output.outputs for span in choice.weight_versions or ()}
+
+
 def so_far(output: Any) -> PartialSample:
     """Of a cumulative output of one sample."""
     (choice,) = output.outputs
