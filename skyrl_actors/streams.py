@@ -1,4 +1,7 @@
-"""Both ends of a weight stream: a file that rank 0 exported is broadcast, bucket by bucket, to the workers of one engine.
+"""Both ends of a weight stream: a version that was exported goes, bucket by bucket, to the workers of one engine.
+
+Broadcast (gloo, NCCL) from rank 0; or (ipc) by two buckets in the memory of the rank on the same device, which the workers copy out
+of in turn: while one is read the other is filled.
 
 The sender has a thread of its own, so that its rank goes on with other work, and gives up at its deadline when somebody does not
 join. The file is a frozen version: what arrives is what was asked for, whatever has been trained since. A group of
@@ -9,7 +12,7 @@ import logging
 import socket
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -19,14 +22,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[reportPrivateImportUsage]
 
+from skyrl_actors.device_memory import given_back, opened, shareable
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStream, buckets
 
 log = logging.getLogger(__name__)
 
 
-def open_stream(manifest: WeightManifest, asked: WeightStream, device: torch.device) -> WeightStream:
-    """Begin to send; answers with the port that was free. Raises FileNotFoundError when the version is gone."""
+Fill = Callable[[Tensor, range], None]  # a bucket, with these tensors of the manifest
+
+
+def open_stream(
+    manifest: WeightManifest, asked: WeightStream, device: torch.device, live: Mapping[str, Tensor] | None = None
+) -> WeightStream:
+    """Begin to send; answers with the port that was free. `live`: the tensors of that version where they were trained, to be had
+    faster than its file. Raises FileNotFoundError when the version is gone."""
     source = _mapped(manifest)
     listening = socket.create_server((asked.host, 0))  # at this address only
     port = listening.getsockname()[1]
@@ -35,13 +45,63 @@ def open_stream(manifest: WeightManifest, asked: WeightStream, device: torch.dev
         master_listen_fd=listening.detach(),
     )  # fmt: skip
     found = replace(asked, port=port)
-    arguments = (source, manifest, found, store, _place(asked, device))
-    threading.Thread(target=_send, args=arguments, daemon=True, name=f"stream-{manifest.version}").start()
+    arguments: tuple[Any, ...] = (source, manifest, found, store, _place(asked, device))
+    if asked.backend == "ipc":
+        largest = max(_size(manifest.tensors, wanted) for wanted in _buckets(manifest.tensors, asked))
+        memory, handle = shareable(2 * largest, device)
+        found = replace(found, handle=handle)
+        fill = _from_live(manifest.tensors, live) if live else _from_file(manifest.tensors, source)
+        arguments = (fill, manifest, found, store, memory.view(2, largest))
+    work = _lend if asked.backend == "ipc" else _send
+    threading.Thread(target=work, args=arguments, daemon=True, name=f"stream-{manifest.version}").start()
     return found
 
 
+def _buckets(tensors: Sequence[TensorEntry], stream: WeightStream) -> Iterator[range]:
+    return buckets([t.num_bytes for t in tensors], stream.bucket_bytes)
+
+
+def _size(tensors: Sequence[TensorEntry], wanted: range) -> int:
+    return tensors[wanted[-1]].offset_bytes + tensors[wanted[-1]].num_bytes - tensors[wanted[0]].offset_bytes
+
+
+def _from_file(tensors: Sequence[TensorEntry], source: Tensor) -> Fill:
+    def fill(bucket: Tensor, wanted: range) -> None:
+        start = tensors[wanted[0]].offset_bytes
+        bucket.copy_(source[start : start + bucket.numel()])
+
+    return fill
+
+
+def _from_live(tensors: Sequence[TensorEntry], live: Mapping[str, Tensor]) -> Fill:
+    def fill(bucket: Tensor, wanted: range) -> None:
+        for entry in (tensors[i] for i in wanted):
+            start = entry.offset_bytes - tensors[wanted[0]].offset_bytes
+            own = bucket[start : start + entry.num_bytes].view(getattr(torch, entry.dtype))
+            own.copy_(live[entry.name].detach().reshape(-1), non_blocking=True)
+
+    return fill
+
+
+def _lend(fill: Fill, manifest: WeightManifest, stream: WeightStream, store: TCPStore, memory: Tensor) -> None:
+    """Bucket k lies in half k mod 2, once everybody has read bucket k - 2 there."""
+    deadline, readers, number = timedelta(seconds=stream.timeout_s), range(1, stream.world_size), 0
+    try:
+        for number, wanted in enumerate(_buckets(manifest.tensors, stream)):
+            if number >= 2:
+                store.wait([f"read/{number - 2}/{rank}" for rank in readers], deadline)
+            fill(memory[number % 2, : _size(manifest.tensors, wanted)], wanted)
+            _finished(memory.device)
+            store.set(f"full/{number}", "1")
+        store.wait([f"done/{rank}" for rank in readers], deadline)
+    except (RuntimeError, ValueError) as error:  # the other end tells whoever waits for these weights
+        log.warning("the stream of %s broke at bucket %d: %s", manifest.version, number, error)
+    finally:
+        given_back(memory.device)
+
+
 def _place(stream: WeightStream, device: torch.device) -> torch.device:
-    return device if stream.backend == "nccl" else torch.device("cpu")
+    return torch.device("cpu") if stream.backend == "gloo" else device
 
 
 def _mapped(manifest: WeightManifest) -> Tensor:
@@ -55,9 +115,9 @@ def _send(source: Tensor, manifest: WeightManifest, stream: WeightStream, store:
         # A group is made when all are there: to make one with NCCL waits without end for who does not come.
         store.wait([f"here/{rank}" for rank in range(1, stream.world_size)], timedelta(seconds=stream.timeout_s))
         group = _group(store, stream, 0, stream.host)
-        for wanted in buckets([t.num_bytes for t in manifest.tensors], stream.bucket_bytes):
-            first, last = manifest.tensors[wanted[0]], manifest.tensors[wanted[-1]]
-            bucket = source[first.offset_bytes : last.offset_bytes + last.num_bytes].to(device)
+        for wanted in _buckets(manifest.tensors, stream):
+            start = manifest.tensors[wanted[0]].offset_bytes
+            bucket = source[start : start + _size(manifest.tensors, wanted)].to(device)
             group.broadcast([bucket], _from_first()).wait()
         _finished(device)
         # The group and the store end with this thread, so not before everybody has all.
@@ -74,21 +134,44 @@ def received(stream: WeightStream, tensors: list[TensorEntry], rank: int, device
         store = TCPStore(
             stream.host, stream.port, stream.world_size, is_master=False, timeout=timedelta(seconds=stream.timeout_s)
         )
-        store.set(f"here/{rank}", "1")
-        group = _group(store, stream, rank, _own_address(stream))
-        for wanted in buckets([t.num_bytes for t in tensors], stream.bucket_bytes):
-            start = tensors[wanted[0]].offset_bytes
-            size = tensors[wanted[-1]].offset_bytes + tensors[wanted[-1]].num_bytes - start
-            bucket = torch.empty(size, dtype=torch.uint8, device=device)  # a new one: layers hold theirs until they are whole
-            group.broadcast([bucket], _from_first()).wait()
+        arriving = (_borrowed if stream.backend == "ipc" else _broadcast)(stream, tensors, rank, device, store)
+        for wanted, bucket in zip(_buckets(tensors, stream), arriving, strict=True):
             for entry in (tensors[i] for i in wanted):
-                yield entry.name, tensor_in(bucket, entry, start)
+                yield entry.name, tensor_in(bucket, entry, tensors[wanted[0]].offset_bytes)
         _finished(device)
         store.set(f"done/{rank}", "1")
     except (RuntimeError, ValueError) as error:
         raise InternalError(
             f"the trainer's stream from {stream.host}:{stream.port} broke, or was not there within {stream.timeout_s:.0f} s: {error}"
         ) from error
+
+
+def _broadcast(
+    stream: WeightStream, tensors: Sequence[TensorEntry], rank: int, device: torch.device, store: TCPStore
+) -> Iterator[Tensor]:
+    store.set(f"here/{rank}", "1")
+    group = _group(store, stream, rank, _own_address(stream))
+    for wanted in _buckets(tensors, stream):
+        # A new one: layers hold theirs until they are whole.
+        bucket = torch.empty(_size(tensors, wanted), dtype=torch.uint8, device=device)
+        group.broadcast([bucket], _from_first()).wait()
+        yield bucket
+
+
+def _borrowed(
+    stream: WeightStream, tensors: Sequence[TensorEntry], rank: int, device: torch.device, store: TCPStore
+) -> Iterator[Tensor]:
+    shared = opened(stream.handle, device)
+    half = max(_size(tensors, wanted) for wanted in _buckets(tensors, stream))
+    for number, wanted in enumerate(_buckets(tensors, stream)):
+        store.wait([f"full/{number}"], timedelta(seconds=stream.timeout_s))
+        start = number % 2 * half
+        bucket = shared[start : start + _size(tensors, wanted)].to(device, copy=True)
+        _finished(device)
+        store.set(f"read/{number}/{rank}", "1")
+        yield bucket
+    del shared
+    given_back(device)
 
 
 def _finished(device: torch.device) -> None:

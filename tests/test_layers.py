@@ -15,7 +15,8 @@ ROOMS = {
     "colocation": {"messages"},
     "observe": {"messages"},
     "workers": {"files", "config", "messages", "losses", "streams"},
-    "streams": {"messages"},
+    "streams": {"messages", "device_memory"},
+    "device_memory": set(),
     "remote": {"messages"},
     "restarts": {"config"},
     "migrations": set(),
@@ -50,7 +51,7 @@ NARROW = {
     "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},
 }
 HEAVY = {
-    "torch": ("workers/", "streams.py", "losses/torch_ops.py", "losses/torch_graph.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
+    "torch": ("workers/", "streams.py", "device_memory.py", "losses/torch_ops.py", "losses/torch_graph.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
               "commands/doctor.py"),
     "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py", "engines/vllm_samples.py", "engines/vllm_stats.py"),
     "ray": (

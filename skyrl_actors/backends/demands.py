@@ -39,7 +39,7 @@ def check_transfer(config: ClusterConfig, made: Plan) -> None:
     """Raises ConfigError when the transfer can not reach from the trainers to the engines."""
     hosts = {slot.node for slot in (*made.slots_of("policy")[:1], *made.slots_of("engine"))}
     kind = config.transfer.type
-    if kind == "shm" and len(hosts) > 1:
+    if kind in ("shm", "ipc") and len(hosts) > 1:
         raise ConfigError(
             f"transfer.type {kind} works on one host, but policy rank 0 and the engines would be on {', '.join(sorted(hosts))}; "
             "set transfer.type=object_store"

@@ -21,7 +21,7 @@ from placement.shape import ModelShape, shape_of
 from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
-from skyrl_actors.config.transfers import NcclTransfer
+from skyrl_actors.config.transfers import IpcTransfer, NcclTransfer
 from skyrl_actors.messages.errors import ConfigError
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
@@ -55,6 +55,10 @@ def memory_plan(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: lis
         size, number = config.transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
         own.append(bucket_part("engine", size, shape, number))
         groups["policy"].append(bucket_part("policy", size, shape, number))
+    if isinstance(config.transfer, IpcTransfer):  # the trainer's two, and the copy of one
+        size, number = config.transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
+        own.append(bucket_part("engine", size, shape, number))
+        groups["policy"] += [bucket_part("policy", size, shape, number)] * 2
     named: dict[str, tuple[Part, ...]] = {}
     for parts in groups.values():
         who = list(dict.fromkeys(part.who for part in parts))

@@ -32,6 +32,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
+from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.build import build_transfer
 from skyrl_actors.transfer.folders import adapter_manifest, full_manifests
 from skyrl_actors.workers.interface import TrainWorker
@@ -278,14 +279,14 @@ class RayBackend:
                 group = await self._groups["policy"].up()
                 await self._transfer.discard(part, group, self.engines.actors)
 
-    async def _deliver(self, manifest: WeightManifest, engine: ActorHandle | None, num_workers: int) -> WeightStream | None:
+    async def _deliver(self, manifest: WeightManifest, engine: ActorHandle | None, place: EnginePlace) -> WeightStream | None:
         """Called in a phase, so it waits for no group: one that is made anew may need another phase."""
         if engine is None or not self._transfer.needs_group or not manifest.path.startswith(str(self.config.transfer.folder)):
             return None  # the engine maps the file where it is
         policy = self._groups["policy"]
         if policy.group is None or policy.down is not None:
             raise StateLost(f"the policy group is being made anew: {policy.down}")
-        return await self._transfer.deliver(manifest, policy.group, engine, num_workers)
+        return await self._transfer.deliver(manifest, policy.group, engine, place)
 
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights

@@ -305,6 +305,12 @@ class ClusterConfig(FrozenConfig):
                 f"transfer.type nccl can not join two processes on one GPU, and layout {place.layout} puts trainers and engines "
                 "there; use shm, gloo or object_store, or placement.layout=split"
             )
+        if kind == "ipc" and place.device == "cpu":
+            raise ValueError("transfer.type ipc shares a GPU's memory; on a CPU use shm")
+        if kind == "ipc" and not place.shares("policy"):
+            raise ValueError(
+                f"transfer.type ipc shares a GPU's memory, and layout {place.layout} gives trainers and engines GPUs of their own; use nccl"
+            )
         if self.engine.external and kind not in ("shm", "disk", "lora"):
             raise ValueError(
                 f"transfer.type {kind} does not reach engine.external, which read adapters from a folder that they share; use disk "

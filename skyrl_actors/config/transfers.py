@@ -71,8 +71,19 @@ class NcclTransfer(WithFolder):
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
+class IpcTransfer(WithFolder):
+    """Trainers and engines on the same GPUs of one host: each engine copies out of the memory of the trainer beside it."""
+
+    type: Literal["ipc"] = "ipc"
+    folder: Path = Path("/dev/shm/skyrl-actors")
+    bucket_bytes: int = Field(default=2**28, ge=1, description="of each of two buckets, of which one is filled and one is read")
+    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
+    checksums: bool = Field(default=False, description=CHECKSUMS)
+
+
 TransferConfig = Annotated[
-    ShmTransfer | ObjectStoreTransfer | DiskTransfer | LoraTransfer | GlooTransfer | NcclTransfer, Field(discriminator="type")
+    ShmTransfer | ObjectStoreTransfer | DiskTransfer | LoraTransfer | GlooTransfer | NcclTransfer | IpcTransfer,
+    Field(discriminator="type"),
 ]
 
 

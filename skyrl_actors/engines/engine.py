@@ -19,6 +19,7 @@ from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineReport, EngineSpec, EngineStatus
 from skyrl_actors.engines.member import Member
 from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.transfer.base import EnginePlace
 
 VITALS_TIMEOUT_S = 10.0
 DROPPED = ""  # state of an engine whose weights were dropped: no version
@@ -64,10 +65,11 @@ class Engine(Member):
 
     def __init__(
         self, site: EngineSite, config: EngineConfig, restart: RestartConfig, epoch: int, load: Loader,
-        say: Callable[[str], None],
+        say: Callable[[str], None], place: EnginePlace,
     ):  # fmt: skip
         super().__init__(site.spec.name, restart, say)
         self.site = site
+        self.place = place
         self.config = config
         self.epoch = epoch
         self._load = load

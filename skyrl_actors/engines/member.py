@@ -16,6 +16,7 @@ from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.weights import WeightStream
 from skyrl_actors.restarts import RestartLimit
+from skyrl_actors.transfer.base import EnginePlace
 
 
 class Member(ABC):
@@ -23,6 +24,7 @@ class Member(ABC):
 
     gate: Gate[str]  # by the version of its full weights
     actor: ActorHandle | None = None  # of one that this service runs
+    place = EnginePlace(1)
     ours = True  # this service starts it, moves its memory and gives it full weights
 
     def __init__(self, name: str, restart: RestartConfig, say: Callable[[str], None]):

@@ -30,9 +30,10 @@ from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequ
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
+from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.folders import full_manifests
 
-Deliver = Callable[[WeightManifest, ActorHandle | None, int], Awaitable[WeightStream | None]]
+Deliver = Callable[[WeightManifest, ActorHandle | None, EnginePlace], Awaitable[WeightStream | None]]
 T = TypeVar("T")
 NO_FULL_WEIGHTS = "full weights can be sampled only by engines of this service, and engine.num_engines is 0"
 AFTER_LOSS_S = 0.2
@@ -263,9 +264,7 @@ class EnginePool:
         """Many samples of a new version start together; one delivery serves them all. A stream serves one load."""
         deliveries = engine.delivered
         if manifest.version not in deliveries:
-            delivery = deliveries[manifest.version] = asyncio.ensure_future(
-                self._deliver(manifest, engine.actor, self.config.num_devices)
-            )
+            delivery = deliveries[manifest.version] = asyncio.ensure_future(self._deliver(manifest, engine.actor, engine.place))
             delivery.add_done_callback(lambda done: _forget_failed(deliveries, manifest.version, done))
         stream = await asyncio.shield(deliveries[manifest.version])
         if stream is not None:
@@ -313,7 +312,9 @@ def build_pool(
         site = EngineSite(
             spec, f"{config.name}:engine:{index}", reserved, slots[0].index, share, on_gpu, own, detached, over_nodes
         )  # fmt: skip
-        pool.engines.append(Engine(site, engine, config.restart, epoch, pool.load, say))
+        beside = [rank for rank, slot in enumerate(plan.slots_of("policy")) if slot.index == slots[0].index]
+        place = EnginePlace(engine.num_devices, *beside)
+        pool.engines.append(Engine(site, engine, config.restart, epoch, pool.load, say, place))
     pool.engines += external_members(config, say)
     return pool
 

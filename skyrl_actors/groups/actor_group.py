@@ -139,9 +139,8 @@ class ActorGroup:
     async def export_weights(self, model_id: str, turn: Turn, path: str, version: str, checksums: bool) -> WeightManifest:
         return (await self.apply(model_id, turn, TrainWorker.export_weights, model_id, path, version, checksums))[0]
 
-    async def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
-        """From rank 0."""
-        return (await self._call(TrainWorker.open_stream, [(manifest, stream)], actors=self.actors[:1]))[0]
+    async def open_stream(self, manifest: WeightManifest, stream: WeightStream, rank: int = 0) -> WeightStream:
+        return (await self._call(TrainWorker.open_stream, [(manifest, stream)], actors=self.actors[rank : rank + 1]))[0]
 
     async def write_probe(self, path: str, content: str) -> None:
         await self._call(TrainWorker.write_probe, [(path, content)], actors=self.actors[:1])

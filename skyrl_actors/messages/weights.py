@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,16 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """Where rank 0 of the trainers broadcasts one file of weights, bucket by bucket, to the workers of one engine."""
+    """Where a rank of the trainers gives one version of full weights, bucket by bucket, to the workers of one engine: gloo and nccl
+    broadcast, ipc lets them read its memory."""
 
     host: str
     port: int
     world_size: int  # the sender and the workers
-    backend: Literal["gloo", "nccl"]
+    backend: Literal["gloo", "nccl", "ipc"]
     bucket_bytes: int
     timeout_s: float
+    handle: tuple[Any, ...] = ()  # ipc: of two buckets, one behind the other
 
 
 def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:

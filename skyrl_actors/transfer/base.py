@@ -5,6 +5,7 @@
 holds the phase in which both may happen.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,12 @@ from ray.actor import ActorHandle
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    num_workers: int  # processes of the engine
+    beside: int = 0  # the policy rank on its first device, where they share devices
 
 
 class Transfer(Protocol):
@@ -28,9 +35,9 @@ class Transfer(Protocol):
     async def publish(self, group: ActorGroup, model_id: str, turn: Turn, version: str) -> WeightManifest: ...
 
     async def deliver(
-        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, num_workers: int
+        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
     ) -> WeightStream | None:
-        """`num_workers`: processes of this engine. Full weights that stream are delivered anew for every load."""
+        """Full weights that stream are delivered anew for every load."""
         ...
 
     async def discard(self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]) -> None:

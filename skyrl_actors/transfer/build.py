@@ -1,10 +1,11 @@
 """The configured transfer."""
 
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.config.transfers import GlooTransfer, NcclTransfer
+from skyrl_actors.config.transfers import GlooTransfer, IpcTransfer, NcclTransfer
 from skyrl_actors.transfer.base import Transfer
 from skyrl_actors.transfer.files import FileTransfer
 from skyrl_actors.transfer.object_store import ObjectStoreTransfer
+from skyrl_actors.transfer.shared_device import SharedDeviceTransfer
 from skyrl_actors.transfer.streaming import StreamTransfer
 
 
@@ -13,6 +14,8 @@ def build_transfer(config: ClusterConfig) -> Transfer:
     folder = asked.folder / config.name
     if isinstance(asked, GlooTransfer | NcclTransfer):
         return StreamTransfer(folder, asked.checksums, asked.type, asked.bucket_bytes, asked.timeout_s)
+    if isinstance(asked, IpcTransfer):
+        return SharedDeviceTransfer(folder, asked.checksums, asked.bucket_bytes, asked.timeout_s)
     if asked.type == "object_store":
         return ObjectStoreTransfer(folder, asked.checksums)
     return FileTransfer(folder, asked.checksums)

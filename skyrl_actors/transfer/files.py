@@ -13,7 +13,7 @@ from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
-from skyrl_actors.transfer.base import export_path
+from skyrl_actors.transfer.base import EnginePlace, export_path
 
 PROBE_TIMEOUT_S = 60.0
 
@@ -41,7 +41,7 @@ class FileTransfer:
         return await group.export_weights(model_id, turn, export_path(self.folder, version), version, self.checksums)
 
     async def deliver(
-        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, num_workers: int
+        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
     ) -> WeightStream | None:
         """The engine reads the trainer's files."""
         return None

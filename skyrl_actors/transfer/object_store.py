@@ -5,6 +5,7 @@ from ray.actor import ActorHandle
 from skyrl_actors import remote
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.files import FileTransfer
 
 DELIVERY_TIMEOUT_S = 600.0
@@ -17,7 +18,7 @@ class ObjectStoreTransfer(FileTransfer):
         """Nothing is shared."""
 
     async def deliver(
-        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, num_workers: int
+        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
     ) -> WeightStream | None:
         content = group.read_files_ref(manifest.path)  # a reference: the bytes do not pass through this process
         await remote.gather([engine.receive.remote(manifest.path, content)], ["engine"], "deliver weights", DELIVERY_TIMEOUT_S)

@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.object_store import ObjectStoreTransfer
 
 
@@ -22,9 +23,9 @@ class StreamTransfer(ObjectStoreTransfer):
         self.timeout_s = timeout_s
 
     async def deliver(
-        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, num_workers: int
+        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
     ) -> WeightStream | None:
         if manifest.kind == "lora":
-            return await super().deliver(manifest, group, engine, num_workers)
-        asked = WeightStream("", 0, 1 + num_workers, self.backend, self.bucket_bytes, self.timeout_s)
+            return await super().deliver(manifest, group, engine, place)
+        asked = WeightStream("", 0, 1 + place.num_workers, self.backend, self.bucket_bytes, self.timeout_s)
         return await group.open_stream(manifest, asked)

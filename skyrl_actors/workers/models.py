@@ -20,6 +20,7 @@ class TrainedModel:
         self.spec = spec
         self.network = network
         self.state = state
+        self.frozen_as: str | None = None  # the version that its weights are still
 
     @property
     def shares_network(self) -> bool:

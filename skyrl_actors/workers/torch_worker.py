@@ -174,7 +174,9 @@ class TorchWorker:
         self._model(model_id).state.drop_gradients()
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        norm = collective(self.spec, lambda: self._model(model_id).state.step(adam))
+        model = self._model(model_id)
+        model.frozen_as = None
+        norm = collective(self.spec, lambda: model.state.step(adam))
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
     def save_checkpoint(self, model_id: str, folder: str, form: CheckpointForm, mark: str) -> None:
@@ -183,12 +185,15 @@ class TorchWorker:
         self._gathering(model_id, lambda model: checkpoint.save(model, base, Path(folder), form, mark, writes))
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
+        self._model(model_id).frozen_as = None
         self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer))
 
     def export_weights(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
         writes, dtype = self.holding.writes, getattr(torch, self.spec.export_dtype)
-        return self._gathering(model_id, lambda model: export.export(model, base, Path(path), version, writes, checksums, dtype))
+        made = self._gathering(model_id, lambda model: export.export(model, base, Path(path), version, writes, checksums, dtype))
+        self._model(model_id).frozen_as = version
+        return made
 
     def copy_state(self, model_id: str) -> int:
         self._forget_copies(model_id)  # one that was never written, because its controller died
@@ -226,7 +231,10 @@ class TorchWorker:
         return Path(path).exists()
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
-        return streams.open_stream(manifest, replace(stream, host=self._address), self.device)
+        same = (m.state for m in self.models.values() if m.frozen_as == manifest.version and isinstance(m.state, FlatState))
+        state = next(same, None)
+        live = state.split(state.weights) if isinstance(state, FlatState) else None
+        return streams.open_stream(manifest, replace(stream, host=self._address), self.device, live)
 
     def write_probe(self, path: str, content: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -105,6 +105,15 @@ async def main(folder: str, devices: int, work: Path) -> None:
     said["streamed sums"] = await checksums() == mapped_sums
     said["streamed"] = [said["mapped"][0], await of_engine("full@1")]
 
+    lent = WeightStream("", 0, 1 + devices, "ipc", 200_000, 30.0)
+    await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
+    await engine.load_full("full@1", (manifest,), (worker.open_stream(manifest, lent),))
+    said["lent sums"] = await checksums() == mapped_sums  # from the file: the model has been trained since
+    newer = worker.export_weights("full", str(work / "full@2"), "full@2", True)
+    Path(newer.path).write_bytes(bytes(newer.num_bytes))  # from where it was trained, so nobody looks at the file
+    await engine.load_full("full@2", (newer,), (worker.open_stream(newer, lent),))
+    said["lent"] = [of_trainer("full"), await of_engine("full@2")]
+
     await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
     adapters = {}
     for i in range(3):
@@ -198,14 +207,14 @@ def test_weights_arrive_exactly(runs: dict[str, subprocess.Popen[str]], name: st
     assert said["rss awake"] - said["rss asleep"] > 0.8 * devices * KV_BYTES and said["freed"] > 0.8 * devices * KV_BYTES
     assert said["after level 1"] and said["held at level 2"] is None
     assert "holds None" in said["refused"]  # dropped weights are never sampled
-    pairs = {name: said[name] for name in ("base", "after level 2", "mapped", "streamed")} | {
+    pairs = {name: said[name] for name in ("base", "after level 2", "mapped", "streamed", "lent")} | {
         f"adapter {i}": p for i, p in enumerate(said["adapters"])
     }
     for part, (trainer, engine) in pairs.items():
         assert max(abs(a - b) for a, b in zip(trainer, engine, strict=True)) < 1e-4, part
     moved = max(abs(a - b) for a, b in zip(said["base"][0], said["mapped"][0], strict=True))
     assert moved > 0.1  # or equality would say nothing
-    assert said["base sums return"] and said["streamed sums"]
+    assert said["base sums return"] and said["streamed sums"] and said["lent sums"]
     assert "adapter" in said["truncated"] and said["alive"], said["truncated"]
     assert "can not be read on this engine's host" in said["gone"] and said["still alive"]
     assert "arrived with other bytes" in said["other bytes"] and said["dead"]

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from placement.types import Node
 from skyrl_actors.backends.demands import demands_of, plan_for
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PlacementConfig
-from skyrl_actors.config.transfers import LoraTransfer, NcclTransfer
+from skyrl_actors.config.transfers import IpcTransfer, LoraTransfer, NcclTransfer
 from skyrl_actors.messages.errors import ConfigError
 
 TWO = GroupConfig(num_ranks=2)
@@ -31,6 +31,11 @@ def test_who_shares_slots(layout: str, together: list[list[str]]):
     [
         ({"transfer": NcclTransfer()}, "nccl needs GPUs"),
         ({"transfer": NcclTransfer(), "placement": PlacementConfig(device="gpu")}, "can not join two processes on one GPU"),
+        ({"transfer": IpcTransfer()}, "on a CPU use shm"),
+        (
+            {"transfer": IpcTransfer(), "placement": PlacementConfig(device="gpu", layout="split"), "critic": None},
+            "layout split gives trainers and engines GPUs of their own; use nccl",
+        ),
         ({"transfer": LoraTransfer()}, "moves adapters only and lora.max_full_models is 1"),
         (
             {"placement": PlacementConfig(layout="mixed"), "engine": EngineConfig(num_engines=3)},
