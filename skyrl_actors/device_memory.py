@@ -1,4 +1,4 @@
-"""Memory of one process that another one on this machine maps: of a GPU by CUDA's handles, of a host by a name.
+"""Memory of devices: what leaves a GPU, and what another process on this machine maps, of a GPU by CUDA's handles, of a host by a name.
 
 A handle is numbers and bytes, not a pickle. Who made the memory keeps it until the others are done.
 """
@@ -36,3 +36,11 @@ def given_back(device: torch.device) -> None:
     """What others have let go of is free again."""
     if device.type == "cuda":
         torch.cuda.ipc_collect()
+
+
+def placed(tensor: Tensor, device: torch.device) -> Tensor:
+    """On that device. What leaves a GPU goes to pinned memory, from which it returns at the speed of the bus; the copy may be
+    under way when this returns."""
+    if device.type == "cpu" and tensor.is_cuda:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    return tensor.to(device, non_blocking=True)

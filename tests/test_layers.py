@@ -14,7 +14,7 @@ ROOMS = {
     "losses": {"messages"},
     "colocation": {"messages"},
     "observe": {"messages"},
-    "workers": {"files", "config", "messages", "losses", "streams"},
+    "workers": {"files", "device_memory", "config", "messages", "losses", "streams"},
     "streams": {"messages", "device_memory"},
     "device_memory": set(),
     "remote": {"messages"},

@@ -3,18 +3,20 @@ wake and weight load beside a trainer.
 
     bench/gpu/run.sh [--tiny]
 
-Random weights in the shapes of Qwen3 0.5B, 4B and 8B. What is not installed is skipped, and said.
+Random weights in the shapes of Qwen3 0.5B, 4B and 8B. With torch alone it measures offload, packing and memory that two processes
+share; what else is not installed is skipped, and said.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from skyrl_actors.backends.environment import actor_environment
-from skyrl_actors.config.cluster import ClusterConfig, PlacementConfig
-from skyrl_actors.workers.state import placed
+from skyrl_actors.device_memory import placed
+from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStream
+from skyrl_actors.streams import open_stream, received
 
 ROUNDS = 3
 SHAPES: dict[str, dict[str, Any]] = {
@@ -87,6 +89,29 @@ class Bench:
         child.join(30)
         return {"ipc_gb_per_s": self._rate(took)}
 
+    def lending(self) -> dict[str, float]:
+        """The transfer of type ipc between two processes: 64 tensors that were trained here arrive there, with both ends' start."""
+        context = multiprocessing.get_context("spawn")
+        to_child, from_child = context.Queue(), context.Queue()
+        child = context.Process(target=_receive_what_is_lent, args=(to_child, from_child, str(self.device)), daemon=True)
+        child.start()
+        live = {str(i): torch.ones(self.bytes // 256, device=self.device) for i in range(64)}
+        size = self.bytes // 64
+        entries = tuple(TensorEntry(str(i), tuple(live[str(i)].shape), "float32", i * size, size) for i in range(64))
+        with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+            file.truncate(self.bytes)  # the frozen version, which nobody reads while the live one is the same
+            manifest = WeightManifest("m@1", "full", file.name, self.bytes, entries)
+
+            def once() -> None:
+                asked = WeightStream("127.0.0.1", 0, 2, "ipc", max(self.bytes // 16, size), 120.0)
+                to_child.put((open_stream(manifest, asked, self.device, live), entries))
+                assert from_child.get(timeout=120) == self.bytes
+
+            took = self.seconds(once)
+        to_child.put(None)
+        child.join(30)
+        return {"ipc_transfer_gb_per_s": self._rate(took)}
+
     def _rate(self, took: float) -> float:
         return round(self.bytes / took / 1e9, 2)
 
@@ -97,6 +122,22 @@ def _copy_what_comes(arriving: Any, answers: Any) -> None:
         if own.is_cuda:
             torch.cuda.synchronize()
         answers.put(own.numel())
+
+
+def _receive_what_is_lent(arriving: Any, answers: Any, device: str) -> None:
+    while (asked := arriving.get()) is not None:
+        stream, entries = asked
+        answers.put(sum(tensor.nbytes for _, tensor in received(stream, list(entries), 1, torch.device(device))))
+
+
+def missing(*names: str) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        try:
+            import_module(name)
+        except ImportError:
+            found.append(name)
+    return found
 
 
 def make_base(name: str, folder: Path, dtype: torch.dtype) -> None:
@@ -122,7 +163,6 @@ async def engine(name: str, bench: Bench, work: Path) -> dict[str, Any]:
     from skyrl_actors.messages.columns import TARGETS, Example, columns_from
     from skyrl_actors.messages.model import LossCall, ModelSpec
     from skyrl_actors.messages.requests import SamplingParams
-    from skyrl_actors.messages.weights import WeightStream
     from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec
     from skyrl_actors.workers.torch_worker import TorchWorker
 
@@ -192,13 +232,16 @@ def main() -> None:
     bench = Bench(options.tiny)
     if not options.tiny and not bench.on_gpu:
         raise SystemExit("no CUDA device here; --tiny tries the script with small shapes")
-    device: Any = "gpu" if bench.on_gpu else "cpu"
-    os.environ |= actor_environment(ClusterConfig(placement=PlacementConfig(device=device)))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    result: dict[str, Any] = bench.offload() | bench.packing() | bench.sharing()
-    if find_spec("vllm") is None:
-        print("skipped: sleep, wake, load and agreement, as vllm is not installed")
+    result: dict[str, Any] = bench.offload() | bench.packing() | bench.sharing() | bench.lending()
+    if absent := missing("vllm", "transformers", "pydantic", "safetensors"):
+        print(f"skipped: sleep, wake, load and agreement, as {', '.join(absent)} can not be imported")
     else:
+        from skyrl_actors.backends.environment import actor_environment
+        from skyrl_actors.config.cluster import ClusterConfig, PlacementConfig
+
+        device: Any = "gpu" if bench.on_gpu else "cpu"
+        os.environ |= actor_environment(ClusterConfig(placement=PlacementConfig(device=device)))
+        os.environ["OMP_NUM_THREADS"] = "1"
         work = Path(tempfile.mkdtemp(prefix="bench-engines-", dir="/dev/shm"))
         try:
             for name in ("tiny",) if options.tiny else ("0.5B", "4B", "8B"):
@@ -208,9 +251,13 @@ def main() -> None:
     if options.tiny:
         print(result)  # no figure of any worth
         return
+    result["device"] = torch.cuda.get_device_name()
+    if missing("psutil"):
+        print(json.dumps({"bench": "gpu_engines", **result}))
+        return
     from bench.harness import emit
 
-    emit("gpu_engines", result | {"device": torch.cuda.get_device_name()})
+    emit("gpu_engines", result)
 
 
 if __name__ == "__main__":

@@ -6,4 +6,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 "$python" -m bench.gpu.engines "$@"
+if ! "$python" -c 'import transformers, pydantic, safetensors, psutil' 2>/dev/null; then
+  echo "skipped: training, which needs transformers, pydantic, safetensors and psutil"
+  exit 0
+fi
 exec "$python" -m bench.gpu.train "$@"

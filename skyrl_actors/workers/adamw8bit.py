@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skyrl_actors.device_memory import placed
 from skyrl_actors.messages.model import AdamParams
-from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, placed
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group
 
 BLOCK = 256
 AT_ONCE = 2**16 * BLOCK  # weights whose codes are changed at a time

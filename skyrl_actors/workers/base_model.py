@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from skyrl_actors.device_memory import placed
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.packing import ATTENTION
-from skyrl_actors.workers.state import placed
 
 
 class BaseModel(Network):

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from skyrl_actors.device_memory import placed
 from skyrl_actors.messages.model import AdamParams, OptimizerName
 from skyrl_actors.workers import optimizers
 from skyrl_actors.workers.optimizers import FlatOptimizer
-from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm, placed
+from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm
 from skyrl_actors.workers.tensor_files import Source, whole
 
 Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place

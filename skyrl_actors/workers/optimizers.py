@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from skyrl_actors.device_memory import placed
 from skyrl_actors.messages.model import AdamParams, OptimizerName
 from skyrl_actors.workers.adamw8bit import FlatAdamW8bit
-from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, placed
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group
 
 NOT_HIDDEN = ("embed_tokens", "lm_head", "value_head")
 

@@ -80,14 +80,6 @@ def check_norm(norm: float, state: TrainState) -> None:
         raise InvalidRequest(f"gradient norm is {norm}: the step was not applied and the gradients were dropped; check the data")
 
 
-def placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """On that device. What leaves a GPU goes to pinned memory, from which it returns at the speed of the bus; the copy may be
-    under way when this returns."""
-    if device.type == "cpu" and tensor.is_cuda:
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-    return tensor.to(device, non_blocking=True)
-
-
 def adam_group(adam: AdamParams) -> dict[str, Any]:
     """As torch.optim names them."""
     return {
