@@ -32,6 +32,14 @@ def opened(handle: Handle, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storages._new_shared_filename_cpu(*handle))
 
 
+def abandoned(handle: Handle, device: torch.device) -> None:
+    """Nobody will open it any more."""
+    if device.type == "cuda":
+        storages: Any = torch.UntypedStorage
+        counter, position = handle[3:5]
+        storages._release_ipc_counter(counter, position, device=device)
+
+
 def given_back(device: torch.device) -> None:
     """What others have let go of is free again."""
     if device.type == "cuda":

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[reportPrivateImportUsage]
 
-from skyrl_actors.device_memory import given_back, opened, shareable
+from skyrl_actors.device_memory import abandoned, given_back, opened, shareable
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStream, buckets
 
@@ -96,6 +96,8 @@ def _lend(fill: Fill, manifest: WeightManifest, stream: WeightStream, store: TCP
         store.wait([f"done/{rank}" for rank in readers], deadline)
     except (RuntimeError, ValueError) as error:  # the other end tells whoever waits for these weights
         log.warning("the stream of %s broke at bucket %d: %s", manifest.version, number, error)
+        if not store.check(["opened/1"]):
+            abandoned(stream.handle, memory.device)
     finally:
         given_back(memory.device)
 
@@ -162,6 +164,7 @@ def _borrowed(
     stream: WeightStream, tensors: Sequence[TensorEntry], rank: int, device: torch.device, store: TCPStore
 ) -> Iterator[Tensor]:
     shared = opened(stream.handle, device)
+    store.set(f"opened/{rank}", "1")
     half = max(_size(tensors, wanted) for wanted in _buckets(tensors, stream))
     for number, wanted in enumerate(_buckets(tensors, stream)):
         store.wait([f"full/{number}"], timedelta(seconds=stream.timeout_s))

@@ -50,7 +50,7 @@ def memory_plan(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: lis
         on_gpu and not engine.enforce_eager, config.placement.shares("engine"), on_gpu and config.placement.shares("engine"),
     )  # fmt: skip
     own = groups.setdefault("shared" if config.placement.shares("engine") else "engine", [])
-    own.extend(engine_parts(ask, shape))
+    own.extend(engine_parts(ask, shape) if engine.num_engines else ())
     if isinstance(config.transfer, NcclTransfer):  # gloo's buckets are in host memory
         size, number = config.transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
         own.append(bucket_part("engine", size, shape, number))
@@ -58,7 +58,7 @@ def memory_plan(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: lis
     if isinstance(config.transfer, IpcTransfer):  # the trainer's two, and the copy of one
         size, number = config.transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
         own.append(bucket_part("engine", size, shape, number))
-        groups["policy"] += [bucket_part("policy", size, shape, number)] * 2
+        groups["shared"] += [bucket_part("policy", size, shape, number)] * 2
     named: dict[str, tuple[Part, ...]] = {}
     for parts in groups.values():
         who = list(dict.fromkeys(part.who for part in parts))

@@ -63,8 +63,8 @@ class RayBackend:
 
     async def start(self, epoch: int) -> Capabilities:
         """Reserve the slots, take over or start groups and engines, and leave the engines asleep where they share devices."""
-        plan, self._reserved, devices = await reserved_site(self.config, self.base_folder, self._say, self._detached)
-        environment = actor_environment(self.config)
+        config, environment = self.config, actor_environment(self.config)
+        plan, self._reserved, devices = await reserved_site(config, self.base_folder, self._say, self._detached)
         if self.config.placement.device == "cpu" and self.config.restart.standbys:
             self._standby = Standby(
                 self.config.name, self.config.restart.standbys, str(self.base_folder), self._reserved,
@@ -77,9 +77,9 @@ class RayBackend:
                 role, self.config, str(self.base_folder), plan, self._reserved, environment, epoch, self._detached, self._standby
             )  # fmt: skip
             lost = lambda role: self.on_lost(role)  # noqa: E731
-            self._groups[role] = GroupSupervisor(builder, self.config.restart, self._say, self._settled, lost)
+            self._groups[role] = GroupSupervisor(builder, config.restart, self._say, self._settled, lost)
         self._engines = build_pool(
-            self.config, self.base_folder, plan, self._reserved, devices, environment, self._deliver, epoch, self._detached, self._say
+            config, self.base_folder, plan, self._reserved, devices, environment, self._deliver, epoch, self._detached, self._say
         )  # fmt: skip
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         if not await self._took_over():
@@ -105,13 +105,12 @@ class RayBackend:
     async def _took_over(self) -> bool:
         """Go on with the parts that run, if any do; what is missing starts in the background."""
         supervisors = list(self._groups.values())
-        groups, engines = await asyncio.gather(
-            asyncio.gather(*(supervisor.take_over() for supervisor in supervisors)), self.engines.take_over()
-        )
+        taken_over = asyncio.gather(*(supervisor.take_over() for supervisor in supervisors))
+        groups, engines = await asyncio.gather(taken_over, self.engines.take_over())
         ours = [runs for engine, runs in zip(self.engines.engines, engines, strict=True) if engine.ours]
         if not any(groups) and not any(ours):
             return False
-        if self.config.placement.shares("engine"):
+        if self.config.placement.shares("engine") and self.engines.has_own:
             await self.engines.sleep()
             for part in ("weights", "gradients"):
                 await self._move_groups(part, "device")
@@ -128,8 +127,7 @@ class RayBackend:
 
     def _settled(self) -> AbstractAsyncContextManager[None]:
         """When new ranks may load their weights: on a GPU only while the others have theirs there."""
-        on_cpu = self.config.placement.device == "cpu"
-        return nullcontext() if on_cpu else self._hold(Phase.TRAIN)
+        return nullcontext() if self.config.placement.device == "cpu" else self._hold(Phase.TRAIN)
 
     @asynccontextmanager
     async def _hold(self, phase: Phase) -> AsyncGenerator[None]:
@@ -303,14 +301,16 @@ class RayBackend:
     ) -> SampleOutput:  # fmt: skip
         attempts, lost, runs, engine = self.config.restart.attempts, "", itertools.count(), self.config.engine
 
-        def run() -> Awaitable[SampleOutput]:
-            return self.engines.sample(f"{request_id}.{next(runs)}", prompt, params, weights)
+        def run(outside: bool = False) -> Awaitable[SampleOutput]:
+            return self.engines.sample(f"{request_id}.{next(runs)}", prompt, params, weights, outside)
 
         for _ in range(attempts):
-            await self.engines.any_healthy(weights)
+            await self.engines.any_healthy(weights, params)
             if self._transfer.needs_group:  # weights that are not there yet come from the trainers
                 await self.ready("policy")
             try:
+                if self.engines.goes_outside(prompt, params, weights):
+                    return await run(outside=True)
                 if self.engines.needs_weights():
                     async with self._keeper.hold(Phase.SYNC):
                         await self.engines.preload(weights)
@@ -330,7 +330,7 @@ class RayBackend:
         """One move of the phase keeper. What is being made anew comes up as the phase wants it."""
         if move.part in TRAIN_PARTS:
             if self.config.placement.device == "cpu":
-                return 0  # one memory: nothing to move
+                return 0  # one memory
             return await self._move_groups(TRAIN_PARTS[move.part], "device" if move.action == "load" else "host")
         if move.action == "load":
             return await self.engines.wake("weights" if move.part is Part.ENGINE_WEIGHTS else "kv_cache")

@@ -30,7 +30,7 @@ async def reserved_site(
     with suppress(ConfigError):  # what is free now may not do: an earlier controller of this service holds it, or others will end
         plan = plan_for(config, cluster_nodes(free=True))
     # Where who is beside whom matters; else Ray may move slots when a node is lost.
-    pinned = len(nodes) > 1 and (config.transfer.type == "shm" or config.engine.num_devices > 1)
+    pinned = len(nodes) > 1 and (config.transfer.type in ("shm", "ipc") or config.engine.num_devices > 1)
     try:
         reserved = await reserve(plan, config.name, config.placement.timeout_s, say, detached, pinned)
     except DoesNotFit as error:

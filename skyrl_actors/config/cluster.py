@@ -311,6 +311,10 @@ class ClusterConfig(FrozenConfig):
             raise ValueError(
                 f"transfer.type ipc shares a GPU's memory, and layout {place.layout} gives trainers and engines GPUs of their own; use nccl"
             )
+        if kind == "ipc" and self.engine.num_devices > 1:
+            raise ValueError(
+                f"transfer.type ipc is for engines of one device, and here each has {self.engine.num_devices}; use shm"
+            )
         if self.engine.external and kind not in ("shm", "disk", "lora"):
             raise ValueError(
                 f"transfer.type {kind} does not reach engine.external, which read adapters from a folder that they share; use disk "
@@ -330,6 +334,10 @@ class ClusterConfig(FrozenConfig):
             raise ValueError(
                 f"engine.in_flight {engine.in_flight} says what becomes of samples when training wants their devices; in layout "
                 f"{self.placement.layout} engines have their own: leave it out"
+            )
+        if not engine.num_engines and (engine.in_flight != "drain" or engine.sleep_level != "auto"):
+            raise ValueError(
+                "engine.in_flight and engine.sleep_level are for engines of this service, and engine.num_engines is 0"
             )
         if engine.in_flight == "keep" and engine.sleep_level == "2":
             raise ValueError("engine.in_flight keep needs the weights that samples began with, and sleep_level 2 drops them")

@@ -50,11 +50,16 @@ class EngineConfig(FrozenConfig):
         description="samples under way when training wants their devices: drain waits for them; keep freezes them, and they go on "
         "from their tokens; abort begins them anew, once each",
     )
-    slice_s: float = Field(default=1.0, ge=0, description="with keep and abort: how long engines may sample before they give way")
+    slice_s: float = Field(
+        default=1.0,
+        ge=0,
+        description="with keep and abort: how long engines may sample before they give way; with keep many times what vLLM needs to compute "
+        "the KV cache of the frozen samples again",
+    )
     num_threads: int = Field(default=1, ge=1)
     start_timeout_s: float = Field(default=300.0, gt=0)
     call_timeout_s: float = Field(
-        default=600.0, gt=0, description="longest time one sample or transfer may take, that in which it was frozen with it"
+        default=600.0, gt=0, description="longest time one sample or transfer may take, without that in which it was frozen"
     )
 
     @model_validator(mode="after")

@@ -24,7 +24,7 @@ from skyrl_actors.transfer.base import EnginePlace
 VITALS_TIMEOUT_S = 10.0
 DROPPED = ""  # state of an engine whose weights were dropped: no version
 TAIL_LINES = 15
-Loader = Callable[["Engine", str], Awaitable[None]]
+Loader = Callable[["Engine", str, Gate[str]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,10 @@ class Engine(Member):
 
     def _new_gate(self, version: str) -> Gate[str]:
         async def enter(old: str, new: str) -> None:
-            await self._load(self, new)
+            await self._load(self, new, gate)
 
-        return Gate[str](version, enter, after_failure=DROPPED)
+        gate = Gate[str](version, enter, after_failure=DROPPED)
+        return gate
 
     async def take_over(self) -> bool:
         """The engine of an earlier controller, if it runs and is what the config asks for, with whatever weights it holds."""
@@ -142,13 +143,24 @@ class Engine(Member):
             raise StateLost(f"{self.name} is {self.health}: {self.reason}")
         ref = getattr(actor, method).remote(self.epoch, *arguments)
         try:
-            return await self._ask([ref], method)
+            return await self._answer(ref, method)
         except asyncio.CancelledError:
             ray.cancel(ref)
             raise
         except StateLost as error:
             self.lost(actor, str(error))
             raise
+
+    async def _answer(self, ref: ray.ObjectRef, method: str) -> Any:
+        """A sample that may be frozen has its deadline in the engine, where it is known when it was; here it is seen that the engine
+        answers at all."""
+        while True:
+            try:
+                return await self._ask([ref], method)
+            except remote.Overdue:
+                if method != "sample" or self.config.in_flight != "keep":
+                    raise
+                await self.status()
 
     async def status(self) -> EngineStatus:
         assert self.actor is not None

@@ -11,7 +11,7 @@ from skyrl_actors.config.engines import EngineConfig, ExternalEngine
 from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
 from skyrl_actors.engines.member import Member
 from skyrl_actors.engines.partials import Partials
-from skyrl_actors.engines.vllm_server import VllmServer, so_far
+from skyrl_actors.engines.vllm_server import VllmServer
 from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
@@ -32,6 +32,8 @@ class ExternalMember(Member):
         self.gate = Gate[str](BASE_VERSION, _never)
         self._model = ""
         self._adapters: set[str] = set()
+        self._put_there: set[str] = set()  # also in an earlier life of its, which it may still have
+        self._life = 0
         self._adapter_lock = asyncio.Lock()
         self._running = 0
         self._partials = Partials()
@@ -55,6 +57,7 @@ class ExternalMember(Member):
                 f"{self.config.max_model_len}; lower it, or start the server with --max-model-len {self.config.max_model_len}"
             )
         self._adapters, self.delivered, self.agreed = set(), {}, {}
+        self._life += 1
         self._step("started")
         self._step("ready")
 
@@ -65,16 +68,20 @@ class ExternalMember(Member):
             await self.start()
         except ConfigError as error:
             raise InternalError(str(error)) from error
+        self.worked()
         self._say(f"{self.name} answers again ({time.perf_counter() - started:.1f} s)")
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         if self.health == "DEAD":
             raise StateLost(f"{self.name} is {self.health}: {self.reason}")
         verbs = {"sample": self._sample, "partial": self._partials.after, "drop_adapters": self._drop_adapters}
+        life = self._life
         try:
             return await verbs[method](*arguments)
-        except StateLost as error:
-            self.died(str(error))
+        except InternalError as error:
+            # Of one sample, or of the server? A late word of an earlier life says nothing of this one.
+            if not await self.server.alive() and life == self._life and self.health == "HEALTHY":
+                self.died(str(error))
             raise
 
     async def _sample(
@@ -87,11 +94,16 @@ class ExternalMember(Member):
         try:
             if not params.stream or params.prompt_logprobs or params.topk_prompt_logprobs:
                 return await self.server.complete(model, prompt, params, version)
-            output: SampleOutput | None = None
-            async for output in self.server.grow(model, prompt, params, version):
-                self._partials.grow(request_id, so_far(output))
-            assert output is not None
-            return output
+            async with asyncio.timeout(self.config.call_timeout_s):
+                return await self.server.grow(
+                    model, prompt, params, version, lambda so_far: self._partials.grow(request_id, so_far)
+                )
+        except TimeoutError:
+            raise InternalError(f"{self.name} did not finish {request_id} within {self.config.call_timeout_s:.0f} s") from None
+        except StateLost:
+            if adapter is not None:  # it may have lost it without a word: it was started anew
+                self._adapters.discard(adapter.version)
+            raise
         finally:
             self._running -= 1
             self._partials.end(request_id)
@@ -101,13 +113,15 @@ class ExternalMember(Member):
             if adapter.version not in self._adapters:
                 await self.server.load_adapter(adapter.version, adapter.path)
                 self._adapters.add(adapter.version)
+                self._put_there.add(adapter.version)
 
     async def _drop_adapters(self, versions: tuple[str, ...]) -> None:
         async with self._adapter_lock:
             for version in versions:
-                if version in self._adapters:
-                    self._adapters.discard(version)
+                if version in self._put_there:
                     await self.server.unload_adapter(version)
+                    self._adapters.discard(version)
+                    self._put_there.discard(version)
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
         return await self._partials.after(request_id, have, timeout_s)
@@ -123,8 +137,8 @@ class ExternalMember(Member):
         await self.detach()
         if self.health != "DEAD":
             try:
-                await self._drop_adapters(tuple(self._adapters))
-            except StateLost as error:
+                await self._drop_adapters(tuple(self._put_there))
+            except InternalError as error:
                 self._say(f"{self.name} keeps adapters of this service: {error}")
         await self.server.close()
 

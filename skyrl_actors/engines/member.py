@@ -105,21 +105,23 @@ class Member(ABC):
         return self.health == "DEAD" and (self._restarting is None or self._restarting.done())
 
     async def _make_anew(self) -> None:
-        words = self.last_words()
-        while (pause_s := self._limit.died(asyncio.get_running_loop().time())) is not None:
-            await asyncio.sleep(pause_s)
-            try:
-                await self._come_back()
-                self.restarts += 1
-                return
-            except InternalError as error:
-                self.reason = str(error)
-                self._say(f"{self.name} did not start: {error}")
-                if self.health != "DEAD":
-                    self._step("died")
-        self.reason = f"{self.reason}\n{words}".strip()
-        # Who waits for an engine must hear that this one was given up, which is so when this task has ended.
-        asyncio.get_running_loop().call_soon(self.on_change)
+        words, loop = self.last_words(), asyncio.get_running_loop()
+        try:
+            while (pause_s := self._limit.died(loop.time())) is not None:
+                await asyncio.sleep(pause_s)
+                try:
+                    await self._come_back()
+                    self.restarts += 1
+                    return
+                except InternalError as error:
+                    self.reason = str(error)
+                    self._say(f"{self.name} did not start: {error}")
+                    if self.health != "DEAD":
+                        self._step("died")
+            self.reason = f"{self.reason}\n{words}".strip()
+        finally:
+            # Who waits for an engine must hear that this one was given up, which is so when this task has ended.
+            loop.call_soon(self.on_change)
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; what runs may end, at most `timeout_s` long."""

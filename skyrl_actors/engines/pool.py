@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup
 
 from placement.types import Plan
 from skyrl_actors import remote
+from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.engines.agreement import SCORING, Agreement
@@ -35,12 +36,14 @@ from skyrl_actors.transfer.folders import full_manifests
 
 Deliver = Callable[[WeightManifest, ActorHandle | None, EnginePlace], Awaitable[WeightStream | None]]
 T = TypeVar("T")
+NO_SCORES = "target_prompt_logprobs and prompt_alt_tokens_k need engines of this service, and engine.num_engines is 0"
 NO_FULL_WEIGHTS = "full weights can be sampled only by engines of this service, and engine.num_engines is 0"
 AFTER_LOSS_S = 0.2
 
 
 class EnginePool:
-    def __init__(self, config: EngineConfig, base_folder: Path, deliver: Deliver, agreement: Agreement):
+    def __init__(self, service: str, config: EngineConfig, base_folder: Path, deliver: Deliver, agreement: Agreement):
+        self._service = service
         self.config = config
         self.agreement = agreement
         self.engines: list[Member] = []
@@ -63,13 +66,16 @@ class EnginePool:
         return any(engine.ours for engine in self.engines)
 
     def healthy(self) -> bool:
-        return bool(self._living())
+        """Of its own, one at least, where it has any: others can not serve all that was promised."""
+        return bool(self._living(ours=self.has_own))
 
     def _living(self, ours: bool = False) -> list[Member]:
         return [engine for engine in self.engines if engine.health == "HEALTHY" and (engine.ours or not ours)]
 
     async def take_over(self) -> list[bool]:
-        """For each engine, whether an earlier controller's is used on."""
+        """For each engine, whether an earlier controller's is used on. What it had more of is ended."""
+        wanted = {engine.site.name for engine in self.engines if isinstance(engine, Engine)}
+        await remote.end_named([name for name in remote.names_with(f"{self._service}:engine:") if name not in wanted])
         for engine in self.engines:
             engine.on_change = self._changed.set
         return await asyncio.gather(*(engine.take_over() for engine in self.engines))
@@ -82,12 +88,12 @@ class EnginePool:
         for engine in self.engines:
             engine.joining = joining
 
-    async def any_healthy(self, weights: SamplerWeights) -> None:
-        """Wait for an engine that may hold these. Raises InternalError, with their last words, when all were given up."""
-        ours = full_version(weights) != BASE_VERSION
+    async def any_healthy(self, weights: SamplerWeights, params: SamplingParams) -> None:
+        """Wait for an engine that can do this. Raises InternalError, with their last words, when all were given up."""
+        ours = needs_own(weights, params)
         able = [engine for engine in self.engines if engine.ours or not ours]
         if not able:
-            raise InvalidRequest(NO_FULL_WEIGHTS)
+            raise InvalidRequest(NO_SCORES if params.scores_prompt else NO_FULL_WEIGHTS)
         for engine in self.engines:
             engine.revive()
         while not self._living(ours):
@@ -98,14 +104,14 @@ class EnginePool:
             self._changed.clear()
             await self._changed.wait()
 
-    async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
-    ) -> SampleOutput:
-        """Raises StateLost when the engine died under it."""
-        wanted = self._register(weights)
-        living = self._living(ours=wanted != BASE_VERSION)
+    def goes_outside(self, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights) -> bool:
+        """Whether it is for an engine by URL, which needs no device of this service."""
+        return not needs_own(weights, params) and not self._chosen(self._living(), prompt, weights).ours
+
+    def _chosen(self, living: list[Member], prompt: tuple[int, ...], weights: SamplerWeights) -> Member:
         if not living:
             raise StateLost("no engine runs now")
+        wanted = full_version(weights)
         adapter = weights.adapter.version if weights.adapter else None
         loads = [
             EngineLoad(
@@ -113,7 +119,14 @@ class EnginePool:
             )
             for e in living
         ]
-        engine = living[choose(loads, affinity_key(weights.version, prompt))]
+        return living[choose(loads, affinity_key(weights.version, prompt))]
+
+    async def sample(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights, outside: bool = False
+    ) -> SampleOutput:
+        """Raises StateLost when the engine died under it. `outside`: by an engine of somebody else."""
+        wanted = self._register(weights)
+        engine = self._chosen([e for e in self._living() if e.ours != outside], prompt, weights)
         engine.wanted, gate = wanted, engine.gate
         async with gate.hold(wanted):
             if weights.adapter:
@@ -172,12 +185,12 @@ class EnginePool:
         """Load full weights into the engines that lost theirs, before the KV cache is given memory."""
         wanted = self._register(weights)
         for engine in self._living(ours=True):
-            if engine.gate.state == DROPPED:
+            if engine.gate.state == DROPPED and not engine.gate.busy:
                 async with engine.gate.hold(wanted):
                     pass
 
     def needs_weights(self) -> bool:
-        return any(engine.gate.state == DROPPED for engine in self._living())
+        return any(engine.gate.state == DROPPED and not engine.gate.busy for engine in self._living(ours=True))
 
     async def sleep(self) -> int:
         """Level 2 (weights dropped) where the next full fine-tune sends them again, level 1 where the base stays. Bytes, of all
@@ -241,11 +254,13 @@ class EnginePool:
             self._full[weights.version] = weights.parts
         return full_version(weights)
 
-    async def load(self, engine: Engine, version: str) -> None:
+    async def load(self, engine: Engine, version: str, gate: Gate[str]) -> None:
         """A sample that waits for these may have been left behind by its phase: then not before engines are awake again."""
         while True:
             await self._awake.wait()
             async with engine.moving:
+                if engine.gate is not gate or engine.health == "DEAD":
+                    raise StateLost(f"{engine.name} died before it was given {version}")
                 if self._awake.is_set():
                     return await self._load(engine, version)
 
@@ -282,6 +297,11 @@ class EnginePool:
         return [each for each in found if each is not None]
 
 
+def needs_own(weights: SamplerWeights, params: SamplingParams) -> bool:
+    """Engines by URL serve the base and adapters, and no scores along a prompt."""
+    return full_version(weights) != BASE_VERSION or params.scores_prompt
+
+
 def full_version(weights: SamplerWeights) -> str:
     """The version of full weights an engine must hold: an adapter works over the base."""
     return BASE_VERSION if weights.adapter or not weights.parts else weights.version
@@ -294,7 +314,7 @@ def build_pool(
     """`devices`: ids of the GPUs of slots, where an engine has several."""
     engine = config.engine
     share = config.placement.colocated_share if config.placement.shares("engine") else 1.0
-    pool = EnginePool(engine, base_folder, deliver, Agreement(config.logprob_check, config.logprob_bound, say))
+    pool = EnginePool(config.name, engine, base_folder, deliver, Agreement(config.logprob_check, config.logprob_bound, say))
     for index, slots in enumerate(plan.actors_of("engine")):
         over_nodes = len({slot.node for slot in slots}) > 1
         ids = () if over_nodes else tuple(devices[slot.index] for slot in slots if slot.index in devices)

@@ -6,6 +6,8 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +44,7 @@ class VllmEngine:
         self._adapter_lock = asyncio.Lock()  # an adapter changes; and it goes to sleep, which none may meet half-way
         self._awake = {"weights", "kv_cache"}
         self._woken = asyncio.Event()
+        self._deadlines: dict[asyncio.Timeout, float] = {}  # of samples; seconds that are left, while asleep
         self._running = 0
         self._stats = LastStats()
         self.partials = Partials()
@@ -90,7 +93,7 @@ class VllmEngine:
         output: Any = None
         self._running += 1
         try:
-            async with asyncio.timeout(self.spec.call_timeout_s):
+            async with self._while_awake():
                 stream = self.llm.generate({"prompt_token_ids": list(prompt)}, vllm_params(params), request_id, lora_request=lora)
                 async for part in stream:
                     output = part
@@ -108,6 +111,30 @@ class VllmEngine:
         if strange := weight_versions(output) - {needed}:
             raise InternalError(f"engine {self.spec.name} sampled with weights {', '.join(sorted(strange))}, not {needed} alone")
         return as_output(output, version, params)
+
+    @asynccontextmanager
+    async def _while_awake(self) -> AsyncGenerator[None]:
+        """A deadline of call_timeout_s, which stands still while the engine sleeps."""
+        async with asyncio.timeout(self.spec.call_timeout_s) as deadline:
+            self._deadlines[deadline] = self.spec.call_timeout_s
+            try:
+                yield
+            finally:
+                del self._deadlines[deadline]
+
+    def _hold_deadlines(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            when = deadline.when()
+            if when is not None:
+                self._deadlines[deadline] = when - now
+                deadline.reschedule(None)
+
+    def _resume_deadlines(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for deadline, left_s in self._deadlines.items():
+            if deadline.when() is None:
+                deadline.reschedule(now + left_s)
 
     async def _prepared(self, adapter: WeightManifest | None, needed: str) -> LoRARequest | None:
         """It holds the weights that are needed, and the adapter, when this returns. Behind it the engine may go to sleep at any
@@ -202,6 +229,7 @@ class VllmEngine:
             before = await self._used_bytes()
             await self.llm.sleep(level, mode="keep" if self.spec.keeps_in_flight else "wait")
             self._awake = set()
+            self._hold_deadlines()
             if level == 2:
                 self._loaded = None
             return max(0, before - await self._used_bytes())
@@ -215,6 +243,7 @@ class VllmEngine:
         self._awake.add(tag)
         if not self.asleep:
             self._woken.set()
+            self._resume_deadlines()
         return max(0, await self._used_bytes() - before)
 
     async def _used_bytes(self) -> int:
@@ -305,6 +334,7 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         max_logprobs=-1,  # the controller bounds what is asked for; scoring a prompt looks at the whole vocabulary
         generation_config="vllm",
         enable_log_requests=False,
+        disable_log_stats=True,  # beside our own logger
         weight_transfer_config=WeightTransferConfig(backend="skyrl_actors_file"),
         worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
         **on_device,

@@ -1,7 +1,8 @@
 """A vLLM server over HTTP: its OpenAI-compatible completions, by tokens. Facts of its answers, no state."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,14 +13,17 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 
 EMPTY_CELL = (0, -99999.0)
-CONNECT_S, SHORT_S = 5.0, 30.0
+CONNECT_S, SHORT_S, LOAD_S = 5.0, 30.0, 120.0
+LARGE_BYTES = 2**20  # an answer beyond is decoded on another thread
 
 
 class VllmServer:
-    """Raises StateLost when it does not answer, InvalidRequest for what it refuses, InternalError for what it fails at."""
+    """Raises StateLost when it does not answer or does not have what it was given, InvalidRequest for what it refuses, InternalError
+    for what it fails at."""
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float):
         self.url = url
+        self.timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx.AsyncClient(
@@ -31,19 +35,35 @@ class VllmServer:
         version = await self._looked_up("/version")
         if not isinstance(version.get("version"), str):
             raise ConfigError(f"engine.external {self.url} is not a vLLM server: GET /version answered {str(version)[:200]}")
-        served = {m["id"]: m for m in (await self._looked_up("/v1/models")).get("data", ()) if m.get("max_model_len")}
-        bases = [name for name, found in served.items() if not found.get("parent")]
+        listed = await self._looked_up("/v1/models")
+        try:
+            served = {m["id"]: int(m["max_model_len"]) for m in listed["data"] if m.get("max_model_len") and not m.get("parent")}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise ConfigError(
+                f"engine.external {self.url} is not a vLLM server: GET /v1/models answered {str(listed)[:200]}"
+            ) from None
+        bases = list(served)
         if not bases or (model is not None and model not in bases):
             raise ConfigError(f"engine.external {self.url} serves {', '.join(bases) or 'nothing'}, and not {model or 'a model'}")
         name = model or bases[0]
         probe = SamplingParams(1, temperature=0.0)
         try:
-            await self.complete(name, (0,), probe, "probe")
-        except (InvalidRequest, InternalError, KeyError) as error:
+            await self.complete(name, (0,), probe, "probe", SHORT_S)
+        except (InvalidRequest, InternalError) as error:
             raise ConfigError(
                 f"engine.external {self.url} can not sample by tokens, which vLLM does since 0.10.2: {error}"
             ) from error
-        return name, int(served[name]["max_model_len"])
+        if (await self._post("/v1/load_lora_adapter", {}, SHORT_S)).status_code == 404:
+            raise ConfigError(
+                f"engine.external {self.url} loads no adapters: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            )
+        return name, served[name]
+
+    async def alive(self) -> bool:
+        try:
+            return (await self._client.get("/health", timeout=SHORT_S)).status_code == 200
+        except httpx.HTTPError:
+            return False
 
     async def _looked_up(self, path: str) -> dict[str, Any]:
         try:
@@ -64,27 +84,34 @@ class VllmServer:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Raises InvalidRequest, with the server's words, when it can not."""
-        answer = await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        answer = await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, LOAD_S)
         if answer.status_code == 200 or "already been loaded" in answer.text:  # a name is never used for other weights
             return
-        if answer.status_code == 404 and name not in answer.text:
-            raise InternalError(
-                f"{self.url} loads no adapters: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            )
+        if answer.status_code not in (400, 404, 422, 500):  # what vLLM answers for files that it can not use
+            self._check(answer)
         raise InvalidRequest(f"adapter {name} can not be loaded from {path} by {self.url}: {_reason(answer)}")
 
     async def unload_adapter(self, name: str) -> None:
-        await self._post("/v1/unload_lora_adapter", {"lora_name": name})  # one that is not there is fine
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name}, SHORT_S)  # one that is not there is fine
 
-    async def complete(self, model: str, prompt: tuple[int, ...], params: SamplingParams, version: str) -> SampleOutput:
-        answer = await self._post("/v1/completions", completion_body(model, prompt, params))
+    async def complete(
+        self, model: str, prompt: tuple[int, ...], params: SamplingParams, version: str, timeout_s: float | None = None
+    ) -> SampleOutput:
+        answer = await self._post("/v1/completions", completion_body(model, prompt, params), timeout_s or self.timeout_s)
         self._check(answer)
-        return sample_output(answer.json(), version, params)
+
+        def decoded() -> SampleOutput:
+            try:
+                return sample_output(json.loads(answer.content), version, params)
+            except (KeyError, TypeError, ValueError) as error:
+                raise InternalError(f"{self.url} answered what can not be understood: {type(error).__name__} {error}") from error
+
+        return await asyncio.to_thread(decoded) if len(answer.content) > LARGE_BYTES else decoded()
 
     async def grow(
-        self, model: str, prompt: tuple[int, ...], params: SamplingParams, version: str
-    ) -> AsyncIterator[SampleOutput]:
-        """The same while it grows, whole so far each time. One sample, without logprobs of the prompt."""
+        self, model: str, prompt: tuple[int, ...], params: SamplingParams, version: str, grown: Callable[[PartialSample], None]
+    ) -> SampleOutput:
+        """The same; `grown` hears what there is whenever it grew. One sample, without logprobs of the prompt."""
         body = completion_body(model, prompt, params) | {"stream": True}
         whole: dict[str, Any] = {"token_ids": [], "logprobs": {"token_logprobs": [], "top_logprobs": []}, "finish_reason": None}
         try:
@@ -97,23 +124,27 @@ class VllmServer:
                         continue
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
-                        raise InternalError(f"{self.url}: {event['error']}")
+                        raise StateLost(f"{self.url} broke off: {event['error']}")
                     for choice in event["choices"]:
                         extend(whole, choice)
-                        yield sample_output({"choices": [whole]}, version, params, finished=False)
+                    grown(PartialSample(tuple(whole["token_ids"]), tuple(whole["logprobs"]["token_logprobs"])))
         except httpx.HTTPError as error:
             raise self._gone(error) from error
-        yield sample_output({"choices": [whole]}, version, params)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateLost(f"{self.url} broke off: {type(error).__name__} {error}") from error
+        if whole["finish_reason"] is None:
+            raise StateLost(f"{self.url} broke off behind {len(whole['token_ids'])} tokens")
+        return sample_output({"choices": [whole]}, version, params)
 
-    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> httpx.Response:
         try:
-            return await self._client.post(path, json=body)
+            return await self._client.post(path, json=body, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S))
         except httpx.HTTPError as error:
             raise self._gone(error) from error
 
     def _gone(self, error: httpx.HTTPError) -> Exception:
         if isinstance(error, httpx.ReadTimeout):
-            return InternalError(f"{self.url} did not answer within its call_timeout_s")
+            return InternalError(f"{self.url} did not answer in time")
         return StateLost(f"{self.url} does not answer: {type(error).__name__} {error}".rstrip())
 
     def _check(self, answer: httpx.Response) -> None:
@@ -164,20 +195,20 @@ def extend(whole: dict[str, Any], choice: dict[str, Any]) -> None:
     whole["finish_reason"] = choice.get("finish_reason") or whole["finish_reason"]
 
 
-def sample_output(body: dict[str, Any], version: str, params: SamplingParams, finished: bool = True) -> SampleOutput:
+def sample_output(body: dict[str, Any], version: str, params: SamplingParams) -> SampleOutput:
     """Raises InternalError when the server left out what was asked for."""
     sequences = []
     for choice in body["choices"]:
         reason, tokens, of_tokens = choice["finish_reason"], choice.get("token_ids"), choice.get("logprobs")
         if tokens is None or of_tokens is None or len(of_tokens["token_logprobs"]) != len(tokens):
             raise InternalError("the server's answer lacks token_ids or a logprob for each of them")
-        if finished and reason not in ("stop", "length"):
+        if reason not in ("stop", "length"):
             raise InternalError(f"the server ended a sample with {reason!r}")
         best = (
             _best([_by_id(row) for row in of_tokens["top_logprobs"]], k) if (k := params.topk_sample_logprobs) else (None, None)
         )
         logprobs = np.asarray(of_tokens["token_logprobs"], np.float32)
-        sequences.append(Sequence(np.asarray(tokens, np.int32), logprobs, reason or "", *best))
+        sequences.append(Sequence(np.asarray(tokens, np.int32), logprobs, reason, *best))
     return SampleOutput(tuple(sequences), version, **_of_prompt(body, params), cached_tokens=_cached(body))
 
 
@@ -215,8 +246,3 @@ def _best(rows: list[dict[int, float]], k: int) -> tuple[np.ndarray, np.ndarray]
         np.asarray([[token for token, _ in row] for row in padded], np.int32),
         np.asarray([[logprob for _, logprob in row] for row in padded], np.float32),
     )
-
-
-def so_far(output: SampleOutput) -> PartialSample:
-    (sequence,) = output.sequences
-    return PartialSample(tuple(sequence.tokens.tolist()), tuple(sequence.logprobs.tolist()))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -205,18 +206,35 @@ async def _is_refused(backend: RayBackend, folder: Path) -> None:
 
 
 async def test_what_is_no_vllm_server_is_told_so(their_server: int):
+    answers: dict[str, object] = {}
+
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(200 if self.path in answers or self.command == "GET" else 404)
             self.end_headers()
-            self.wfile.write(b"<html>welcome</html>")
+            self.wfile.write(json.dumps(answers[self.path]).encode() if self.path in answers else b"<html>welcome</html>")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Page) as page:
         threading.Thread(target=page.serve_forever, daemon=True).start()
-        await _fails(f"http://127.0.0.1:{page.server_port}", KEY, None, r"is not a vLLM server: GET /version answered 200 <html>")
+        url = f"http://127.0.0.1:{page.server_port}"
+        await _fails(url, KEY, None, r"is not a vLLM server: GET /version answered 200 <html>")
+        answers["/version"] = {"version": "0.9"}
+        await _fails(url, KEY, None, r"is not a vLLM server: GET /v1/models answered 200 <html>")
+        answers["/v1/models"] = {"data": [{"id": "m"}, {"id": "a", "parent": "m", "max_model_len": 8}]}
+        await _fails(url, KEY, None, "serves nothing, and not a model")
+        answers["/v1/models"] = {"data": [{"id": "m", "max_model_len": 8}]}
+        choice = {"text": "a", "finish_reason": "length"}
+        answers["/v1/completions"] = {"choices": [choice]}
+        await _fails(url, KEY, None, "can not sample by tokens, which vLLM does since .* lacks token_ids")
+        answers["/v1/completions"] = {"choices": [choice | {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}]}
+        await _fails(url, KEY, None, "loads no adapters: start it with --enable-lora")
         page.shutdown()
     await _fails(f"http://127.0.0.1:{free_port()}", KEY, None, "does not answer: ConnectError")
     await _answers(their_server)
@@ -238,6 +256,7 @@ async def _fails(url: str, key: str, model: str | None, said: str) -> None:
         ({"engine": {"external": [{"url": "localhost:8000"}]}}, "use http://host:port"),
         ({"engine": {"external": [{"url": "http://a"}, {"url": "http://a/v1"}]}}, "names a URL twice"),
         ({"engine": {"external": [{"url": "http://a"}]}, "transfer": GlooTransfer()}, "gloo does not reach engine.external"),
+        ({"engine": {"num_engines": 0, "external": [{"url": "http://a"}], "in_flight": "keep"}}, "num_engines is 0"),
         ({"engine": {"in_flight": "keep"}, "placement": {"layout": "split"}}, "leave it out"),
         ({"engine": {"in_flight": "keep", "sleep_level": "2"}}, "sleep_level 2 drops them"),
     ],

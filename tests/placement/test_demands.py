@@ -36,6 +36,16 @@ def test_who_shares_slots(layout: str, together: list[list[str]]):
             {"transfer": IpcTransfer(), "placement": PlacementConfig(device="gpu", layout="split"), "critic": None},
             "layout split gives trainers and engines GPUs of their own; use nccl",
         ),
+        (
+            {
+                "transfer": IpcTransfer(),
+                "placement": PlacementConfig(device="gpu"),
+                "critic": None,
+                "policy": TWO,
+                "engine": WIDE,
+            },
+            "ipc is for engines of one device",
+        ),
         ({"transfer": LoraTransfer()}, "moves adapters only and lora.max_full_models is 1"),
         (
             {"placement": PlacementConfig(layout="mixed"), "engine": EngineConfig(num_engines=3)},

@@ -14,7 +14,9 @@ from skyrl_actors import losses
 from skyrl_actors.backends.demands import plan_for
 from skyrl_actors.backends.memory_demands import checked, refuse
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PlacementConfig
+from skyrl_actors.config.engines import ExternalEngine
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy
+from skyrl_actors.config.transfers import IpcTransfer
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers.flat import FlatState
@@ -119,6 +121,16 @@ def test_a_plan_that_does_not_fit_says_where_and_a_change_that_does():
     for changes in ({"engine": bad.engine.model_copy(update={"kv_cache_bytes": 60 * 2**30})}, {}):
         config = good.model_copy(update=changes)
         assert bool(plan_of(config)[1]) == bool(changes)
+
+
+def test_buckets_of_lent_memory_are_counted_and_engines_of_others_are_not():
+    config = ask_of(full_strategy=Fsdp2Strategy(), strategy=Fsdp2Strategy())
+    device = "policy & critic & engine"
+    lent, _ = plan_of(config.model_copy(update={"transfer": IpcTransfer()}))
+    bucket = max(2**28, QWEN3_8B.vocab * QWEN3_8B.hidden * 2)
+    assert lent.used(device, "SYNC") - plan_of(config)[0].used(device, "SYNC") == 3 * bucket
+    theirs = EngineConfig(num_engines=0, external=(ExternalEngine(url="http://a"),))
+    assert set(plan_of(config.model_copy(update={"engine": theirs}))[0].parts) == {"policy & critic"}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
