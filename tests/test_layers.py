@@ -117,7 +117,7 @@ def test_heavy_libraries_have_homes(library: str):
 def test_light_modules_load_no_heavy_library():
     light = (
         "skyrl_actors.controller.controller", "skyrl_actors.controller.actor", "skyrl_actors.api.app", "skyrl_actors.config.load",
-        "skyrl_actors.losses", "placement.planner", "skyrl_actors.__main__",
+        "skyrl_actors.losses", "placement.planner", "skyrl_actors.__main__", "skyrl_actors.commands.serve",
     )  # fmt: skip
     code = f"import sys\n{''.join(f'import {name}{chr(10)}' for name in light)}"
     code += "print([m for m in ('torch', 'vllm', 'jax', 'transformers') if m in sys.modules])"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.jobs.envs import Task
@@ -48,6 +47,8 @@ class Chat:
     """The tokenizer of the base model: questions to prompts, answers to text."""
 
     def __init__(self, folder: str):
+        from transformers import AutoTokenizer  # seconds, that other commands than `train` need not wait for
+
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def prompt(self, question: str) -> tuple[int, ...]:

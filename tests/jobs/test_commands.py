@@ -112,7 +112,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, random_base: Path, s
     assert not list(Path("/dev/shm/skyrl-actors").glob("ppo_tiny-*"))
 
 
-def test_ray_job_submit_runs_the_same_job(service: Service, tmp_path: Path):
+def test_ray_job_submit_runs_the_same_job(service: Service, random_base: Path, tmp_path: Path):
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     script = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", "."]
     command = [
@@ -126,7 +126,7 @@ def test_ray_job_submit_runs_the_same_job(service: Service, tmp_path: Path):
         *SHORT,
         f"run.folder={tmp_path}",
     ]
-    command += [f"cluster.base_model.cache_dir={tmp_path}/c"]
+    command += ["cluster.base_model.warmup_steps=0", f"cluster.base_model.cache_dir={random_base.parent}"]
     for _ in range(20):  # Ray's job agent comes up some time after Ray itself
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
         if "No available agent" not in done.stderr + done.stdout:
