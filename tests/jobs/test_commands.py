@@ -1,4 +1,4 @@
-"""The jobs as users start them: a short run with everything it leaves behind, Ctrl-C, and `ray job submit`."""
+"""The jobs as users start them: a short run with everything it leaves behind, Ctrl-C (in the mixed layout), and `ray job submit`."""
 
 import json
 import os
@@ -94,6 +94,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, random_base: Path, s
     before = ray_processes()
     command = [sys.executable, "-m", "skyrl_actors", "demo", "job.iterations=50", *SHORT[1:4], f"run.folder={tmp_path}"]
     command += ["cluster.base_model.warmup_steps=0", f"cluster.base_model.cache_dir={random_base.parent}"]
+    command += ["cluster.placement.layout=mixed"]  # the critic on a device of its own
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
