@@ -106,7 +106,9 @@ class EnginePool:
 
     def goes_outside(self, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights) -> bool:
         """Whether it is for an engine by URL, which needs no device of this service."""
-        return not needs_own(weights, params) and not self._chosen(self._living(), prompt, weights).ours
+        if needs_own(weights, params) or all(engine.ours for engine in self.engines):
+            return False
+        return not self._chosen(self._living(), prompt, weights).ours
 
     def _chosen(self, living: list[Member], prompt: tuple[int, ...], weights: SamplerWeights) -> Member:
         if not living:
