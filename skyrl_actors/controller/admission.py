@@ -71,7 +71,7 @@ def checked_batch(request: ForwardBackward, spec: ModelSpec, config: ClusterConf
     name = "ppo_critic" if spec.role == "critic" and request.loss.name == "ppo" else request.loss.name
     entry = losses.find(name)
     call = entry.checked(request.loss.config)
-    losses.check_inputs(entry, spec.role, request.columns, request.forward_only)
+    losses.check_inputs(entry, call, spec.role, request.columns, request.forward_only)
     if name == "custom":
         _check_custom(call, request.columns, config)
     columns = request.columns

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from skyrl_actors.losses import kl
 from skyrl_actors.losses.custom_graph import Graph
 from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import InvalidRequest
@@ -76,7 +77,14 @@ class Loss:
 
     def terms(self, ops: Ops, predicted: Array, inputs: Mapping[str, Array], config: Mapping[str, float | str]) -> LossTerms:
         """The loss of each token, without the entropy bonus: that needs all logits, and who has them takes it off."""
-        return self.function(ops, predicted, inputs, **{key: value for key, value in config.items() if key != ENTROPY_COEF})
+        own = {key: value for key, value in config.items() if key != ENTROPY_COEF and key not in kl.OPTIONS}
+        found = self.function(ops, predicted, inputs, **own)
+        coef = float(config.get(kl.KL_COEF, 0.0))
+        if not coef:
+            return found
+        divergence = kl.estimate(ops, predicted, inputs[kl.REFERENCE], str(config[kl.KL_ESTIMATOR])) * inputs["weights"]
+        sums = {**found.sums, "weighted_kl:sum": ops.detach(divergence).sum()}
+        return LossTerms(found.elementwise + coef * divergence, sums)
 
 
 REGISTRY: dict[str, Loss] = {}
@@ -98,7 +106,7 @@ def loss(
         given = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         options = {key: value if isinstance(value, str) else float(value) for key, value in given.items()}
         if "advantages" in required:
-            options[ENTROPY_COEF] = 0.0
+            options |= {ENTROPY_COEF: 0.0, **kl.OPTIONS}
         REGISTRY[name] = Loss(name, role, required, dict(optional or {}), options, function, many_targets, any_inputs)
         return function
 
@@ -112,8 +120,8 @@ def find(name: str) -> Loss:
     return REGISTRY[name]
 
 
-def check_inputs(entry: Loss, role: Role, columns: Columns, forward_only: bool) -> None:
-    """Raise InvalidRequest if the loss does not belong to this role or an input is missing, unknown or not finite.
+def check_inputs(entry: Loss, call: LossCall, role: Role, columns: Columns, forward_only: bool) -> None:
+    """Raise InvalidRequest if the loss does not belong to this role or an input is missing or unknown, or without use.
 
     A forward on a critic needs neither values nor returns: it only reads values.
     """
@@ -133,6 +141,9 @@ def check_inputs(entry: Loss, role: Role, columns: Columns, forward_only: bool) 
     if entry.any_inputs:
         return
     allowed_inputs = {TARGETS, *entry.required, *entry.optional}
+    if kl.KL_COEF in entry.options:
+        kl.check(entry.name, call.config, present)
+        allowed_inputs.add(kl.REFERENCE)
     if unknown := sorted(present - allowed_inputs):
         raise InvalidRequest(
             f"loss {entry.name} does not use {', '.join(unknown)}; its inputs: {', '.join(sorted(allowed_inputs))}"

@@ -152,11 +152,56 @@ def columns(**fields: list[float]):
 )
 def test_inputs_are_checked(name, role, fields, forward_only, said):
     with pytest.raises(InvalidRequest, match=said):
-        losses.check_inputs(losses.find(name), role, columns(**fields), forward_only)
+        losses.check_inputs(losses.find(name), losses.find(name).checked({}), role, columns(**fields), forward_only)
 
 
 def test_a_critic_forward_needs_no_inputs():
-    losses.check_inputs(losses.find("ppo_critic"), "critic", columns(target_tokens=[1, 2]), forward_only=True)
+    entry = losses.find("ppo_critic")
+    losses.check_inputs(entry, entry.checked({}), "critic", columns(target_tokens=[1, 2]), forward_only=True)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_divergence_from_a_reference_is_a_term_of_the_loss(estimator: str):
+    entry = losses.find("ppo")
+    reference = P + RNG.normal(0, 0.5, T)
+    inputs = {key: torch.tensor(INPUTS[key]) for key in (*entry.required, *entry.optional)}
+    inputs["reference_logprobs"] = torch.tensor(reference)
+
+    def run(coef: float) -> tuple[float, np.ndarray]:
+        predicted = torch.tensor(P, requires_grad=True)
+        call = entry.checked({"kl_coef": coef, "kl_estimator": estimator})
+        total = entry.terms(OPS, predicted, inputs, call.config).elementwise.sum()
+        total.backward()
+        assert predicted.grad is not None
+        return float(total.detach()), predicted.grad.numpy()
+
+    def of(p: np.ndarray) -> float:
+        d = [p[t] - reference[t] for t in range(T)]
+        return sum(
+            w * 0.3 * (x * x / 2 if estimator == "k2" else math.exp(-x) - 1 + x)
+            for w, x in zip(INPUTS["weights"], d, strict=True)
+        )
+
+    (with_it, slope), (without, plain) = run(0.3), run(0.0)
+    assert with_it - without == pytest.approx(of(P), rel=1e-9)
+    numeric = [(of(P + 1e-6 * e) - of(P - 1e-6 * e)) / 2e-6 for e in np.eye(T)]
+    np.testing.assert_allclose(slope - plain, numeric, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "said"),
+    [
+        ({"kl_coef": 0.1}, {"weights": [1, 1]}, "needs loss_fn_inputs reference_logprobs: weights say"),
+        ({"kl_coef": 0.1}, {"reference_logprobs": [0, 0]}, "needs loss_fn_inputs weights"),
+        ({}, {"reference_logprobs": [0, 0]}, "only used with kl_coef above 0"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, {}, "kl_estimator is 'k1'; allowed: k2, k3"),
+    ],
+)
+def test_divergence_needs_its_inputs(config, more, said):
+    entry = losses.find("ppo")
+    fields = {"target_tokens": [1, 2], "logprobs": [0, 0], "advantages": [0, 0], **more}
+    with pytest.raises(InvalidRequest, match=said):
+        losses.check_inputs(entry, entry.checked(config), "policy", columns(**fields), False)
 
 
 def test_names_and_options_are_checked():
