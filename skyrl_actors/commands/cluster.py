@@ -51,6 +51,12 @@ def prepare_base_model(config: ClusterConfig) -> Path:
     return _fitting(config, folder)
 
 
+def context_tokens(config: ClusterConfig, folder: Path) -> int:
+    """The longest row the base model takes; where its config does not say, what the engines are given."""
+    content = json.loads((folder / "config.json").read_text())
+    return int(content.get("max_position_embeddings") or config.engine.max_model_len)
+
+
 def _fitting(config: ClusterConfig, folder: Path) -> Path:
     """vLLM would refuse it too, but half a minute later."""
     file = folder / "config.json"

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from skyrl_actors.jobs.ppo import Outcome
-from skyrl_actors.jobs.rollouts import Rollout
+from skyrl_actors.jobs.metrics import REGISTRY
+from skyrl_actors.jobs.rollout import Rollout
 from skyrl_actors.jobs.trackers import RunFolder
+from skyrl_actors.jobs.watcher import Outcome
 
 console = Console(highlight=False, soft_wrap=True, emoji=False)  # ids hold ":train:", which is an emoji's name
 if not console.is_terminal:
@@ -33,6 +34,21 @@ COLUMNS = (
     ("update s", 8, "seconds/update", ".2f"),
     ("transfer s", 10, "seconds/transfer", ".3f"),
 )
+SUPERVISED = (
+    ("step", 5, "step", "d"),
+    ("nll", 7, "nll", ".4f"),
+    ("loss", 7, "loss", ".4f"),
+    ("pairs", 6, "pair_accuracy", ".3f"),
+    ("margin", 8, "margin", ".3f"),
+    ("held-out nll", 12, "eval/nll", ".4f"),
+    ("held-out loss", 13, "eval/loss", ".4f"),
+    ("held-out pairs", 14, "eval/pair_accuracy", ".3f"),
+    ("grad", 7, "policy_grad_norm", ".3f"),
+    ("grad", 7, "critic_grad_norm", ".3f"),
+    ("rate", 8, "learning_rate", ".1e"),
+    ("s", 6, "seconds/iteration", ".2f"),
+)
+ALWAYS = ("step", "eval/accuracy")
 
 
 def note(text: str) -> None:
@@ -53,7 +69,7 @@ def show_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def bar(label: str, total: int) -> Iterator[Progress]:
+def bar(label: str, total: int | None) -> Iterator[Progress]:
     """A progress bar that vanishes at the end; in a log file nothing is drawn."""
     columns = (
         TextColumn("{task.description}"),
@@ -68,42 +84,55 @@ def bar(label: str, total: int) -> Iterator[Progress]:
 
 
 class RunView:
-    """Tells the terminal and the run's folder how PPO goes."""
+    """Tells the terminal and the run's folder how a job goes. Columns are those that the first step has numbers for."""
 
     def __init__(self, folder: RunFolder, progress: Progress):
         self.folder = folder
         self.progress = progress
         self._lines = 0
+        self._columns: tuple[tuple[str, int, str, str], ...] = ()
+        self._evaluated: set[str] = set()
 
-    def iteration(self, step: int, metrics: dict[str, float]) -> None:
+    def step(self, step: int, metrics: dict[str, float]) -> None:
         self.folder.log(step, metrics)
         row = {"step": step, **metrics}
         if self._lines % HEADER_EVERY == 0:
-            self.progress.console.print("[bold]" + " ".join(f"{title:>{width}}" for title, width, _, _ in COLUMNS) + "[/bold]")
+            known = {*row, *self._evaluated, *ALWAYS}
+            known |= {"value_loss", "clip_fraction"} if "explained_variance" in row else set()  # from the second iteration on
+            self._columns = tuple(c for c in (COLUMNS if "reward" in row else SUPERVISED) if c[2] in known)
+            titles = " ".join(f"{title:>{width}}" for title, width, _, _ in self._columns)
+            self.progress.console.print(f"[bold]{titles}[/bold]")
         self._lines += 1
-        cells = [f"{row[key]:>{width}{form}}" if key in row else " " * (width - 1) + "-" for _, width, key, form in COLUMNS]
+        cells = [f"{row[key]:>{width}{form}}" if key in row else " " * (width - 1) + "-" for _, width, key, form in self._columns]
         self.progress.console.print(" ".join(cells))
-        self.progress.update(self.progress.task_ids[0], completed=step, note=f"reward {metrics['reward']:.2f}")
+        said = next((f"{key} {metrics[key]:.2f}" for key in ("reward", "nll", "loss") if key in metrics), "")
+        self.progress.update(self.progress.task_ids[0], completed=step, note=said)
 
     def warned(self, text: str) -> None:
         self.progress.console.print(f"[yellow]{text}[/yellow]")
 
-    def evaluated(self, step: int, accuracy: float, rollouts: Sequence[Rollout]) -> None:
+    def evaluated(self, step: int, metrics: dict[str, float], rollouts: Sequence[Rollout] = ()) -> None:
+        self._evaluated |= metrics.keys()
         if step == 0:
-            self.progress.console.print(f"held-out greedy accuracy before PPO: [bold]{accuracy:.3f}[/bold]")
-            self.folder.log(0, {"eval/accuracy": accuracy})
-        name = "samples_before.txt" if step == 0 else "samples_after.txt"
-        self.folder.samples(name, [(r.task.question, r.task.answer, r.text, r.reward) for r in rollouts])
+            for name, value in metrics.items():
+                self.progress.console.print(f"before training: {name} [bold]{value:.3f}[/bold] ({REGISTRY[name].definition})")
+            self.folder.log(0, metrics)
+        if rollouts:
+            name = "samples_before.txt" if step == 0 else "samples_after.txt"
+            self.folder.samples(name, [(r.task.question, r.task.answer, r.text, r.reward) for r in rollouts])
 
 
 def closing_table(outcome: Outcome, seconds: float, peak_rss_gib: float, folder: RunFolder) -> None:
-    table = Table(title="held-out greedy accuracy", title_justify="left")
-    for column in ("before PPO", "after PPO", "iterations", "seconds", "peak memory (GiB)"):
+    table = Table(title=f"{outcome.metric}: {REGISTRY[outcome.metric].definition}", title_justify="left")
+    for column in ("before", "after", "steps", "seconds", "peak memory (GiB)"):
         table.add_column(column, justify="right")
     table.add_row(
-        f"{outcome.accuracy_before:.3f}", f"[bold green]{outcome.accuracy_after:.3f}[/bold green]",
-        str(outcome.iterations), f"{seconds:.0f}", f"{peak_rss_gib:.1f}",
-    )  # fmt: skip
+        f"{outcome.before:.3f}",
+        f"[bold green]{outcome.after:.3f}[/bold green]",
+        str(outcome.steps),
+        f"{seconds:.0f}",
+        f"{peak_rss_gib:.1f}",
+    )
     console.print(table)
     console.print(
         f"everything of this run: {folder.path.resolve()}/  (report.png, metrics.jsonl, samples, tensorboard, checkpoint)"

@@ -15,8 +15,9 @@ from skyrl_actors.commands import cluster
 from skyrl_actors.commands.terminal import RunView, bar, closing_table, console, note
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, to_yaml
-from skyrl_actors.jobs.ppo import Outcome, PpoJob
+from skyrl_actors.jobs.build import Start, build, steps_of
 from skyrl_actors.jobs.trackers import MemoryWatch, RunFolder
+from skyrl_actors.jobs.watcher import Outcome
 
 
 def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
@@ -32,21 +33,22 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
     try:
         with MemoryWatch() as memory:
             base_folder = cluster.prepare_base_model(config.cluster)
-            outcome, kept = _with_ray(config, base_folder, folder)
+            start = build(config, str(base_folder), cluster.context_tokens(config.cluster, base_folder))
+            outcome, kept = _with_ray(config, base_folder, folder, start)
         _write_results(config, outcome, kept, folder, time.perf_counter() - started, memory.peak_bytes)
     finally:
         folder.close()
     return folder.path
 
 
-def _with_ray(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple[Outcome, Path]:
+def _with_ray(config: JobConfig, base_folder: Path, folder: RunFolder, start: Start) -> tuple[Outcome, Path]:
     joined = "RAY_ADDRESS" in os.environ
     if joined:
         cluster.join_ray()
     else:
         cluster.start_local_ray(config.cluster)
     try:
-        return asyncio.run(_run(config, base_folder, folder))
+        return asyncio.run(_run(config, base_folder, folder, start))
     finally:
         ray.shutdown()
         if not joined:
@@ -54,7 +56,7 @@ def _with_ray(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple[
         cluster.remove_scratch(config.cluster)
 
 
-async def _run(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple[Outcome, Path]:
+async def _run(config: JobConfig, base_folder: Path, folder: RunFolder, start: Start) -> tuple[Outcome, Path]:
     journal = config.cluster.journal.model_copy(update={"folder": (folder.path / ".journal").resolve()})
     checkpoints = (folder.path / ".checkpoints").resolve()
     restart = config.cluster.restart.model_copy(update={"standbys": 0})  # a job can wait for a rank's start
@@ -62,9 +64,9 @@ async def _run(config: JobConfig, base_folder: Path, folder: RunFolder) -> tuple
     controller = cluster.create_controller(scratch, base_folder, detached=False)
     try:
         await cluster.wait_until_started(controller)
-        with bar("PPO", config.job.iterations) as progress:
+        with bar(config.job.type, steps_of(config)) as progress:
             client = ControllerClient(controller)
-            outcome = await PpoJob(client, config.job, RunView(folder, progress), config.cluster.lora.alpha).run()
+            outcome = await start(client, RunView(folder, progress)).run()
         status = await client.status()
         folder.write("status.json", _as_json(status))
         kept = folder.path / "checkpoint"
@@ -86,16 +88,20 @@ def _write_results(
     config: JobConfig, outcome: Outcome, checkpoint: Path, folder: RunFolder, seconds: float, peak_bytes: int
 ) -> None:
     peak_gib = peak_bytes / 2**30
-    folder.report(f"{config.run.name}: {outcome.accuracy_before:.2f} → {outcome.accuracy_after:.2f} held-out greedy accuracy")
+    folder.report(f"{config.run.name} ({config.job.type}): {outcome.metric} {outcome.before:.3f} → {outcome.after:.3f}")
     folder.summary(
         {
-            "accuracy_before": outcome.accuracy_before,
-            "accuracy_after": outcome.accuracy_after,
-            "iterations": outcome.iterations,
+            "job": config.job.type,
+            "metric": outcome.metric,
+            "metric_before": outcome.before,
+            "metric_after": outcome.after,
+            "steps": outcome.steps,
+            "seed": config.job.seed,
             "seconds": round(seconds, 1),
             "peak_rss_gib": round(peak_gib, 2),
             "checkpoint": checkpoint.name,
         }
     )
     closing_table(outcome, seconds, peak_gib, folder)
-    console.print(f"load the trained model: AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})")
+    if config.job.type != "reward_model" and config.job.lora_rank is None:
+        console.print(f"load the trained model: AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})")

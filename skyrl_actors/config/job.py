@@ -1,45 +1,57 @@
 """Training programs that run as clients of the controller."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, cast
 
 from pydantic import Field, model_validator
 
+from skyrl_actors.config.algorithms import (
+    Advantage,
+    AlgorithmName,
+    Correction,
+    Gae,
+    KlTerm,
+    Overlong,
+    PolicyLoss,
+    PpoLoss,
+    Reduction,
+    Reference,
+    SamplingFilter,
+    with_preset,
+)
 from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.environments import Environment, ReverseEnv
+from skyrl_actors.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 
 
-class ReverseEnv(FrozenConfig):
-    """Write a short word backwards. Reward 1 for the exact answer, else 0. Evaluation words are never trained on."""
+class RlConfig(FrozenConfig):
+    """Reinforcement learning. `type` names an algorithm, which is a choice of the parts below; each part may be set by itself."""
 
-    type: Literal["reverse"] = "reverse"
-    min_letters: int = Field(default=3, ge=1)
-    max_letters: int = Field(default=5, le=32)
-    eval_prompts: int = Field(default=200, ge=1)
-
-    @model_validator(mode="after")
-    def _range(self) -> "ReverseEnv":
-        if self.min_letters > self.max_letters:
-            raise ValueError(f"min_letters {self.min_letters} is above max_letters {self.max_letters}")
-        return self
-
-
-class PpoConfig(FrozenConfig):
-    """PPO with a learned critic (Schulman et al., 2017), GAE (2016) and a per-token KL penalty to the starting policy."""
-
-    type: Literal["ppo"] = "ppo"
-    env: ReverseEnv = ReverseEnv()
+    type: AlgorithmName = "ppo"
+    env: Environment = ReverseEnv()
     seed: int = 0
     iterations: int = Field(default=40, ge=1)
-    stop_at_accuracy: float = Field(default=1.01, description="end early once the held-out greedy accuracy reaches this")
+    stop_at_accuracy: float = Field(default=1.01, description="end early once the held-out greedy score reaches this")
     eval_every: int = Field(default=5, ge=1)
     prompts: int = Field(default=64, ge=1, description="prompts of an iteration")
     samples_per_prompt: int = Field(default=4, ge=1)
-    max_tokens: int = Field(default=12, ge=1)
+    max_tokens: int = Field(default=12, ge=1, description="of one answer; of each turn where there are several")
     temperature: float = Field(
         default=1.0, gt=0, le=1.0, description="logprobs are those of temperature 1; keep 1 for on-policy ratios"
     )
     lora_rank: int | None = Field(default=None, description="adapter rank of policy and critic; null = full fine-tune")
+    advantage: Advantage = Gae()
+    kl: KlTerm = KlTerm()
+    policy_loss: PolicyLoss = PpoLoss()
+    reduction: Reduction = Reduction()
+    filter: SamplingFilter = SamplingFilter()
+    overlong: Overlong = Overlong()
+    correction: Correction = Correction()
+    reference: Reference = Reference()
+    entropy_coef: float = Field(
+        default=0.0, ge=0, description="of the mean entropy of a minibatch's tokens, added to the objective"
+    )
     epochs: int = Field(default=2, ge=1)
     minibatches: int = Field(default=4, ge=1)
     policy_lr: float = Field(default=2e-4, gt=0)
@@ -50,11 +62,6 @@ class PpoConfig(FrozenConfig):
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip_norm: float = Field(default=1.0, ge=0)
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    kl_coef: float = Field(default=0.01, ge=0)
-    clip_low_threshold: float = Field(default=0.8, gt=0, lt=1)
-    clip_high_threshold: float = Field(default=1.2, gt=1)
     value_clip: float = Field(default=0.2, gt=0)
     mismatch_warn: float = Field(
         default=0.05, gt=0, description="mean |Δ logprob| of engine and trainer on an iteration's samples beyond which it is said"
@@ -62,23 +69,65 @@ class PpoConfig(FrozenConfig):
     mismatch_stop: float | None = Field(default=None, gt=0, description="the same, beyond which the run ends; none = never")
     critic_warmup: int = Field(default=1, ge=0, description="first iterations in which only the critic learns")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        return with_preset(cast("dict[str, Any]", given)) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _agrees(self) -> "RlConfig":
+        needs_group = self.advantage.type in ("group", "leave_one_out") or self.filter.type == "varied"
+        needs_group |= getattr(self.advantage, "baseline", "none") == "group"
+        if needs_group and self.samples_per_prompt < 2:
+            raise ValueError(f"{self.type} compares the answers to one prompt: set samples_per_prompt to 2 or more (it is 1)")
+        if self.overlong.buffer_tokens > self.max_tokens:
+            raise ValueError(f"overlong.buffer_tokens {self.overlong.buffer_tokens} is above max_tokens {self.max_tokens}")
+        if self.advantage.type == "reverse_kl" and self.kl.place != "none":
+            raise ValueError("advantage reverse_kl is the divergence from the reference itself: set kl.place to none")
+        return self
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage.type == "gae"
+
+    @property
+    def num_models(self) -> int:
+        """Full fine-tunes or adapters of role policy that are alive at once, the adapter of a base reference aside."""
+        return 1 if self.reference.type == "base" else 2
+
+
+Job = Annotated[RlConfig | SftConfig | DpoConfig | RewardModelConfig, Field(discriminator="type")]
+
 
 class RunConfig(FrozenConfig):
-    name: str = Field(default="ppo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,80}$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,80}$")
     folder: Path = Path("runs")
 
 
 class JobConfig(FrozenConfig):
     cluster: ClusterConfig
-    job: PpoConfig = PpoConfig()
+    job: Job = RlConfig()
     run: RunConfig = RunConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """`type` may be left out: it is ppo."""
+        whole = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+        job = whole.get("job")
+        if not isinstance(job, dict):
+            return cast("Any", given)
+        return {**whole, "job": {"type": "ppo", **cast("dict[str, Any]", job)}}
 
     @model_validator(mode="after")
     def _fits(self) -> "JobConfig":
-        if self.cluster.critic is None:
-            raise ValueError("ppo needs a critic group: set cluster.critic")
-        if self.job.lora_rank is not None and self.job.lora_rank > self.cluster.lora.max_rank:
-            raise ValueError(f"job.lora_rank {self.job.lora_rank} is above cluster.lora.max_rank {self.cluster.lora.max_rank}")
-        if self.job.lora_rank is None and self.cluster.lora.max_full_models < 1:
-            raise ValueError("job.lora_rank null is a full fine-tune: set cluster.lora.max_full_models to 1 or more")
+        job, lora = self.job, self.cluster.lora
+        critic = job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)
+        if critic and self.cluster.critic is None:
+            raise ValueError(f"{job.type} needs a critic group: set cluster.critic")
+        if job.lora_rank is not None and job.lora_rank > lora.max_rank:
+            raise ValueError(f"job.lora_rank {job.lora_rank} is above cluster.lora.max_rank {lora.max_rank}")
+        full = job.num_models if isinstance(job, RlConfig) else 1
+        if job.lora_rank is None and lora.max_full_models < full:
+            raise ValueError(f"job.lora_rank null is a full fine-tune: set cluster.lora.max_full_models to {full} or more")
         return self

@@ -91,7 +91,7 @@ def _fields_at(schema: type[FrozenConfig], loc: tuple[int | str, ...]) -> list[s
     """Names allowed at a key; pydantic puts the tag of a union's chosen member into the key."""
     nodes = [schema]
     for part in loc:
-        chosen = [node for node in nodes if _tag(node) == part]
+        chosen = [node for node in nodes if part in _tags(node)]
         nodes = chosen or [
             option
             for node in nodes
@@ -107,8 +107,8 @@ def _classes_in(annotation: Any) -> list[type[FrozenConfig]]:
     return [c for arg in get_args(annotation) for c in _classes_in(arg)]
 
 
-def _tag(schema: type[FrozenConfig]) -> str:
-    return str(schema.model_fields["type"].default) if "type" in schema.model_fields else ""
+def _tags(schema: type[FrozenConfig]) -> tuple[Any, ...]:
+    return get_args(schema.model_fields["type"].annotation) if "type" in schema.model_fields else ()
 
 
 def to_yaml(config: FrozenConfig) -> str:

@@ -1,18 +1,47 @@
-"""Token rewards, generalized advantage estimation and their statistics (pure, float64 inside)."""
+"""Advantage estimators (pure, float64 inside). Arrays [R] go over an answer's tokens; what was not sampled has advantage 0."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.config.algorithms import Advantage, Gae, GroupAdvantage, LeaveOneOut, ReturnAdvantage
+
 Floats = NDArray[np.floating]
+EPS = 1e-8
 
 
-def token_rewards(reward: float, logprobs: Floats, reference: Floats, kl_coef: float) -> Floats:
-    """[R]: −kl_coef·(log p − log p_ref) at each token, plus the task's reward at the last (Ouyang et al., 2022)."""
-    rewards = -kl_coef * (logprobs.astype(np.float64) - reference)
-    rewards[-1] += reward
-    return rewards
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A batch as estimators see it; each list holds one array [R] for each of N answers."""
+
+    rewards: Sequence[Floats]  # at each token, a KL penalty included where it is in the reward
+    groups: NDArray[np.integer]  # [N]: answers to one prompt bear one number
+    sampled: Sequence[NDArray[np.bool_]]  # False: tokens that the environment wrote
+    values: Sequence[Floats] | None = None
+    logprobs: Sequence[Floats] | None = None
+    reference: Sequence[Floats] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    advantages: list[Floats]
+    returns: list[Floats] | None = None  # what a critic learns
+
+
+def estimate(config: Advantage, batch: Scored) -> Estimates:
+    if isinstance(config, Gae):
+        return _gae(config, batch)
+    if isinstance(config, GroupAdvantage):
+        return Estimates(_everywhere(group_advantages(_totals(batch), batch.groups, config.by_std), batch))
+    if isinstance(config, LeaveOneOut):
+        return Estimates(_everywhere(leave_one_out(_totals(batch), batch.groups), batch))
+    if isinstance(config, ReturnAdvantage):
+        return Estimates(_returns(config, batch))
+    assert batch.logprobs is not None and batch.reference is not None
+    gaps = zip(batch.logprobs, batch.reference, batch.sampled, strict=True)
+    return Estimates([np.where(s, np.asarray(ref, np.float64) - p, 0.0) for p, ref, s in gaps])
 
 
 def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:
@@ -29,20 +58,82 @@ def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floa
     return advantages, advantages + values
 
 
-def whiten(parts: Sequence[Floats]) -> list[Floats]:
-    """Shift and scale all tokens of a batch to mean 0 and standard deviation 1."""
-    joined = np.concatenate(parts)
+def group_advantages(totals: Floats, groups: NDArray[np.integer], by_std: bool) -> Floats:
+    """[N]: (r − mean of its group) / (standard deviation of its group, n − 1 in the denominator) (Shao et al., 2024, 4.1.2).
+
+    Without by_std the difference alone (Dr. GRPO). A group whose rewards are all the same has advantage 0.
+    """
+    found = np.zeros(len(totals), np.float64)
+    for group in np.unique(groups):
+        own = groups == group
+        rewards = totals[own]
+        found[own] = rewards - rewards.mean()
+        if by_std and len(rewards) > 1:
+            found[own] /= rewards.std(ddof=1) + 1e-6
+    return found
+
+
+def leave_one_out(totals: Floats, groups: NDArray[np.integer]) -> Floats:
+    """[N]: r_i − the mean of the others of its group (Ahmadian et al., 2024, eq. 9); 0 for an answer that is alone."""
+    found = np.zeros(len(totals), np.float64)
+    for group in np.unique(groups):
+        own = groups == group
+        rewards = totals[own]
+        if len(rewards) > 1:
+            found[own] = rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+    return found
+
+
+def rewards_to_go(rewards: Floats, gamma: float) -> Floats:
+    """[R]: Σ_k γ^k r_{t+k}."""
+    found, following = np.zeros(len(rewards), np.float64), 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        found[t] = following = rewards[t] + gamma * following
+    return found
+
+
+def whiten(parts: Sequence[Floats], sampled: Sequence[NDArray[np.bool_]]) -> list[Floats]:
+    """Shift and scale all sampled tokens of a batch to mean 0 and standard deviation 1."""
+    joined = np.concatenate([part[mask] for part, mask in zip(parts, sampled, strict=True)])
     mean, std = joined.mean(), joined.std()
-    return [(part - mean) / (std + 1e-8) for part in parts]
-
-
-def kl_estimate(logprobs: Floats, reference: Floats) -> float:
-    """Mean of the k3 estimator, exp(−d) − 1 + d with d = log p − log p_ref: never negative (Schulman, 2020)."""
-    difference = logprobs.astype(np.float64) - reference
-    return float(np.mean(np.exp(-difference) - 1 + difference))
+    return [np.where(mask, (part - mean) / (std + EPS), 0.0) for part, mask in zip(parts, sampled, strict=True)]
 
 
 def explained_variance(values: Floats, returns: Floats) -> float:
     """1 − Var(R − V) / Var(R): 1 = the critic knows the returns, 0 = no better than their mean."""
     spread = float(np.var(returns))
     return 0.0 if spread == 0 else 1 - float(np.var(returns.astype(np.float64) - values)) / spread
+
+
+def _totals(batch: Scored) -> Floats:
+    return np.asarray([float(np.sum(rewards)) for rewards in batch.rewards])
+
+
+def _everywhere(per_answer: Floats, batch: Scored) -> list[Floats]:
+    return [np.where(mask, advantage, 0.0) for advantage, mask in zip(per_answer, batch.sampled, strict=True)]
+
+
+def _gae(config: Gae, batch: Scored) -> Estimates:
+    assert batch.values is not None, "a critic's values are needed"
+    advantages, returns = [], []
+    for rewards, values, mask in zip(batch.rewards, batch.values, batch.sampled, strict=True):
+        own_advantages, own_returns = gae(rewards[mask], values[mask], config.gamma, config.gae_lambda)
+        advantages.append(_spread(own_advantages, mask))
+        returns.append(_spread(own_returns, mask))
+    return Estimates(whiten(advantages, batch.sampled) if config.whiten else advantages, returns)
+
+
+def _returns(config: ReturnAdvantage, batch: Scored) -> list[Floats]:
+    rewards = list(batch.rewards)
+    if config.baseline == "group":
+        shifts = group_advantages(_totals(batch), batch.groups, by_std=False) - _totals(batch)
+        # The baseline comes off at the end, where the task's reward is.
+        rewards = [r + shift * (np.arange(len(r)) == len(r) - 1) for r, shift in zip(rewards, shifts, strict=True)]
+    spread = [_spread(rewards_to_go(r[mask], config.gamma), mask) for r, mask in zip(rewards, batch.sampled, strict=True)]
+    return whiten(spread, batch.sampled)
+
+
+def _spread(values: Floats, mask: NDArray[np.bool_]) -> Floats:
+    found = np.zeros(len(mask), np.float64)
+    found[mask] = values
+    return found

@@ -13,17 +13,14 @@ from typing import Any, Self
 
 import psutil
 
+from skyrl_actors.jobs.metrics import REGISTRY, checked
+
 CURVES = (
-    ("reward", "reward (mean of sampled answers)"),
-    ("eval/accuracy", "held-out greedy accuracy"),
-    ("kl", "KL to the reference (nats a token)"),
-    ("value_loss", "value loss (mean over tokens)"),
-    ("clip_fraction", "clipped tokens (share)"),
-    ("explained_variance", "explained variance of the critic"),
-    ("logprob_mismatch", "engine to trainer |Δ logprob| (mean)"),
-    ("sample_tokens_per_s", "sampled tokens a second"),
-    ("seconds/iteration", "seconds an iteration"),
-)
+    "eval/accuracy", "eval/nll", "eval/loss", "eval/pair_accuracy", "reward", "nll", "loss", "pair_accuracy", "margin", "kl", "value_loss",
+    "clip_fraction", "explained_variance", "entropy", "logprob_mismatch", "policy_grad_norm", "critic_grad_norm", "answer_tokens",
+    "sample_tokens_per_s", "seconds/iteration",
+)  # fmt: skip
+SHOWN = 9
 
 
 class RunFolder:
@@ -50,7 +47,7 @@ class RunFolder:
         os.replace(staging, self.path / name)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        row = {"step": step, **metrics}
+        row = {"step": step, **checked(metrics)}
         self.history.append(row)
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -68,12 +65,12 @@ class RunFolder:
 
         figure = Figure(figsize=(13, 9), layout="constrained")
         figure.suptitle(title)
-        for axes, (key, label) in zip(figure.subplots(3, 3).flat, CURVES, strict=True):
+        present = [key for key in CURVES if any(key in row for row in self.history)][:SHOWN]
+        for axes, key in zip(figure.subplots(3, 3).flat, present, strict=False):
             points = [(row["step"], row[key]) for row in self.history if key in row]
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3)
-            axes.set_title(label, fontsize=9)
-            axes.set_xlabel("iteration", fontsize=8)
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3)
+            axes.set_title(f"{key} ({REGISTRY[key].unit})", fontsize=9)
+            axes.set_xlabel("step", fontsize=8)
             axes.grid(alpha=0.3)
         staging = self.path / ".report.partial.png"
         figure.savefig(staging, dpi=110)

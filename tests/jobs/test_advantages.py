@@ -1,13 +1,47 @@
+"""Advantage estimators against sums written out in loops, in float64."""
+
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_actors.config.job import ReverseEnv
+from skyrl_actors.config.algorithms import Gae, GroupAdvantage, LeaveOneOut, ReturnAdvantage, ReverseKl
 from skyrl_actors.jobs import advantages as adv
-from skyrl_actors.jobs.envs import ReverseTasks, noisy_demonstrations
 
 FLOATS = st.floats(-3, 3, width=32)
+RNG = np.random.default_rng(0)
+GROUPS = np.asarray([4, 9, 4, 4, 9, 7])
+SAMPLED = [np.asarray(m, bool) for m in ([1, 1, 1], [1, 0, 0, 1], [1], [1, 1], [1, 0, 1], [1, 1])]
+REWARDS = [RNG.normal(0, 1, len(m)) * m for m in SAMPLED]
+VALUES = [RNG.normal(0, 1, len(m)) for m in SAMPLED]
+BATCH = adv.Scored(REWARDS, GROUPS, SAMPLED, VALUES, [v - 1 for v in VALUES], [v - 1.5 for v in VALUES])
+
+
+def total(i: int) -> float:
+    return sum(float(x) for x in REWARDS[i])
+
+
+def group_of(i: int) -> list[int]:
+    return [j for j in range(len(GROUPS)) if GROUPS[j] == GROUPS[i]]
+
+
+def whitened(parts: list[list[float]]) -> list[list[float]]:
+    """Over sampled tokens only."""
+    own = [x for part, mask in zip(parts, SAMPLED, strict=True) for x, m in zip(part, mask, strict=True) if m]
+    mean = sum(own) / len(own)
+    std = math.sqrt(sum((x - mean) ** 2 for x in own) / len(own))
+    return [
+        [(x - mean) / (std + 1e-8) if m else 0.0 for x, m in zip(part, mask, strict=True)]
+        for part, mask in zip(parts, SAMPLED, strict=True)
+    ]
+
+
+def same(found: list[np.ndarray], expected: list[list[float]]) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
 @given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=20), st.floats(0.5, 1.0), st.floats(0.0, 1.0))
@@ -28,32 +62,63 @@ def test_gae_at_its_ends():
     np.testing.assert_allclose(adv.gae(rewards, values, 1.0, 0.0)[0], [0.2, 0.2, 0.4])  # one-step errors
 
 
-def test_token_rewards():
-    rewards = adv.token_rewards(1.0, np.asarray([-1.0, -2.0]), np.asarray([-1.5, -1.0]), 0.1)
-    np.testing.assert_allclose(rewards, [-0.05, 1.1])
+def test_gae_passes_over_what_the_environment_wrote():
+    found = adv.estimate(Gae(gamma=0.9, gae_lambda=0.8, whiten=False), BATCH)
+    assert found.returns is not None
+    for i, mask in enumerate(SAMPLED):
+        own, returns = adv.gae(REWARDS[i][mask], VALUES[i][mask], 0.9, 0.8)
+        np.testing.assert_allclose(found.advantages[i][mask], own)
+        np.testing.assert_allclose(found.returns[i][mask], returns)
+        assert not found.advantages[i][~mask].any()
+    white = adv.estimate(Gae(gamma=0.9, gae_lambda=0.8), BATCH).advantages
+    same(white, whitened([a.tolist() for a in found.advantages]))
 
 
-def test_statistics():
-    white = np.concatenate(adv.whiten([np.asarray([1.0, 2.0]), np.asarray([3.0])]))
-    assert white.mean() == pytest.approx(0, abs=1e-9) and white.std() == pytest.approx(1, rel=1e-6)
-    same = np.asarray([-1.0, -2.0], np.float32)
-    assert adv.kl_estimate(same, same) == 0
-    assert adv.kl_estimate(same, same + 0.3) > 0
+@pytest.mark.parametrize("by_std", [True, False])
+def test_group_advantages(by_std: bool):
+    expected = []
+    for i, mask in enumerate(SAMPLED):
+        others = [total(j) for j in group_of(i)]
+        mean = sum(others) / len(others)
+        value = total(i) - mean
+        if by_std and len(others) > 1:
+            value /= math.sqrt(sum((x - mean) ** 2 for x in others) / (len(others) - 1)) + 1e-6
+        expected.append([value * m for m in mask])
+    same(adv.estimate(GroupAdvantage(by_std=by_std), BATCH).advantages, expected)
+
+
+def test_leave_one_out():
+    expected = []
+    for i, mask in enumerate(SAMPLED):
+        others = [total(j) for j in group_of(i) if j != i]
+        value = total(i) - sum(others) / len(others) if others else 0.0
+        expected.append([value * m for m in mask])
+    same(adv.estimate(LeaveOneOut(), BATCH).advantages, expected)
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+def test_rewards_to_go(baseline):
+    expected = []
+    for i, mask in enumerate(SAMPLED):
+        rewards = list(map(float, REWARDS[i]))
+        if baseline == "group":
+            rewards[-1] -= sum(total(j) for j in group_of(i)) / len(group_of(i))
+        own = [r for r, m in zip(rewards, mask, strict=True) if m]
+        to_go = iter([sum(0.9 ** (k - t) * own[k] for k in range(t, len(own))) for t in range(len(own))])
+        expected.append([next(to_go) if m else 0.0 for m in mask])
+    same(adv.estimate(ReturnAdvantage(gamma=0.9, baseline=baseline), BATCH).advantages, whitened(expected))
+
+
+def test_reverse_kl_is_the_gain_of_the_teacher():
+    same(adv.estimate(ReverseKl(), BATCH).advantages, [[-0.5 * m for m in mask] for mask in SAMPLED])
+
+
+def test_answers_of_one_reward_teach_nothing():
+    batch = adv.Scored([np.asarray([0.0, 1.0])] * 3, np.zeros(3, int), [np.ones(2, bool)] * 3)
+    for config in (GroupAdvantage(), LeaveOneOut()):
+        assert not np.any(adv.estimate(config, batch).advantages)
+
+
+def test_explained_variance():
     assert adv.explained_variance(np.asarray([1.0, 2.0]), np.asarray([1.0, 2.0])) == 1
     assert adv.explained_variance(np.asarray([1.5, 1.5]), np.asarray([1.0, 2.0])) == 0
-
-
-def test_held_out_words_never_come_up_in_training():
-    tasks = ReverseTasks(ReverseEnv(), seed=0)
-    held_out = {task.question for task in tasks.evaluation}
-    assert len(held_out) == 200
-    for seed in range(50):
-        assert not held_out & {task.question for task in tasks.batch(64, seed)}
-    assert not held_out & {task.question for task in noisy_demonstrations(5000, 0)}
-    assert tasks.batch(8, 3) == tasks.batch(8, 3) != tasks.batch(8, 4)
-
-
-def test_exact_match_reward():
-    task = ReverseTasks(ReverseEnv(), seed=0).evaluation[0]
-    assert task.reward(task.answer) == 1 and task.reward(task.answer + " ") == 0
-    assert task.question == f"Reverse: {task.answer[::-1]}"

@@ -1,0 +1,41 @@
+"""Small datasets for the jobs of configs/jobs: words to write backwards, as answers and as pairs of answers.
+
+python -m examples.make_data data
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+LETTERS = "abcdefghijkl"
+
+
+def word(rng: random.Random) -> str:
+    return "".join(rng.choice(LETTERS) for _ in range(rng.randint(3, 5)))
+
+
+def wrong(rng: random.Random, text: str) -> str:
+    """The word itself, or its reverse with one letter changed."""
+    place = rng.randrange(len(text))
+    changed = text[::-1][:place] + rng.choice([c for c in LETTERS if c != text[::-1][place]]) + text[::-1][place + 1 :]
+    return rng.choice([text, changed]) if text != text[::-1] else changed
+
+
+def main(folder: Path, answers: int = 6000, pairs: int = 3000) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(0)
+    words = sorted({word(rng) for _ in range(3 * answers)})
+    rng.shuffle(words)
+    with (folder / "answers.jsonl").open("w") as file:
+        for text in words[:answers]:
+            file.write(json.dumps({"prompt": f"Reverse: {text}", "completion": text[::-1]}) + "\n")
+    with (folder / "pairs.jsonl").open("w") as file:
+        for text in words[:pairs]:
+            row = {"prompt": f"Reverse: {text}", "chosen": text[::-1], "rejected": wrong(rng, text)}
+            file.write(json.dumps(row) + "\n")
+    print(f"{folder}/answers.jsonl: {min(answers, len(words))} rows, {folder}/pairs.jsonl: {min(pairs, len(words))} rows")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "data"))

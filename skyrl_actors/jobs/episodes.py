@@ -1,0 +1,211 @@
+"""Tasks become episodes become rollouts. An environment that raises, hangs or rewards with no number costs that episode only."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.config.algorithms import Overlong
+from skyrl_actors.config.environments import EnvLimits
+from skyrl_actors.jobs.chat import Chat
+from skyrl_actors.jobs.environment import Environment, Message, Step, Task
+from skyrl_actors.jobs.reduction import overlong_penalty
+from skyrl_actors.jobs.rollout import Rollout
+from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.requests import Sample, SamplingParams
+from skyrl_actors.messages.results import SampleOutput
+from skyrl_actors.messages.results import Sequence as Sampled
+
+T = TypeVar("T")
+SEED_STEP = 1_000_003
+
+
+class EpisodeFailed(Exception):
+    """Its environment did."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Rollouts of a batch of tasks, and what became of the other episodes."""
+
+    rollouts: list[Rollout] = field(default_factory=list[Rollout])
+    failures: Counter[str] = field(default_factory=Counter[str])
+    long_prompts: int = 0
+    episodes: int = 0
+
+    def check(self, limits: EnvLimits) -> None:
+        """Raises InternalError when more episodes failed than may."""
+        failed = self.failures.total()
+        if failed > limits.max_failed_share * max(self.episodes, 1):
+            said = "; ".join(f"{text} ({count}×)" for text, count in self.failures.most_common(3))
+            raise InternalError(
+                f"{failed} of {self.episodes} episodes failed, more than env.max_failed_share {limits.max_failed_share:g} allows: {said}"
+            )
+
+
+@dataclass(slots=True)
+class _Course:
+    """An episode under way: everything behind its first prompt."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    sampled: list[bool] = field(default_factory=list[bool])
+    logprobs: list[float] = field(default_factory=list[float])
+    rewards: list[float] = field(default_factory=list[float])
+    texts: list[str] = field(default_factory=list[str])
+    versions: list[str] = field(default_factory=list[str])
+    cut: bool = False
+
+    def answered(self, answer: Sampled, text: str, version: str) -> None:
+        self.tokens += answer.tokens.tolist()
+        self.logprobs += answer.logprobs.tolist()
+        self.sampled += [True] * len(answer.tokens)
+        self.rewards += [0.0] * len(answer.tokens)
+        self.texts.append(text)
+        self.versions.append(version)
+
+    def was_told(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
+        self.tokens += tokens
+        for cells, value in ((self.sampled, False), (self.logprobs, 0.0), (self.rewards, 0.0)):
+            cells += [value] * len(tokens)  # type: ignore[list-item]
+        self.texts += [f"[{m['role']}] {m['content']}" for m in messages]
+
+
+class Sampler:
+    """Plays episodes with the weights of one sampler."""
+
+    def __init__(self, client: ControllerClient, chat: Chat, limits: EnvLimits, overlong: Overlong, context_tokens: int):
+        self._client = client
+        self._chat = chat
+        self._limits = limits
+        self._overlong = overlong
+        self._context_tokens = context_tokens
+
+    async def play(self, sampler_id: str, tasks: Sequence[Task], params: SamplingParams, seed: int) -> Drawn:
+        """Every task `params.num_samples` times; the seed of each draw follows from `seed`.
+
+        Raises ConfigError for a prompt that is too long where such are refused, InternalError when too many episodes fail.
+        """
+        drawn = Drawn()
+
+        async def group(index: int, task: Task) -> list[Rollout]:
+            own = replace(params, seed=(seed * SEED_STEP + index) * params.num_samples % 2**31)
+            return await self._group(sampler_id, index, task, own, drawn)
+
+        groups = await asyncio.gather(*(group(i, task) for i, task in enumerate(tasks)))
+        drawn.rollouts = [rollout for rollouts in groups for rollout in rollouts]
+        drawn.check(self._limits)
+        return drawn
+
+    async def _group(self, sampler_id: str, index: int, task: Task, params: SamplingParams, drawn: Drawn) -> list[Rollout]:
+        drawn.episodes += params.num_samples
+        started = await asyncio.gather(*(self._started(task, drawn) for _ in range(params.num_samples)))
+        environments = [environment for environment, _ in started]
+        ready = [(environment, prompt) for environment, prompt in started if environment and prompt]
+        prompts = [prompt for _, prompt in ready]
+        try:
+            if not ready or self._too_long(max(prompts, key=len), task, params, drawn):
+                return []
+            if len(set(prompts)) == 1:  # one request, whose prompt the engine computes once
+                output = await self._client.run(
+                    Sample(sampler_id, prompts[0], replace(params, num_samples=len(prompts))), SampleOutput
+                )
+                first = [(sequence, output.version) for sequence in output.sequences]
+            else:
+                first = [await self._sample(sampler_id, p, params, i) for i, p in enumerate(prompts)]
+            played = await asyncio.gather(
+                *(
+                    self._episode(sampler_id, task, index, environment, prompt, answer, draw, params, drawn)
+                    for draw, ((environment, prompt), answer) in enumerate(zip(ready, first, strict=True))
+                )
+            )
+        finally:
+            await asyncio.gather(*(self._closed(each, drawn) for each in environments if each))
+        return [rollout for rollout in played if rollout is not None]
+
+    async def _started(self, task: Task, drawn: Drawn) -> tuple[Environment | None, tuple[int, ...]]:
+        """An environment with its prompt; the prompt is empty when it failed."""
+        environment: Environment | None = None
+        try:
+            environment = task.open()
+            return environment, self._chat.prompt(await self._guarded("start", environment.start()))
+        except EpisodeFailed as error:
+            drawn.failures[str(error)] += 1
+            return environment, ()
+
+    def _too_long(self, prompt: tuple[int, ...], task: Task, params: SamplingParams, drawn: Drawn) -> bool:
+        most = self._limits.max_prompt_tokens or self._context_tokens - params.max_tokens
+        if len(prompt) <= most:
+            return False
+        if self._limits.long_prompts == "refuse":
+            raise ConfigError(
+                f"a prompt has {len(prompt)} tokens, {most} are allowed (env.max_prompt_tokens; env.long_prompts: refuse): "
+                f"{task.question[:80]!r}"
+            )
+        drawn.long_prompts += 1
+        drawn.episodes -= params.num_samples
+        return True
+
+    async def _sample(self, sampler_id: str, prompt: tuple[int, ...], params: SamplingParams, draw: int) -> tuple[Sampled, str]:
+        own = replace(params, num_samples=1, seed=((params.seed or 0) + draw) % 2**31)
+        output = await self._client.run(Sample(sampler_id, prompt, own), SampleOutput)
+        return output.sequences[0], output.version
+
+    async def _episode(
+        self, sampler_id: str, task: Task, group: int, environment: Environment, prompt: tuple[int, ...], first: tuple[Sampled, str],
+        draw: int, params: SamplingParams, drawn: Drawn,
+    ) -> Rollout | None:  # fmt: skip
+        course, turn, (answer, version) = _Course(), 0, first
+        for turn in range(1, self._limits.max_turns + 1):
+            text = self._chat.text(answer.tokens)
+            course.answered(answer, text, version)
+            course.cut = answer.stop_reason != "stop"
+            try:
+                step = await self._stepped(environment, text, course.cut)
+            except EpisodeFailed as error:
+                drawn.failures[str(error)] += 1
+                return None
+            course.rewards[-1] += step.reward + overlong_penalty(self._overlong, len(answer.tokens), params.max_tokens)
+            if step.done or course.cut or turn == self._limits.max_turns:
+                break
+            told = self._chat.following(step.messages, answer.tokens)
+            if len(prompt) + len(course.tokens) + len(told) + params.max_tokens > self._context_tokens:
+                course.cut = True
+                break
+            course.was_told(told, step.messages)
+            # Each turn draws anew: the same seed would repeat the same random numbers.
+            later = replace(params, seed=((params.seed or 0) + turn * SEED_STEP) % 2**31)
+            answer, version = await self._sample(sampler_id, (*prompt, *course.tokens), later, draw)
+        return Rollout(
+            task, group, prompt, np.asarray(course.tokens, np.int32), np.asarray(course.sampled, bool),
+            np.asarray(course.logprobs, np.float32), np.asarray(course.rewards, np.float64), "\n".join(course.texts), course.cut,
+            turn, tuple(course.versions),
+        )  # fmt: skip
+
+    async def _stepped(self, environment: Environment, text: str, cut: bool) -> Step:
+        """An answer that was cut off is not an answer, even if its letters are right, unless overlong.cut_answers says so."""
+        if cut and self._overlong.cut_answers == "zero":
+            return Step(0.0)
+        step = await self._guarded("step", environment.step(text))
+        if not math.isfinite(step.reward):
+            raise EpisodeFailed(f"the reward was {step.reward}")
+        return step
+
+    async def _closed(self, environment: Environment, drawn: Drawn) -> None:
+        try:
+            await self._guarded("close", environment.close())
+        except EpisodeFailed as error:
+            drawn.failures[str(error)] += 0  # its rollout is whole; it is named where the others are
+
+    async def _guarded(self, what: str, call: Awaitable[T]) -> T:
+        """Raises EpisodeFailed for whatever the environment raises, or when it takes too long."""
+        try:
+            return await asyncio.wait_for(call, self._limits.timeout_s)
+        except TimeoutError:
+            raise EpisodeFailed(f"{what} took longer than env.timeout_s {self._limits.timeout_s:g} s") from None
+        except Exception as error:
+            raise EpisodeFailed(f"{what} raised {type(error).__name__}: {str(error)[:200]}") from error

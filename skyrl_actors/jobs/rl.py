@@ -1,0 +1,254 @@
+"""Reinforcement learning as a client of the controller: the same requests any Tinker script sends, without HTTP.
+
+One iteration: sample (engines awake) → current and reference logprobs, values → advantages → updates (engines asleep) → new
+weights to the engines. What happens in each is composed of the parts that the config names (config/algorithms.py).
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.config.job import RlConfig
+from skyrl_actors.jobs import advantages as adv
+from skyrl_actors.jobs import kl as divergence
+from skyrl_actors.jobs.chat import Chat
+from skyrl_actors.jobs.environment import Task, TaskSet
+from skyrl_actors.jobs.episodes import Drawn, Sampler
+from skyrl_actors.jobs.reduction import varied
+from skyrl_actors.jobs.rollout import Rollout, answers_only, rows_of
+from skyrl_actors.jobs.session import CROSS_ENTROPY, Session, opened
+from skyrl_actors.jobs.update import Batch, Updates, adam_of, metrics_of
+from skyrl_actors.jobs.watcher import Outcome, Watcher
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.model import LoraSpec, LossCall, Role
+from skyrl_actors.messages.requests import SamplingParams
+
+METRIC = "eval/accuracy"
+
+
+class RlJob:
+    def __init__(
+        self, client: ControllerClient, config: RlConfig, tasks: TaskSet, chat: Chat, watcher: Watcher, lora_alpha: float
+    ):
+        self.client = client
+        self.config = config
+        self.tasks = tasks
+        self.chat = chat
+        self.watcher = watcher
+        self.lora_alpha = lora_alpha
+        self.seconds: dict[str, float] = {}
+        self.kl = divergence.Coefficient(config.kl)
+        self._batches = 0  # drawn from the task set
+        self._session: Session
+        self._player: Sampler
+        self._policy = self._critic = self._reference = self._sampler = ""
+
+    async def run(self) -> Outcome:
+        capabilities = await self.client.capabilities()
+        config = self.config
+        self._player = Sampler(self.client, self.chat, config.env, config.overlong, capabilities.max_sample_tokens)
+        async with opened(self.client, config.type) as session:
+            self._session = session
+            await self._create_models()
+            return await self._train()
+
+    @property
+    def _needs_reference(self) -> bool:
+        return self.config.kl.place != "none" or self.config.advantage.type == "reverse_kl"
+
+    async def _create_models(self) -> None:
+        config, session = self.config, self._session
+        lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha)
+        self._policy = await session.create("policy", lora, config.seed)
+        if config.uses_critic:
+            self._critic = await session.create("critic", lora, config.seed + 1)
+        if not self._needs_reference:
+            return
+        if config.reference.type == "base":
+            # An adapter that is never trained is the base model itself: the reference costs no copy of the weights.
+            self._reference = await session.create("policy", LoraSpec(1))
+        elif config.reference.type == "checkpoint":
+            self._reference = await session.create_from(str(config.reference.path))
+        else:
+            self._reference = await session.create("policy", lora, config.seed)
+
+    async def _train(self) -> Outcome:
+        config = self.config
+        self._sampler = await self._session.sampler(self._policy)
+        before = accuracy = await self.evaluate(0)
+        step = 0
+        for step in range(1, config.iterations + 1):
+            metrics = await self._iteration(step)
+            if step % config.eval_every == 0 or step == config.iterations:
+                metrics[METRIC] = accuracy = await self.evaluate(step)
+            self.watcher.step(step, metrics)
+            if accuracy >= config.stop_at_accuracy:
+                break
+        saved = await self._session.save(self._policy, "final")
+        return Outcome(METRIC, before, accuracy, step, saved.folder)
+
+    async def evaluate(self, step: int) -> float:
+        """Mean reward of greedy answers to held-out prompts."""
+        params = SamplingParams(self.config.max_tokens, temperature=0.0)
+        drawn = await self._player.play(self._sampler, self.tasks.evaluation, params, 0)
+        if not drawn.rollouts:
+            raise InternalError("no held-out prompt could be answered: all were too long, or their environments failed")
+        accuracy = float(np.mean([r.reward for r in drawn.rollouts]))
+        self.watcher.evaluated(step, {METRIC: accuracy}, drawn.rollouts)
+        return accuracy
+
+    async def _iteration(self, step: int) -> dict[str, float]:
+        self.seconds = {}
+        started = time.perf_counter()
+        with self._timed("sample"):
+            rollouts, metrics = await self._draw(step)
+        metrics |= _of_rollouts(rollouts)
+        if rollouts:
+            with self._timed("values_and_reference"):
+                batch = await self._score(rollouts)
+            with self._timed("advantages"):
+                metrics |= self._advantages(batch)
+                self._check_mismatch(step, metrics["logprob_mismatch"])
+            with self._timed("update"):
+                trained = await self._update(batch, step)
+            metrics |= trained
+            with self._timed("transfer"):
+                await self._publish(step)
+            rows_tokens = sum(len(r.tokens) for r in rollouts)
+            metrics["train_tokens_per_s"] = (
+                len(self._trained_roles(step)) * self.config.epochs * rows_tokens / self.seconds["update"]
+            )
+        else:
+            self.watcher.warned(f"iteration {step}: nothing to learn from; the policy stays as it is")
+        self.seconds["iteration"] = time.perf_counter() - started
+        metrics["sample_tokens_per_s"] = metrics["sampled_tokens"] / self.seconds["sample"]
+        return metrics | {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
+
+    async def _draw(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Batches of tasks until there are enough prompts to learn from."""
+        config = self.config
+        params = SamplingParams(config.max_tokens, config.samples_per_prompt, config.temperature)
+        kept: list[Rollout] = []
+        sums = {"episodes_failed": 0, "prompts_too_long": 0, "prompts_without_spread": 0, "batches_drawn": 0, "sampled_tokens": 0}
+        for _ in range(config.filter.max_batches if config.filter.type == "varied" else 1):
+            tasks: Sequence[Task] = self.tasks.batch(config.prompts, self._batches)
+            self._batches += 1
+            drawn = await self._player.play(self._sampler, tasks, params, config.seed * 100_003 + self._batches)
+            found = self._kept(drawn, sums)
+            offset = config.prompts * self._batches
+            kept += [replace(r, group=offset + r.group) for r in found]
+            if len({r.group for r in kept}) >= config.prompts:
+                break
+        wanted = set(sorted({r.group for r in kept})[: config.prompts])
+        return [r for r in kept if r.group in wanted], {name: float(value) for name, value in sums.items()}
+
+    def _kept(self, drawn: Drawn, sums: dict[str, int]) -> list[Rollout]:
+        sums["episodes_failed"] += drawn.failures.total()
+        sums["prompts_too_long"] += drawn.long_prompts
+        sums["batches_drawn"] += 1
+        sums["sampled_tokens"] += sum(int(r.sampled.sum()) for r in drawn.rollouts)
+        for text, count in drawn.failures.items():
+            if count:
+                self.watcher.warned(f"{count} episode(s) dropped: {text}")
+        if self.config.filter.type == "none":
+            return drawn.rollouts
+        groups = np.asarray([r.group for r in drawn.rollouts])
+        useful = varied(np.asarray([r.reward for r in drawn.rollouts]), groups) if len(groups) else set[int]()
+        sums["prompts_without_spread"] += len(set(groups.tolist())) - len(useful)
+        return [r for r in drawn.rollouts if r.group in useful]
+
+    async def _score(self, rollouts: list[Rollout]) -> Batch:
+        """Current logprobs, and values and the reference's logprobs where they are used."""
+        rows = rows_of(rollouts, {})
+
+        async def read(model_id: str, loss: LossCall, field: str) -> list[NDArray[np.float32]]:
+            return answers_only(rollouts, (await self._session.forward(model_id, rows, loss)).fields[field])
+
+        wanted = {"logprobs": read(self._policy, CROSS_ENTROPY, "logprobs")}
+        if self._critic:
+            wanted["values"] = read(self._critic, LossCall("ppo_critic", {}), "values")
+        if self._reference:
+            wanted["reference"] = read(self._reference, CROSS_ENTROPY, "logprobs")
+        found = dict(zip(wanted, await asyncio.gather(*wanted.values()), strict=True))
+        return Batch(rollouts, found["logprobs"], found.get("values"), found.get("reference"))
+
+    def _advantages(self, batch: Batch) -> dict[str, float]:
+        term = self.config.kl
+        rewards = [r.rewards for r in batch.rollouts]
+        metrics = {"kl_coef": self.kl.value} if term.place != "none" else {}
+        if batch.reference is not None:
+            metrics["kl"] = float(np.mean(divergence.estimate(batch.flat(batch.logprobs), batch.flat(batch.reference), "k3")))
+            if term.place == "reward":
+                pairs = zip(rewards, batch.logprobs, batch.reference, batch.sampled(), strict=True)
+                rewards = [np.where(s, divergence.token_rewards(r, p, ref, term, self.kl.value), r) for r, p, ref, s in pairs]
+            self.kl.saw(metrics["kl"], len(batch.rollouts))
+        found = adv.estimate(
+            self.config.advantage,
+            adv.Scored(rewards, batch.groups, batch.sampled(), batch.values, batch.logprobs, batch.reference),
+        )
+        batch.advantages, batch.returns = found.advantages, found.returns
+        if batch.values is not None and found.returns is not None:
+            returns = [r.astype(np.float32) for r in found.returns]
+            metrics["explained_variance"] = adv.explained_variance(batch.flat(batch.values), batch.flat(returns))
+        gaps = np.abs(batch.flat([r.logprobs for r in batch.rollouts]) - batch.flat(batch.logprobs))
+        return metrics | {"logprob_mismatch": float(np.mean(gaps)), "logprob_mismatch_max": float(np.max(gaps))}
+
+    def _check_mismatch(self, step: int, mismatch: float) -> None:
+        """Raises InternalError beyond mismatch_stop: updates would learn from the difference of two programs."""
+        stop, text = self.config.mismatch_stop, f"iteration {step}: engine and trainer differ by {mismatch:.2g} nats a token"
+        if stop is not None and mismatch > stop:
+            raise InternalError(f"{text}, more than job.mismatch_stop {stop:g}; this iteration's samples were not learned from")
+        if mismatch > self.config.mismatch_warn:
+            self.watcher.warned(f"{text} (job.mismatch_warn {self.config.mismatch_warn:g})")
+
+    async def _update(self, batch: Batch, step: int) -> dict[str, float]:
+        """All epochs of critic and policy; the two groups work at the same time."""
+        updates = Updates(self.config, batch, self.kl.value, self.config.max_tokens * self.config.env.max_turns)
+        found = await asyncio.gather(*(self._optimize(updates, role, step) for role in self._trained_roles(step)))
+        return {name: value for metrics in found for name, value in metrics.items()}
+
+    def _trained_roles(self, step: int) -> list[Role]:
+        if not self._critic:
+            return ["policy"]
+        return ["critic"] if step <= self.config.critic_warmup else ["policy", "critic"]
+
+    async def _optimize(self, updates: Updates, role: Role, step: int) -> dict[str, float]:
+        model_id = self._policy if role == "policy" else self._critic
+        adam = adam_of(self.config, role, step)
+        done: list[tuple[rs.LossOutput, rs.StepDone]] = []
+        tokens = 0
+        for part in updates.minibatches(step):
+            done.append(await self._session.train(model_id, *updates.call(role, part), adam))
+            tokens += updates.tokens(part)
+        return metrics_of(role, done, tokens) if done else {}
+
+    async def _publish(self, step: int) -> None:
+        reference = self.config.reference
+        if self._reference and reference.type == "periodic" and step % reference.every == 0:
+            saved = await self._session.save(self._policy, "reference")
+            await self._session.load(self._reference, saved.path)
+        self._sampler = await self._session.sampler(self._policy)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+
+
+def _of_rollouts(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    if not rollouts:
+        return {}
+    return {
+        "reward": float(np.mean([r.reward for r in rollouts])),
+        "answer_tokens": float(np.mean([int(r.sampled.sum()) for r in rollouts])),
+        "cut_share": float(np.mean([r.cut for r in rollouts])),
+        "turns": float(np.mean([r.turns for r in rollouts])),
+    }

@@ -1,0 +1,113 @@
+"""Learning from given texts as a client of the controller: what supervised fine-tuning, DPO and reward models have in common."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.config.supervised import Supervised
+from skyrl_actors.jobs.session import Session, opened
+from skyrl_actors.jobs.texts import Prepared
+from skyrl_actors.jobs.watcher import Outcome, Watcher
+from skyrl_actors.messages.model import AdamParams, LoraSpec, Role
+
+C = TypeVar("C", bound=Supervised)
+T = TypeVar("T")
+
+
+class SupervisedJob(ABC, Generic[C, T]):
+    metric: str  # of the held-out rows, what a run is judged by
+    role: Role = "policy"
+
+    def __init__(self, client: ControllerClient, config: C, rows: Prepared[T], watcher: Watcher, lora_alpha: float):
+        self.client = client
+        self.config: C = config
+        self.rows = rows
+        self.watcher = watcher
+        self.lora_alpha = lora_alpha
+        self.session: Session
+        self.model = ""
+
+    async def run(self) -> Outcome:
+        config = self.config
+        if self.rows.too_long:
+            self.watcher.warned(f"{self.rows.too_long} row(s) are longer than what is allowed, and left out")
+        async with opened(self.client, type(config).model_fields["type"].default) as session:
+            self.session = session
+            lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha)
+            self.model = await session.create(self.role, lora, config.seed)
+            await self.prepare()
+            return await self._train()
+
+    async def prepare(self) -> None:
+        """What else it needs."""
+
+    @abstractmethod
+    async def learn(self, items: Sequence[T], adam: AdamParams) -> dict[str, float]:
+        """One step on a batch; its metrics."""
+
+    @abstractmethod
+    async def measure(self, items: Sequence[T]) -> dict[str, float]:
+        """Of held-out rows, without learning; each is a mean over items, or over what `weight_of` counts."""
+
+    def weight_of(self, items: Sequence[T]) -> float:
+        return len(items)
+
+    async def _train(self) -> Outcome:
+        config = self.config
+        before = latest = await self._evaluate(0)
+        step = 0
+        for step, items in enumerate(self._batches(), 1):
+            started = time.perf_counter()
+            metrics = await self.learn(items, self._adam(step))
+            metrics["seconds/iteration"] = time.perf_counter() - started
+            if step % config.eval_every == 0 or step == self.steps:
+                latest = await self._evaluate(step)
+                metrics |= latest
+            self.watcher.step(step, metrics)
+        saved = await self.session.save(self.model, "final")
+        return Outcome(self.metric, before[self.metric], latest[self.metric], step, saved.folder)
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        """Weighted means over batches of held-out rows."""
+        sums: dict[str, float] = {}
+        total, size = 0.0, self.config.batch_rows
+        for start in range(0, len(self.rows.held_out), size):
+            items = self.rows.held_out[start : start + size]
+            weight = self.weight_of(items)
+            for name, value in (await self.measure(items)).items():
+                sums[name] = sums.get(name, 0.0) + value * weight
+            total += weight
+        metrics = {f"eval/{name}": value / total for name, value in sums.items()}
+        self.watcher.evaluated(step, metrics)
+        return metrics
+
+    @property
+    def steps(self) -> int:
+        whole = self.config.epochs * -(-len(self.rows.train) // self.config.batch_rows)
+        return min(whole, self.config.max_steps or whole)
+
+    def _batches(self) -> Iterator[list[T]]:
+        """Each epoch in an order that follows from the seed; the last batch of one may be smaller."""
+        size, rows = self.config.batch_rows, self.rows.train
+        per_epoch = -(-len(rows) // size)
+        order: np.ndarray = np.zeros(0, np.int64)
+        for number in range(self.steps):
+            epoch, place = divmod(number, per_epoch)
+            if place == 0:
+                order = np.random.default_rng([self.config.seed, epoch]).permutation(len(rows))
+            yield [rows[i] for i in order[place * size : (place + 1) * size]]
+
+    def _adam(self, step: int) -> AdamParams:
+        config = self.config
+        if step <= config.warmup_steps:
+            share = step / config.warmup_steps
+        else:
+            progress = (step - config.warmup_steps - 1) / max(1, self.steps - config.warmup_steps - 1)
+            share = 1 - (1 - config.final_lr_share) * progress
+        return AdamParams(
+            share * config.learning_rate, config.beta1, config.beta2, config.eps, config.weight_decay, config.grad_clip_norm
+        )

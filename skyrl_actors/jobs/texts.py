@@ -1,0 +1,119 @@
+"""Rows of a dataset as tokens: chats, prompts with a completion, prompts with a preferred and a rejected answer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_actors.config.supervised import Preferences, SftConfig, Supervised
+from skyrl_actors.jobs.chat import Chat
+from skyrl_actors.jobs.dataset_tasks import messages_of
+from skyrl_actors.jobs.datasets import Row, read, split_off
+from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns, Example, columns_from
+from skyrl_actors.messages.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    tokens: NDArray[np.int32]  # [T]
+    learned: NDArray[np.bool_]  # [T]: of the assistant; the first is never predicted
+
+    @property
+    def mask(self) -> NDArray[np.bool_]:
+        """[T-1], aligned with targets."""
+        return self.learned[1:]
+
+
+Pair = tuple[Text, Text]  # chosen, rejected
+
+
+@dataclass(slots=True)
+class Prepared(Generic[T]):
+    train: list[T] = field(default_factory=list[Any])
+    held_out: list[T] = field(default_factory=list[Any])
+    too_long: int = 0
+
+
+def sft_texts(config: SftConfig, chat: Chat, longest: int) -> Prepared[Text]:
+    if config.messages_column:
+        column = config.messages_column
+        return _prepared(
+            config, [column], longest, lambda row: (_chat(chat, row[column], f"column {column}"),), lambda texts: texts[0]
+        )
+    prompt, completion = config.prompt_column, config.completion_column
+    make = lambda row: (_answer(chat, row[prompt], row[completion], prompt),)  # noqa: E731
+    return _prepared(config, [prompt, completion], longest, make, lambda texts: texts[0])
+
+
+def preference_texts(config: Preferences, chat: Chat, longest: int) -> Prepared[Pair]:
+    columns = [config.prompt_column, config.chosen_column, config.rejected_column]
+
+    def make(row: Row) -> tuple[Text, ...]:
+        prompt, chosen, rejected = (row[c] for c in columns)
+        return _answer(chat, prompt, chosen, columns[0]), _answer(chat, prompt, rejected, columns[0])
+
+    return _prepared(config, columns, longest, make, lambda texts: (texts[0], texts[1]))
+
+
+def policy_rows(texts: Sequence[Text], weights: Sequence[NDArray[np.floating]] | None = None) -> Columns:
+    """Each text's tokens but the last, with the next ones as targets; weights [T-1] for each."""
+    examples = []
+    for i, text in enumerate(texts):
+        own: dict[str, NDArray[Any]] = {TARGETS: text.tokens[1:]}
+        if weights is not None:
+            own[WEIGHTS] = weights[i].astype(np.float32)
+        examples.append(Example(text.tokens[:-1], own))
+    return columns_from(examples)
+
+
+def critic_rows(texts: Sequence[Text], fields: dict[str, Sequence[NDArray[np.floating]]]) -> Columns:
+    """All tokens of each text: a critic's value stands at each; `fields` hold [T]."""
+    made = ({name: parts[i].astype(np.float32) for name, parts in fields.items()} for i in range(len(texts)))
+    return columns_from([Example(text.tokens, dict(own)) for text, own in zip(texts, made, strict=True)])
+
+
+def _chat(chat: Chat, messages: Any, where: str) -> Text:
+    found = messages_of(messages, where)
+    if not any(m["role"] == "assistant" for m in found):
+        raise ConfigError(f"{where}: a chat without a turn of the assistant: there is nothing to learn")
+    return Text(*chat.conversation(found))
+
+
+def _answer(chat: Chat, prompt: Any, answer: Any, column: str) -> Text:
+    messages = messages_of(prompt, f"column {column}")
+    tokens, learned = chat.conversation([*messages, {"role": "assistant", "content": str(answer)}])
+    learned[: len(chat.prompt(messages))] = False
+    return Text(tokens, learned)
+
+
+def _prepared(
+    config: Supervised,
+    needed: Sequence[str],
+    longest: int,
+    make: Callable[[Row], tuple[Text, ...]],
+    join: Callable[[tuple[Text, ...]], T],
+) -> Prepared[T]:
+    train, held_out = split_off(read(config.data, needed), config.eval_data, needed, config.eval_rows, config.data.path)
+    most = min(config.max_row_tokens or longest, longest)
+    prepared = Prepared[T]()
+    for rows, target in ((train, prepared.train), (held_out, prepared.held_out)):
+        for number, row in enumerate(rows, 1):
+            texts = make(row)
+            length = max(len(text.tokens) for text in texts)
+            if length <= most:
+                target.append(join(texts))
+            elif config.long_rows == "refuse":
+                raise ConfigError(
+                    f"row {number} has {length} tokens, {most} are allowed (job.max_row_tokens; job.long_rows: refuse)"
+                )
+            else:
+                prepared.too_long += 1
+    if not prepared.train or not prepared.held_out:
+        raise ConfigError(
+            f"all rows to {'evaluate' if prepared.train else 'train'} on are longer than {most} tokens (job.max_row_tokens)"
+        )
+    return prepared

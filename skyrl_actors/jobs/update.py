@@ -1,0 +1,122 @@
+"""From a scored batch to updates of policy and critic: minibatches, rows, losses (pure), and their metrics."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_actors.config.job import RlConfig
+from skyrl_actors.jobs.reduction import Floats, correction_weights, token_weights
+from skyrl_actors.jobs.rollout import Rollout, rows_of
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.model import AdamParams, LossCall, Role
+
+
+@dataclass
+class Batch:
+    """Rollouts with everything the updates need; each list holds one array [R] for each rollout."""
+
+    rollouts: list[Rollout]
+    logprobs: list[NDArray[np.float32]]  # of the trainer
+    values: list[NDArray[np.float32]] | None = None
+    reference: list[NDArray[np.float32]] | None = None
+    advantages: list[Floats] = field(default_factory=list[Floats])
+    returns: list[Floats] | None = None
+
+    @property
+    def groups(self) -> NDArray[np.int64]:
+        return np.asarray([r.group for r in self.rollouts], np.int64)
+
+    def sampled(self) -> list[NDArray[np.bool_]]:
+        return [r.sampled for r in self.rollouts]
+
+    def flat(self, parts: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+        """Of all sampled tokens."""
+        return np.concatenate([part[r.sampled] for part, r in zip(parts, self.rollouts, strict=True)])
+
+
+class Updates:
+    """The minibatches of one iteration for one role."""
+
+    def __init__(self, config: RlConfig, batch: Batch, kl_coef: float, longest: int):
+        self.config = config
+        self.batch = batch
+        self.kl_coef = kl_coef
+        self.longest = longest
+        masked = config.overlong.cut_answers == "mask"
+        self.learned = [r.sampled & (not (masked and r.cut)) for r in batch.rollouts]
+        engine = [r.logprobs for r in batch.rollouts]
+        self.corrections = correction_weights(config.correction, batch.logprobs, engine, batch.sampled())
+
+    def minibatches(self, iteration: int) -> Iterator[list[int]]:
+        """Rollouts in an order that follows from seed and iteration; a minibatch without any token to learn from is left out."""
+        rng = np.random.default_rng([self.config.seed, iteration])
+        for _ in range(self.config.epochs):
+            for part in np.array_split(rng.permutation(len(self.batch.rollouts)), self.config.minibatches):
+                if any(self.learned[i].any() for i in part):
+                    yield part.tolist()
+
+    def call(self, role: Role, part: list[int]) -> tuple[Columns, LossCall]:
+        return self._policy(part) if role == "policy" else self._critic(part)
+
+    def tokens(self, part: list[int]) -> int:
+        return sum(int(self.learned[i].sum()) for i in part)
+
+    def _policy(self, part: list[int]) -> tuple[Columns, LossCall]:
+        """Losses are sums: the weights make them the mean that `reduction` names."""
+        config, batch = self.config, self.batch
+        weights = token_weights(config.reduction, [self.learned[i] for i in part], self.longest)
+        fields: dict[str, list[NDArray[np.floating]]] = {
+            "logprobs": [batch.logprobs[i] for i in part],
+            "advantages": [batch.advantages[i] for i in part],
+            "weights": [w * self.corrections[i] for w, i in zip(weights, part, strict=True)],
+        }
+        options: dict[str, float | str] = {key: value for key, value in config.policy_loss if key != "type"}
+        if config.entropy_coef:
+            options["entropy_coef"] = config.entropy_coef / self.tokens(part)
+        if config.kl.place == "loss":
+            assert batch.reference is not None
+            fields["reference_logprobs"] = [batch.reference[i] for i in part]
+            options |= {"kl_coef": self.kl_coef, "kl_estimator": config.kl.estimator}
+        if config.policy_loss.type == "gspo":
+            fields["sequence_ratio_mask"] = [self.learned[i].astype(np.float32) for i in part]
+        return rows_of([batch.rollouts[i] for i in part], fields), LossCall(config.policy_loss.type, options)
+
+    def _critic(self, part: list[int]) -> tuple[Columns, LossCall]:
+        batch = self.batch
+        assert batch.values is not None and batch.returns is not None
+        count = self.tokens(part)
+        fields = {
+            "values": [batch.values[i] for i in part],
+            "returns": [batch.returns[i] for i in part],
+            "weights": [self.learned[i] / count for i in part],
+        }
+        rows = rows_of([batch.rollouts[i] for i in part], fields, with_targets=False)
+        return rows, LossCall("ppo_critic", {"value_clip": self.config.value_clip})
+
+
+def adam_of(config: RlConfig, role: Role, iteration: int) -> AdamParams:
+    """Rates fall linearly from iteration 1 to the last."""
+    share = 1 - (1 - config.final_lr_share) * (iteration - 1) / max(1, config.iterations - 1)
+    rate = share * (config.policy_lr if role == "policy" else config.critic_lr)
+    return AdamParams(rate, config.beta1, config.beta2, config.eps, config.weight_decay, config.grad_clip_norm)
+
+
+def metrics_of(role: Role, done: list[tuple[rs.LossOutput, rs.StepDone]], tokens: int) -> dict[str, float]:
+    """Over all minibatches of an iteration, of which there is at least one; `tokens`: those learned from, epochs counted."""
+    sums: dict[str, float] = {}
+    for output, _ in done:
+        for name, value in output.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value
+    norm = float(np.mean([step.metrics["skyrl.ai/grad_norm"] for _, step in done]))
+    if role == "critic":
+        return {"value_loss": sums["squared_error:sum"] / tokens, "value_clip_fraction": sums["clipped_values:sum"] / tokens,
+                "critic_grad_norm": norm}  # fmt: skip
+    found = {"policy_loss": sums["loss:sum"] / len(done), "policy_grad_norm": norm}
+    if "clipped_tokens:sum" in sums:
+        found["clip_fraction"] = sums["clipped_tokens:sum"] / tokens
+    if sums.get("counted_tokens:sum"):
+        found["entropy"] = sums["entropy:sum"] / sums["counted_tokens:sum"]
+    return found

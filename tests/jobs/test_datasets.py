@@ -1,0 +1,94 @@
+"""Datasets that are read, and those that are refused with file, row and column."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from skyrl_actors.config.environments import DatasetConfig, RewardEnv
+from skyrl_actors.jobs.dataset_tasks import load_function, messages_of, reward_tasks
+from skyrl_actors.jobs.datasets import read, split_off
+from skyrl_actors.messages.errors import ConfigError
+
+ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
+
+
+def jsonl(path: Path, rows) -> DatasetConfig:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DatasetConfig(path=str(path))
+
+
+def test_every_form_gives_the_same_rows(tmp_path: Path):
+    table = datasets.Dataset.from_list(ROWS)
+    table.to_parquet(str(tmp_path / "d.parquet"))
+    table.save_to_disk(str(tmp_path / "disk"))
+    datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(str(tmp_path / "dict"))
+    forms = [jsonl(tmp_path / "d.jsonl", ROWS), *(DatasetConfig(path=str(tmp_path / n)) for n in ("d.parquet", "disk", "dict"))]
+    for config in forms:
+        assert read(config, ["prompt", "answer"]) == ROWS
+    assert read(DatasetConfig(path=str(tmp_path / "dict"), split="test"), []) == ROWS[:2]
+    assert read(DatasetConfig(path=str(tmp_path / "d.jsonl"), limit=3), []) == ROWS[:3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "y", "answer": 1}\n', "row 1: no column 'answer'; it has prompt"),
+        ("a.jsonl", b'{"prompt": "", "answer": 1}\n', "row 1: column 'prompt' is empty"),
+        ("a.jsonl", b'{"prompt": "x", "answer": 1}\n{"prompt": "\xff"}\n', "line 2: not UTF-8 at byte 12"),
+        ("a.jsonl", b'{"prompt": }\n', "line 1: not JSON: Expecting value at column 12"),
+        ("a.jsonl", b"[1]\n", "line 1: a list; every line is one JSON object"),
+        ("a.jsonl", b"\n", "it has no rows"),
+        ("a.parquet", b"nonsense", "can not be read as Parquet"),
+        ("a.jsonl", None, "No such file"),
+        ("folder", None, "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_what_can_not_be_used_is_named(tmp_path: Path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        read(DatasetConfig(path=str(tmp_path / name)), ["prompt", "answer"])
+
+
+def test_held_out_rows_are_not_trained_on(tmp_path: Path):
+    config = jsonl(tmp_path / "d.jsonl", ROWS)
+    train, held_out = split_off(read(config, []), None, [], 3, "d")
+    assert train == ROWS[:7] and held_out == ROWS[7:]
+    with pytest.raises(ConfigError, match="leaves none to train on"):
+        split_off(ROWS, None, [], 10, "d")
+    other = jsonl(tmp_path / "e.jsonl", [{"prompt": "q"}])
+    assert split_off(ROWS, other, ["prompt"], 3, "d") == (ROWS, [{"prompt": "q"}])
+
+
+def test_each_row_comes_up_once_an_epoch_in_an_order_of_the_seed(tmp_path: Path):
+    env = RewardEnv(data=jsonl(tmp_path / "d.jsonl", ROWS), reward="math:copysign", eval_prompts=2, answer_column="answer")
+    tasks = reward_tasks(env, 1)
+    drawn = [task.question for n in range(4) for task in tasks.batch(4, n)]
+    assert sorted(drawn[:8]) == sorted(drawn[8:]) == [f"p{i}" for i in range(8)]
+    assert drawn[:8] != drawn[8:]
+    assert drawn == [t.question for n in range(4) for t in reward_tasks(env, 1).batch(4, n)]
+    assert drawn != [t.question for n in range(4) for t in reward_tasks(env, 2).batch(4, n)]
+    assert [t.question for t in tasks.evaluation] == ["p8", "p9"] and tasks.evaluation[0].answer == "8"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nowhere.py:f", "no file nowhere.py"),
+        ("no_such_module:f", "No module named"),
+        ("math:nothing", "has no function or class nothing"),
+    ],
+)
+def test_functions_that_are_not_there(text, said):
+    with pytest.raises(ConfigError, match=said):
+        load_function(text)
+
+
+def test_prompts_are_texts_or_chats():
+    assert messages_of("x", "here") == ({"role": "user", "content": "x"},)
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b", "name": "c"}]
+    assert messages_of(chat, "here") == ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
+    with pytest.raises(ConfigError, match="here: a prompt is a text or a list"):
+        messages_of(3, "here")

@@ -1,0 +1,239 @@
+"""Episodes: several turns, tools, environments that fail, rewards from functions and from skyrl-gym, on the tiny model's tokenizer."""
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from skyrl_actors.config.algorithms import Overlong
+from skyrl_actors.config.environments import DatasetConfig, EnvLimits, GymEnv, RewardEnv
+from skyrl_actors.jobs.chat import Chat
+from skyrl_actors.jobs.dataset_tasks import gym_tasks, reward_tasks
+from skyrl_actors.jobs.environment import Environment, Message, Step
+from skyrl_actors.jobs.episodes import Drawn, Sampler
+from skyrl_actors.jobs.rollout import answers_only, rows_of
+from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.requests import SamplingParams
+from tests.jobs.scripted import ScriptedClient
+
+
+@pytest.fixture(scope="module")
+def chat(random_base: Path) -> Chat:
+    return Chat(str(random_base))
+
+
+@dataclass(frozen=True)
+class Made:
+    """A task around an environment class."""
+
+    kind: Any
+    question: str = "q"
+    answer: str = ""
+
+    def open(self) -> Environment:
+        return self.kind()
+
+
+class Adding:
+    """Two turns: the first answer is answered with a question, the second ends it."""
+
+    closed = 0
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    async def start(self) -> Sequence[Message]:
+        return [{"role": "user", "content": "abc"}]
+
+    async def step(self, answer: str) -> Step:
+        self.turns += 1
+        return Step(0.25, False, [{"role": "user", "content": "and then"}]) if self.turns == 1 else Step(float(answer == "b"))
+
+    async def close(self) -> None:
+        type(self).closed += 1
+
+
+def play(
+    chat: Chat, tasks: Sequence[Any], answer=lambda told, draw: "b", n: int = 1, overlong: Overlong | None = None, **limits
+) -> tuple[Drawn, ScriptedClient]:
+    client = ScriptedClient(chat, answer)
+    sampler = Sampler(cast(Any, client), chat, EnvLimits(**{"max_failed_share": 1.0, **limits}), overlong or Overlong(), 512)
+    return asyncio.run(sampler.play("s", tasks, SamplingParams(12, n), 3)), client
+
+
+def test_what_was_sampled_is_kept_token_by_token_over_turns(chat: Chat):
+    Adding.closed = 0
+    drawn, client = play(chat, [Made(Adding)], n=2, max_turns=4)
+    assert len(drawn.rollouts) == 2 and drawn.episodes == 2 and Adding.closed == 2
+    rollout = drawn.rollouts[0]
+    whole = chat.tokenizer.decode([*rollout.prompt, *rollout.answer.tolist()])
+    as_chat = [("user", "abc"), ("assistant", "b"), ("user", "and then"), ("assistant", "b")]
+    told = chat.tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in as_chat], tokenize=False)
+    assert told.startswith(whole) and told.removeprefix(whole).strip() == ""
+    assert chat.tokenizer.decode(rollout.answer[rollout.sampled]) == f"b{chat.tokenizer.eos_token}" * 2
+    assert rollout.logprobs[rollout.sampled].tolist() == [-0.5] * 4 and not rollout.logprobs[~rollout.sampled].any()
+    assert rollout.rewards[rollout.sampled].tolist() == [0, 0.25, 0, 1.0] and rollout.reward == 1.25
+    assert rollout.turns == 2 and rollout.versions == ("v1", "v1") and not rollout.cut
+    # One request for the first turn of both, one for each later turn, no seed twice.
+    assert [r.params.num_samples for r in client.asked] == [2, 1, 1]
+    seeds = [(r.params.seed or 0) + i for r in client.asked for i in range(r.params.num_samples)]
+    assert len(set(seeds)) == 4
+    assert client.asked[1].prompt == (*rollout.prompt, *rollout.answer[:-2].tolist())
+
+
+def test_rows_hold_what_was_sampled_at_its_place(chat: Chat):
+    drawn, _ = play(chat, [Made(Adding)], max_turns=4)
+    rollout = drawn.rollouts[0]
+    rows = rows_of([rollout], {"weights": [rollout.sampled.astype(np.float32)]})
+    kept = rows.fields["weights"] != 0
+    assert chat.tokenizer.decode(rows.fields["target_tokens"][kept]) == f"b{chat.tokenizer.eos_token}" * 2
+    np.testing.assert_array_equal(answers_only([rollout], rows.fields["weights"].astype(np.float32))[0], rollout.sampled)
+
+
+def test_an_episode_ends_at_max_turns_and_for_want_of_context(chat: Chat):
+    class Endless(Adding):
+        async def step(self, answer: str) -> Step:
+            return Step(1.0, False, [{"role": "user", "content": "more " * 20}])
+
+    ended, _ = play(chat, [Made(Endless)], max_turns=3)
+    assert ended.rollouts[0].turns == 3 and ended.rollouts[0].reward == 3 and not ended.rollouts[0].cut
+    full, _ = play(chat, [Made(Endless)], max_turns=50)
+    rollout = full.rollouts[0]
+    assert rollout.cut and rollout.turns < 50 and len(rollout.prompt) + len(rollout.answer) <= 512 and rollout.sampled[-1]
+
+
+@pytest.mark.parametrize(("rule", "reward"), [("zero", 0.0), ("score", 1.0), ("mask", 1.0)])
+def test_answers_that_were_cut(chat: Chat, rule, reward):
+    class Kind(Adding):
+        async def step(self, answer: str) -> Step:
+            return Step(1.0)
+
+    drawn, _ = play(chat, [Made(Kind)], lambda told, draw: "ab…", overlong=Overlong(cut_answers=rule))
+    assert drawn.rollouts[0].cut and drawn.rollouts[0].reward == reward
+
+
+def failing(error: BaseException | None = None, value: float = 1.0, wait_s: float = 0.0, where: str = "step") -> type:
+    class Failing(Adding):
+        async def _do(self, at: str) -> None:
+            if at == where:
+                await asyncio.sleep(wait_s)
+                if error:
+                    raise error
+
+        async def start(self) -> Sequence[Message]:
+            await self._do("start")
+            return await super().start()
+
+        async def step(self, answer: str) -> Step:
+            await self._do("step")
+            return Step(value)
+
+        async def close(self) -> None:
+            await self._do("close")
+
+    return Failing
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (failing(ValueError("no such tool")), "step raised ValueError: no such tool"),
+        (failing(RuntimeError("x"), where="start"), "start raised RuntimeError: x"),
+        (failing(wait_s=60), "step took longer than env.timeout_s 0.2 s"),
+        (failing(value=math.nan), "the reward was nan"),
+        (failing(value=math.inf), "the reward was inf"),
+    ],
+)
+def test_an_environment_that_fails_costs_its_episode_only(chat: Chat, kind, said):
+    drawn, _ = play(chat, [Made(kind), Made(failing())], n=2, timeout_s=0.2)
+    assert dict(drawn.failures) == {said: 2} and drawn.episodes == 4
+    assert [r.group for r in drawn.rollouts] == [1, 1]
+    with pytest.raises(InternalError, match=f"2 of 4 episodes failed, more than env.max_failed_share 0.1 allows: {said}"):
+        play(chat, [Made(kind), Made(failing())], n=2, timeout_s=0.2, max_failed_share=0.1)
+
+
+def test_one_that_can_not_be_closed_has_been_played(chat: Chat):
+    drawn, _ = play(chat, [Made(failing(ValueError("x"), where="close"))])
+    assert len(drawn.rollouts) == 1 and drawn.failures.total() == 0 and "close raised ValueError: x" in drawn.failures
+
+
+def test_long_prompts_are_counted_or_refused(chat: Chat):
+    drawn, client = play(chat, [Made(Adding), Made(Adding)], max_prompt_tokens=3)
+    assert drawn.long_prompts == 2 and drawn.episodes == 0 and not drawn.rollouts and not client.asked
+    with pytest.raises(ConfigError, match=r"a prompt has \d+ tokens, 3 are allowed"):
+        play(chat, [Made(Adding)], max_prompt_tokens=3, long_prompts="refuse")
+
+
+REWARDS = """
+import asyncio, time
+
+def right(prompt, completion, row):
+    assert prompt == row["prompt"]
+    return float(completion == row["answer"])
+
+async def later(prompt, completion, row):
+    await asyncio.sleep(0)
+    return len(completion)
+
+def hangs(prompt, completion, row):
+    time.sleep(30)
+"""
+
+
+def reward_env(tmp_path: Path, function: str) -> RewardEnv:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": "ab", "answer": "b"}, {"prompt": "cd", "answer": "d"}, {"prompt": "e", "answer": "e"}]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return RewardEnv(data=DatasetConfig(path=f"{tmp_path}/d.jsonl"), reward=f"{tmp_path}/rewards.py:{function}", eval_prompts=1)
+
+
+def test_reward_functions(chat: Chat, tmp_path: Path):
+    by_question = lambda function: {  # noqa: E731
+        r.task.question: r.reward for r in play(chat, reward_tasks(reward_env(tmp_path, function), 0).batch(2, 0))[0].rollouts
+    }
+    assert by_question("right") == {"ab": 1.0, "cd": 0.0}
+    assert by_question("later") == {"ab": 1.0, "cd": 1.0}
+
+
+def test_a_reward_function_that_hangs_holds_nobody(chat: Chat, tmp_path: Path):
+    started = time.monotonic()
+    drawn, _ = play(chat, reward_tasks(reward_env(tmp_path, "hangs"), 0).batch(2, 0), timeout_s=0.3)
+    assert drawn.failures == {"step took longer than env.timeout_s 0.3 s": 2} and time.monotonic() - started < 10
+
+
+def gym_env(tmp_path: Path, kind: str, rows) -> GymEnv:
+    (tmp_path / "g.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return GymEnv(id=kind, data=DatasetConfig(path=f"{tmp_path}/g.jsonl"), eval_prompts=1)
+
+
+ROW = {"prompt": [{"role": "user", "content": "2+2"}], "reward_spec": {"method": "rule", "ground_truth": "4"}}
+
+
+def test_an_environment_of_skyrl_gym_runs_unchanged(chat: Chat, tmp_path: Path):
+    tasks = gym_tasks(gym_env(tmp_path, "gsm8k", [ROW, ROW]), 0)
+    drawn, _ = play(chat, tasks.batch(1, 0), lambda told, draw: f"#### {4 + draw}", n=2)
+    assert [r.reward for r in drawn.rollouts] == [1.0, 0.0] and tasks.evaluation[0].answer == "4"
+
+
+def test_one_of_several_turns_too(chat: Chat, tmp_path: Path):
+    row = {**ROW, "extra_info": {"max_turns": 3}}
+    tasks = gym_tasks(gym_env(tmp_path, "gsm8k_multi_turn", [row, row]), 0)
+    answers = iter(["hm", "#### 4", "#### 4"])
+    drawn, _ = play(chat, tasks.batch(1, 0), lambda told, draw: next(answers), max_turns=8)
+    assert not drawn.failures, drawn.failures
+    assert drawn.rollouts[0].turns == 2 and drawn.rollouts[0].reward == 1.0 and "[user]" in drawn.rollouts[0].text
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("no_such", "env.id no_such: "), ("gsm8k", "env.id gsm8k can not be made of a row with columns prompt")]
+)
+def test_environments_that_can_not_be_made_are_found_before_anything_starts(tmp_path: Path, kind, said):
+    with pytest.raises(ConfigError, match=said):
+        gym_tasks(gym_env(tmp_path, kind, [{"prompt": "x"}] * 2), 0)

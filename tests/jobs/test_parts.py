@@ -1,0 +1,134 @@
+"""Divergence, reduction, correction, shaping, and the algorithms that are made of them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from skyrl_actors.config.algorithms import PRESETS, Correction, KlTerm, Overlong, Reduction
+from skyrl_actors.config.job import JobConfig, RlConfig
+from skyrl_actors.config.load import load, to_yaml
+from skyrl_actors.jobs import kl
+from skyrl_actors.jobs.metrics import REGISTRY, checked, markdown
+from skyrl_actors.jobs.reduction import correction_weights, overlong_penalty, token_weights, varied
+from skyrl_actors.messages.errors import ConfigError
+from tests.conftest import ROOT
+
+P, REF = np.asarray([-1.0, -2.0, -0.5]), np.asarray([-1.5, -1.0, -0.5])
+MASKS = [np.asarray([True, True, False]), np.asarray([True]), np.asarray([False, False])]
+
+
+@pytest.mark.parametrize(
+    ("name", "of"), [("k1", lambda d: d), ("k2", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) - 1 + d)]
+)
+def test_estimators(name, of):
+    np.testing.assert_allclose(
+        kl.estimate(P, REF, name), [of(p - r) for p, r in zip(P, REF, strict=True)], rtol=1e-12, atol=1e-15
+    )
+
+
+def test_estimators_estimate_the_divergence():
+    """k1 and k3 by the exact sum over a vocabulary, and the gradient of k2's mean is that of the divergence."""
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.ones(7)), rng.dirichlet(np.ones(7))
+    exact = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    for name in ("k1", "k3"):
+        assert float(np.sum(p * kl.estimate(np.log(p), np.log(q), name))) == pytest.approx(exact, rel=1e-9)
+
+
+def test_token_rewards():
+    term = KlTerm(place="reward", estimator="k1", coef=0.5)
+    np.testing.assert_allclose(kl.token_rewards(np.asarray([0, 0, 1.0]), P, REF, term, 0.1), [-0.05, 0.1, 1.0])
+
+
+def test_the_coefficient_is_steered_within_its_bounds():
+    steered = kl.Coefficient(KlTerm(place="reward", coef=0.1, target=0.01, horizon=1000))
+    steered.saw(1.0, 100)
+    assert steered.value == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+    steered.saw(0.009, 100)
+    assert steered.value == pytest.approx(0.102 * (1 - 0.1 * 0.1))
+    still = kl.Coefficient(KlTerm(place="reward", coef=0.1))
+    still.saw(5.0, 100)
+    assert still.value == 0.1
+
+
+def test_reductions_are_the_means_they_are_named_for():
+    token, sequence, fixed = (token_weights(Reduction(type=t), MASKS, 10) for t in ("token_mean", "sequence_mean", "fixed"))
+    np.testing.assert_allclose(np.concatenate(token), [1 / 3, 1 / 3, 0, 1 / 3, 0, 0])
+    np.testing.assert_allclose(np.concatenate(sequence), [1 / 4, 1 / 4, 0, 1 / 2, 0, 0])
+    np.testing.assert_allclose(np.concatenate(fixed), [1 / 20, 1 / 20, 0, 1 / 20, 0, 0])
+
+
+def test_corrections():
+    ours, theirs = [np.asarray([-1.0, -1.0, -3.0])], [np.asarray([-2.0, -1.0, 0.0])]
+    masks = [np.asarray([True, True, False])]
+
+    def of(**config) -> list[float]:
+        return correction_weights(Correction(**config), ours, theirs, masks)[0].tolist()
+
+    assert of() == [1, 1, 1]
+    assert of(type="truncated", high=2.0) == pytest.approx([2.0, 1, 1])
+    assert of(type="masked", high=2.0) == pytest.approx([0, 1, 1])
+    assert of(type="masked", high=3.0)[0] == pytest.approx(math.e)
+    assert of(type="truncated", level="sequence", high=3.0)[:2] == pytest.approx([math.exp(0.5)] * 2)
+
+
+def test_long_answers_cost():
+    config = Overlong(buffer_tokens=4, penalty=0.5)
+    assert [overlong_penalty(config, n, 10) for n in (1, 6, 8, 10)] == [0, 0, -0.25, -0.5]
+    assert overlong_penalty(Overlong(), 10, 10) == 0
+
+
+def test_prompts_without_spread_are_found():
+    assert varied(np.asarray([1.0, 1.0, 0.0, 1.0, 0.0]), np.asarray([3, 3, 5, 5, 8])) == {5}
+
+
+def job(**given) -> JobConfig:
+    return JobConfig.model_validate({"cluster": {"critic": {}, "policy": {}, "base_model": {"type": "tiny"}}, "job": given})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_algorithm_is_its_parts_and_each_may_be_changed(name, tmp_path):
+    made = job(type=name).job
+    assert isinstance(made, RlConfig)
+    for part, content in PRESETS[name].items():
+        assert {key: value for key, value in getattr(made, part) if key in content} == content
+    changed = job(type=name, policy_loss={"type": "dppo", "delta_high": 0.3}, reduction={"type": "fixed"}).job
+    assert isinstance(changed, RlConfig) and changed.policy_loss.type == "dppo" and changed.reduction.type == "fixed"
+    assert changed.advantage == made.advantage
+    (tmp_path / "c.yaml").write_text(to_yaml(job(type=name)))
+    assert load(tmp_path / "c.yaml", (), JobConfig) == job(type=name)
+
+
+def test_the_parts_of_a_preset_take_single_values():
+    made = job(type="dapo", policy_loss={"clip_low_threshold": 0.7}).job
+    assert isinstance(made, RlConfig)
+    assert dict(made.policy_loss) == {"type": "ppo", "clip_low_threshold": 0.7, "clip_high_threshold": 1.28}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("job.type=grp", "job: .*'ppo', 'grpo'"),
+        ("job.samples_per_prompt=1", "compares the answers to one prompt: set samples_per_prompt to 2"),
+        ("job.kl.estimator=k1", "k1 has no gradient in expectation"),
+        ("job.kl.coef=0", "with coef 0 does nothing"),
+        ("job.kl.cof=1", "unknown key; allowed here: coef, estimator, horizon, place, target"),
+        ("job.overlong.buffer_tokens=99", "buffer_tokens 99 is above max_tokens 12"),
+        ("job.reference.type=checkpoint", "path belongs to type checkpoint"),
+        ("job.advantage.type=gae", "grpo needs a critic group: set cluster.critic"),
+        ("job.lora_rank=64", "job.lora_rank 64 is above cluster.lora.max_rank 32"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_anything_starts(override, said):
+    with pytest.raises(ConfigError, match=said):
+        load(ROOT / "configs/jobs/grpo_tiny.yaml", [override], JobConfig)
+
+
+def test_every_metric_has_a_definition_and_the_docs_show_them():
+    assert (ROOT / "docs/metrics.md").read_text() == markdown(), (
+        "write it anew: python -m skyrl_actors.jobs.metrics > docs/metrics.md"
+    )
+    assert all(m.definition and m.unit and m.reduction for m in REGISTRY.values())
+    with pytest.raises(KeyError, match="rewards"):
+        checked({"reward": 1.0, "rewards": 1.0})

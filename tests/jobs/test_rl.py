@@ -1,0 +1,168 @@
+"""What an iteration makes of its batch, without a cluster: metrics recomputed, weights and losses as configured, mismatch said."""
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from skyrl_actors.config.job import RlConfig
+from skyrl_actors.jobs.envs import ReverseTask, ReverseTasks
+from skyrl_actors.jobs.episodes import Drawn
+from skyrl_actors.jobs.preferences import logistic
+from skyrl_actors.jobs.rl import RlJob
+from skyrl_actors.jobs.rollout import Rollout
+from skyrl_actors.jobs.update import Batch, Updates, adam_of
+from skyrl_actors.messages.errors import InternalError
+
+RNG = np.random.default_rng(0)
+TASK = ReverseTask("Reverse: ab", "ba")
+
+
+class Told:
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warned(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def job(told: Told | None = None, **given: Any) -> RlJob:
+    config = RlConfig.model_validate({"type": "grpo", **given})
+    tasks = ReverseTasks(cast(Any, config.env), config.seed)
+    return RlJob(cast(Any, None), config, tasks, cast(Any, None), cast(Any, told or Told()), 32.0)
+
+
+def rollout(group: int, reward: float, length: int, cut: bool = False, told: int = 0) -> Rollout:
+    sampled = np.ones(length, bool)
+    sampled[1 : 1 + told] = False
+    rewards = np.zeros(length)
+    rewards[-1] = reward
+    answer = RNG.integers(0, 50, length).astype(np.int32)
+    logprobs = (RNG.normal(-1, 0.3, length) * sampled).astype(np.float32)
+    return Rollout(TASK, group, (1, 2, 3), answer, sampled, logprobs, rewards, "x", cut)
+
+
+def batch() -> Batch:
+    rollouts = [rollout(0, 1, 3), rollout(0, 0, 5, told=2), rollout(1, 0, 2, cut=True), rollout(1, 0, 4)]
+    near = [(r.logprobs + RNG.normal(0, 0.1, len(r.logprobs))).astype(np.float32) for r in rollouts]
+    return Batch(rollouts, near, None, [(p - 0.2).astype(np.float32) for p in near])
+
+
+def sampled_tokens(b: Batch):
+    for r, p, ref in zip(b.rollouts, b.logprobs, cast(Any, b.reference), strict=True):
+        yield from ((float(q), float(x), float(y)) for q, x, y, s in zip(r.logprobs, p, ref, r.sampled, strict=True) if s)
+
+
+def test_metrics_are_what_the_registry_says():
+    b = batch()
+    metrics = job()._advantages(b)
+    tokens = list(sampled_tokens(b))
+    gaps = [abs(q - p) for q, p, _ in tokens]
+    assert metrics["logprob_mismatch"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
+    assert metrics["logprob_mismatch_max"] == pytest.approx(max(gaps), rel=1e-5)
+    k3 = [math.exp(-(p - ref)) - 1 + (p - ref) for _, p, ref in tokens]
+    assert metrics["kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-5)
+    assert metrics["kl_coef"] == 0.01
+
+
+def test_a_penalty_in_the_reward_reaches_every_sampled_token():
+    b, run = batch(), job(type="reinforce_pp", kl={"coef": 0.5})
+    run._advantages(b)
+    expected = []
+    for r, p, ref in zip(b.rollouts, b.logprobs, cast(Any, b.reference), strict=True):
+        own = [float(x) - 0.5 * (float(a) - float(c)) for x, a, c, s in zip(r.rewards, p, ref, r.sampled, strict=True) if s]
+        expected += [sum(own[t:]) for t in range(len(own))]
+    mean, std = np.mean(expected), np.std(expected)
+    found = np.concatenate([a[r.sampled] for a, r in zip(b.advantages, b.rollouts, strict=True)])
+    np.testing.assert_allclose(found, (np.asarray(expected) - mean) / (std + 1e-8), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"type": "dapo", "overlong": {"cut_answers": "mask"}}, {"type": "gspo", "correction": {"type": "truncated"}}]
+)
+def test_rows_and_options_of_the_policy_are_what_the_config_names(given):
+    b, run = batch(), job(entropy_coef=0.1, **given)
+    run._advantages(b)
+    config, part = run.config, [3, 2, 1]
+    rows, loss = Updates(config, b, 0.07, 12).call("policy", part)
+    kept = [b.rollouts[i].sampled & (not (config.overlong.cut_answers == "mask" and b.rollouts[i].cut)) for i in part]
+    assert loss.name == config.policy_loss.type and loss.config["entropy_coef"] == pytest.approx(0.1 / sum(k.sum() for k in kept))
+    assert (loss.config.get("kl_coef"), loss.config.get("kl_estimator")) == ((0.07, "k3") if not given else (None, None))
+    assert ("reference_logprobs" in rows.fields) == (not given) and ("sequence_ratio_mask" in rows.fields) == (
+        loss.name == "gspo"
+    )
+    counts, answers = [int(k.sum()) for k in kept], sum(bool(k.any()) for k in kept)
+    for row, (i, mask) in enumerate(zip(part, kept, strict=True)):
+        weights = rows.fields["weights"][rows.positions([row])]
+        assert not weights[:2].any()  # the prompt
+        share = 1 / sum(counts) if loss.name == "ppo" and given else 1 / (max(counts[row], 1) * answers)
+        drift = np.exp(b.logprobs[i] - b.rollouts[i].logprobs) if given.get("correction") else np.ones(len(mask))
+        np.testing.assert_allclose(weights[2:], mask * share * np.minimum(drift, 2.0), rtol=1e-5)
+        np.testing.assert_allclose(rows.fields["advantages"][rows.positions([row])][2:], b.advantages[i], rtol=1e-6)
+
+
+def test_minibatches_cover_every_rollout_once_an_epoch():
+    b, run = batch(), job(minibatches=2, epochs=3)
+    run._advantages(b)
+    updates = Updates(run.config, b, 0.0, 12)
+    parts = list(updates.minibatches(4))
+    assert len(parts) == 6 and all(sorted(parts[i] + parts[i + 1]) == [0, 1, 2, 3] for i in (0, 2, 4))
+    assert parts == list(updates.minibatches(4)) != list(updates.minibatches(5))
+    masked = Updates(job(overlong={"cut_answers": "mask"}, minibatches=4, epochs=1).config, b, 0.0, 12)
+    assert [2] not in list(masked.minibatches(1)) and len(list(masked.minibatches(1))) == 3  # nothing to learn from that one
+
+
+def test_rates_fall_to_their_last_share():
+    config = job(iterations=5, policy_lr=1.0, final_lr_share=0.2).config
+    assert [adam_of(config, "policy", i).learning_rate for i in (1, 3, 5)] == pytest.approx([1.0, 0.6, 0.2])
+
+
+def test_prompts_whose_answers_are_all_alike_are_left_out():
+    run, sums = (
+        job(type="dapo"),
+        {"episodes_failed": 0, "prompts_too_long": 0, "prompts_without_spread": 0, "batches_drawn": 0, "sampled_tokens": 0},
+    )
+    kept = run._kept(Drawn(batch().rollouts, episodes=4), sums)
+    assert [r.group for r in kept] == [0, 0]
+    assert sums == {
+        "episodes_failed": 0,
+        "prompts_too_long": 0,
+        "prompts_without_spread": 1,
+        "batches_drawn": 1,
+        "sampled_tokens": 12,
+    }
+
+
+def test_a_mismatch_is_said_or_ends_the_run():
+    told = Told()
+    run = job(told, mismatch_warn=0.01, mismatch_stop=0.1)
+    run._check_mismatch(1, 0.005)
+    assert not told.warnings
+    run._check_mismatch(2, 0.02)
+    assert told.warnings == ["iteration 2: engine and trainer differ by 0.02 nats a token (job.mismatch_warn 0.01)"]
+    with pytest.raises(InternalError, match=r"iteration 3: .* by 0\.2 nats a token, more than job\.mismatch_stop 0\.1"):
+        run._check_mismatch(3, 0.2)
+
+
+def test_the_logistic_loss_and_its_slope():
+    margins = np.asarray([-800.0, -1.5, 0.0, 0.7, 800.0])
+    losses, slopes = logistic(margins)
+    assert losses[0] == 800 and losses[2] == pytest.approx(math.log(2)) and losses[4] == 0
+    assert slopes[0] == -1 and slopes[4] == 0
+    for m, slope in zip(margins[1:4], slopes[1:4], strict=True):
+        of = lambda x: math.log1p(math.exp(-x))  # noqa: E731
+        assert slope == pytest.approx((of(m + 1e-6) - of(m - 1e-6)) / 2e-6, rel=1e-6)
+
+
+def test_held_out_words_never_come_up_in_training():
+    tasks = ReverseTasks(cast(Any, RlConfig().env), seed=0)
+    held_out = {task.question for task in tasks.evaluation}
+    assert len(held_out) == 200
+    for number in range(50):
+        assert not held_out & {task.question for task in tasks.batch(64, number)}
+    assert tasks.batch(8, 3) == tasks.batch(8, 3) != tasks.batch(8, 4)
+    task = tasks.evaluation[0]
+    assert (
+        task.reward(task.answer) == 1 and task.reward(task.answer + " ") == 0 and task.question == f"Reverse: {task.answer[::-1]}"
+    )
