@@ -1,4 +1,4 @@
-"""The command line: demo, train, serve, status, stop, key, journal, plan, doctor."""
+"""The command line: demo, train, runs, report, serve, status, stop, key, journal, plan, doctor."""
 
 import os
 import secrets
@@ -35,10 +35,30 @@ def demo(overrides: Overrides = None) -> None:
 
 @app.command()
 def train(config: Config, overrides: Overrides = None) -> None:
-    """Run a training job. Joins the Ray cluster in RAY_ADDRESS (set inside `ray job submit`), else starts its own."""
+    """Run a training job, or go on with one that was interrupted (same run.name, same config). Joins the Ray cluster in
+    RAY_ADDRESS (set inside `ray job submit`), else starts its own."""
     from skyrl_actors.commands.train import train as run
 
     run(config, overrides or [])
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="where runs are kept (run.folder)")] = Path("runs"),
+    json: Annotated[bool, typer.Option(help="machine-readable")] = False,
+) -> None:
+    """List training runs beside each other: state, metric before and after, steps, seconds."""
+    from skyrl_actors.commands.runs import show
+
+    show(folder, json)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="the folder of a run, e.g. runs/ppo_tiny")]) -> None:
+    """Write report.html of a run, finished or not: curves, time shares, rollouts, metrics, config, in one file."""
+    from skyrl_actors.commands.runs import report as write
+
+    write(run)
 
 
 @app.command()

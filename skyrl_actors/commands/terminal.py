@@ -10,7 +10,7 @@ from rich.table import Table
 
 from skyrl_actors.jobs.metrics import REGISTRY
 from skyrl_actors.jobs.rollout import Rollout
-from skyrl_actors.jobs.trackers import RunFolder
+from skyrl_actors.jobs.trackers import Recorder
 from skyrl_actors.jobs.watcher import Outcome
 
 console = Console(highlight=False, soft_wrap=True, emoji=False)  # ids hold ":train:", which is an emoji's name
@@ -86,7 +86,7 @@ def bar(label: str, total: int | None) -> Iterator[Progress]:
 class RunView:
     """Tells the terminal and the run's folder how a job goes. Columns are those that the first step has numbers for."""
 
-    def __init__(self, folder: RunFolder, progress: Progress):
+    def __init__(self, folder: Recorder, progress: Progress):
         self.folder = folder
         self.progress = progress
         self._lines = 0
@@ -118,11 +118,10 @@ class RunView:
                 self.progress.console.print(f"before training: {name} [bold]{value:.3f}[/bold] ({REGISTRY[name].definition})")
             self.folder.log(0, metrics)
         if rollouts:
-            name = "samples_before.txt" if step == 0 else "samples_after.txt"
-            self.folder.samples(name, [(r.task.question, r.task.answer, r.text, r.reward) for r in rollouts])
+            self.folder.samples(step, [(r.task.question, r.task.answer, r.text, r.reward) for r in rollouts])
 
 
-def closing_table(outcome: Outcome, seconds: float, peak_rss_gib: float, folder: RunFolder) -> None:
+def closing_table(outcome: Outcome, seconds: float, peak_rss_gib: float, folder: Recorder) -> None:
     table = Table(title=f"{outcome.metric}: {REGISTRY[outcome.metric].definition}", title_justify="left")
     for column in ("before", "after", "steps", "seconds", "peak memory (GiB)"):
         table.add_column(column, justify="right")
@@ -135,5 +134,5 @@ def closing_table(outcome: Outcome, seconds: float, peak_rss_gib: float, folder:
     )
     console.print(table)
     console.print(
-        f"everything of this run: {folder.path.resolve()}/  (report.png, metrics.jsonl, samples, tensorboard, checkpoint)"
+        f"everything of this run: {folder.path.resolve()}/  (report.html, metrics.jsonl, samples, tensorboard, checkpoint)"
     )

@@ -1,8 +1,8 @@
 """`train` and `demo`: start (or join) Ray, run a job as a client of its own controller, end everything."""
 
 import asyncio
+import json
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,39 +16,53 @@ from skyrl_actors.commands.terminal import RunView, bar, closing_table, console,
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.jobs.build import Start, build, steps_of
-from skyrl_actors.jobs.trackers import MemoryWatch, RunFolder
+from skyrl_actors.jobs.checkpoints import Checkpoints
+from skyrl_actors.jobs.report import write_page
+from skyrl_actors.jobs.run_folder import STATE, RunFolder, open_run
+from skyrl_actors.jobs.trackers import MemoryWatch, Recorder
 from skyrl_actors.jobs.watcher import Outcome
+
+JOURNAL, CHECKPOINTS = ".journal", ".checkpoints"
 
 
 def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
-    """Run the job of a config file; returns the run's folder."""
+    """Run the job of a config file, or go on with it; returns the run's folder."""
     config = load(config_path, overrides, JobConfig)
     # Jobs beside a service or beside each other must not meet in names or scratch folders.
     name = f"{config.run.name[:24].replace('.', '-')}-{uuid.uuid4().hex[:6]}"
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"name": name})})
+    base_folder = cluster.prepare_base_model(config.cluster)
+    start = build(config, str(base_folder), cluster.context_tokens(config.cluster, base_folder))
     started = time.perf_counter()
-    folder = RunFolder(config.run.folder, config.run.name)
-    folder.write("config.yaml", to_yaml(config))
-    note(f"run folder {folder.path.resolve()}")
+    folder = open_run(config.run.folder, config.run.name, to_yaml(config), config.run.resume == "auto")
     try:
-        with MemoryWatch() as memory:
-            base_folder = cluster.prepare_base_model(config.cluster)
-            start = build(config, str(base_folder), cluster.context_tokens(config.cluster, base_folder))
-            outcome, kept = _with_ray(config, base_folder, folder, start)
-        _write_results(config, outcome, kept, folder, time.perf_counter() - started, memory.peak_bytes)
+        _say(folder)
+        recorder = Recorder(folder)
+        try:
+            with MemoryWatch() as memory:
+                outcome = _with_ray(config, base_folder, recorder, start)
+            _write_results(config, outcome, recorder, time.perf_counter() - started, memory.peak_bytes)
+        finally:
+            recorder.close()
     finally:
         folder.close()
     return folder.path
 
 
-def _with_ray(config: JobConfig, base_folder: Path, folder: RunFolder, start: Start) -> tuple[Outcome, Path]:
+def _say(folder: RunFolder) -> None:
+    note(f"run folder {folder.path.resolve()}")
+    if folder.state:
+        note(f"going on behind step {folder.state.step} of an unfinished run; run.resume=never starts a new one")
+
+
+def _with_ray(config: JobConfig, base_folder: Path, recorder: Recorder, start: Start) -> Outcome:
     joined = "RAY_ADDRESS" in os.environ
     if joined:
         cluster.join_ray()
     else:
         cluster.start_local_ray(config.cluster)
     try:
-        return asyncio.run(_run(config, base_folder, folder, start))
+        return asyncio.run(_run(config, base_folder, recorder, start))
     finally:
         ray.shutdown()
         if not joined:
@@ -56,52 +70,61 @@ def _with_ray(config: JobConfig, base_folder: Path, folder: RunFolder, start: St
         cluster.remove_scratch(config.cluster)
 
 
-async def _run(config: JobConfig, base_folder: Path, folder: RunFolder, start: Start) -> tuple[Outcome, Path]:
-    journal = config.cluster.journal.model_copy(update={"folder": (folder.path / ".journal").resolve()})
-    checkpoints = (folder.path / ".checkpoints").resolve()
+async def _run(config: JobConfig, base_folder: Path, recorder: Recorder, start: Start) -> Outcome:
+    path = recorder.path
+    cluster.remove_folder(path / JOURNAL)  # of a run that was killed: it is gone on with from its checkpoint
+    if recorder.folder.state is None:
+        cluster.remove_folder(path / CHECKPOINTS)
+    journal = config.cluster.journal.model_copy(update={"folder": (path / JOURNAL).resolve()})
     restart = config.cluster.restart.model_copy(update={"standbys": 0})  # a job can wait for a rank's start
-    scratch = config.cluster.model_copy(update={"checkpoint_dir": checkpoints, "journal": journal, "restart": restart})
-    controller = cluster.create_controller(scratch, base_folder, detached=False)
+    own = {"checkpoint_dir": (path / CHECKPOINTS).resolve(), "journal": journal, "restart": restart}
+    controller = cluster.create_controller(config.cluster.model_copy(update=own), base_folder, detached=False)
     try:
         await cluster.wait_until_started(controller)
         with bar(config.job.type, steps_of(config)) as progress:
-            client = ControllerClient(controller)
-            outcome = await start(client, RunView(folder, progress)).run()
-        status = await client.status()
-        folder.write("status.json", _as_json(status))
-        kept = folder.path / "checkpoint"
-        os.replace(outcome.checkpoint, kept)
-        return outcome, kept
+            client, view = ControllerClient(controller), RunView(recorder, progress)
+            outcome = await start(client, view, Checkpoints(recorder.folder, config.run, view)).run()
+        recorder.folder.write("status.json", json.dumps(await client.status(), indent=2) + "\n")
+        _keep_weights(outcome, path)
+        return outcome
     finally:
         await cluster.close_controller(controller)
-        for name in (".checkpoints", ".journal"):
-            shutil.rmtree(folder.path / name, ignore_errors=True)
+        cluster.remove_folder(path / JOURNAL)
+        if not (path / STATE).exists():  # nothing to go on from
+            cluster.remove_folder(path / CHECKPOINTS)
 
 
-def _as_json(content: object) -> str:
-    import json
+def _keep_weights(outcome: Outcome, path: Path) -> None:
+    """The last weights, and the best where these are others, into the run's folder."""
+    best = outcome.best
+    kept = {"checkpoint": outcome.checkpoint} | ({"best": best["folder"]} if best and best["step"] != outcome.steps else {})
+    for name, source in kept.items():
+        cluster.remove_folder(path / name)  # of a run that was killed behind this point
+        os.replace(source, path / name)
 
-    return json.dumps(content, indent=2) + "\n"
 
-
-def _write_results(
-    config: JobConfig, outcome: Outcome, checkpoint: Path, folder: RunFolder, seconds: float, peak_bytes: int
-) -> None:
-    peak_gib = peak_bytes / 2**30
-    folder.report(f"{config.run.name} ({config.job.type}): {outcome.metric} {outcome.before:.3f} → {outcome.after:.3f}")
-    folder.summary(
+def _write_results(config: JobConfig, outcome: Outcome, recorder: Recorder, seconds: float, peak_bytes: int) -> None:
+    peak_gib, path, best = peak_bytes / 2**30, recorder.path, outcome.best
+    resumed = recorder.folder.state
+    recorder.report(f"{config.run.name} ({config.job.type}): {outcome.metric} {outcome.before:.3f} → {outcome.after:.3f}")
+    recorder.summary(
         {
             "job": config.job.type,
             "metric": outcome.metric,
             "metric_before": outcome.before,
             "metric_after": outcome.after,
+            "best": {"step": best["step"], "value": best["value"]} if best else None,
             "steps": outcome.steps,
+            "resumed_at": resumed.step if resumed else None,
             "seed": config.job.seed,
             "seconds": round(seconds, 1),
             "peak_rss_gib": round(peak_gib, 2),
-            "checkpoint": checkpoint.name,
+            "checkpoint": "checkpoint",
         }
     )
-    closing_table(outcome, seconds, peak_gib, folder)
+    cluster.remove_folder(path / CHECKPOINTS)
+    (path / STATE).unlink(missing_ok=True)
+    write_page(path)
+    closing_table(outcome, seconds, peak_gib, recorder)
     if config.job.type != "reward_model" and config.job.lora_rank is None:
-        console.print(f"load the trained model: AutoModelForCausalLM.from_pretrained({str(checkpoint)!r})")
+        console.print(f"load the trained model: AutoModelForCausalLM.from_pretrained({str(path / 'checkpoint')!r})")

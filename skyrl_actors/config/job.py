@@ -1,7 +1,7 @@
 """Training programs that run as clients of the controller."""
 
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -100,8 +100,16 @@ Job = Annotated[RlConfig | SftConfig | DpoConfig | RewardModelConfig, Field(disc
 
 
 class RunConfig(FrozenConfig):
+    """Where a run lies and what it keeps. An unfinished run of the same name and config is gone on with."""
+
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,80}$")
     folder: Path = Path("runs")
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="never: an unfinished run is left, and a new one made beside it"
+    )
+    checkpoint_every: int = Field(default=10, ge=0, description="steps; 0 = only the last weights are kept")
+    keep_checkpoints: int = Field(default=2, ge=1, description="the newest so many")
+    keep_best: bool = Field(default=True, description="the weights of the best evaluation too")
 
 
 class JobConfig(FrozenConfig):

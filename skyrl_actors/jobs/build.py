@@ -8,6 +8,7 @@ from skyrl_actors.config.environments import GymEnv, RewardEnv
 from skyrl_actors.config.job import JobConfig, RlConfig
 from skyrl_actors.config.supervised import DpoConfig, SftConfig
 from skyrl_actors.jobs.chat import Chat
+from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.dataset_tasks import gym_tasks, reward_tasks
 from skyrl_actors.jobs.environment import TaskSet
 from skyrl_actors.jobs.envs import ReverseTasks
@@ -22,7 +23,7 @@ class Job(Protocol):
     async def run(self) -> Outcome: ...
 
 
-Start = Callable[[ControllerClient, Watcher], Job]
+Start = Callable[[ControllerClient, Watcher, Checkpoints], Job]
 
 
 def build(config: JobConfig, base_folder: str, context_tokens: int) -> Start:
@@ -31,14 +32,14 @@ def build(config: JobConfig, base_folder: str, context_tokens: int) -> Start:
     chat = Chat(base_folder)
     if isinstance(job, RlConfig):
         tasks = _tasks(job)
-        return lambda client, watcher: RlJob(client, job, tasks, chat, watcher, alpha)
+        return lambda client, watcher, kept: RlJob(client, job, tasks, chat, watcher, kept, alpha)
     if isinstance(job, SftConfig):
         texts = sft_texts(job, chat, context_tokens)
-        return lambda client, watcher: SftJob(client, job, texts, watcher, alpha)
+        return lambda client, watcher, kept: SftJob(client, job, texts, watcher, kept, alpha)
     pairs = preference_texts(job, chat, context_tokens)
     if isinstance(job, DpoConfig):
-        return lambda client, watcher: DpoJob(client, job, pairs, watcher, alpha)
-    return lambda client, watcher: RewardModelJob(client, job, pairs, watcher, alpha)
+        return lambda client, watcher, kept: DpoJob(client, job, pairs, watcher, kept, alpha)
+    return lambda client, watcher, kept: RewardModelJob(client, job, pairs, watcher, kept, alpha)
 
 
 def _tasks(job: RlConfig) -> TaskSet:

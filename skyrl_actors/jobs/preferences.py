@@ -77,6 +77,7 @@ class RewardModelJob(SupervisedJob[RewardModelConfig, Pair]):
     """L = −log σ(V(c) − V(r)), the mean over pairs, V the value at an answer's last token (Ouyang et al., 2022, eq. 1)."""
 
     metric = "eval/pair_accuracy"
+    higher_is_better = True
     role = "critic"
 
     async def learn(self, items: Sequence[Pair], adam: AdamParams) -> dict[str, float]:

@@ -18,6 +18,7 @@ from skyrl_actors.config.job import RlConfig
 from skyrl_actors.jobs import advantages as adv
 from skyrl_actors.jobs import kl as divergence
 from skyrl_actors.jobs.chat import Chat
+from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.environment import Task, TaskSet
 from skyrl_actors.jobs.episodes import Drawn, Sampler
 from skyrl_actors.jobs.reduction import varied
@@ -35,9 +36,17 @@ METRIC = "eval/accuracy"
 
 class RlJob:
     def __init__(
-        self, client: ControllerClient, config: RlConfig, tasks: TaskSet, chat: Chat, watcher: Watcher, lora_alpha: float
+        self,
+        client: ControllerClient,
+        config: RlConfig,
+        tasks: TaskSet,
+        chat: Chat,
+        watcher: Watcher,
+        kept: Checkpoints,
+        lora_alpha: float,
     ):
         self.client = client
+        self.kept = kept
         self.config = config
         self.tasks = tasks
         self.chat = chat
@@ -64,11 +73,15 @@ class RlJob:
         return self.config.kl.place != "none" or self.config.advantage.type == "reverse_kl"
 
     async def _create_models(self) -> None:
-        config, session = self.config, self._session
-        lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha)
-        self._policy = await session.create("policy", lora, config.seed)
-        if config.uses_critic:
-            self._critic = await session.create("critic", lora, config.seed + 1)
+        config, session, saved = self.config, self._session, self.kept.state.models
+        if self.kept.resumed:
+            self._policy = await session.create_from(saved["policy"], with_optimizer=True)
+            self._critic = await session.create_from(saved["critic"], with_optimizer=True) if "critic" in saved else ""
+            if "reference" in saved:
+                self._reference = await session.create_from(saved["reference"])
+                return
+        else:
+            await self._create_trained()
         if not self._needs_reference:
             return
         if config.reference.type == "base":
@@ -77,22 +90,42 @@ class RlJob:
         elif config.reference.type == "checkpoint":
             self._reference = await session.create_from(str(config.reference.path))
         else:
+            lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha)
             self._reference = await session.create("policy", lora, config.seed)
+
+    async def _create_trained(self) -> None:
+        config, session = self.config, self._session
+        lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha)
+        self._policy = await session.create("policy", lora, config.seed)
+        if config.uses_critic:
+            self._critic = await session.create("critic", lora, config.seed + 1)
 
     async def _train(self) -> Outcome:
         config = self.config
         self._sampler = await self._session.sampler(self._policy)
-        before = accuracy = await self.evaluate(0)
-        step = 0
-        for step in range(1, config.iterations + 1):
+        step, books = self.kept.state.step, self.kept.state.job
+        if self.kept.resumed:
+            before, accuracy = books["before"], books["accuracy"]
+            self._batches, self.kl.value = books["batches"], books["kl_coef"]
+        else:
+            before = accuracy = await self.evaluate(0)
+        while step < config.iterations and accuracy < config.stop_at_accuracy:
+            step += 1
             metrics = await self._iteration(step)
             if step % config.eval_every == 0 or step == config.iterations:
                 metrics[METRIC] = accuracy = await self.evaluate(step)
+                await self.kept.evaluated(self._session, step, self._policy, accuracy, higher_is_better=True)
             self.watcher.step(step, metrics)
-            if accuracy >= config.stop_at_accuracy:
-                break
+            books = {"before": before, "accuracy": accuracy, "batches": self._batches, "kl_coef": self.kl.value}
+            await self.kept.after(self._session, step, self._models(), books)
         saved = await self._session.save(self._policy, "final")
-        return Outcome(METRIC, before, accuracy, step, saved.folder)
+        return Outcome(METRIC, before, accuracy, step, saved.folder, self.kept.state.best)
+
+    def _models(self) -> dict[str, str]:
+        """What a checkpoint holds."""
+        moving = self.config.reference.type == "periodic"
+        models = {"policy": self._policy, "critic": self._critic, "reference": self._reference if moving else ""}
+        return {part: model_id for part, model_id in models.items() if model_id}
 
     async def evaluate(self, step: int) -> float:
         """Mean reward of greedy answers to held-out prompts."""

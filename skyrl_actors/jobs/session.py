@@ -26,15 +26,17 @@ class Session:
     async def create(self, role: Role, lora: LoraSpec | None, seed: int = 0) -> str:
         return await self._create(ModelSpec("", self.base_model, role, lora, seed), None)
 
-    async def create_from(self, path: str) -> str:
+    async def create_from(self, path: str, with_optimizer: bool = False) -> str:
         """A model as a checkpoint holds it."""
-        return await self._create(await self.client.checkpoint_spec(parse_path(path)), path)
+        return await self._create(await self.client.checkpoint_spec(parse_path(path)), path, with_optimizer)
 
-    async def _create(self, spec: ModelSpec, path: str | None) -> str:
+    async def _create(self, spec: ModelSpec, path: str | None, with_optimizer: bool = False) -> str:
         model_id = model_id_for(self.session_id, self._models)
         self._models += 1
         own = ModelSpec(model_id, spec.base_model, spec.role, spec.lora, spec.seed, spec.optimizer)
-        await self.client.run(rq.CreateModel(own, self.session_id, from_path=path), rs.ModelCreated)
+        await self.client.run(
+            rq.CreateModel(own, self.session_id, from_path=path, with_optimizer=with_optimizer), rs.ModelCreated
+        )
         return model_id
 
     async def forward(self, model_id: str, rows: Columns, loss: LossCall = CROSS_ENTROPY) -> rs.LossOutput:

@@ -3,12 +3,13 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.config.supervised import Supervised
+from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.session import Session, opened
 from skyrl_actors.jobs.texts import Prepared
 from skyrl_actors.jobs.watcher import Outcome, Watcher
@@ -20,10 +21,14 @@ T = TypeVar("T")
 
 class SupervisedJob(ABC, Generic[C, T]):
     metric: str  # of the held-out rows, what a run is judged by
+    higher_is_better = False
     role: Role = "policy"
 
-    def __init__(self, client: ControllerClient, config: C, rows: Prepared[T], watcher: Watcher, lora_alpha: float):
+    def __init__(
+        self, client: ControllerClient, config: C, rows: Prepared[T], watcher: Watcher, kept: Checkpoints, lora_alpha: float
+    ):
         self.client = client
+        self.kept = kept
         self.config: C = config
         self.rows = rows
         self.watcher = watcher
@@ -38,7 +43,10 @@ class SupervisedJob(ABC, Generic[C, T]):
         async with opened(self.client, type(config).model_fields["type"].default) as session:
             self.session = session
             lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha)
-            self.model = await session.create(self.role, lora, config.seed)
+            if self.kept.resumed:
+                self.model = await session.create_from(self.kept.state.models["model"], with_optimizer=True)
+            else:
+                self.model = await session.create(self.role, lora, config.seed)
             await self.prepare()
             return await self._train()
 
@@ -58,18 +66,24 @@ class SupervisedJob(ABC, Generic[C, T]):
 
     async def _train(self) -> Outcome:
         config = self.config
-        before = latest = await self._evaluate(0)
-        step = 0
+        done = step = self.kept.state.step
+        books: dict[str, Any] = self.kept.state.job
+        before = books["before"] if self.kept.resumed else await self._evaluate(0)
+        latest = books["latest"] if self.kept.resumed else before
         for step, items in enumerate(self._batches(), 1):
+            if step <= done:
+                continue
             started = time.perf_counter()
             metrics = await self.learn(items, self._adam(step))
             metrics["seconds/iteration"] = time.perf_counter() - started
             if step % config.eval_every == 0 or step == self.steps:
                 latest = await self._evaluate(step)
                 metrics |= latest
+                await self.kept.evaluated(self.session, step, self.model, latest[self.metric], self.higher_is_better)
             self.watcher.step(step, metrics)
+            await self.kept.after(self.session, step, {"model": self.model}, {"before": before, "latest": latest})
         saved = await self.session.save(self.model, "final")
-        return Outcome(self.metric, before[self.metric], latest[self.metric], step, saved.folder)
+        return Outcome(self.metric, before[self.metric], latest[self.metric], step, saved.folder, self.kept.state.best)
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Weighted means over batches of held-out rows."""

@@ -7,77 +7,56 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import psutil
 
-from skyrl_actors.jobs.metrics import REGISTRY, checked
+from skyrl_actors.jobs.metrics import checked
+from skyrl_actors.jobs.report import curves
+from skyrl_actors.jobs.run_folder import METRICS, SAMPLES, SUMMARY, RunFolder
 
-CURVES = (
-    "eval/accuracy", "eval/nll", "eval/loss", "eval/pair_accuracy", "reward", "nll", "loss", "pair_accuracy", "margin", "kl", "value_loss",
-    "clip_fraction", "explained_variance", "entropy", "logprob_mismatch", "policy_grad_norm", "critic_grad_norm", "answer_tokens",
-    "sample_tokens_per_s", "seconds/iteration",
-)  # fmt: skip
-SHOWN = 9
+SAMPLES_KEPT = 20  # of each evaluation
+SAMPLE_KEYS = ("question", "expected", "answer", "reward")
 
 
-class RunFolder:
-    """`runs/<name>`, or `<name>-2` and so on where one exists: no run overwrites another."""
+class Recorder:
+    """Writes into a run's folder. A run that is gone on with keeps the rows up to its checkpoint."""
 
-    def __init__(self, parent: Path, name: str):
+    def __init__(self, folder: RunFolder):
         from torch.utils.tensorboard import SummaryWriter
 
-        parent.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
-            self.path = parent / (name if number == 1 else f"{name}-{number}")
-            try:
-                self.path.mkdir()
-                break
-            except FileExistsError:
-                number += 1
-        self.history: list[dict[str, float]] = []
-        self._events = SummaryWriter(str(self.path / "tensorboard"))
-
-    def write(self, name: str, text: str) -> None:
-        staging = self.path / f".{name}.partial"
-        staging.write_text(text)
-        os.replace(staging, self.path / name)
+        self.folder = folder
+        self.path = folder.path
+        file = self.path / METRICS
+        self.history: list[dict[str, float]] = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        )
+        purge = folder.state.step + 1 if folder.state else None
+        self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         row = {"step": step, **checked(metrics)}
         self.history.append(row)
-        with (self.path / "metrics.jsonl").open("a") as file:
+        with (self.path / METRICS).open("a") as file:
             file.write(json.dumps(row) + "\n")
         for key, value in metrics.items():
             self._events.add_scalar(key, value, step)
 
-    def samples(self, name: str, rows: Sequence[tuple[str, str, str, float]]) -> None:
-        """(question, expected, answer, reward) of each."""
-        lines = [f"{q}\n  expected {e!r}\n  answered {a!r}  reward {r:g}" for q, e, a, r in rows]
-        self.write(name, "\n".join(lines) + "\n")
+    def samples(self, step: int, rows: Sequence[tuple[str, str, str, float]]) -> None:
+        """(question, expected, answer, reward) of some episodes of an evaluation."""
+        with (self.path / SAMPLES).open("a") as file:
+            for row in rows[:SAMPLES_KEPT]:
+                file.write(json.dumps({"step": step, **dict(zip(SAMPLE_KEYS, row, strict=True))}) + "\n")
 
     def report(self, title: str) -> None:
         """report.png: the curves of the run."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(13, 9), layout="constrained")
-        figure.suptitle(title)
-        present = [key for key in CURVES if any(key in row for row in self.history)][:SHOWN]
-        for axes, key in zip(figure.subplots(3, 3).flat, present, strict=False):
-            points = [(row["step"], row[key]) for row in self.history if key in row]
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3)
-            axes.set_title(f"{key} ({REGISTRY[key].unit})", fontsize=9)
-            axes.set_xlabel("step", fontsize=8)
-            axes.grid(alpha=0.3)
         staging = self.path / ".report.partial.png"
-        figure.savefig(staging, dpi=110)
+        staging.write_bytes(curves(title, self.history))
         os.replace(staging, self.path / "report.png")
 
     def summary(self, content: dict[str, Any]) -> None:
-        self.write("summary.json", json.dumps(content, indent=2) + "\n")
+        self.folder.write(SUMMARY, json.dumps(content, indent=2) + "\n")
 
     def close(self) -> None:
         self._events.close()

@@ -1,8 +1,8 @@
 """Who is told how a run goes, and what comes out of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from skyrl_actors.jobs.rollout import Rollout
 
@@ -21,4 +21,5 @@ class Outcome:
     before: float
     after: float
     steps: int
-    checkpoint: str  # folder
+    checkpoint: str  # folder of the last weights
+    best: dict[str, Any] = field(default_factory=dict[str, Any])  # step, value, folder of the best evaluation's, if kept

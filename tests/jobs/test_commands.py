@@ -51,7 +51,8 @@ def check_run_folder(run: Path) -> None:
     assert summary["steps"] == 2 and summary["seconds"] > 0
     assert 0.5 < summary["peak_rss_gib"] < 10
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert "Reverse: " in (run / "samples_before.txt").read_text() and (run / "samples_after.txt").exists()
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples} == {0, 1, 2} and all(s["question"].startswith("Reverse: ") for s in samples)
     assert "iterations: 2" in (run / "config.yaml").read_text()
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()

@@ -30,7 +30,7 @@ class Told:
 def job(told: Told | None = None, **given: Any) -> RlJob:
     config = RlConfig.model_validate({"type": "grpo", **given})
     tasks = ReverseTasks(cast(Any, config.env), config.seed)
-    return RlJob(cast(Any, None), config, tasks, cast(Any, None), cast(Any, told or Told()), 32.0)
+    return RlJob(cast(Any, None), config, tasks, cast(Any, None), cast(Any, told or Told()), cast(Any, None), 32.0)
 
 
 def rollout(group: int, reward: float, length: int, cut: bool = False, told: int = 0) -> Rollout:

@@ -1,0 +1,19 @@
+"""`runs` and `report`: what training runs left, from their folders alone."""
+
+import json
+from pathlib import Path
+
+from skyrl_actors.commands.terminal import note, show_rows
+from skyrl_actors.jobs.report import listed, write_page
+
+
+def show(folder: Path, as_json: bool) -> None:
+    rows = listed(folder)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    show_rows(f"runs in {folder}", rows)
+
+
+def report(run: Path) -> None:
+    note(f"written: {write_page(run).resolve()}")

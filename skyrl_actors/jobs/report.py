@@ -1,0 +1,152 @@
+"""A run to look at: its curves as a picture, and a page that holds everything in one file. Runs beside each other."""
+
+import base64
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from skyrl_actors.jobs.metrics import REGISTRY
+from skyrl_actors.jobs.run_folder import CONFIG, METRICS, SAMPLES, STATE, SUMMARY
+from skyrl_actors.messages.errors import ConfigError
+
+Row = Mapping[str, Any]
+CURVES = (
+    "eval/accuracy", "eval/nll", "eval/loss", "eval/pair_accuracy", "reward", "nll", "loss", "pair_accuracy", "margin", "kl", "value_loss",
+    "clip_fraction", "explained_variance", "entropy", "logprob_mismatch", "policy_grad_norm", "critic_grad_norm", "answer_tokens",
+    "sample_tokens_per_s", "seconds/iteration",
+)  # fmt: skip
+COLUMNS = 3
+PARTS = ("seconds/sample", "seconds/values_and_reference", "seconds/advantages", "seconds/update", "seconds/transfer")
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{{ name }}</title><style>
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .25rem .75rem; text-align: left; border-bottom: 1px solid #8884; vertical-align: top; }
+img { max-width: 100%; background: white; } pre { overflow-x: auto; padding: 1rem; border: 1px solid #8884; } td.n { text-align: right; font-variant-numeric: tabular-nums; }
+.bar { display: flex; height: 1.5rem; } .bar div { overflow: hidden; white-space: nowrap; padding: 0 .3rem; color: black; font-size: 12px; }
+</style></head><body>
+<h1>{{ name }}</h1>
+<table>{% for key, value in summary.items() %}<tr><th>{{ key }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+<h2>Curves</h2><img alt="curves of the run" src="data:image/png;base64,{{ picture }}">
+{% if shares %}<h2>Where the time of a step goes</h2><div class="bar">{% for part, share in shares %}
+<div style="width:{{ '%.2f'|format(100 * share) }}%;background:hsl({{ loop.index0 * 67 % 360 }} 60% 70%)" title="{{ part }}">{{ part }} {{ '%.0f'|format(100 * share) }} %</div>{% endfor %}</div>{% endif %}
+{% if phases %}<h2>Moves between phases</h2><table><tr><th>move</th><th>seconds in all</th></tr>{% for move, seconds in phases.items() %}
+<tr><td>{{ move }}</td><td class="n">{{ '%.3f'|format(seconds) }}</td></tr>{% endfor %}</table>{% endif %}
+{% if samples %}<h2>Rollouts</h2>{% for step, rows in samples.items() %}<details{% if loop.last %} open{% endif %}><summary>held-out, step {{ step }}</summary>
+<table><tr><th>prompt</th><th>answer</th><th>expected</th><th>reward</th></tr>{% for row in rows %}
+<tr><td>{{ row.question }}</td><td>{{ row.answer }}</td><td>{{ row.expected }}</td><td class="n">{{ '%g'|format(row.reward) }}</td></tr>{% endfor %}</table></details>{% endfor %}{% endif %}
+<h2>Metrics</h2><table><tr><th>metric</th><th>first</th><th>last</th><th>unit</th><th>what it is</th></tr>{% for m in metrics %}
+<tr><td>{{ m.name }}</td><td class="n">{{ '%.4g'|format(m.first) }}</td><td class="n">{{ '%.4g'|format(m.last) }}</td><td>{{ m.unit }}</td><td>{{ m.definition }}</td></tr>{% endfor %}</table>
+<h2>Made with</h2><pre>{{ environment }}</pre><h2>Config</h2><pre>{{ config }}</pre>
+</body></html>
+"""
+
+
+def curves(title: str, history: Sequence[Row]) -> bytes:
+    """A PNG with the metrics that the run has."""
+    from matplotlib.figure import Figure
+
+    present = [key for key in CURVES if any(key in row for row in history)]
+    lines = max(1, -(-len(present) // COLUMNS))
+    figure = Figure(figsize=(13, 3 * lines), layout="constrained")
+    figure.suptitle(title)
+    for axes, key in zip(figure.subplots(lines, COLUMNS, squeeze=False).flat, [*present, *[""] * COLUMNS], strict=False):
+        if not key:
+            axes.set_axis_off()
+            continue
+        points = [(row["step"], row[key]) for row in history if key in row]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3)
+        axes.set_title(f"{key} ({REGISTRY[key].unit})", fontsize=9)
+        axes.set_xlabel("step", fontsize=8)
+        axes.grid(alpha=0.3)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    return picture.getvalue()
+
+
+def write_page(run: Path) -> Path:
+    """report.html of a run, finished or not. Raises ConfigError for a folder that holds none."""
+    if not (run / CONFIG).exists():
+        raise ConfigError(f"{run} holds no run: no {CONFIG} is there")
+    history, status = _rows(run / METRICS), _content(run / "status.json")
+    samples: dict[int, list[Row]] = {}
+    for row in _rows(run / SAMPLES):
+        samples.setdefault(row["step"], []).append(row)
+    means = {part: [row[part] for row in history if part in row] for part in PARTS}
+    total = sum(sum(values) for values in means.values())
+    page = Environment(autoescape=True).from_string(PAGE).render(
+        name=run.name,
+        summary=_content(run / SUMMARY) or {"state": _said(run, history)},
+        picture=base64.b64encode(curves(run.name, history)).decode(),
+        shares=[(part.partition("/")[2], sum(values) / total) for part, values in means.items() if values] if total else [],
+        phases=status.get("phase_seconds", {}),
+        samples=samples,
+        metrics=_ends(history),
+        environment=json.dumps(_content(run / "environment.json"), indent=2),
+        config=(run / CONFIG).read_text(),
+    )  # fmt: skip
+    target = run / "report.html"
+    target.write_text(page)
+    return target
+
+
+def listed(parent: Path) -> list[dict[str, Any]]:
+    """One line a run, by name."""
+    found = []
+    for run in sorted(path for path in parent.iterdir() if (path / CONFIG).exists()) if parent.is_dir() else []:
+        summary, history = _content(run / SUMMARY), _rows(run / METRICS)
+        evaluated = [row for row in history if any(key.startswith("eval/") for key in row)]
+        metric = summary.get("metric") or next((key for key in CURVES if evaluated and key in evaluated[0]), None)
+        values = [row[metric] for row in history if metric in row]
+        found.append({
+            "run": run.name, "job": summary.get("job", ""), "state": _said(run, history), "metric": metric or "",
+            "before": _short(values[0]) if values else "", "after": _short(values[-1]) if values else "",
+            "steps": history[-1]["step"] if history else 0, "seed": summary.get("seed", ""), "seconds": summary.get("seconds", ""),
+        })  # fmt: skip
+    return found
+
+
+def _said(run: Path, history: Sequence[Row]) -> str:
+    if (run / SUMMARY).exists():
+        return "finished"
+    state = _content(run / STATE)
+    return (
+        f"unfinished, goes on behind step {state['step']}"
+        if state
+        else f"unfinished, begins anew (was at step {history[-1]['step'] if history else 0})"
+    )
+
+
+def _ends(history: Sequence[Row]) -> list[dict[str, Any]]:
+    found = []
+    for metric in REGISTRY.values():
+        values = [row[metric.name] for row in history if metric.name in row]
+        if values:
+            found.append(
+                {
+                    "name": metric.name,
+                    "first": values[0],
+                    "last": values[-1],
+                    "unit": metric.unit,
+                    "definition": metric.definition,
+                }
+            )
+    return found
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """A last line that was not written whole is left out."""
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+
+
+def _content(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.exists() else {}

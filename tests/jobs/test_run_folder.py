@@ -1,0 +1,125 @@
+"""Run folders: no run overwrites another, an unfinished one is gone on with, by its own config only; checkpoints that are kept."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from skyrl_actors.config.job import RunConfig
+from skyrl_actors.jobs.checkpoints import Checkpoints
+from skyrl_actors.jobs.run_folder import METRICS, State, open_run
+from skyrl_actors.jobs.trackers import Recorder
+from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.results import Saved
+
+YAML = "job: {type: ppo, seed: 0}\ncluster: {name: a}\nrun: {folder: x}\n"
+OTHER = YAML.replace("seed: 0", "seed: 1")
+
+
+def test_a_finished_run_is_not_written_again(tmp_path: Path):
+    first = open_run(tmp_path, "r", YAML, True)
+    first.write("summary.json", "{}")
+    first.close()
+    second = open_run(tmp_path, "r", YAML, True)
+    assert (first.path.name, second.path.name) == ("r", "r-2") and second.state is None
+    about = json.loads((second.path / "environment.json").read_text())
+    assert about["packages"]["ray"] and about["python"] and "revision" in (about["git"] or {"revision": ""})
+    second.close()
+
+
+def test_a_run_under_way_is_left_alone(tmp_path: Path):
+    first = open_run(tmp_path, "r", YAML, True)
+    second = open_run(tmp_path, "r", YAML, True)
+    assert second.path.name == "r-2"
+    first.close()
+    second.close()
+
+
+def test_an_unfinished_run_goes_on_behind_its_checkpoint(tmp_path: Path):
+    first = open_run(tmp_path, "r", YAML, True)
+    recorder = Recorder(first)
+    for step in range(4):
+        recorder.log(step, {"reward": step / 10})
+    recorder.close()
+    first.keep(State(2, {"policy": "tinker://a/weights/b"}, {"before": 0.1}))
+    with (first.path / METRICS).open("a") as file:
+        file.write('{"step": 4, "rew')  # the process died here
+    first.close()
+    second = open_run(tmp_path, "r", YAML.replace("name: a", "name: b").replace("folder: x", "folder: y"), True)
+    assert second.path == first.path and second.state == State(2, {"policy": "tinker://a/weights/b"}, {"before": 0.1})
+    again = Recorder(second)
+    assert [row["step"] for row in again.history] == [0, 1, 2]
+    again.close()
+    second.close()
+    beside = open_run(tmp_path, "r", YAML, False)
+    assert beside.path.name == "r-2"
+    beside.close()
+
+
+def test_another_config_is_refused_by_its_keys(tmp_path: Path):
+    first = open_run(tmp_path, "r", YAML, True)
+    first.close()
+    anew = open_run(tmp_path, "r", OTHER, True)  # nothing was kept of it yet
+    assert anew.path == first.path and anew.state is None
+    anew.keep(State(3, {}, {}))
+    anew.close()
+    with pytest.raises(
+        ConfigError, match=r"unfinished run \(step 3\) of another config; it differs in job.seed \(1, now 0\). Start it"
+    ):
+        open_run(tmp_path, "r", YAML, True)
+    again = open_run(tmp_path, "r", OTHER, True)
+    assert again.state is not None
+    again.close()
+
+
+class FakeSession:
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+        self.deleted: list[str] = []
+        self.full = False
+        self.client = self
+
+    async def save(self, model_id: str, name: str) -> Saved:
+        if self.full:
+            raise InternalError("No space left on device")
+        self.saved.append(name)
+        return Saved(f"tinker://{model_id}/weights/{name}", f"/f/{model_id}/{name}")
+
+    async def catalog(self, verb: str, path: Any) -> None:
+        assert verb == "delete"
+        self.deleted.append(path.name)
+
+
+class Told:
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warned(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def test_the_newest_and_the_best_are_kept_and_a_full_disk_ends_nothing(tmp_path: Path):
+    folder, session, told = open_run(tmp_path, "r", YAML, True), FakeSession(), Told()
+    kept = Checkpoints(folder, RunConfig(checkpoint_every=2, keep_checkpoints=2), told)
+
+    async def run() -> None:
+        for step, value in enumerate([0.1, 0.5, 0.4, 0.5, 0.6, 0.2], 1):
+            session.full = step == 6
+            await kept.evaluated(cast(Any, session), step, "m:train:0", value, True)
+            await kept.after(cast(Any, session), step, {"policy": "m:train:0"}, {"seen": step})
+
+    asyncio.run(run())
+    assert session.saved == ["best-1", "best-2", "step-2", "step-4", "best-5"]
+    assert session.deleted == ["best-1", "best-2"]
+    assert told.warnings == ["no checkpoint of step 6: No space left on device. The run goes on; the last whole one is of step 4"]
+    folder.close()
+    again = open_run(tmp_path, "r", YAML, True)
+    assert again.state is not None and again.state.step == 4 and again.state.job == {"seen": 4}
+    assert [c["step"] for c in again.state.checkpoints] == [2, 4] and again.state.best["step"] == 5
+    later = Checkpoints(again, RunConfig(checkpoint_every=2, keep_checkpoints=2), told)
+    session.full = False
+    asyncio.run(later.after(cast(Any, session), 6, {"policy": "m:train:0"}, {}))
+    assert session.deleted[-1] == "step-2" and later.resumed
+    again.close()
