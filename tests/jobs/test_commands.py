@@ -1,6 +1,7 @@
 """The jobs as users start them: a short run with everything it leaves behind, Ctrl-C (in the mixed layout), and `ray job submit`."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -115,6 +116,28 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, random_base: Path, s
     if (run / "metrics.jsonl").exists():
         assert all(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     assert not list(Path("/dev/shm/skyrl-actors").glob("ppo_tiny-*"))
+
+
+def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "tests.jobs.on_service", service.name, str(random_base), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 8
+    for label, outcome in found.items():
+        for metrics in outcome["steps"]:
+            assert all(math.isfinite(value) for value in metrics.values()), (label, metrics)
+            assert metrics.get("logprob_mismatch_max", 0.0) < 1e-4, (label, metrics)
+    assert found["grpo with k2 in the loss"]["steps"][1]["kl"] == 0  # the reference was made the policy behind the first
+    assert found["rloo"]["steps"][1]["kl"] > 0
+    assert found["gspo over turns"]["steps"][0]["turns"] > 1 or found["gspo over turns"]["steps"][0]["cut_share"] > 0
+    assert found["dapo"]["steps"][0]["batches_drawn"] in (1, 2)
+    assert found["distill"]["steps"][0]["kl"] == 0 and "policy_loss" in found["distill"]["steps"][1]
+    assert found["sft"]["after"] < 0.9 * found["sft"]["before"]
+    assert found["dpo"]["before"] == pytest.approx(math.log(2), rel=1e-4) and found["dpo"]["after"] < found["dpo"]["before"]
+    assert found["reward_model"]["before"] == 0.5
+    losses = [metrics["loss"] for metrics in found["reward_model"]["steps"]]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-3) and losses[-1] != losses[0]
 
 
 def test_ray_job_submit_runs_the_same_job(service: Service, random_base: Path, tmp_path: Path):

@@ -1,0 +1,109 @@
+"""Several jobs, one behind the other, as clients of a running service's controller; prints what came of each as JSON.
+
+A process of its own, because it joins the service's Ray: python -m tests.jobs.on_service NAME BASE FOLDER
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from examples.make_data import main as make_data
+from skyrl_actors.api.client import ControllerClient, find_controller
+from skyrl_actors.commands import cluster
+from skyrl_actors.config.job import JobConfig
+from skyrl_actors.jobs.build import build
+from skyrl_actors.jobs.checkpoints import Checkpoints
+from skyrl_actors.jobs.run_folder import open_run
+
+REWARDS = '''
+def close(prompt, completion, row):
+    """The share of letters in their place."""
+    wanted = row["completion"]
+    return sum(a == b for a, b in zip(completion, wanted)) / max(len(completion), len(wanted), 1)
+'''
+SMALL = {
+    "iterations": 2,
+    "eval_every": 1,
+    "prompts": 4,
+    "samples_per_prompt": 2,
+    "minibatches": 2,
+    "lora_rank": 4,
+    "max_tokens": 6,
+}
+
+
+class Told:
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.warnings: list[str] = []
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append(metrics)
+
+    def evaluated(self, step: int, metrics: dict[str, float], rollouts: Any = ()) -> None:
+        pass
+
+    def warned(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def jobs(folder: Path) -> dict[str, dict[str, Any]]:
+    answers, pairs = {"path": f"{folder}/answers.jsonl"}, {"path": f"{folder}/pairs.jsonl"}
+    reward = {
+        "type": "reward",
+        "data": answers,
+        "reward": f"{folder}/rewards.py:close",
+        "eval_prompts": 4,
+        "answer_column": "completion",
+    }
+    gym = {
+        "type": "skyrl_gym",
+        "id": "gsm8k_multi_turn",
+        "data": {"path": f"{folder}/gym.jsonl"},
+        "eval_prompts": 2,
+        "max_turns": 2,
+    }
+    learning = {"eval_rows": 16, "batch_rows": 16, "max_steps": 6, "lora_rank": 8, "learning_rate": 5e-3, "eval_every": 6}
+    return {
+        "rloo": {**SMALL, "type": "rloo", "env": reward},
+        "grpo with k2 in the loss": {**SMALL, "type": "grpo", "env": reward, "kl": {"estimator": "k2"}, "entropy_coef": 0.01,
+                                     "reference": {"type": "periodic", "every": 1}, "correction": {"type": "truncated"}},
+        "gspo over turns": {**SMALL, "type": "gspo", "env": gym},
+        "dapo": {**SMALL, "type": "dapo", "env": reward, "filter": {"max_batches": 2}, "overlong": {"buffer_tokens": 2}},
+        "distill": {**SMALL, "type": "distill", "env": reward},
+        "sft": {**learning, "type": "sft", "data": answers},
+        "dpo": {**learning, "type": "dpo", "data": pairs},
+        "reward_model": {**learning, "type": "reward_model", "data": pairs},
+    }  # fmt: skip
+
+
+async def run(name: str, base: str, folder: Path) -> dict[str, Any]:
+    client, found = ControllerClient(find_controller(name)), {}
+    for label, job in jobs(folder).items():
+        whole = {"cluster": {"base_model": {"type": "tiny"}, "policy": {}, "critic": {}}, "job": job}
+        config, told = JobConfig.model_validate(whole), Told()
+        kept = Checkpoints(open_run(folder, label.replace(" ", "-"), "job: {}", True), config.run, told)
+        outcome = await build(config, base, 512)(client, told, kept).run()
+        found[label] = {
+            "metric": outcome.metric,
+            "before": outcome.before,
+            "after": outcome.after,
+            "steps": told.steps,
+            "warnings": told.warnings,
+        }
+    return found
+
+
+def main(name: str, base: str, folder: Path) -> None:
+    make_data(folder, 200, 200)
+    (folder / "rewards.py").write_text(REWARDS)
+    row = {"prompt": [{"role": "user", "content": "1+1"}], "reward_spec": {"ground_truth": "2"}, "extra_info": {"max_turns": 2}}
+    (folder / "gym.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    cluster.join_ray()
+    print("\n" + json.dumps(asyncio.run(run(name, base, folder))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
