@@ -88,7 +88,7 @@ class RayBackend:
         await self._transfer.prove(await self._groups["policy"].up(), self._engines.actors)
         if self._standby is not None:
             self._standby.refill()
-        self._vitals = Vitals(self.config.name, list(self._groups.values()), self._engines)
+        self._vitals = Vitals(self.config.name, list(self._groups.values()), self._engines, self._keeper)
         info = (await self._groups["policy"].up()).info
         assert info is not None
         self._engines.agreement.choose_prompt(info.vocab_size, self.config.engine.max_model_len)

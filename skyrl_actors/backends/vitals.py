@@ -5,43 +5,25 @@ import logging
 from typing import Any
 
 import psutil
-from ray.util.metrics import Gauge
 
+from skyrl_actors.backends.exporter import Exporter
+from skyrl_actors.colocation.keeper import Keeper
 from skyrl_actors.engines.pool import EnginePool
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.observe.counts import COUNTS
 
 log = logging.getLogger(__name__)
 EVERY_S = 15.0
+OF_ENGINES = ("running", "waiting", "kv_usage", "prefix_hit_rate", "weight_version")
 
 
 class Vitals:
-    def __init__(self, service: str, groups: list[GroupSupervisor], engines: EnginePool):
-        self._service = service
+    def __init__(self, service: str, groups: list[GroupSupervisor], engines: EnginePool, keeper: Keeper):
         self._groups = groups
         self._engines = engines
-        tags = ("service", "actor")
-        self._memory = Gauge("skyrl_actors_rss_bytes", "host memory of an actor's processes, in bytes", tags)
-        self._restarts = Gauge("skyrl_actors_restarts", "times a part was made anew since the controller started", tags)
-        self._refused = Gauge(
-            "skyrl_actors_refused_calls", "calls that the ranks refused for their input, e.g. a loss not finite", tags
-        )
-        self._difference = Gauge(
-            "skyrl_actors_logprob_difference",
-            "mean absolute difference of engine and trainer in nats a token, last comparison",
-            tags,
-        )
-        self._of_engines = {
-            "running": Gauge("skyrl_actors_engine_running", "samples that an engine was given and has not answered", tags),
-            "waiting": Gauge("skyrl_actors_engine_waiting", "sequences that an engine has not begun", tags),
-            "kv_usage": Gauge("skyrl_actors_engine_kv_usage", "part of an engine's KV cache in use, 0 to 1", tags),
-            "prefix_hit_rate": Gauge(
-                "skyrl_actors_engine_prefix_hit_rate", "part of the prompt tokens so far that the KV cache had, 0 to 1", tags
-            ),
-            "weight_version": Gauge(
-                "skyrl_actors_engine_weight_version", "number behind the @ of the full weights an engine holds; 0 = base", tags
-            ),
-        }
+        self._keeper = keeper
+        self._exporter = Exporter(service)
         self._task = asyncio.create_task(self._report())
 
     async def read(self) -> dict[str, Any]:
@@ -81,26 +63,34 @@ class Vitals:
             return []
 
     async def _report(self) -> None:
-        """A gauge is what it was last set to, so it is set at intervals."""
+        """What has no event of its own is read at intervals."""
         while True:
-            found = await self.read()
-            self._set(self._memory, "controller", found["controller_rss_bytes"])
-            for role, group in found["groups"].items():
-                self._set(self._restarts, role, group["restarts"])
-                self._set(self._refused, role, group["refused"])
-                for rank, size in enumerate(group["rss_bytes"]):
-                    self._set(self._memory, f"{role}[{rank}]", size)
-            for engine in found["engines"]:
-                self._set(self._restarts, engine["name"], engine["restarts"])
-                self._set(self._memory, engine["name"], engine.get("rss_bytes", 0))
-                for name, gauge in self._of_engines.items():
-                    self._set(gauge, engine["name"], engine.get(name) or 0)
-            if self._engines.agreement.differences:
-                self._set(self._difference, "engines", self._engines.agreement.differences[-1])
+            self._export(await self.read())
             await asyncio.sleep(EVERY_S)
 
-    def _set(self, gauge: Gauge, actor: str, value: float) -> None:
-        gauge.set(value, {"service": self._service, "actor": actor})
+    def _export(self, found: dict[str, Any]) -> None:
+        export = self._exporter
+        export.set("rss_bytes", found["controller_rss_bytes"], actor="controller")
+        for role, group in found["groups"].items():
+            export.set("restarts", group["restarts"], actor=role)
+            export.set("refused_calls", group["refused"], actor=role)
+            for rank, size in enumerate(group["rss_bytes"]):
+                export.set("rss_bytes", size, actor=f"{role}[{rank}]")
+        for engine in found["engines"]:
+            export.set("restarts", engine["restarts"], actor=engine["name"])
+            export.set("rss_bytes", engine.get("rss_bytes", 0), actor=engine["name"])
+            for name in OF_ENGINES:
+                export.set(f"engine_{name}", engine.get(name) or 0, actor=engine["name"])
+        if self._engines.agreement.differences:
+            export.set("logprob_difference", self._engines.agreement.differences[-1], actor="engines")
+        for phase, seconds in self._keeper.seconds_in().items():
+            export.total("phase_seconds", seconds, phase=phase)
+        for move, seconds in self._keeper.move_seconds.items():
+            export.total("move_seconds", seconds, move=move)
+            export.total("move_bytes", self._keeper.move_bytes.get(move, 0), move=move)
+        for name, value in COUNTS.levels().items():
+            export.set(name, value)
+        export.totals(COUNTS)
 
     def close(self) -> None:
         self._task.cancel()

@@ -51,6 +51,11 @@ class Keeper(Protocol):
         ...
 
     @property
+    def move_bytes(self) -> dict[str, int]:
+        """Bytes moved or freed so far, by move."""
+        ...
+
+    @property
     def timeline(self) -> Sequence[Entered]:
         """The last changes of phase."""
         ...
@@ -111,6 +116,7 @@ class SplitKeeper:
 
     def __init__(self) -> None:
         self.move_seconds: dict[str, float] = {}
+        self.move_bytes: dict[str, int] = {}
         self.timeline: deque[Entered] = deque()
 
     phase = "SPLIT"

@@ -6,6 +6,7 @@ operation, the model is restored and the operation is run again; the client sees
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
@@ -16,12 +17,14 @@ from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
 from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.slots import FairSlots
+from skyrl_actors.controller.tally import tally
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, Unavailable, UserError
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.results import Failure, SampleOutput
+from skyrl_actors.observe.counts import COUNTS
 
 log = logging.getLogger(__name__)
 TRAINING = (rq.ForwardBackward, rq.OptimStep, rq.LoadWeights)
@@ -43,6 +46,8 @@ class Lanes:
         self._sample_slots = FairSlots(self.config.limits.samples_in_flight)
         self._sampling: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
+        COUNTS.watch("open_requests", lambda: self.queue.num_open)
+        COUNTS.watch("recoveries", lambda: len(recovery.recovery_s))
 
     def start_next(self, line: str) -> None:
         request_id = self.queue.next(line)
@@ -62,8 +67,10 @@ class Lanes:
     async def _run(self, op: Op, line: str) -> None:
         progress = self.recovery.progress.setdefault(line, Progress(op.number))
         async with progress.lock:
+            op.begun = time.monotonic()
             outcome = await self._outcome(op, progress)
             model = self.tenants.models.get(line)
+            self._tally(op, outcome)
             if model is not None:
                 self._note(op, outcome, model, progress)
             await self.ledger.answer(op, outcome, progress.step)
@@ -147,6 +154,9 @@ class Lanes:
                 await self.recovery.restore(model)
         progress.suspect = False
 
+    def _tally(self, op: Op, outcome: Outcome) -> None:
+        tally(COUNTS, op, outcome, {name: model.spec.role for name, model in self.tenants.models.items()})
+
     def _note(self, op: Op, outcome: Outcome, model: Model, progress: Progress) -> None:
         """The books, before the answer is visible."""
         request, now = op.request, asyncio.get_running_loop().time()
@@ -192,6 +202,7 @@ class Lanes:
             assert isinstance(request, rq.Sample)
             tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
             async with self._sample_slots.hold(tenant):
+                op.begun = time.monotonic()
                 outcome = await self._sampled(op, request, sampler)
         except asyncio.CancelledError:
             if op.request_id not in self._cancelled:
@@ -204,6 +215,7 @@ class Lanes:
             log.debug("sample %s of %s was answered by weights %s", op.request_id, sampler.sampler_id, outcome.result.version)
         del self._sampling[op.request_id]  # from here on it is answered, not cancelled
         self._cancelled.discard(op.request_id)
+        self._tally(op, outcome)
         await self.ledger.answer(op, outcome)
         self.completions.note(op.stream, request_seq_id(op), op.request_id, isinstance(outcome.result, Failure))
         await self.release(sampler)

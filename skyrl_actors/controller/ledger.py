@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.waiters import ResultTable
@@ -35,6 +35,8 @@ class Op:
     request: Request | None
     header: Operation | None = None
     after: int = -1  # the operation whose state it is run on; set when it is run
+    accepted: float = field(default_factory=time.monotonic)  # after a restart: when it was taken up
+    begun: float | None = None  # when its turn came, on the same clock
 
     @property
     def turn(self) -> Turn:

@@ -31,6 +31,7 @@ from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequ
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
+from skyrl_actors.observe.counts import COUNTS
 from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.folders import full_manifests
 
@@ -275,7 +276,10 @@ class EnginePool:
             parts = self._full[version]
             streams = tuple([await self._delivered_to(engine, part) for part in parts])
         await engine.ask("load_full", version, parts, streams)
-        self.load_seconds = [*self.load_seconds[-99:], time.perf_counter() - started]
+        took = time.perf_counter() - started
+        self.load_seconds = [*self.load_seconds[-99:], took]
+        COUNTS.add("transfers")
+        COUNTS.add("transfer_seconds", took)
 
     async def _delivered_to(self, engine: Member, manifest: WeightManifest) -> WeightStream | None:
         """Many samples of a new version start together; one delivery serves them all. A stream serves one load."""

@@ -1,0 +1,35 @@
+"""What an answered operation adds to the metrics of the service."""
+
+import re
+import time
+
+from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages.paths import owner_of
+from skyrl_actors.messages.results import Failure, SampleOutput
+from skyrl_actors.observe.counts import Counts
+
+NOBODY = "-"  # the tenant of requests without an API key
+
+
+def tally(counts: Counts, op: Op, outcome: Outcome, roles: dict[str, str]) -> None:
+    """`roles`: of the models that are alive, by id."""
+    request, result = op.request, outcome.result
+    verb = _snake(type(request).__name__) if request is not None else "unread"
+    said = (f"{'user_' if result.category == 'user' else ''}error") if isinstance(result, Failure) else "ok"
+    counts.add("operations", verb=verb, outcome=said)
+    ended = time.monotonic()
+    begun = op.begun if op.begun is not None else ended
+    counts.add("wait_seconds", begun - op.accepted, verb=verb)
+    counts.add("run_seconds", ended - begun, verb=verb)
+    if said != "ok":
+        return
+    tenant = owner_of(op.request_id) or NOBODY
+    if isinstance(request, rq.ForwardBackward):
+        counts.add("trained_tokens", request.columns.num_tokens, role=roles.get(request.model_id, "policy"), tenant=tenant)
+    elif isinstance(result, SampleOutput):
+        counts.add("sampled_tokens", sum(len(sequence.tokens) for sequence in result.sequences), tenant=tenant)
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

@@ -1,0 +1,124 @@
+"""Counters, the dashboard that is made of their registry, and what a real service hands to Prometheus."""
+
+import json
+import re
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.tally import tally
+from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.model import LossCall
+from skyrl_actors.messages.requests import ForwardBackward, OptimStep, Sample, SamplingParams
+from skyrl_actors.messages.results import Failure, LossOutput, SampleOutput, Sequence
+from skyrl_actors.observe.counts import Counts
+from skyrl_actors.observe.grafana import dashboard, expression
+from skyrl_actors.observe.metrics import PREFIX, REGISTRY, markdown
+from tests.conftest import ROOT, Service
+
+
+def test_only_what_is_registered_is_counted():
+    counts = Counts()
+    counts.add("operations", verb="sample", outcome="ok")
+    counts.add("operations", 2, outcome="ok", verb="sample")
+    assert counts.read() == {("operations", (("outcome", "ok"), ("verb", "sample"))): 3.0}
+    for wrong in (
+        lambda: counts.add("operation"),
+        lambda: counts.add("operations", verb="sample"),
+        lambda: counts.add("open_requests"),
+    ):
+        with pytest.raises(KeyError):
+            wrong()
+    with pytest.raises(KeyError):
+        counts.watch("operations", lambda: 0)
+    counts.watch("open_requests", lambda: 7)
+    assert counts.levels() == {"open_requests": 7}
+
+
+def op(request: Any, accepted: float, begun: float | None, request_id: str = "r1") -> Op:
+    return Op(1, request_id, "s", "m", request, accepted=accepted, begun=begun)
+
+
+def test_what_an_answer_adds():
+    counts, now = Counts(), time.monotonic()
+    rows = columns_from([Example(np.zeros(5, np.int32), {"target_tokens": np.zeros(5, np.int32)})])
+    critic = ForwardBackward("c", rows, LossCall("ppo_critic", {}))
+    tally(counts, op(critic, now - 3, now - 1), Outcome(LossOutput(np.zeros(1, np.int64), {}, {})), {"c": "critic"})
+    output = SampleOutput((Sequence(np.zeros(4, np.int32), np.zeros(4, np.float32), "stop"),) * 2, "v")
+    tally(counts, op(Sample("s", (1,), SamplingParams(4)), now, now, f"r{'0' * 8}k{'a' * 10}"), Outcome(output), {})
+    tally(counts, op(OptimStep("c", None), now - 1, None), Outcome(Failure("x", "user")), {})  # type: ignore[arg-type]
+    tally(counts, op(None, now, now), Outcome(Failure("x")), {})
+    found = {(name, *(value for _, value in tags)): total for (name, tags), total in counts.read().items()}
+    assert found["operations", "ok", "forward_backward"] == 1 and found["operations", "user_error", "optim_step"] == 1
+    assert found["operations", "error", "unread"] == 1
+    assert found["wait_seconds", "forward_backward"] == pytest.approx(2, abs=0.2)
+    assert found["run_seconds", "forward_backward"] == pytest.approx(1, abs=0.2)
+    assert found["wait_seconds", "optim_step"] == pytest.approx(1, abs=0.2) and found["run_seconds", "optim_step"] == 0
+    assert found["trained_tokens", "critic", "-"] == 5 and found["sampled_tokens", "a" * 10] == 8
+
+
+def test_descriptions_are_what_rays_agents_take():
+    for metric in REGISTRY.values():
+        assert metric.description.isascii() and re.fullmatch(r"[a-z_]+", metric.name)
+
+
+def test_docs_and_dashboard_are_those_of_the_registry():
+    assert (ROOT / "docs/service_metrics.md").read_text() == markdown()
+    file = ROOT / "configs/grafana/skyrl_actors.json"
+    assert json.loads(file.read_text()) == dashboard(), (
+        "write it anew: python -m skyrl_actors.observe.grafana > configs/grafana/skyrl_actors.json"
+    )
+    shown = " ".join(target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ()))
+    assert all(f"ray_{PREFIX}{name}" in shown for name in REGISTRY)
+    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard()["panels"]]
+    assert len(set(places)) == len(places)
+    assert expression(REGISTRY["operations"]).startswith(
+        "sum by (service, verb, outcome) (rate(ray_skyrl_actors_operations_total{"
+    )
+
+
+def exported() -> str:
+    """Of all agents of this machine's Ray, as Prometheus would ask them."""
+    session = Path("/tmp/ray/session_latest").resolve()
+    targets = json.loads((session.parent / "prom_metrics_service_discovery.json").read_text())
+    addresses = [address for group in targets for address in group["targets"]]
+    texts = []
+    for address in addresses:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+            texts.append(answer.read().decode())
+    return "\n".join(texts)
+
+
+def test_a_service_hands_them_to_prometheus(service: Service):
+    with tinker.ServiceClient() as client:
+        model = client.create_lora_training_client("skyrl-actors/tiny", rank=4).result()
+        datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4]})
+        model.forward_backward([datum], "cross_entropy").result()
+        model.save_weights_and_get_sampling_client().result().sample(
+            types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=4)
+        ).result()
+    wanted = {f"ray_{PREFIX}{name}{'_total' if m.kind == 'counter' else ''}" for name, m in REGISTRY.items()}
+    wanted -= {
+        f"ray_{PREFIX}{name}" for name in ("transfers_total", "transfer_seconds_total", "logprob_difference")
+    }  # of full weights
+    ends = time.monotonic() + 60
+    while True:
+        text = exported()
+        missing = {name for name in wanted if not re.search(rf"^{name}{{", text, re.M)}
+        if not missing or time.monotonic() > ends:
+            break
+        time.sleep(1)
+    assert not missing
+    own = [
+        line
+        for line in text.splitlines()
+        if line.startswith(f"ray_{PREFIX}operations_total") and f'service="{service.name}"' in line
+    ]
+    assert any('verb="sample"' in line and 'outcome="ok"' in line for line in own), own
