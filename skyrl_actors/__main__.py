@@ -1,4 +1,4 @@
-"""The command line: demo, train, runs, report, serve, status, stop, key, journal, plan, doctor."""
+"""The command line: demo, train, runs, report, serve, status, trace, stop, key, journal, plan, doctor."""
 
 import os
 import secrets
@@ -82,6 +82,17 @@ def status(name: Name = "skyrl-actors", json: Annotated[bool, typer.Option(help=
     from skyrl_actors.commands.serve import status as run
 
     run(name, json)
+
+
+@app.command()
+def trace(
+    output: Annotated[Path, typer.Argument(help="the file to write")] = Path("trace.json"),
+    name: Name = "skyrl-actors",
+) -> None:
+    """Write the last phases of a running service, with every move between them, as a trace for Perfetto or chrome://tracing."""
+    from skyrl_actors.commands.trace import run
+
+    run(name, output)
 
 
 @app.command()

@@ -40,7 +40,7 @@ ROOMS = {
     "controller": {"files", "line", "remote", "messages", "config", "losses", "journal", "backends", "observe"},
     "api": {"messages", "config", "controller", "backends", "losses", "line", "remote", "commands"},
     "jobs": {"messages", "config", "api"},
-    "commands": {"messages", "config", "api", "backends", "controller", "jobs", "journal", "remote", "placement"},
+    "commands": {"messages", "config", "api", "backends", "controller", "jobs", "journal", "remote", "placement", "observe"},
     "__main__": {"messages", "commands"},
     "placement": set(),
     "files": set(),

@@ -39,7 +39,7 @@ from skyrl_actors.workers.interface import TrainWorker
 
 T = TypeVar("T")
 STOP_TIMEOUT_S = 20.0
-SHOWN_PHASES = 50
+SHOWN_PHASES = 200
 CROSS_ENTROPY = LossCall("cross_entropy", {})
 TRAIN_PARTS = {Part.TRAIN_WEIGHTS: "weights", Part.GRADIENTS: "gradients", Part.OPTIMIZER: "optimizer"}
 

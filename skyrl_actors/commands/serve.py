@@ -206,9 +206,13 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
     return TinkerApi.options(num_replicas=config.http.replicas).bind(config)
 
 
-def status(name: str, as_json: bool) -> None:
+def read_status(name: str) -> dict[str, Any]:
     """Raises ConfigError when there is no service of that name."""
-    content = asyncio.run(_status(name))
+    return asyncio.run(_status(name))
+
+
+def status(name: str, as_json: bool) -> None:
+    content = read_status(name)
     if as_json:
         print(json.dumps(content, indent=2))
         return

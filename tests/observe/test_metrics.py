@@ -21,7 +21,7 @@ from skyrl_actors.messages.results import Failure, LossOutput, SampleOutput, Seq
 from skyrl_actors.observe.counts import Counts
 from skyrl_actors.observe.grafana import dashboard, expression
 from skyrl_actors.observe.metrics import PREFIX, REGISTRY, markdown
-from tests.conftest import ROOT, Service
+from tests.conftest import ROOT, Service, run_cli
 
 
 def test_only_what_is_registered_is_counted():
@@ -96,7 +96,7 @@ def exported() -> str:
     return "\n".join(texts)
 
 
-def test_a_service_hands_them_to_prometheus(service: Service):
+def test_a_service_hands_them_to_prometheus(service: Service, tmp_path: Path):
     with tinker.ServiceClient() as client:
         model = client.create_lora_training_client("skyrl-actors/tiny", rank=4).result()
         datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4]})
@@ -104,6 +104,12 @@ def test_a_service_hands_them_to_prometheus(service: Service):
         model.save_weights_and_get_sampling_client().result().sample(
             types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=4)
         ).result()
+    traced = run_cli("trace", str(tmp_path / "t.json"), "--name", service.name)
+    assert traced.returncode == 0, traced.stderr
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {"TRAIN", "SAMPLE"} <= {event["name"] for event in events if event.get("cat") == "phase"}
+    none = run_cli("trace", str(tmp_path / "n.json"), "--name", "nobody")
+    assert none.returncode == 2 and "no service named 'nobody' runs here" in none.stderr and not (tmp_path / "n.json").exists()
     wanted = {f"ray_{PREFIX}{name}{'_total' if m.kind == 'counter' else ''}" for name, m in REGISTRY.items()}
     wanted -= {
         f"ray_{PREFIX}{name}" for name in ("transfers_total", "transfer_seconds_total", "logprob_difference")
