@@ -62,9 +62,9 @@ class ControllerClient:
     async def _ask(self, method: str, *arguments: Any) -> Any:
         return await self._line.call(method, *arguments)
 
-    async def submit(self, request: Request, mark: str = "") -> str:
-        """`mark` of the owner, at the end of the request's id."""
-        return await self._call("submit", request, f"r{uuid.uuid4().hex}{mark}")
+    async def submit(self, request: Request, mark: str = "", request_id: str | None = None) -> str:
+        """`mark` of the owner, at the end of the request's id. A repeat under one `request_id` is one request."""
+        return await self._call("submit", request, request_id or f"r{uuid.uuid4().hex}{mark}")
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
         """Ends in time, whatever happens to the controller meanwhile."""

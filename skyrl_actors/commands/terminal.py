@@ -1,10 +1,11 @@
 """What a person sees: notes on what starts and why it waits, progress bars, one line an iteration, a closing table."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -94,7 +95,7 @@ class RunView:
         self._evaluated: set[str] = set()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        self.folder.log(step, metrics)
+        self._recorded(lambda: self.folder.log(step, metrics))
         row = {"step": step, **metrics}
         if self._lines % HEADER_EVERY == 0:
             known = {*row, *self._evaluated, *ALWAYS}
@@ -109,16 +110,24 @@ class RunView:
         self.progress.update(self.progress.task_ids[0], completed=step, note=said)
 
     def warned(self, text: str) -> None:
-        self.progress.console.print(f"[yellow]{text}[/yellow]")
+        self.progress.console.print(f"[yellow]{escape(text)}[/yellow]")
 
     def evaluated(self, step: int, metrics: dict[str, float], rollouts: Sequence[Rollout] = ()) -> None:
         self._evaluated |= metrics.keys()
         if step == 0:
             for name, value in metrics.items():
                 self.progress.console.print(f"before training: {name} [bold]{value:.3f}[/bold] ({REGISTRY[name].definition})")
-            self.folder.log(0, metrics)
+            self._recorded(lambda: self.folder.log(0, metrics))
         if rollouts:
-            self.folder.samples(step, [(r.task.question, r.task.answer, r.text, r.reward) for r in rollouts])
+            rows = [(r.task.question, r.task.answer, r.text, r.reward) for r in rollouts]
+            self._recorded(lambda: self.folder.samples(step, rows))
+
+    def _recorded(self, write: Callable[[], None]) -> None:
+        """A full disk costs a row, not the run."""
+        try:
+            write()
+        except OSError as error:
+            self.warned(f"not recorded: {error}")
 
 
 def closing_table(outcome: Outcome, seconds: float, peak_rss_gib: float, folder: Recorder) -> None:

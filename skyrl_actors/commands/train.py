@@ -13,16 +13,21 @@ import ray
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.commands import cluster
 from skyrl_actors.commands.terminal import RunView, bar, closing_table, console, note
-from skyrl_actors.config.job import JobConfig
+from skyrl_actors.config.job import JobConfig, RlConfig
 from skyrl_actors.config.load import load, to_yaml
+from skyrl_actors.config.supervised import RewardModelConfig
+from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.jobs.build import Start, build, steps_of
 from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.report import write_page
 from skyrl_actors.jobs.run_folder import STATE, RunFolder, open_run
 from skyrl_actors.jobs.trackers import MemoryWatch, Recorder
 from skyrl_actors.jobs.watcher import Outcome
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest, NotFound
+from skyrl_actors.messages.paths import parse_path
 
 JOURNAL, CHECKPOINTS = ".journal", ".checkpoints"
+REFERENCE = "tinker://reference:train:0/weights/given"
 
 
 def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
@@ -30,13 +35,20 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
     config = load(config_path, overrides, JobConfig)
     # Jobs beside a service or beside each other must not meet in names or scratch folders.
     name = f"{config.run.name[:24].replace('.', '-')}-{uuid.uuid4().hex[:6]}"
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"name": name})})
+    config = _without_idle_critic(config.model_copy(update={"cluster": config.cluster.model_copy(update={"name": name})}))
+    given = _reference_folder(config)
     base_folder = cluster.prepare_base_model(config.cluster)
-    start = build(config, str(base_folder), cluster.context_tokens(config.cluster, base_folder))
+    start = build(_with_reference(config), str(base_folder), cluster.context_tokens(config.cluster, base_folder))
     started = time.perf_counter()
     folder = open_run(config.run.folder, config.run.name, to_yaml(config), config.run.resume == "auto")
     try:
         _say(folder)
+        if folder.left_by:  # exported weights in shared memory, of a process that was killed
+            cluster.remove_folder(config.cluster.transfer.folder / folder.left_by)
+        if folder.state is None:
+            cluster.remove_folder(folder.path / CHECKPOINTS)
+        if given is not None:
+            _lay_beside(given, folder.path / CHECKPOINTS)
         recorder = Recorder(folder)
         try:
             with MemoryWatch() as memory:
@@ -47,6 +59,51 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
     finally:
         folder.close()
     return folder.path
+
+
+def _with_reference(config: JobConfig) -> JobConfig:
+    if not isinstance(config.job, RlConfig) or config.job.reference.path is None:
+        return config
+    reference = config.job.reference.model_copy(update={"path": REFERENCE})
+    return config.model_copy(update={"job": config.job.model_copy(update={"reference": reference})})
+
+
+def _without_idle_critic(config: JobConfig) -> JobConfig:
+    job = config.job
+    if config.cluster.critic is None or (job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)):
+        return config
+    note(f"{job.type} has no critic: cluster.critic is not started")
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"critic": None})})
+
+
+def _reference_folder(config: JobConfig) -> Path | None:
+    """Of the checkpoint that is the reference. Raises ConfigError when there is none."""
+    reference = config.job.reference if isinstance(config.job, RlConfig) else None
+    if reference is None or reference.path is None:
+        return None
+    try:
+        where = parse_path(reference.path) if reference.path.startswith("tinker://") else None
+        found = (
+            CheckpointFolders(config.cluster.checkpoint_dir).existing(where)
+            if where
+            else Path(reference.path).expanduser().resolve()
+        )
+    except (NotFound, InvalidRequest) as error:
+        raise ConfigError(f"job.reference.path: {error} in {config.cluster.checkpoint_dir}") from None
+    if not (found / SPEC_FILE).is_file():
+        raise ConfigError(f"job.reference.path: {found} is no checkpoint of skyrl-actors: it has no {SPEC_FILE}")
+    full = (json.loads((found / SPEC_FILE).read_text())["lora"] is None) + (config.job.lora_rank is None)
+    if full > config.cluster.lora.max_full_models:
+        raise ConfigError(f"policy and reference are {full} full fine-tunes: set cluster.lora.max_full_models to {full} or more")
+    return found
+
+
+def _lay_beside(checkpoint: Path, checkpoints: Path) -> None:
+    """Where this job's controller finds it under REFERENCE."""
+    link = CheckpointFolders(checkpoints).folder(parse_path(REFERENCE))
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint)
 
 
 def _say(folder: RunFolder) -> None:
@@ -73,8 +130,6 @@ def _with_ray(config: JobConfig, base_folder: Path, recorder: Recorder, start: S
 async def _run(config: JobConfig, base_folder: Path, recorder: Recorder, start: Start) -> Outcome:
     path = recorder.path
     cluster.remove_folder(path / JOURNAL)  # of a run that was killed: it is gone on with from its checkpoint
-    if recorder.folder.state is None:
-        cluster.remove_folder(path / CHECKPOINTS)
     journal = config.cluster.journal.model_copy(update={"folder": (path / JOURNAL).resolve()})
     restart = config.cluster.restart.model_copy(update={"standbys": 0})  # a job can wait for a rank's start
     own = {"checkpoint_dir": (path / CHECKPOINTS).resolve(), "journal": journal, "restart": restart}
@@ -98,9 +153,12 @@ def _keep_weights(outcome: Outcome, path: Path) -> None:
     """The last weights, and the best where these are others, into the run's folder."""
     best = outcome.best
     kept = {"checkpoint": outcome.checkpoint} | ({"best": best["folder"]} if best and best["step"] != outcome.steps else {})
-    for name, source in kept.items():
-        cluster.remove_folder(path / name)  # of a run that was killed behind this point
-        os.replace(source, path / name)
+    for name, saved in kept.items():
+        parts = Path(saved).parts
+        source = path.joinpath(*parts[parts.index(CHECKPOINTS) :])  # wherever the run's folder was when it was saved
+        if source.is_dir():  # else it was taken before this run was interrupted
+            cluster.remove_folder(path / name)
+            os.replace(source, path / name)
 
 
 def _write_results(config: JobConfig, outcome: Outcome, recorder: Recorder, seconds: float, peak_bytes: int) -> None:

@@ -69,8 +69,10 @@ class KlTerm(FrozenConfig):
             raise ValueError("estimator k1 has no gradient in expectation as a term of the loss: use k2 or k3, or place: reward")
         if self.place != "none" and self.coef == 0:
             raise ValueError(f"place {self.place} with coef 0 does nothing: set coef, or place: none")
-        if self.target is not None and self.place == "none":
-            raise ValueError("target steers coef, and place is none")
+        if self.place == "none" and (self.coef or self.target is not None):
+            raise ValueError("coef and target do nothing while place is none: set place to reward or loss")
+        if self.target is None and self.horizon != KlTerm.model_fields["horizon"].default:
+            raise ValueError("horizon belongs to target, which is not set")
         return self
 
 
@@ -124,8 +126,21 @@ class Correction(FrozenConfig):
 
     type: Literal["none", "truncated", "masked"] = "none"
     level: Literal["token", "sequence"] = "token"
-    low: float = Field(default=0.5, gt=0, lt=1)
+    low: float = Field(default=0.5, gt=0, lt=1, description="of type masked")
     high: float = Field(default=2.0, gt=1)
+
+    @model_validator(mode="after")
+    def _used(self) -> "Correction":
+        defaults = Correction.model_fields
+        if self.type == "none" and (self.level, self.low, self.high) != (
+            "token",
+            defaults["low"].default,
+            defaults["high"].default,
+        ):
+            raise ValueError("level, low and high do nothing while type is none: set type to truncated or masked")
+        if self.type == "truncated" and self.low != defaults["low"].default:
+            raise ValueError("low belongs to type masked")
+        return self
 
 
 class Overlong(FrozenConfig):
@@ -139,6 +154,12 @@ class Overlong(FrozenConfig):
     )
     penalty: float = Field(default=1.0, ge=0)
 
+    @model_validator(mode="after")
+    def _used(self) -> "Overlong":
+        if not self.buffer_tokens and self.penalty != 1.0:
+            raise ValueError("penalty does nothing while buffer_tokens is 0")
+        return self
+
 
 class SamplingFilter(FrozenConfig):
     """varied: prompts whose answers all have one reward teach nothing and are drawn anew (DAPO's dynamic sampling)."""
@@ -146,12 +167,21 @@ class SamplingFilter(FrozenConfig):
     type: Literal["none", "varied"] = "none"
     max_batches: int = Field(default=5, ge=1, description="batches drawn for one iteration before it goes on with fewer prompts")
 
+    @model_validator(mode="after")
+    def _used(self) -> "SamplingFilter":
+        if self.type == "none" and self.max_batches != 5:
+            raise ValueError("max_batches belongs to type varied")
+        return self
+
 
 class Reference(FrozenConfig):
     """What the divergence is measured from: the base model; a checkpoint; or the policy itself as it was some iterations ago."""
 
     type: Literal["base", "checkpoint", "periodic"] = "base"
-    path: str | None = Field(default=None, description="of type checkpoint: tinker://<model id>/weights/<name>")
+    path: str | None = Field(
+        default=None,
+        description="of type checkpoint: a run's checkpoint folder, or tinker://<model id>/weights/<name> of cluster.checkpoint_dir",
+    )
     every: int = Field(default=10, ge=1, description="of type periodic: iterations between copies")
 
     @model_validator(mode="after")

@@ -26,6 +26,9 @@ class EnvLimits(FrozenConfig):
     long_prompts: Literal["drop", "refuse"] = Field(
         default="drop", description="prompts beyond the limit are counted and left out, or end the run"
     )
+    concurrency: int = Field(
+        default=64, ge=1, description="resets, steps and rewards under way at once; the clock of timeout_s runs for these"
+    )
     max_failed_share: float = Field(
         default=0.1,
         ge=0,
@@ -60,7 +63,7 @@ class RewardEnv(EnvLimits):
     eval_data: DatasetConfig | None = Field(
         default=None, description="null: the last eval_prompts rows of data, which are then not trained on"
     )
-    eval_prompts: int = Field(default=200, ge=1)
+    eval_prompts: int = Field(default=200, ge=1, description="of data, where eval_data is null")
     prompt_column: str = "prompt"
     answer_column: str | None = Field(default=None, description="shown beside samples")
     reward: str = Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$", description="module:function or path/to/file.py:function")
@@ -74,9 +77,17 @@ class GymEnv(EnvLimits):
     config: dict[str, Any] = Field(default_factory=dict[str, Any], description="its env_config")
     data: DatasetConfig
     eval_data: DatasetConfig | None = None
-    eval_prompts: int = Field(default=200, ge=1)
+    eval_prompts: int = Field(default=200, ge=1, description="of data, where eval_data is null")
     prompt_column: str = "prompt"
     max_turns: int = Field(default=8, ge=1)
 
 
-Environment = Annotated[ReverseEnv | RewardEnv | GymEnv, Field(discriminator="type")]
+class CustomEnv(EnvLimits):
+    """Your own: a function `(seed, **options)` that gives a task set (`skyrl_actors.jobs.environment.TaskSet`)."""
+
+    type: Literal["custom"] = "custom"
+    tasks: str = Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$", description="module:function or path/to/file.py:function")
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+
+
+Environment = Annotated[ReverseEnv | RewardEnv | GymEnv | CustomEnv, Field(discriminator="type")]

@@ -30,7 +30,7 @@ class RlConfig(FrozenConfig):
 
     type: AlgorithmName = "ppo"
     env: Environment = ReverseEnv()
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     iterations: int = Field(default=40, ge=1)
     stop_at_accuracy: float = Field(default=1.01, description="end early once the held-out greedy score reaches this")
     eval_every: int = Field(default=5, ge=1)
@@ -40,7 +40,7 @@ class RlConfig(FrozenConfig):
     temperature: float = Field(
         default=1.0, gt=0, le=1.0, description="logprobs are those of temperature 1; keep 1 for on-policy ratios"
     )
-    lora_rank: int | None = Field(default=None, description="adapter rank of policy and critic; null = full fine-tune")
+    lora_rank: int | None = Field(default=None, ge=1, description="adapter rank of policy and critic; null = full fine-tune")
     advantage: Advantage = Gae()
     kl: KlTerm = KlTerm()
     policy_loss: PolicyLoss = PpoLoss()
@@ -57,10 +57,10 @@ class RlConfig(FrozenConfig):
     policy_lr: float = Field(default=2e-4, gt=0)
     critic_lr: float = Field(default=1e-3, gt=0)
     final_lr_share: float = Field(default=0.1, ge=0, le=1, description="both rates fall linearly to this share of their start")
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     grad_clip_norm: float = Field(default=1.0, ge=0)
     value_clip: float = Field(default=0.2, gt=0)
     mismatch_warn: float = Field(
@@ -84,7 +84,24 @@ class RlConfig(FrozenConfig):
             raise ValueError(f"overlong.buffer_tokens {self.overlong.buffer_tokens} is above max_tokens {self.max_tokens}")
         if self.advantage.type == "reverse_kl" and self.kl.place != "none":
             raise ValueError("advantage reverse_kl is the divergence from the reference itself: set kl.place to none")
+        if self.advantage.type == "reverse_kl" and self.reference.type != "checkpoint":
+            raise ValueError(
+                "advantage reverse_kl learns from the reference: set reference.type to checkpoint, and its path to the teacher's"
+            )
+        if not self.needs_reference and self.reference.type != "base":
+            raise ValueError("reference is not used: neither kl nor the advantage asks for one")
+        idle = [
+            name
+            for name in ("critic_lr", "value_clip", "critic_warmup")
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if idle and not self.uses_critic:
+            raise ValueError(f"{', '.join(idle)} do nothing without a critic: advantage is {self.advantage.type}, not gae")
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.place != "none" or self.advantage.type == "reverse_kl"
 
     @property
     def uses_critic(self) -> bool:
@@ -92,8 +109,8 @@ class RlConfig(FrozenConfig):
 
     @property
     def num_models(self) -> int:
-        """Full fine-tunes or adapters of role policy that are alive at once, the adapter of a base reference aside."""
-        return 1 if self.reference.type == "base" else 2
+        """Models like the policy that are alive at once. What a checkpoint holds is seen when it is opened."""
+        return 2 if self.needs_reference and self.reference.type == "periodic" else 1
 
 
 Job = Annotated[RlConfig | SftConfig | DpoConfig | RewardModelConfig, Field(discriminator="type")]
@@ -133,6 +150,22 @@ class JobConfig(FrozenConfig):
         critic = job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)
         if critic and self.cluster.critic is None:
             raise ValueError(f"{job.type} needs a critic group: set cluster.critic")
+        if isinstance(job, RlConfig):
+            if job.max_tokens >= self.cluster.engine.max_model_len:
+                raise ValueError(
+                    f"job.max_tokens {job.max_tokens} leaves no room for a prompt: cluster.engine.max_model_len is {self.cluster.engine.max_model_len}"
+                )
+            if job.samples_per_prompt > self.cluster.limits.num_samples:
+                raise ValueError(
+                    f"job.samples_per_prompt {job.samples_per_prompt} is above cluster.limits.num_samples {self.cluster.limits.num_samples}"
+                )
+        adapters = (job.lora_rank is not None) + (
+            job.needs_reference if isinstance(job, RlConfig) else isinstance(job, DpoConfig)
+        )
+        if adapters > lora.max_adapters:
+            raise ValueError(
+                f"{job.type} needs {adapters} adapters at once: set cluster.lora.max_adapters (it is {lora.max_adapters})"
+            )
         if job.lora_rank is not None and job.lora_rank > lora.max_rank:
             raise ValueError(f"job.lora_rank {job.lora_rank} is above cluster.lora.max_rank {lora.max_rank}")
         full = job.num_models if isinstance(job, RlConfig) else 1

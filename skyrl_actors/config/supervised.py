@@ -15,9 +15,9 @@ class Supervised(FrozenConfig):
     eval_data: DatasetConfig | None = Field(
         default=None, description="null: the last eval_rows of data, which are then not trained on"
     )
-    eval_rows: int = Field(default=100, ge=1)
+    eval_rows: int = Field(default=100, ge=1, description="of data, where eval_data is null")
     eval_every: int = Field(default=20, ge=1, description="steps")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     epochs: int = Field(default=1, ge=1)
     batch_rows: int = Field(default=32, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
@@ -25,14 +25,14 @@ class Supervised(FrozenConfig):
     long_rows: Literal["drop", "refuse"] = Field(
         default="drop", description="rows beyond the limit are counted and left out, or end the run"
     )
-    lora_rank: int | None = Field(default=None, description="adapter rank; null = full fine-tune")
+    lora_rank: int | None = Field(default=None, ge=1, description="adapter rank; null = full fine-tune")
     learning_rate: float = Field(default=2e-4, gt=0)
     warmup_steps: int = Field(default=0, ge=0, description="the rate rises linearly in so many steps, then falls linearly")
     final_lr_share: float = Field(default=0.1, ge=0, le=1)
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     grad_clip_norm: float = Field(default=1.0, ge=0)
 
 

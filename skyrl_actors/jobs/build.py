@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from skyrl_actors.api.client import ControllerClient
-from skyrl_actors.config.environments import GymEnv, RewardEnv
+from skyrl_actors.config.environments import CustomEnv, GymEnv, RewardEnv
 from skyrl_actors.config.job import JobConfig, RlConfig
 from skyrl_actors.config.supervised import DpoConfig, SftConfig
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.checkpoints import Checkpoints
-from skyrl_actors.jobs.dataset_tasks import gym_tasks, reward_tasks
+from skyrl_actors.jobs.dataset_tasks import custom_tasks, gym_tasks, reward_tasks
 from skyrl_actors.jobs.environment import TaskSet
 from skyrl_actors.jobs.envs import ReverseTasks
 from skyrl_actors.jobs.preferences import DpoJob, RewardModelJob
@@ -47,6 +47,8 @@ def _tasks(job: RlConfig) -> TaskSet:
         return reward_tasks(job.env, job.seed)
     if isinstance(job.env, GymEnv):
         return gym_tasks(job.env, job.seed)
+    if isinstance(job.env, CustomEnv):
+        return custom_tasks(job.env, job.seed)
     return ReverseTasks(job.env, job.seed)
 
 

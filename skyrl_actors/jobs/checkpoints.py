@@ -31,8 +31,10 @@ class Checkpoints:
         """`models`: ids by their part in the run; `job`: its books, as JSON. Saves when the step's number says so."""
         if not self._config.checkpoint_every or step % self._config.checkpoint_every:
             return
+        paths: dict[str, str] = {}
         try:
-            paths = {part: (await session.save(model_id, f"step-{step}")).path for part, model_id in models.items()}
+            for part, model_id in models.items():
+                paths[part] = (await session.save(model_id, f"step-{step}")).path
             kept = [*self.state.checkpoints, {"step": step, "models": paths}]
             older, newest = kept[: -self._config.keep_checkpoints], kept[-self._config.keep_checkpoints :]
             state = State(step, paths, job, self.state.best, newest)
@@ -41,6 +43,7 @@ class Checkpoints:
             self._watcher.warned(
                 f"no checkpoint of step {step}: {error}. The run goes on; the last whole one is of step {self.state.step}"
             )
+            await self._delete(session, *paths.values())
             return
         self.state = state
         for checkpoint in older:
@@ -54,12 +57,13 @@ class Checkpoints:
             return
         try:
             saved = await session.save(model_id, f"{BEST}-{step}")
-        except InternalError as error:
+            state = replace(self.state, best={"step": step, "value": value, "path": saved.path, "folder": saved.folder})
+            if state.models:
+                self._folder.keep(state)
+        except (InternalError, OSError) as error:
             self._watcher.warned(f"the best weights so far, of step {step}, could not be kept: {error}")
             return
-        self.state = replace(self.state, best={"step": step, "value": value, "path": saved.path, "folder": saved.folder})
-        if self.state.models:
-            self._folder.keep(self.state)
+        self.state = state
         if best:
             await self._delete(session, best["path"])
 

@@ -4,14 +4,15 @@ import importlib
 import importlib.util
 import inspect
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_actors.config.environments import GymEnv, RewardEnv
-from skyrl_actors.jobs.datasets import Row, read, split_off
-from skyrl_actors.jobs.environment import Environment, Message, Step, in_thread
+from skyrl_actors.config.environments import CustomEnv, GymEnv, RewardEnv
+from skyrl_actors.jobs.datasets import Row, in_row, read, split_off
+from skyrl_actors.jobs.environment import Environment, Message, Step, TaskSet, in_thread
 from skyrl_actors.messages.errors import ConfigError
 
 RewardFunction = Callable[[str, str, Row], Any]
@@ -22,15 +23,20 @@ def load_function(text: str) -> Any:
     place, _, name = text.rpartition(":")
     try:
         if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            name_of_module = f"{Path(place).stem}_of_job"
+            spec = importlib.util.spec_from_file_location(name_of_module, place)
             if spec is None or spec.loader is None or not Path(place).is_file():
                 raise ConfigError(f"{text}: there is no file {place}")
-            module = importlib.util.module_from_spec(spec)
+            module = sys.modules[name_of_module] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
+            if (here := str(Path.cwd())) not in sys.path:
+                sys.path.insert(0, here)
             module = importlib.import_module(place)
-    except ImportError as error:
-        raise ConfigError(f"{text}: {error}") from None
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{text} can not be loaded: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(f"{text}: {place} has no function or class {name}")
@@ -41,9 +47,22 @@ def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
     """A text is one user's turn; a list is a chat."""
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
-    if isinstance(prompt, list) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt):
-        return tuple({"role": str(m["role"]), "content": str(m["content"])} for m in prompt)
-    raise ConfigError(f"{where}: a prompt is a text or a list of {{role, content}}, not {str(prompt)[:80]!r}")
+    if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+        return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
+    raise ConfigError(f"{where}: a prompt is a text or a list of {{role, content}} with texts in them, not {str(prompt)[:80]!r}")
+
+
+def answer_of(value: Any, where: str) -> str:
+    """A text; or, as preference sets have it, a chat whose last turn it is."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(_is_message(m) for m in value) and value[-1]["role"] == "assistant":
+        return value[-1]["content"]
+    raise ConfigError(f"{where}: an answer is a text, or a chat that ends with the assistant's turn, not {str(value)[:80]!r}")
+
+
+def _is_message(found: Any) -> bool:
+    return isinstance(found, Mapping) and isinstance(found.get("role"), str) and isinstance(found.get("content"), str)
 
 
 class RewardEpisode:
@@ -56,10 +75,8 @@ class RewardEpisode:
         return self._messages
 
     async def step(self, answer: str) -> Step:
-        arguments = (self._messages[-1]["content"], answer, self._row)
-        if inspect.iscoroutinefunction(self._reward):
-            return Step(float(await self._reward(*arguments)))
-        return Step(float(await in_thread(self._reward, *arguments)))
+        found = await in_thread(self._reward, self._messages[-1]["content"], answer, self._row)
+        return Step(float(await found if inspect.isawaitable(found) else found))
 
     async def close(self) -> None:
         pass
@@ -127,7 +144,7 @@ def reward_tasks(config: RewardEnv, seed: int) -> DatasetTasks:
     reward: RewardFunction = load_function(config.reward)
 
     def task(row: Row) -> DatasetTask:
-        messages = messages_of(row[config.prompt_column], f"dataset {config.data.path}, column {config.prompt_column}")
+        messages = messages_of(row[config.prompt_column], f"column {config.prompt_column}")
         answer = str(row[config.answer_column]) if config.answer_column else ""
         return DatasetTask(messages[-1]["content"], answer, row, lambda row: RewardEpisode(messages, row, reward))
 
@@ -138,7 +155,7 @@ def gym_tasks(config: GymEnv, seed: int) -> DatasetTasks:
     make = _gym_maker(config)
 
     def task(row: Row) -> DatasetTask:
-        messages = messages_of(row[config.prompt_column], f"dataset {config.data.path}, column {config.prompt_column}")
+        messages = messages_of(row[config.prompt_column], f"column {config.prompt_column}")
         spec = row.get("reward_spec")
         answer = str(spec.get("ground_truth", "")) if isinstance(spec, Mapping) else ""
         return DatasetTask(messages[-1]["content"], answer, row, lambda row: GymEpisode(make, messages, row))
@@ -176,4 +193,22 @@ def _gym_maker(config: GymEnv) -> Callable[[Row], Any]:
 
 def _task_set(config: RewardEnv | GymEnv, needed: Sequence[str], task: Callable[[Row], DatasetTask], seed: int) -> DatasetTasks:
     train, held_out = split_off(read(config.data, needed), config.eval_data, needed, config.eval_prompts, config.data.path)
-    return DatasetTasks([task(row) for row in train], [task(row) for row in held_out], seed)
+
+    def tasks(rows: Sequence[Row]) -> list[DatasetTask]:
+        return [in_row(number, lambda: task(row), config.data.path) for number, row in enumerate(rows, 1)]  # noqa: B023
+
+    return DatasetTasks(tasks(train), tasks(held_out), seed)
+
+
+def custom_tasks(config: CustomEnv, seed: int) -> TaskSet:
+    """What the user's own function makes. Raises ConfigError when it fails or gives no task set."""
+    make = load_function(config.tasks)
+    try:
+        made = make(seed=seed, **config.options)
+    except Exception as error:
+        raise ConfigError(f"{config.tasks} raised {type(error).__name__}: {error}") from error
+    if not callable(getattr(made, "batch", None)) or not getattr(made, "evaluation", None):
+        raise ConfigError(
+            f"{config.tasks} gave a {type(made).__name__}; a task set has batch(count, number) and tasks in evaluation"
+        )
+    return made

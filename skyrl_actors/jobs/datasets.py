@@ -2,14 +2,15 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_actors.config.environments import DatasetConfig
 from skyrl_actors.messages.errors import ConfigError
 
 Row = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def read(config: DatasetConfig, needed: Sequence[str]) -> list[Row]:
@@ -38,15 +39,23 @@ def read(config: DatasetConfig, needed: Sequence[str]) -> list[Row]:
 def split_off(
     rows: list[Row], config: DatasetConfig | None, needed: Sequence[str], count: int, source: str
 ) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows to evaluate on: those of `config`, else the last `count` of `rows`."""
+    """Rows to train on and rows to evaluate on: all of `config`, else the last `count` of `rows`."""
     if config is not None:
-        return rows, read(config, needed)[:count]
+        return rows, read(config, needed)
     if len(rows) <= count:
         raise ConfigError(
             f"dataset {source} has {len(rows)} rows and {count} of them are kept for evaluation, which leaves none to train on; "
             "give eval_data, or keep fewer"
         )
     return rows[:-count], rows[-count:]
+
+
+def in_row(number: int, make: Callable[[], T], source: str) -> T:
+    """What is made of a row; a ConfigError says which row it was."""
+    try:
+        return make()
+    except ConfigError as error:
+        raise ConfigError(f"dataset {source}, row {number}: {error}") from None
 
 
 def _jsonl(path: Path) -> list[Row]:

@@ -1,6 +1,6 @@
 """What an environment is: an episode of one or more turns of text, and the task sets that open episodes.
 
-Write your own by implementing `Environment`; blocking code goes through `in_thread`.
+Write your own by implementing `Environment`; blocking code goes through `in_thread`, since all episodes share one event loop.
 """
 
 import asyncio
@@ -87,7 +87,9 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
         try:
             outcome, set_it = function(*arguments), done.set_result
         except BaseException as error:  # noqa: BLE001 (handed to who waits)
-            outcome, set_it = error, done.set_exception
+            # SystemExit would end the event loop of who waits.
+            outcome = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+            set_it = done.set_exception
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, set_it, outcome)
 

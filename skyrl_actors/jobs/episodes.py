@@ -3,9 +3,9 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,13 +38,17 @@ class Drawn:
     long_prompts: int = 0
     episodes: int = 0
 
+    def said(self) -> str:
+        """The commonest reasons."""
+        reasons = [f"{text} ({count}×)" for text, count in self.failures.most_common(3) if count]
+        return "; ".join([*reasons, *([f"{self.long_prompts} prompt(s) too long"] if self.long_prompts else [])])
+
     def check(self, limits: EnvLimits) -> None:
         """Raises InternalError when more episodes failed than may."""
         failed = self.failures.total()
         if failed > limits.max_failed_share * max(self.episodes, 1):
-            said = "; ".join(f"{text} ({count}×)" for text, count in self.failures.most_common(3))
             raise InternalError(
-                f"{failed} of {self.episodes} episodes failed, more than env.max_failed_share {limits.max_failed_share:g} allows: {said}"
+                f"{failed} of {self.episodes} episodes failed, more than env.max_failed_share {limits.max_failed_share:g} allows: {self.said()}"
             )
 
 
@@ -84,6 +88,7 @@ class Sampler:
         self._limits = limits
         self._overlong = overlong
         self._context_tokens = context_tokens
+        self._slots = asyncio.Semaphore(limits.concurrency)
 
     async def play(self, sampler_id: str, tasks: Sequence[Task], params: SamplingParams, seed: int) -> Drawn:
         """Every task `params.num_samples` times; the seed of each draw follows from `seed`.
@@ -96,7 +101,7 @@ class Sampler:
             own = replace(params, seed=(seed * SEED_STEP + index) * params.num_samples % 2**31)
             return await self._group(sampler_id, index, task, own, drawn)
 
-        groups = await asyncio.gather(*(group(i, task) for i, task in enumerate(tasks)))
+        groups = await _all([group(i, task) for i, task in enumerate(tasks)])
         drawn.rollouts = [rollout for rollouts in groups for rollout in rollouts]
         drawn.check(self._limits)
         return drawn
@@ -116,12 +121,12 @@ class Sampler:
                 )
                 first = [(sequence, output.version) for sequence in output.sequences]
             else:
-                first = [await self._sample(sampler_id, p, params, i) for i, p in enumerate(prompts)]
-            played = await asyncio.gather(
-                *(
+                first = await _all([self._sample(sampler_id, p, params, i) for i, p in enumerate(prompts)])
+            played = await _all(
+                [
                     self._episode(sampler_id, task, index, environment, prompt, answer, draw, params, drawn)
                     for draw, ((environment, prompt), answer) in enumerate(zip(ready, first, strict=True))
-                )
+                ]
             )
         finally:
             await asyncio.gather(*(self._closed(each, drawn) for each in environments if each))
@@ -131,14 +136,16 @@ class Sampler:
         """An environment with its prompt; the prompt is empty when it failed."""
         environment: Environment | None = None
         try:
-            environment = task.open()
-            return environment, self._chat.prompt(await self._guarded("start", environment.start()))
+            environment = _tried("open", task.open)
+            messages = await self._guarded("start", environment.start())
+            return environment, _tried("the chat of start", lambda: self._chat.prompt(_chat(messages)))
         except EpisodeFailed as error:
             drawn.failures[str(error)] += 1
             return environment, ()
 
     def _too_long(self, prompt: tuple[int, ...], task: Task, params: SamplingParams, drawn: Drawn) -> bool:
-        most = self._limits.max_prompt_tokens or self._context_tokens - params.max_tokens
+        most = self._context_tokens - params.max_tokens
+        most = min(most, self._limits.max_prompt_tokens or most)
         if len(prompt) <= most:
             return False
         if self._limits.long_prompts == "refuse":
@@ -166,13 +173,14 @@ class Sampler:
             course.cut = answer.stop_reason != "stop"
             try:
                 step = await self._stepped(environment, text, course.cut)
+                ends = step.done or course.cut or turn == self._limits.max_turns
+                told = () if ends else self._following(step, answer)
             except EpisodeFailed as error:
                 drawn.failures[str(error)] += 1
                 return None
             course.rewards[-1] += step.reward + overlong_penalty(self._overlong, len(answer.tokens), params.max_tokens)
-            if step.done or course.cut or turn == self._limits.max_turns:
+            if ends:
                 break
-            told = self._chat.following(step.messages, answer.tokens)
             if len(prompt) + len(course.tokens) + len(told) + params.max_tokens > self._context_tokens:
                 course.cut = True
                 break
@@ -191,9 +199,12 @@ class Sampler:
         if cut and self._overlong.cut_answers == "zero":
             return Step(0.0)
         step = await self._guarded("step", environment.step(text))
-        if not math.isfinite(step.reward):
+        if not isinstance(step.reward, int | float | np.number) or not math.isfinite(step.reward):
             raise EpisodeFailed(f"the reward was {step.reward}")
         return step
+
+    def _following(self, step: Step, answer: Sampled) -> tuple[int, ...]:
+        return _tried("the chat of step", lambda: self._chat.following(_chat(step.messages), answer.tokens))
 
     async def _closed(self, environment: Environment, drawn: Drawn) -> None:
         try:
@@ -203,9 +214,39 @@ class Sampler:
 
     async def _guarded(self, what: str, call: Awaitable[T]) -> T:
         """Raises EpisodeFailed for whatever the environment raises, or when it takes too long."""
-        try:
-            return await asyncio.wait_for(call, self._limits.timeout_s)
-        except TimeoutError:
-            raise EpisodeFailed(f"{what} took longer than env.timeout_s {self._limits.timeout_s:g} s") from None
-        except Exception as error:
-            raise EpisodeFailed(f"{what} raised {type(error).__name__}: {str(error)[:200]}") from error
+        limit = self._limits.timeout_s
+        async with self._slots:
+            deadline = asyncio.timeout(limit)
+            try:
+                async with deadline:
+                    return await call
+            except Exception as error:
+                if deadline.expired() and isinstance(error, TimeoutError):
+                    raise EpisodeFailed(f"{what} took longer than env.timeout_s {limit:g} s") from None
+                raise EpisodeFailed(f"{what} raised {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _chat(messages: Sequence[Message]) -> Sequence[Message]:
+    for message in messages:
+        if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
+            raise ValueError(f"a message has a role and a content, both texts, not {str(message)[:80]}")
+    return messages
+
+
+def _tried(what: str, make: Callable[[], T]) -> T:
+    """Raises EpisodeFailed for whatever it raises."""
+    try:
+        return make()
+    except Exception as error:
+        raise EpisodeFailed(f"{what} raised {type(error).__name__}: {str(error)[:200]}") from error
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What they return; when one fails the others end with it."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -22,7 +22,7 @@ _ALL = (
     Metric("eval/loss", "the job's loss on held-out pairs", "nats", "mean over pairs"),
     Metric("eval/pair_accuracy", "held-out pairs in which the chosen answer has the larger margin; even ones count half", "share", "mean over pairs"),
     Metric("eval/margin", "margin of held-out pairs, as in `margin`", "nats (dpo), reward (reward_model)", "mean over pairs"),
-    Metric("reward", "reward of an episode, all turns and the overlong penalty included, without the KL penalty", "reward", EPISODES),
+    Metric("reward", "reward of an episode, all turns and the overlong penalty included, without the KL penalty; of all that were drawn", "reward", EPISODES),
     Metric("kl", "k3 estimate of KL(policy ‖ reference), before this step's updates", "nats a token", TOKENS),
     Metric("kl_coef", "coefficient of the divergence in this step", "1", ONCE),
     Metric("entropy", "entropy of the policy's distribution during updates", "nats a token", "mean over counted tokens"),

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment
 
 from skyrl_actors.jobs.metrics import REGISTRY
-from skyrl_actors.jobs.run_folder import CONFIG, METRICS, SAMPLES, STATE, SUMMARY
+from skyrl_actors.jobs.run_folder import CONFIG, METRICS, SAMPLES, STATE, SUMMARY, rows_in
 from skyrl_actors.messages.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -73,9 +73,9 @@ def write_page(run: Path) -> Path:
     """report.html of a run, finished or not. Raises ConfigError for a folder that holds none."""
     if not (run / CONFIG).exists():
         raise ConfigError(f"{run} holds no run: no {CONFIG} is there")
-    history, status = _rows(run / METRICS), _content(run / "status.json")
+    history, status = rows_in(run / METRICS), _content(run / "status.json")
     samples: dict[int, list[Row]] = {}
-    for row in _rows(run / SAMPLES):
+    for row in rows_in(run / SAMPLES):
         samples.setdefault(row["step"], []).append(row)
     means = {part: [row[part] for row in history if part in row] for part in PARTS}
     total = sum(sum(values) for values in means.values())
@@ -99,7 +99,7 @@ def listed(parent: Path) -> list[dict[str, Any]]:
     """One line a run, by name."""
     found = []
     for run in sorted(path for path in parent.iterdir() if (path / CONFIG).exists()) if parent.is_dir() else []:
-        summary, history = _content(run / SUMMARY), _rows(run / METRICS)
+        summary, history = _content(run / SUMMARY), rows_in(run / METRICS)
         evaluated = [row for row in history if any(key.startswith("eval/") for key in row)]
         metric = summary.get("metric") or next((key for key in CURVES if evaluated and key in evaluated[0]), None)
         values = [row[metric] for row in history if metric in row]
@@ -141,11 +141,6 @@ def _ends(history: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _short(value: float) -> str:
     return f"{value:.4g}"
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """A last line that was not written whole is left out."""
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
 def _content(file: Path) -> dict[str, Any]:

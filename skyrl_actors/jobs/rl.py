@@ -57,20 +57,20 @@ class RlJob:
         self._batches = 0  # drawn from the task set
         self._session: Session
         self._player: Sampler
+        self._judge: Sampler
         self._policy = self._critic = self._reference = self._sampler = ""
 
     async def run(self) -> Outcome:
         capabilities = await self.client.capabilities()
         config = self.config
-        self._player = Sampler(self.client, self.chat, config.env, config.overlong, capabilities.max_sample_tokens)
+        context = capabilities.max_sample_tokens
+        self._player = Sampler(self.client, self.chat, config.env, config.overlong, context)
+        judged = config.overlong.model_copy(update={"buffer_tokens": 0})  # an evaluation is of answers, not of their lengths
+        self._judge = Sampler(self.client, self.chat, config.env, judged, context)
         async with opened(self.client, config.type) as session:
             self._session = session
             await self._create_models()
             return await self._train()
-
-    @property
-    def _needs_reference(self) -> bool:
-        return self.config.kl.place != "none" or self.config.advantage.type == "reverse_kl"
 
     async def _create_models(self) -> None:
         config, session, saved = self.config, self._session, self.kept.state.models
@@ -82,7 +82,7 @@ class RlJob:
                 return
         else:
             await self._create_trained()
-        if not self._needs_reference:
+        if not config.needs_reference:
             return
         if config.reference.type == "base":
             # An adapter that is never trained is the base model itself: the reference costs no copy of the weights.
@@ -130,7 +130,11 @@ class RlJob:
     async def evaluate(self, step: int) -> float:
         """Mean reward of greedy answers to held-out prompts."""
         params = SamplingParams(self.config.max_tokens, temperature=0.0)
-        drawn = await self._player.play(self._sampler, self.tasks.evaluation, params, 0)
+        drawn = await self._judge.play(self._sampler, self.tasks.evaluation, params, 0)
+        if missing := drawn.failures.total() + drawn.long_prompts:
+            self.watcher.warned(
+                f"evaluation of step {step}: {missing} of {len(self.tasks.evaluation)} prompts are not in it ({drawn.said()})"
+            )
         if not drawn.rollouts:
             raise InternalError("no held-out prompt could be answered: all were too long, or their environments failed")
         accuracy = float(np.mean([r.reward for r in drawn.rollouts]))
@@ -142,15 +146,15 @@ class RlJob:
         started = time.perf_counter()
         with self._timed("sample"):
             rollouts, metrics = await self._draw(step)
-        metrics |= _of_rollouts(rollouts)
         if rollouts:
             with self._timed("values_and_reference"):
                 batch = await self._score(rollouts)
             with self._timed("advantages"):
+                coef = self.kl.value
                 metrics |= self._advantages(batch)
                 self._check_mismatch(step, metrics["logprob_mismatch"])
             with self._timed("update"):
-                trained = await self._update(batch, step)
+                trained = await self._update(batch, step, coef)
             metrics |= trained
             with self._timed("transfer"):
                 await self._publish(step)
@@ -169,18 +173,21 @@ class RlJob:
         config = self.config
         params = SamplingParams(config.max_tokens, config.samples_per_prompt, config.temperature)
         kept: list[Rollout] = []
+        everything: list[Rollout] = []
         sums = {"episodes_failed": 0, "prompts_too_long": 0, "prompts_without_spread": 0, "batches_drawn": 0, "sampled_tokens": 0}
         for _ in range(config.filter.max_batches if config.filter.type == "varied" else 1):
             tasks: Sequence[Task] = self.tasks.batch(config.prompts, self._batches)
             self._batches += 1
             drawn = await self._player.play(self._sampler, tasks, params, config.seed * 100_003 + self._batches)
             found = self._kept(drawn, sums)
+            everything += drawn.rollouts
             offset = config.prompts * self._batches
             kept += [replace(r, group=offset + r.group) for r in found]
             if len({r.group for r in kept}) >= config.prompts:
                 break
         wanted = set(sorted({r.group for r in kept})[: config.prompts])
-        return [r for r in kept if r.group in wanted], {name: float(value) for name, value in sums.items()}
+        metrics = {name: float(value) for name, value in sums.items()} | _of_rollouts(everything)
+        return [r for r in kept if r.group in wanted], metrics
 
     def _kept(self, drawn: Drawn, sums: dict[str, int]) -> list[Rollout]:
         sums["episodes_failed"] += drawn.failures.total()
@@ -241,9 +248,9 @@ class RlJob:
         if mismatch > self.config.mismatch_warn:
             self.watcher.warned(f"{text} (job.mismatch_warn {self.config.mismatch_warn:g})")
 
-    async def _update(self, batch: Batch, step: int) -> dict[str, float]:
+    async def _update(self, batch: Batch, step: int, kl_coef: float) -> dict[str, float]:
         """All epochs of critic and policy; the two groups work at the same time."""
-        updates = Updates(self.config, batch, self.kl.value, self.config.max_tokens * self.config.env.max_turns)
+        updates = Updates(self.config, batch, kl_coef, self.config.max_tokens * self.config.env.max_turns)
         found = await asyncio.gather(*(self._optimize(updates, role, step) for role in self._trained_roles(step)))
         return {name: value for metrics in found for name, value in metrics.items()}
 

@@ -51,8 +51,9 @@ class State:
 class RunFolder:
     """`state` is what to go on from, None for a run from its beginning."""
 
-    def __init__(self, path: Path, lock: int, state: State | None):
+    def __init__(self, path: Path, lock: int, state: State | None, left_by: str | None = None):
         self.path = path
+        self.left_by = left_by  # cluster.name of the process that was interrupted
         self.state = state
         self._lock = lock
 
@@ -91,16 +92,17 @@ def open_run(parent: Path, name: str, config_yaml: str, resume: bool) -> RunFold
         if not fresh and not (unfinished and resume):
             os.close(lock)
             continue
-        state = _state(path) if unfinished else None
+        state, left_by = _state(path) if unfinished else None, None
         if unfinished:
             try:
                 _refuse_other(path, config_yaml, state)
             except ConfigError:
                 os.close(lock)
                 raise
+            left_by = OmegaConf.select(OmegaConf.load(path / CONFIG), "cluster.name")
             for rows in (METRICS, SAMPLES):
                 _truncate(path / rows, state.step if state else -1)
-        folder = RunFolder(path, lock, state)
+        folder = RunFolder(path, lock, state, left_by)
         folder.write(CONFIG, config_yaml)
         folder.write("environment.json", json.dumps(environment(), indent=2) + "\n")
         return folder
@@ -171,11 +173,22 @@ def _refuse_other(path: Path, config_yaml: str, state: State | None) -> None:
         )
 
 
+def rows_in(file: Path) -> list[dict[str, Any]]:
+    """Of a file of JSON lines; what was not written whole is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
 def _truncate(file: Path, last_step: int) -> None:
     """Rows behind the checkpoint are made again."""
     if not file.exists():
         return
-    kept = [line for line in file.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= last_step]
+    kept = [row for row in rows_in(file) if row["step"] <= last_step]
     staging = file.with_name(f".{file.name}.partial")
-    staging.write_text("".join(f"{line}\n" for line in kept))
+    staging.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
     os.replace(staging, file)

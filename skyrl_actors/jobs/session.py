@@ -1,17 +1,27 @@
 """A job's session with the controller: its models, kept alive by heartbeats, and the verbs it uses."""
 
 import asyncio
+import logging
+import time
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import numpy as np
 
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.columns import Columns, offsets_of
+from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec, Role
 from skyrl_actors.messages.paths import model_id_for, parse_path, sampler_id_for
 
-HEARTBEAT_S = 30.0
+log = logging.getLogger(__name__)
+R = TypeVar("R", bound=rs.Result)
+HEARTBEAT_S, LOST_S, FINISH_S, RETRY_S = 30.0, 120.0, 20.0, 2.0
+PART_ROWS, PART_TOKENS = 512, 2**20  # of one request; a controller takes more
 CROSS_ENTROPY = LossCall("cross_entropy", {})
 
 
@@ -34,47 +44,114 @@ class Session:
         model_id = model_id_for(self.session_id, self._models)
         self._models += 1
         own = ModelSpec(model_id, spec.base_model, spec.role, spec.lora, spec.seed, spec.optimizer)
-        await self.client.run(
-            rq.CreateModel(own, self.session_id, from_path=path, with_optimizer=with_optimizer), rs.ModelCreated
-        )
+        request = rq.CreateModel(own, self.session_id, from_path=path, with_optimizer=with_optimizer)
+        await self.run(request, rs.Loaded if path else rs.ModelCreated)
         return model_id
 
+    async def submit(self, request: rq.Request) -> str:
+        """A controller that can accept nothing now (a full disk under its journal) may later: the job waits."""
+        request_id = f"r{uuid.uuid4().hex}"
+        while True:
+            try:
+                return await self.client.submit(request, request_id=request_id)
+            except Unavailable as error:
+                log.warning("the controller accepts nothing: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def run(self, request: rq.Request, expected: type[R]) -> R:
+        return await self.client.result(await self.submit(request), expected)
+
     async def forward(self, model_id: str, rows: Columns, loss: LossCall = CROSS_ENTROPY) -> rs.LossOutput:
-        return await self.client.run(rq.ForwardBackward(model_id, rows, loss, forward_only=True), rs.LossOutput)
+        ids = [await self.submit(rq.ForwardBackward(model_id, part, loss, forward_only=True)) for part in split(rows)]
+        return joined([await self.client.result(request_id, rs.LossOutput) for request_id in ids])
 
     async def train(self, model_id: str, rows: Columns, loss: LossCall, adam: AdamParams) -> tuple[rs.LossOutput, rs.StepDone]:
         """One batch and its step. The step is sent once the batch was accepted: its place in the order is then certain."""
-        batch_id = await self.client.submit(rq.ForwardBackward(model_id, rows, loss))
-        step_id = await self.client.submit(rq.OptimStep(model_id, adam))
-        return await self.client.result(batch_id, rs.LossOutput), await self.client.result(step_id, rs.StepDone)
+        ids = [await self.submit(rq.ForwardBackward(model_id, part, loss)) for part in split(rows)]
+        step_id = await self.submit(rq.OptimStep(model_id, adam))
+        outputs = [await self.client.result(request_id, rs.LossOutput) for request_id in ids]
+        return joined(outputs), await self.client.result(step_id, rs.StepDone)
 
     async def sampler(self, model_id: str) -> str:
         """A sampler that is pinned to the model's weights of now."""
         sampler_id = sampler_id_for(self.session_id, self._samplers)
         self._samplers += 1
-        await self.client.run(rq.SaveForSampler(model_id, sampler_id=sampler_id), rs.SamplerSaved)
+        await self.run(rq.SaveForSampler(model_id, sampler_id=sampler_id), rs.SamplerSaved)
         return sampler_id
 
     async def save(self, model_id: str, name: str) -> rs.Saved:
-        return await self.client.run(rq.SaveWeights(model_id, name, overwrite=True), rs.Saved)
+        return await self.run(rq.SaveWeights(model_id, name, overwrite=True), rs.Saved)
 
     async def load(self, model_id: str, path: str) -> None:
-        await self.client.run(rq.LoadWeights(model_id, path, with_optimizer=False), rs.Loaded)
+        await self.run(rq.LoadWeights(model_id, path, with_optimizer=False), rs.Loaded)
+
+
+def split(rows: Columns) -> list[Columns]:
+    """Parts that one request may hold. Losses are sums, so their parts add up to the whole."""
+    parts: list[list[int]] = [[]]
+    tokens = 0
+    for row, length in enumerate(rows.lengths.tolist()):
+        if parts[-1] and (len(parts[-1]) >= PART_ROWS or tokens + length > PART_TOKENS):
+            parts.append([])
+            tokens = 0
+        parts[-1].append(row)
+        tokens += length
+    return [rows] if len(parts) == 1 else [_only(rows, part) for part in parts]
+
+
+def _only(rows: Columns, part: list[int]) -> Columns:
+    where = rows.positions(part)
+    fields = {name: array[where] for name, array in rows.fields.items()}
+    return Columns(rows.tokens[where], offsets_of(rows.lengths[part]), fields)
+
+
+def joined(outputs: list[rs.LossOutput]) -> rs.LossOutput:
+    if len(outputs) == 1:
+        return outputs[0]
+    lengths = np.concatenate([np.diff(output.offsets) for output in outputs])
+    fields = {name: np.concatenate([output.fields[name] for output in outputs]) for name in outputs[0].fields}
+    sums: dict[str, float] = {}
+    for output in outputs:
+        for name, value in output.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value  # all that jobs read are sums
+    return rs.LossOutput(offsets_of(lengths.tolist()), fields, sums)
 
 
 @asynccontextmanager
 async def opened(client: ControllerClient, job: str) -> AsyncIterator[Session]:
+    """Ends with InternalError when the controller has been silent for LOST_S: that of a job is not made anew."""
     capabilities = await client.capabilities()
     session_id = await client.create_session({"job": job})
-    beating = asyncio.create_task(_beat(client, session_id))
+    lost: list[str] = []
+    owner = asyncio.current_task()
+    assert owner is not None
+    beating = asyncio.create_task(_beat(client, session_id, lost, owner))
     try:
         yield Session(client, session_id, capabilities.base_model)
+    except asyncio.CancelledError:
+        if not lost:
+            raise
+        owner.uncancel()
+        raise InternalError(f"the controller of this job is gone: {lost[0]}") from None
     finally:
         beating.cancel()
-        await client.finish_session(session_id)
+        if not lost:
+            try:
+                await asyncio.wait_for(client.finish_session(session_id), FINISH_S)
+            except (SkyrlActorsError, TimeoutError) as error:
+                log.warning("the session was not ended: %s", error)
 
 
-async def _beat(client: ControllerClient, session_id: str) -> None:
+async def _beat(client: ControllerClient, session_id: str, lost: list[str], owner: "asyncio.Task[Any]") -> None:
+    heard = time.monotonic()
     while True:
         await asyncio.sleep(HEARTBEAT_S)
-        await client.heartbeat(session_id)
+        try:
+            await client.heartbeat(session_id)
+            heard = time.monotonic()
+        except SkyrlActorsError as error:
+            log.warning("a heartbeat was not answered: %s", error)
+            if time.monotonic() - heard > LOST_S:
+                lost.append(str(error))
+                owner.cancel()
+                return

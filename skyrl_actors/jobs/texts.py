@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from skyrl_actors.config.supervised import Preferences, SftConfig, Supervised
 from skyrl_actors.jobs.chat import Chat
-from skyrl_actors.jobs.dataset_tasks import messages_of
-from skyrl_actors.jobs.datasets import Row, read, split_off
+from skyrl_actors.jobs.dataset_tasks import answer_of, messages_of
+from skyrl_actors.jobs.datasets import Row, in_row, read, split_off
 from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns, Example, columns_from
 from skyrl_actors.messages.errors import ConfigError
 
@@ -85,7 +85,7 @@ def _chat(chat: Chat, messages: Any, where: str) -> Text:
 
 def _answer(chat: Chat, prompt: Any, answer: Any, column: str) -> Text:
     messages = messages_of(prompt, f"column {column}")
-    tokens, learned = chat.conversation([*messages, {"role": "assistant", "content": str(answer)}])
+    tokens, learned = chat.conversation([*messages, {"role": "assistant", "content": answer_of(answer, "column of the answer")}])
     learned[: len(chat.prompt(messages))] = False
     return Text(tokens, learned)
 
@@ -102,7 +102,7 @@ def _prepared(
     prepared = Prepared[T]()
     for rows, target in ((train, prepared.train), (held_out, prepared.held_out)):
         for number, row in enumerate(rows, 1):
-            texts = make(row)
+            texts = in_row(number, lambda: make(row), config.data.path)  # noqa: B023
             length = max(len(text.tokens) for text in texts)
             if length <= most:
                 target.append(join(texts))

@@ -14,7 +14,7 @@ import psutil
 
 from skyrl_actors.jobs.metrics import checked
 from skyrl_actors.jobs.report import curves
-from skyrl_actors.jobs.run_folder import METRICS, SAMPLES, SUMMARY, RunFolder
+from skyrl_actors.jobs.run_folder import METRICS, SAMPLES, SUMMARY, RunFolder, rows_in
 
 SAMPLES_KEPT = 20  # of each evaluation
 SAMPLE_KEYS = ("question", "expected", "answer", "reward")
@@ -29,9 +29,7 @@ class Recorder:
         self.folder = folder
         self.path = folder.path
         file = self.path / METRICS
-        self.history: list[dict[str, float]] = (
-            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        )
+        self.history: list[dict[str, float]] = rows_in(file)
         purge = folder.state.step + 1 if folder.state else None
         self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)
 

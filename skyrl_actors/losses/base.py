@@ -82,7 +82,10 @@ class Loss:
         coef = float(config.get(kl.KL_COEF, 0.0))
         if not coef:
             return found
-        divergence = kl.estimate(ops, predicted, inputs[kl.REFERENCE], str(config[kl.KL_ESTIMATOR])) * inputs["weights"]
+        weights = inputs["weights"]
+        # Where nothing counts both are the same: a reference that is 0 there would overflow exp, and 0 times that is no number.
+        reference = ops.where(weights != 0, inputs[kl.REFERENCE], ops.detach(predicted))
+        divergence = kl.estimate(ops, predicted, reference, str(config[kl.KL_ESTIMATOR])) * weights
         sums = {**found.sums, "weighted_kl:sum": ops.detach(divergence).sum()}
         return LossTerms(found.elementwise + coef * divergence, sums)
 

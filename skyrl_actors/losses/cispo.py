@@ -14,5 +14,5 @@ def cispo(
 ) -> LossTerms:
     ratio = ops.detach(ops.exp(logprobs - inputs["logprobs"]))
     weight = ops.clip(ratio, clip_low_threshold, clip_high_threshold)
-    sums = {"clipped_tokens:sum": ops.count(weight != ratio, like=ratio)}
+    sums = {"clipped_tokens:sum": ops.count((weight != ratio) & (inputs["weights"] != 0), like=ratio)}
     return LossTerms(-weight * logprobs * inputs["advantages"] * inputs["weights"], sums)

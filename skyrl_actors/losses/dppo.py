@@ -18,4 +18,7 @@ def dppo(
     outside = ((advantages > 0) & (moved > delta_high)) | ((advantages < 0) & (moved < -delta_low))
     ratio = ops.exp(logprobs - inputs["logprobs"])
     kept = ops.where(outside, ratio * 0.0, ratio)
-    return LossTerms(-kept * advantages * inputs["weights"], {"clipped_tokens:sum": ops.count(outside, like=advantages)})
+    return LossTerms(
+        -kept * advantages * inputs["weights"],
+        {"clipped_tokens:sum": ops.count(outside & (inputs["weights"] != 0), like=advantages)},
+    )

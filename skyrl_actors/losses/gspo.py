@@ -18,5 +18,5 @@ def gspo(
     drift = ops.row_mean(ops.detach(logprobs) - inputs["logprobs"], mask)
     ratio = ops.exp(drift + logprobs - ops.detach(logprobs))
     plain, clipped = ratio * advantages, ops.clip(ratio, clip_low_threshold, clip_high_threshold) * advantages
-    sums = {"clipped_tokens:sum": ops.count((clipped < plain) & (mask != 0), like=mask)}
+    sums = {"clipped_tokens:sum": ops.count((clipped < plain) & (mask * inputs["weights"] != 0), like=mask)}
     return LossTerms(-ops.minimum(plain, clipped) * mask * inputs["weights"], sums)

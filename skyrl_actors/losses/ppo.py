@@ -22,5 +22,5 @@ def ppo(
     plain = ratio * advantages
     clipped = ops.clip(ratio, clip_low_threshold, clip_high_threshold) * advantages
     objective = ops.minimum(plain, clipped)
-    is_clipped = ops.count(clipped < plain, like=weights)
+    is_clipped = ops.count((clipped < plain) & (weights != 0), like=weights)
     return LossTerms(-objective * weights, {"clipped_tokens:sum": is_clipped})

@@ -72,20 +72,24 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
                                      "reference": {"type": "periodic", "every": 1}, "correction": {"type": "truncated"}},
         "gspo over turns": {**SMALL, "type": "gspo", "env": gym},
         "dapo": {**SMALL, "type": "dapo", "env": reward, "filter": {"max_batches": 2}, "overlong": {"buffer_tokens": 2}},
-        "distill": {**SMALL, "type": "distill", "env": reward},
         "sft": {**learning, "type": "sft", "data": answers},
+        "distill": {**SMALL, "type": "distill", "env": reward, "reference": {"type": "checkpoint", "path": "from sft"}},
         "dpo": {**learning, "type": "dpo", "data": pairs},
         "reward_model": {**learning, "type": "reward_model", "data": pairs},
     }  # fmt: skip
 
 
 async def run(name: str, base: str, folder: Path) -> dict[str, Any]:
-    client, found = ControllerClient(find_controller(name)), {}
+    client, found, teacher = ControllerClient(find_controller(name)), {}, ""
     for label, job in jobs(folder).items():
         whole = {"cluster": {"base_model": {"type": "tiny"}, "policy": {}, "critic": {}}, "job": job}
+        if label == "distill":
+            job["reference"]["path"] = teacher
         config, told = JobConfig.model_validate(whole), Told()
         kept = Checkpoints(open_run(folder, label.replace(" ", "-"), "job: {}", True), config.run, told)
         outcome = await build(config, base, 512)(client, told, kept).run()
+        where = Path(outcome.checkpoint).parts[-3:]
+        teacher = f"tinker://{where[0].replace('_', ':')}/{where[1]}/{where[2]}"
         found[label] = {
             "metric": outcome.metric,
             "before": outcome.before,

@@ -95,9 +95,12 @@ def test_demo_leaves_a_complete_run_and_no_process(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("said", "sent"), [("starting 1 vLLM", signal.SIGINT), ("iter reward", signal.SIGTERM)])
-def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, random_base: Path, said: str, sent: signal.Signals):
+def test_an_interrupted_demo_leaves_nothing_but_where_to_go_on(
+    tmp_path: Path, random_base: Path, said: str, sent: signal.Signals
+):
     before = ray_processes()
-    command = [sys.executable, "-m", "skyrl_actors", "demo", "job.iterations=50", *SHORT[1:4], f"run.folder={tmp_path}"]
+    command = [sys.executable, "-m", "skyrl_actors", "demo", "job.iterations=3", *SHORT[1:4], f"run.folder={tmp_path}"]
+    command += ["run.checkpoint_every=1"]
     command += ["cluster.base_model.warmup_steps=0", f"cluster.base_model.cache_dir={random_base.parent}"]
     command += ["cluster.placement.layout=mixed"]  # the critic on a device of its own
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -112,10 +115,28 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, random_base: Path, s
     assert "interrupted" in rest
     assert ray_processes() == before
     run = tmp_path / "ppo_tiny"
-    assert not [p for p in run.rglob("*") if "partial" in p.name or p.name == ".checkpoints"]
-    if (run / "metrics.jsonl").exists():
-        assert all(json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    assert not [p for p in run.rglob("*") if "partial" in p.name] and not (run / ".journal").exists()
+    assert (run / ".checkpoints").exists() == (run / "state.json").exists() == (sent == signal.SIGTERM)
     assert not list(Path("/dev/shm/skyrl-actors").glob("ppo_tiny-*"))
+    if sent == signal.SIGTERM:
+        goes_on(command, run)
+
+
+def goes_on(command: list[str], run: Path) -> None:
+    other = subprocess.run([*command, "job.seed=1"], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert other.returncode == 2 and "another config; it differs in job.seed (0, now 1)" in other.stderr
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "going on behind step" in done.stdout, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run / "summary.json").read_text())
+    assert [row["step"] for row in rows] == [0, 1, 2, 3] and summary["resumed_at"] in (1, 2)
+    assert not (run / "state.json").exists() and not (run / ".checkpoints").exists() and (run / "checkpoint").is_dir()
+    listed = subprocess.run(
+        [sys.executable, "-m", "skyrl_actors", "runs", str(run.parent), "--json"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert [row["state"] for row in json.loads(listed.stdout)] == ["finished"]
+    page = (run / "report.html").read_text()
+    assert "data:image/png;base64," in page and "Reverse: " in page and "http" not in page.split("<pre>")[0]
 
 
 def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Path, tmp_path: Path):
@@ -132,7 +153,7 @@ def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Pa
     assert found["rloo"]["steps"][1]["kl"] > 0
     assert found["gspo over turns"]["steps"][0]["turns"] > 1 or found["gspo over turns"]["steps"][0]["cut_share"] > 0
     assert found["dapo"]["steps"][0]["batches_drawn"] in (1, 2)
-    assert found["distill"]["steps"][0]["kl"] == 0 and "policy_loss" in found["distill"]["steps"][1]
+    assert found["distill"]["steps"][0]["kl"] > 0 and "policy_loss" in found["distill"]["steps"][1]
     assert found["sft"]["after"] < 0.9 * found["sft"]["before"]
     assert found["dpo"]["before"] == pytest.approx(math.log(2), rel=1e-4) and found["dpo"]["after"] < found["dpo"]["before"]
     assert found["reward_model"]["before"] == 0.5

@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 from skyrl_actors.config.environments import DatasetConfig, RewardEnv
-from skyrl_actors.jobs.dataset_tasks import load_function, messages_of, reward_tasks
+from skyrl_actors.jobs.dataset_tasks import answer_of, load_function, messages_of, reward_tasks
 from skyrl_actors.jobs.datasets import read, split_off
 from skyrl_actors.messages.errors import ConfigError
 
@@ -60,6 +60,7 @@ def test_held_out_rows_are_not_trained_on(tmp_path: Path):
         split_off(ROWS, None, [], 10, "d")
     other = jsonl(tmp_path / "e.jsonl", [{"prompt": "q"}])
     assert split_off(ROWS, other, ["prompt"], 3, "d") == (ROWS, [{"prompt": "q"}])
+    assert len(split_off(ROWS, config, [], 3, "d")[1]) == 10  # all of a set of its own
 
 
 def test_each_row_comes_up_once_an_epoch_in_an_order_of_the_seed(tmp_path: Path):
@@ -90,5 +91,24 @@ def test_prompts_are_texts_or_chats():
     assert messages_of("x", "here") == ({"role": "user", "content": "x"},)
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b", "name": "c"}]
     assert messages_of(chat, "here") == ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
-    with pytest.raises(ConfigError, match="here: a prompt is a text or a list"):
-        messages_of(3, "here")
+    for wrong in (3, [], [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}]):
+        with pytest.raises(ConfigError, match="here: a prompt is a text or a list"):
+            messages_of(wrong, "here")
+
+
+def test_answers_are_texts_or_the_last_turn_of_a_chat():
+    assert answer_of("x", "here") == "x"
+    assert answer_of([{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}], "here") == "x"
+    for wrong in (3, None, [], [{"role": "user", "content": "q"}]):
+        with pytest.raises(ConfigError, match="here: an answer is a text, or a chat that ends"):
+            answer_of(wrong, "here")
+
+
+def test_a_file_that_does_not_load_is_named(tmp_path: Path):
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    with pytest.raises(ConfigError, match=r"broken\.py:f can not be loaded: SyntaxError"):
+        load_function(f"{tmp_path}/broken.py:f")
+    (tmp_path / "modern.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\ndef f(): return A(3).x\n"
+    )
+    assert load_function(f"{tmp_path}/modern.py:f")() == 3

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from skyrl_actors.config.algorithms import Overlong
-from skyrl_actors.config.environments import DatasetConfig, EnvLimits, GymEnv, RewardEnv
+from skyrl_actors.config.environments import CustomEnv, DatasetConfig, EnvLimits, GymEnv, RewardEnv
 from skyrl_actors.jobs.chat import Chat
-from skyrl_actors.jobs.dataset_tasks import gym_tasks, reward_tasks
+from skyrl_actors.jobs.dataset_tasks import custom_tasks, gym_tasks, reward_tasks
 from skyrl_actors.jobs.environment import Environment, Message, Step
 from skyrl_actors.jobs.episodes import Drawn, Sampler
 from skyrl_actors.jobs.rollout import answers_only, rows_of
@@ -149,6 +149,8 @@ def failing(error: BaseException | None = None, value: float = 1.0, wait_s: floa
         (failing(wait_s=60), "step took longer than env.timeout_s 0.2 s"),
         (failing(value=math.nan), "the reward was nan"),
         (failing(value=math.inf), "the reward was inf"),
+        (failing(value=cast(Any, None)), "the reward was None"),
+        (failing(TimeoutError("the judge")), "step raised TimeoutError: the judge"),
     ],
 )
 def test_an_environment_that_fails_costs_its_episode_only(chat: Chat, kind, said):
@@ -157,6 +159,20 @@ def test_an_environment_that_fails_costs_its_episode_only(chat: Chat, kind, said
     assert [r.group for r in drawn.rollouts] == [1, 1]
     with pytest.raises(InternalError, match=f"2 of 4 episodes failed, more than env.max_failed_share 0.1 allows: {said}"):
         play(chat, [Made(kind), Made(failing())], n=2, timeout_s=0.2, max_failed_share=0.1)
+
+
+def test_chats_that_no_template_takes_cost_their_episode(chat: Chat):
+    class Strange(Adding):
+        async def step(self, answer: str) -> Step:
+            return Step(0.0, False, [cast(Any, {"role": "user"})])
+
+    class Headless(Adding):
+        async def start(self) -> Sequence[Message]:
+            return cast(Any, 3)
+
+    drawn, _ = play(chat, [Made(Strange), Made(Headless), Made(failing())], max_turns=2)
+    assert len(drawn.rollouts) == 1 and drawn.failures.total() == 2
+    assert any(said.startswith("the chat of st") for said in drawn.failures)
 
 
 def test_one_that_can_not_be_closed_has_been_played(chat: Chat):
@@ -182,6 +198,9 @@ async def later(prompt, completion, row):
     await asyncio.sleep(0)
     return len(completion)
 
+def leaves(prompt, completion, row):
+    raise SystemExit(0)
+
 def hangs(prompt, completion, row):
     time.sleep(30)
 """
@@ -200,12 +219,54 @@ def test_reward_functions(chat: Chat, tmp_path: Path):
     }
     assert by_question("right") == {"ab": 1.0, "cd": 0.0}
     assert by_question("later") == {"ab": 1.0, "cd": 1.0}
+    drawn, _ = play(chat, reward_tasks(reward_env(tmp_path, "leaves"), 0).batch(2, 0))
+    assert drawn.failures == {"step raised RuntimeError: SystemExit: 0": 2}
 
 
 def test_a_reward_function_that_hangs_holds_nobody(chat: Chat, tmp_path: Path):
     started = time.monotonic()
     drawn, _ = play(chat, reward_tasks(reward_env(tmp_path, "hangs"), 0).batch(2, 0), timeout_s=0.3)
     assert drawn.failures == {"step took longer than env.timeout_s 0.3 s": 2} and time.monotonic() - started < 10
+
+
+OWN = """
+from skyrl_actors.jobs.environment import Step
+
+class Echo:
+    question, answer = "say it", ""
+    def __init__(self, wanted):
+        self.wanted = wanted
+    def open(self):
+        return self
+    async def start(self):
+        return [{"role": "user", "content": "say " + self.wanted}]
+    async def step(self, answer):
+        return Step(float(answer == self.wanted))
+    async def close(self):
+        pass
+
+class Tasks:
+    def __init__(self, wanted):
+        self.evaluation = [Echo(wanted)]
+    def batch(self, count, number):
+        return self.evaluation * count
+
+def make(seed, wanted):
+    return Tasks(wanted)
+
+def nothing(seed):
+    return 3
+"""
+
+
+def test_an_environment_of_ones_own_is_named_in_the_config(chat: Chat, tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    tasks = custom_tasks(CustomEnv(tasks=f"{tmp_path}/own.py:make", options={"wanted": "b"}), 0)
+    assert [r.reward for r in play(chat, tasks.batch(2, 0))[0].rollouts] == [1.0, 1.0]
+    with pytest.raises(ConfigError, match=r"own.py:nothing gave a int; a task set has batch"):
+        custom_tasks(CustomEnv(tasks=f"{tmp_path}/own.py:nothing"), 0)
+    with pytest.raises(ConfigError, match=r"own.py:make raised TypeError: .*wanted"):
+        custom_tasks(CustomEnv(tasks=f"{tmp_path}/own.py:make"), 0)
 
 
 def gym_env(tmp_path: Path, kind: str, rows) -> GymEnv:

@@ -83,7 +83,12 @@ def test_prompts_without_spread_are_found():
     assert varied(np.asarray([1.0, 1.0, 0.0, 1.0, 0.0]), np.asarray([3, 3, 5, 5, 8])) == {5}
 
 
+TEACHER = {"reference": {"type": "checkpoint", "path": "runs/x/checkpoint"}}
+
+
 def job(**given) -> JobConfig:
+    if given.get("type") == "distill":
+        given |= TEACHER
     return JobConfig.model_validate({"cluster": {"critic": {}, "policy": {}, "base_model": {"type": "tiny"}}, "job": given})
 
 
@@ -113,6 +118,17 @@ def test_the_parts_of_a_preset_take_single_values():
         ("job.samples_per_prompt=1", "compares the answers to one prompt: set samples_per_prompt to 2"),
         ("job.kl.estimator=k1", "k1 has no gradient in expectation"),
         ("job.kl.coef=0", "with coef 0 does nothing"),
+        ("job.kl.place=none", "coef and target do nothing while place is none"),
+        ("job.kl.horizon=5", "horizon belongs to target"),
+        ("job.correction.high=3", "do nothing while type is none"),
+        ("job.filter.max_batches=3", "belongs to type varied"),
+        ("job.overlong.penalty=2", "does nothing while buffer_tokens is 0"),
+        ("job.critic_lr=0.1", "critic_lr do nothing without a critic"),
+        ("job.max_tokens=512", "leaves no room for a prompt"),
+        ("job.samples_per_prompt=100000", "is above cluster.limits.num_samples"),
+        ("job.seed=-1", "greater than or equal to 0"),
+        ("job.lora_rank=0", "greater than or equal to 1"),
+        ("job.type=distill", "set reference.type to checkpoint"),
         ("job.kl.cof=1", "unknown key; allowed here: coef, estimator, horizon, place, target"),
         ("job.overlong.buffer_tokens=99", "buffer_tokens 99 is above max_tokens 12"),
         ("job.reference.type=checkpoint", "path belongs to type checkpoint"),

@@ -45,10 +45,14 @@ def test_an_unfinished_run_goes_on_behind_its_checkpoint(tmp_path: Path):
     recorder.close()
     first.keep(State(2, {"policy": "tinker://a/weights/b"}, {"before": 0.1}))
     with (first.path / METRICS).open("a") as file:
-        file.write('{"step": 4, "rew')  # the process died here
+        file.write('{"step": 1, "x": "{a}')  # the process died here
     first.close()
     second = open_run(tmp_path, "r", YAML.replace("name: a", "name: b").replace("folder: x", "folder: y"), True)
-    assert second.path == first.path and second.state == State(2, {"policy": "tinker://a/weights/b"}, {"before": 0.1})
+    assert (
+        second.left_by == "a"
+        and second.path == first.path
+        and second.state == State(2, {"policy": "tinker://a/weights/b"}, {"before": 0.1})
+    )
     again = Recorder(second)
     assert [row["step"] for row in again.history] == [0, 1, 2]
     again.close()

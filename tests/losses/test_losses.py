@@ -188,6 +188,32 @@ def test_divergence_from_a_reference_is_a_term_of_the_loss(estimator: str):
     np.testing.assert_allclose(slope - plain, numeric, rtol=1e-6, atol=1e-8)
 
 
+def test_a_divergence_where_nothing_counts_is_nothing():
+    entry = losses.find("ppo")
+    predicted = torch.tensor([-120.0, -1.0], requires_grad=True)
+    inputs = {name: torch.zeros(2) for name in ("logprobs", "advantages", "reference_logprobs")} | {
+        "weights": torch.tensor([0.0, 1.0])
+    }
+    terms = entry.terms(TorchOps([2]), predicted, inputs, entry.checked({"kl_coef": 1.0}).config)
+    (slope,) = torch.autograd.grad(terms.elementwise.sum(), predicted)
+    assert (
+        bool(torch.isfinite(slope).all())
+        and float(slope[0]) == 0.0
+        and float(terms.elementwise[1].detach()) == pytest.approx(math.e - 2)
+    )
+
+
+def test_tokens_that_do_not_count_are_not_counted_as_clipped():
+    inputs = {name: torch.zeros(2) for name in ("logprobs",)} | {"advantages": torch.ones(2), "weights": torch.tensor([0.0, 1.0])}
+    inputs["sequence_ratio_mask"] = torch.ones(2)
+    for name in ("ppo", "cispo", "dppo", "gspo"):
+        entry = losses.find(name)
+        own = {key: inputs[key] for key in (*entry.required, *entry.optional)}
+        options = {"cispo": {"clip_high_threshold": 1.1}, "dppo": {"delta_high": 0.1}}.get(name, {})
+        predicted = torch.tensor([2.0, 2.0]) if name != "dppo" else torch.tensor([0.5, 0.5])
+        assert entry.terms(TorchOps([2]), predicted, own, entry.checked(options).config).sums["clipped_tokens:sum"] == 1, name
+
+
 @pytest.mark.parametrize(
     ("config", "more", "said"),
     [
