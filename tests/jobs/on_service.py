@@ -18,10 +18,10 @@ from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.run_folder import open_run
 
 REWARDS = '''
-def close(prompt, completion, row):
-    """The share of letters in their place."""
-    wanted = row["completion"]
-    return sum(a == b for a, b in zip(completion, wanted)) / max(len(completion), len(wanted), 1)
+def odd(prompt, completion, row):
+    """Of a model that knows nothing: a number that differs from answer to answer."""
+    assert prompt == row["prompt"]
+    return sum(map(ord, completion)) % 7 / 6
 '''
 SMALL = {
     "iterations": 2,
@@ -31,6 +31,7 @@ SMALL = {
     "minibatches": 2,
     "lora_rank": 4,
     "max_tokens": 6,
+    "overlong": {"cut_answers": "score"},
 }
 
 
@@ -50,11 +51,11 @@ class Told:
 
 
 def jobs(folder: Path) -> dict[str, dict[str, Any]]:
-    answers, pairs = {"path": f"{folder}/answers.jsonl"}, {"path": f"{folder}/pairs.jsonl"}
+    answers, pairs = {"path": f"{folder}/answers.jsonl"}, {"path": f"{folder}/pairs.jsonl", "limit": 32}
     reward = {
         "type": "reward",
         "data": answers,
-        "reward": f"{folder}/rewards.py:close",
+        "reward": f"{folder}/rewards.py:odd",
         "eval_prompts": 4,
         "answer_column": "completion",
     }
@@ -74,8 +75,8 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
         "dapo": {**SMALL, "type": "dapo", "env": reward, "filter": {"max_batches": 2}, "overlong": {"buffer_tokens": 2}},
         "sft": {**learning, "type": "sft", "data": answers},
         "distill": {**SMALL, "type": "distill", "env": reward, "reference": {"type": "checkpoint", "path": "from sft"}},
-        "dpo": {**learning, "type": "dpo", "data": pairs},
-        "reward_model": {**learning, "type": "reward_model", "data": pairs},
+        "dpo": {**learning, "type": "dpo", "data": pairs, "epochs": 6, "learning_rate": 2e-3},
+        "reward_model": {**learning, "type": "reward_model", "data": pairs, "epochs": 6, "learning_rate": 2e-3},
     }  # fmt: skip
 
 

@@ -75,34 +75,16 @@ def check_run_folder(run: Path) -> None:
     assert made.shape[1] > 4
 
 
-def test_demo_leaves_a_complete_run_and_no_process(tmp_path: Path):
-    before = ray_processes()
-    command = [
-        sys.executable,
-        "-m",
-        "skyrl_actors",
-        "demo",
-        *SHORT,
-        f"run.folder={tmp_path}",
-        f"cluster.base_model.cache_dir={tmp_path}/c",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "starting 1 vLLM engine(s)" in done.stdout and "before training: eval/accuracy" in done.stdout
-    check_run_folder(tmp_path / "ppo_tiny")
-    assert ray_processes() == before
-    assert not list(Path("/dev/shm/skyrl-actors").glob("ppo_tiny-*"))
-
-
 @pytest.mark.parametrize(("said", "sent"), [("starting 1 vLLM", signal.SIGINT), ("iter reward", signal.SIGTERM)])
 def test_an_interrupted_demo_leaves_nothing_but_where_to_go_on(
     tmp_path: Path, random_base: Path, said: str, sent: signal.Signals
 ):
     before = ray_processes()
-    command = [sys.executable, "-m", "skyrl_actors", "demo", "job.iterations=3", *SHORT[1:4], f"run.folder={tmp_path}"]
-    command += ["run.checkpoint_every=1"]
-    command += ["cluster.base_model.warmup_steps=0", f"cluster.base_model.cache_dir={random_base.parent}"]
-    command += ["cluster.placement.layout=mixed"]  # the critic on a device of its own
+    command = [sys.executable, "-m", "skyrl_actors", "demo", *SHORT, f"run.folder={tmp_path}", "run.checkpoint_every=1"]
+    command += [
+        f"cluster.base_model.cache_dir={tmp_path}/c",
+        "cluster.placement.layout=mixed",
+    ]  # the critic on a device of its own
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -127,9 +109,9 @@ def goes_on(command: list[str], run: Path) -> None:
     assert other.returncode == 2 and "another config; it differs in job.seed (0, now 1)" in other.stderr
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "going on behind step" in done.stdout, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((run / "summary.json").read_text())
-    assert [row["step"] for row in rows] == [0, 1, 2, 3] and summary["resumed_at"] in (1, 2)
+    assert "before" in done.stdout and "after" in done.stdout and "eval/accuracy" in done.stdout
+    check_run_folder(run)
+    assert json.loads((run / "summary.json").read_text())["resumed_at"] == 1
     assert not (run / "state.json").exists() and not (run / ".checkpoints").exists() and (run / "checkpoint").is_dir()
     listed = subprocess.run(
         [sys.executable, "-m", "skyrl_actors", "runs", str(run.parent), "--json"], cwd=ROOT, capture_output=True, text=True
@@ -155,10 +137,10 @@ def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Pa
     assert found["dapo"]["steps"][0]["batches_drawn"] in (1, 2)
     assert found["distill"]["steps"][0]["kl"] > 0 and "policy_loss" in found["distill"]["steps"][1]
     assert found["sft"]["after"] < 0.9 * found["sft"]["before"]
-    assert found["dpo"]["before"] == pytest.approx(math.log(2), rel=1e-4) and found["dpo"]["after"] < found["dpo"]["before"]
-    assert found["reward_model"]["before"] == 0.5
-    losses = [metrics["loss"] for metrics in found["reward_model"]["steps"]]
-    assert losses[0] == pytest.approx(math.log(2), rel=1e-3) and losses[-1] != losses[0]
+    assert found["dpo"]["before"] == pytest.approx(math.log(2), rel=1e-4) and found["reward_model"]["before"] == 0.5
+    for label in ("dpo", "reward_model"):  # six times the same sixteen pairs
+        losses = [metrics["loss"] for metrics in found[label]["steps"]]
+        assert losses[0] == pytest.approx(math.log(2), rel=1e-3) and losses[-1] < losses[0] - 0.01, (label, losses)
 
 
 def test_ray_job_submit_runs_the_same_job(service: Service, random_base: Path, tmp_path: Path):

@@ -98,7 +98,7 @@ def exported() -> str:
 
 def test_a_service_hands_them_to_prometheus(service: Service, tmp_path: Path):
     with tinker.ServiceClient() as client:
-        model = client.create_lora_training_client("skyrl-actors/tiny", rank=4).result()
+        model = client.create_lora_training_client("tiny", rank=4).result()
         datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4]})
         model.forward_backward([datum], "cross_entropy").result()
         model.save_weights_and_get_sampling_client().result().sample(
