@@ -143,7 +143,7 @@ async def test_every_transport_brings_the_same_weights(local_ray, random_base: P
         await while_training_wants_the_devices(backend, lora, base, 3)
         status = await backend.status()
         freed = [size for entered in status["phase_timeline"] for name, _, size in entered["moves"] if name == "free KV cache"]
-        assert len(status["phase_timeline"]) == 50 and status["seconds_in_phase"]["SAMPLE"] > 0 and freed
+        assert len(status["phase_timeline"]) >= 50 and status["seconds_in_phase"]["SAMPLE"] > 0 and freed
         differences = status["logprob_differences"]
         assert len(differences) >= 2 * len(transports) and 0 < max(differences) < 1e-4
         wrong = await full.freeze("full@wrong")
