@@ -118,7 +118,7 @@ class Reduction(FrozenConfig):
 
 
 class Correction(FrozenConfig):
-    """For samples that engine and trainer do not agree upon: r = exp(log p_trainer − log p_engine) multiplies the loss.
+    """For samples of another program or of older weights: r = exp(log p_trainer − log p_engine) multiplies the loss.
 
     truncated: min(r, high) (Yao et al., 2025). masked: r, and 0 where it lies outside low … high. Of a token, or of a whole
     answer by the mean of its differences.
@@ -223,6 +223,11 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+# Samples of older weights: the ratio is clipped around the policy as it is when they are learned from, and min(r, high) weighs what
+# lies between that and their own (decoupled PPO; Hilton et al., 2022; Fu et al., 2025).
+STALE_CORRECTION = {"type": "truncated"}
+
+
 def with_preset(given: dict[str, Any]) -> dict[str, Any]:
     """The config with the parts of its algorithm below what was given. A part of another type replaces the preset's whole."""
     merged = dict(given)
@@ -232,4 +237,7 @@ def with_preset(given: dict[str, Any]) -> dict[str, Any]:
             own = cast("dict[str, Any]", own)
             other = "type" in own and own["type"] != preset.get("type", own["type"])
             merged[part] = own if other else {**preset, **own}
+    schedule: Any = given.get("schedule", {})
+    if isinstance(schedule, dict) and cast("dict[str, Any]", schedule).get("type", "on_policy") != "on_policy":
+        merged.setdefault("correction", STALE_CORRECTION)
     return merged

@@ -22,6 +22,7 @@ from skyrl_actors.config.algorithms import (
 from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.environments import Environment, ReverseEnv
+from skyrl_actors.config.schedules import Asynchronous, OnPolicy, Schedule
 from skyrl_actors.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 
 
@@ -49,6 +50,7 @@ class RlConfig(FrozenConfig):
     overlong: Overlong = Overlong()
     correction: Correction = Correction()
     reference: Reference = Reference()
+    schedule: Schedule = OnPolicy()
     entropy_coef: float = Field(
         default=0.0, ge=0, description="of the mean entropy of a minibatch's tokens, added to the objective"
     )
@@ -64,7 +66,10 @@ class RlConfig(FrozenConfig):
     grad_clip_norm: float = Field(default=1.0, ge=0)
     value_clip: float = Field(default=0.2, gt=0)
     mismatch_warn: float = Field(
-        default=0.05, gt=0, description="mean |Δ logprob| of engine and trainer on an iteration's samples beyond which it is said"
+        default=0.05,
+        gt=0,
+        description="mean |Δ logprob| of engine and trainer on an iteration's samples beyond which it is said; "
+        "of samples of the very weights that learn from them",
     )
     mismatch_stop: float | None = Field(default=None, gt=0, description="the same, beyond which the run ends; none = never")
     critic_warmup: int = Field(default=1, ge=0, description="first iterations in which only the critic learns")
@@ -97,6 +102,11 @@ class RlConfig(FrozenConfig):
         ]
         if idle and not self.uses_critic:
             raise ValueError(f"{', '.join(idle)} do nothing without a critic: advantage is {self.advantage.type}, not gae")
+        if self.schedule.type != "on_policy" and self.mismatch_stop is not None:
+            raise ValueError(
+                f"mismatch_stop compares samples with the very weights that made them, and schedule {self.schedule.type} learns from "
+                "older ones: leave it out; cluster.logprob_check compares engine and trainer at every transfer"
+            )
         return self
 
     @property
@@ -144,6 +154,23 @@ class JobConfig(FrozenConfig):
             return cast("Any", given)
         return {**whole, "job": {"type": "ppo", **cast("dict[str, Any]", job)}}
 
+    def _can_sample_beside_learning(self, job: RlConfig) -> None:
+        schedule, cluster = job.schedule, self.cluster
+        if schedule.type == "on_policy":
+            return
+        if cluster.placement.layout != "split" and cluster.engine.num_engines:
+            raise ValueError(
+                f"job.schedule {schedule.type} samples while it learns, and in layout {cluster.placement.layout} engines and policy take "
+                "turns on their devices: set cluster.placement.layout to split, or job.schedule.type to on_policy"
+            )
+        kept = cluster.limits.full_sampler_versions
+        alive = (schedule.max_staleness if isinstance(schedule, Asynchronous) else 1) + 1
+        if job.lora_rank is None and alive > kept:
+            raise ValueError(
+                f"job.schedule uses up to {alive} versions of the policy's weights at once: set cluster.limits.full_sampler_versions to "
+                f"{alive} or more (it is {kept}), or a smaller job.schedule.max_staleness"
+            )
+
     @model_validator(mode="after")
     def _fits(self) -> "JobConfig":
         job, lora = self.job, self.cluster.lora
@@ -159,6 +186,7 @@ class JobConfig(FrozenConfig):
                 raise ValueError(
                     f"job.samples_per_prompt {job.samples_per_prompt} is above cluster.limits.num_samples {self.cluster.limits.num_samples}"
                 )
+            self._can_sample_beside_learning(job)
         adapters = (job.lora_rank is not None) + (
             job.needs_reference if isinstance(job, RlConfig) else isinstance(job, DpoConfig)
         )

@@ -205,8 +205,8 @@ class Engine(Member):
         self._step("ready")
 
     async def detach(self) -> None:
-        await remote.ended(self._watching)
         await self._no_more_restarts()
+        await remote.ended(self._watching)
 
     async def close(self) -> None:
         await self.detach()

@@ -41,6 +41,7 @@ class Member(ABC):
         self._say = say
         self._limit = RestartLimit(restart)
         self._restarting: asyncio.Task[None] | None = None
+        self._left = False  # it is watched no more: its end is no loss
 
     @abstractmethod
     async def take_over(self) -> bool:
@@ -90,12 +91,13 @@ class Member(ABC):
             return
         self.reason = reason
         self._step("died")
-        self._say(f"lost {self.name}: {reason}")
-        self.revive()
+        if not self._left:
+            self._say(f"lost {self.name}: {reason}")
+            self.revive()
 
     def revive(self) -> None:
         """Begin to make a dead engine anew, unless that is under way or was given up lately."""
-        if self.health != "DEAD" or (self._restarting is not None and not self._restarting.done()):
+        if self._left or self.health != "DEAD" or (self._restarting is not None and not self._restarting.done()):
             return
         if self._limit.may_try_again(asyncio.get_running_loop().time()):
             self._restarting = asyncio.create_task(self._make_anew())
@@ -131,4 +133,5 @@ class Member(ABC):
                 await asyncio.wait_for(self.gate.idle(), timeout_s)
 
     async def _no_more_restarts(self) -> None:
+        self._left = True
         await remote.ended(self._restarting)

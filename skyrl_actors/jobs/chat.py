@@ -39,7 +39,7 @@ class Chat:
         last = max((i for i, own in enumerate(learned) if own), default=-1)
         return np.asarray(tokens[: last + 1], np.int32), np.asarray(learned[: last + 1], bool)
 
-    def following(self, messages: Sequence[Message], answer: NDArray[np.int32]) -> tuple[int, ...]:
+    def following(self, messages: Sequence[Message], answer: Sequence[int]) -> tuple[int, ...]:
         """What stands between a sampled answer and the next one: the rest of its turn, `messages`, the head of the next."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}]
         _, found, rest = self._template([*chat, *messages], True).rpartition(STAND_IN)
@@ -48,12 +48,12 @@ class Chat:
                 f"the chat template of {self.folder} does not repeat the assistant's turns: episodes of several turns need that"
             )
         end = self.tokenizer.eos_token or ""
-        if len(answer) and int(answer[-1]) == self.tokenizer.eos_token_id:
+        if answer and answer[-1] == self.tokenizer.eos_token_id:
             rest = rest.removeprefix(end)
         return self._encoded(rest)
 
-    def text(self, answer: NDArray[np.int32]) -> str:
-        return self.tokenizer.decode(answer.tolist(), skip_special_tokens=True)
+    def text(self, answer: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(answer), skip_special_tokens=True)
 
     def _until_end_mark(self, tokens: Sequence[int]) -> int:
         end = self.tokenizer.eos_token_id

@@ -15,14 +15,15 @@ from skyrl_actors.config.environments import EnvLimits
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.environment import Environment, Message, Step, Task
 from skyrl_actors.jobs.reduction import overlong_penalty
-from skyrl_actors.jobs.rollout import Rollout
+from skyrl_actors.jobs.rollout import Piece, Rollout, Weights
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.requests import Sample, SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.results import Sequence as Sampled
 
 T = TypeVar("T")
-SEED_STEP = 1_000_003
+Newest = Callable[[], Weights]
+SEED_STEP, SLICE_SEED_STEP = 1_000_003, 7_368_787
 
 
 class EpisodeFailed(Exception):
@@ -37,6 +38,12 @@ class Drawn:
     failures: Counter[str] = field(default_factory=Counter[str])
     long_prompts: int = 0
     episodes: int = 0
+
+    def add(self, other: "Drawn") -> None:
+        self.rollouts += other.rollouts
+        self.failures += other.failures
+        self.long_prompts += other.long_prompts
+        self.episodes += other.episodes
 
     def said(self) -> str:
         """The commonest reasons."""
@@ -53,6 +60,22 @@ class Drawn:
 
 
 @dataclass(slots=True)
+class Answer:
+    """What was sampled in one turn, slice by slice."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    pieces: list[Piece] = field(default_factory=list[Piece])
+    stop_reason: str = ""
+
+    def add(self, sequence: Sampled, version: str, weights: Weights) -> None:
+        self.tokens += sequence.tokens.tolist()
+        self.logprobs += sequence.logprobs.tolist()
+        self.stop_reason = sequence.stop_reason
+        self.pieces.append(Piece(version, weights.iteration, len(sequence.tokens)))
+
+
+@dataclass(slots=True)
 class _Course:
     """An episode under way: everything behind its first prompt."""
 
@@ -61,16 +84,16 @@ class _Course:
     logprobs: list[float] = field(default_factory=list[float])
     rewards: list[float] = field(default_factory=list[float])
     texts: list[str] = field(default_factory=list[str])
-    versions: list[str] = field(default_factory=list[str])
+    pieces: list[Piece] = field(default_factory=list[Piece])
     cut: bool = False
 
-    def answered(self, answer: Sampled, text: str, version: str) -> None:
-        self.tokens += answer.tokens.tolist()
-        self.logprobs += answer.logprobs.tolist()
+    def answered(self, answer: Answer, text: str) -> None:
+        self.tokens += answer.tokens
+        self.logprobs += answer.logprobs
         self.sampled += [True] * len(answer.tokens)
         self.rewards += [0.0] * len(answer.tokens)
         self.texts.append(text)
-        self.versions.append(version)
+        self.pieces += answer.pieces
 
     def was_told(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
         self.tokens += tokens
@@ -80,33 +103,36 @@ class _Course:
 
 
 class Sampler:
-    """Plays episodes with the weights of one sampler."""
+    """Plays episodes. With `slice_tokens`, an answer asks for its weights anew behind each so many tokens."""
 
-    def __init__(self, client: ControllerClient, chat: Chat, limits: EnvLimits, overlong: Overlong, context_tokens: int):
+    def __init__(
+        self, client: ControllerClient, chat: Chat, limits: EnvLimits, overlong: Overlong, context_tokens: int,
+        slice_tokens: int | None = None,
+    ):  # fmt: skip
         self._client = client
         self._chat = chat
         self._limits = limits
         self._overlong = overlong
         self._context_tokens = context_tokens
+        self._slice_tokens = slice_tokens
         self._slots = asyncio.Semaphore(limits.concurrency)
 
-    async def play(self, sampler_id: str, tasks: Sequence[Task], params: SamplingParams, seed: int) -> Drawn:
-        """Every task `params.num_samples` times; the seed of each draw follows from `seed`.
+    async def play(self, weights: Newest, tasks: Sequence[Task], params: SamplingParams, seed: int) -> Drawn:
+        """Every task `params.num_samples` times; the seed of each draw follows from `seed`. `weights` is asked before each request.
 
-        Raises ConfigError for a prompt that is too long where such are refused, InternalError when too many episodes fail.
+        Raises ConfigError for a prompt that is too long where such are refused. How many failed is the caller's to check.
         """
         drawn = Drawn()
 
         async def group(index: int, task: Task) -> list[Rollout]:
             own = replace(params, seed=(seed * SEED_STEP + index) * params.num_samples % 2**31)
-            return await self._group(sampler_id, index, task, own, drawn)
+            return await self._group(weights, index, task, own, drawn)
 
         groups = await _all([group(i, task) for i, task in enumerate(tasks)])
         drawn.rollouts = [rollout for rollouts in groups for rollout in rollouts]
-        drawn.check(self._limits)
         return drawn
 
-    async def _group(self, sampler_id: str, index: int, task: Task, params: SamplingParams, drawn: Drawn) -> list[Rollout]:
+    async def _group(self, weights: Newest, index: int, task: Task, params: SamplingParams, drawn: Drawn) -> list[Rollout]:
         drawn.episodes += params.num_samples
         started = await asyncio.gather(*(self._started(task, drawn) for _ in range(params.num_samples)))
         environments = [environment for environment, _ in started]
@@ -115,16 +141,10 @@ class Sampler:
         try:
             if not ready or self._too_long(max(prompts, key=len), task, params, drawn):
                 return []
-            if len(set(prompts)) == 1:  # one request, whose prompt the engine computes once
-                output = await self._client.run(
-                    Sample(sampler_id, prompts[0], replace(params, num_samples=len(prompts))), SampleOutput
-                )
-                first = [(sequence, output.version) for sequence in output.sequences]
-            else:
-                first = await _all([self._sample(sampler_id, p, params, i) for i, p in enumerate(prompts)])
+            first = await self._first_answers(weights, prompts, params)
             played = await _all(
                 [
-                    self._episode(sampler_id, task, index, environment, prompt, answer, draw, params, drawn)
+                    self._episode(weights, task, index, environment, prompt, answer, draw, params, drawn)
                     for draw, ((environment, prompt), answer) in enumerate(zip(ready, first, strict=True))
                 ]
             )
@@ -157,19 +177,47 @@ class Sampler:
         drawn.episodes -= params.num_samples
         return True
 
-    async def _sample(self, sampler_id: str, prompt: tuple[int, ...], params: SamplingParams, draw: int) -> tuple[Sampled, str]:
-        own = replace(params, num_samples=1, seed=((params.seed or 0) + draw) % 2**31)
-        output = await self._client.run(Sample(sampler_id, prompt, own), SampleOutput)
-        return output.sequences[0], output.version
+    async def _first_answers(self, weights: Newest, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Answer]:
+        if len(set(prompts)) > 1:
+            return await _all([self._sample(weights, prompt, params, i) for i, prompt in enumerate(prompts)])
+        # One request, whose prompt the engine computes once.
+        asked = replace(params, num_samples=len(prompts), max_tokens=self._slice_of(params.max_tokens))
+        answers = [Answer() for _ in prompts]
+        await self._slice(weights, prompts[0], asked, answers)
+        seeds = [replace(params, num_samples=1, seed=((params.seed or 0) + draw) % 2**31) for draw in range(len(prompts))]
+        await _all([self._to_its_end(weights, prompts[0], own, each) for own, each in zip(seeds, answers, strict=True)])
+        return answers
+
+    async def _sample(self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, draw: int) -> Answer:
+        own, answer = replace(params, num_samples=1, seed=((params.seed or 0) + draw) % 2**31), Answer()
+        await self._slice(weights, prompt, replace(own, max_tokens=self._slice_of(own.max_tokens)), [answer])
+        await self._to_its_end(weights, prompt, own, answer)
+        return answer
+
+    async def _to_its_end(self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, answer: Answer) -> None:
+        while answer.stop_reason == "length" and (have := len(answer.tokens)) < params.max_tokens:
+            # Each slice draws anew: the same seed would repeat the same random numbers.
+            seed = ((params.seed or 0) + have * SLICE_SEED_STEP) % 2**31
+            asked = replace(params, max_tokens=self._slice_of(params.max_tokens - have), seed=seed)
+            await self._slice(weights, (*prompt, *answer.tokens), asked, [answer])
+
+    def _slice_of(self, left: int) -> int:
+        return min(left, self._slice_tokens or left)
+
+    async def _slice(self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, answers: list[Answer]) -> None:
+        asked = weights()
+        output = await self._client.run(Sample(asked.sampler_id, prompt, params), SampleOutput)
+        for answer, sequence in zip(answers, output.sequences, strict=True):
+            answer.add(sequence, output.version, asked)
 
     async def _episode(
-        self, sampler_id: str, task: Task, group: int, environment: Environment, prompt: tuple[int, ...], first: tuple[Sampled, str],
+        self, weights: Newest, task: Task, group: int, environment: Environment, prompt: tuple[int, ...], answer: Answer,
         draw: int, params: SamplingParams, drawn: Drawn,
     ) -> Rollout | None:  # fmt: skip
-        course, turn, (answer, version) = _Course(), 0, first
+        course, turn = _Course(), 0
         for turn in range(1, self._limits.max_turns + 1):
             text = self._chat.text(answer.tokens)
-            course.answered(answer, text, version)
+            course.answered(answer, text)
             course.cut = answer.stop_reason != "stop"
             try:
                 step = await self._stepped(environment, text, course.cut)
@@ -187,11 +235,11 @@ class Sampler:
             course.was_told(told, step.messages)
             # Each turn draws anew: the same seed would repeat the same random numbers.
             later = replace(params, seed=((params.seed or 0) + turn * SEED_STEP) % 2**31)
-            answer, version = await self._sample(sampler_id, (*prompt, *course.tokens), later, draw)
+            answer = await self._sample(weights, (*prompt, *course.tokens), later, draw)
         return Rollout(
             task, group, prompt, np.asarray(course.tokens, np.int32), np.asarray(course.sampled, bool),
             np.asarray(course.logprobs, np.float32), np.asarray(course.rewards, np.float64), "\n".join(course.texts), course.cut,
-            turn, tuple(course.versions),
+            turn, tuple(course.pieces),
         )  # fmt: skip
 
     async def _stepped(self, environment: Environment, text: str, cut: bool) -> Step:
@@ -203,7 +251,7 @@ class Sampler:
             raise EpisodeFailed(f"the reward was {step.reward}")
         return step
 
-    def _following(self, step: Step, answer: Sampled) -> tuple[int, ...]:
+    def _following(self, step: Step, answer: Answer) -> tuple[int, ...]:
         return _tried("the chat of step", lambda: self._chat.following(_chat(step.messages), answer.tokens))
 
     async def _closed(self, environment: Environment, drawn: Drawn) -> None:

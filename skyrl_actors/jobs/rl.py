@@ -6,25 +6,26 @@ weights to the engines. What happens in each is composed of the parts that the c
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.config.job import RlConfig
+from skyrl_actors.config.schedules import Asynchronous
 from skyrl_actors.jobs import advantages as adv
 from skyrl_actors.jobs import kl as divergence
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.checkpoints import Checkpoints
-from skyrl_actors.jobs.environment import Task, TaskSet
-from skyrl_actors.jobs.episodes import Drawn, Sampler
-from skyrl_actors.jobs.reduction import varied
-from skyrl_actors.jobs.rollout import Rollout, answers_only, rows_of
+from skyrl_actors.jobs.draws import Draws
+from skyrl_actors.jobs.environment import TaskSet
+from skyrl_actors.jobs.episodes import Sampler
+from skyrl_actors.jobs.rollout import Rollout, Weights, answers_only, rows_of
+from skyrl_actors.jobs.schedules import Schedule, schedule_of
 from skyrl_actors.jobs.session import CROSS_ENTROPY, Session, opened
-from skyrl_actors.jobs.update import Batch, Updates, adam_of, metrics_of
+from skyrl_actors.jobs.update import Batch, Updates, adam_of, metrics_of, off_policy
 from skyrl_actors.jobs.watcher import Outcome, Watcher
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import InternalError
@@ -54,17 +55,21 @@ class RlJob:
         self.lora_alpha = lora_alpha
         self.seconds: dict[str, float] = {}
         self.kl = divergence.Coefficient(config.kl)
-        self._batches = 0  # drawn from the task set
+        self._weights = Weights("", 0)
+        self._draws: Draws
+        self._schedule: Schedule
         self._session: Session
-        self._player: Sampler
         self._judge: Sampler
-        self._policy = self._critic = self._reference = self._sampler = ""
+        self._policy = self._critic = self._reference = ""
 
     async def run(self) -> Outcome:
         capabilities = await self.client.capabilities()
         config = self.config
         context = capabilities.max_sample_tokens
-        self._player = Sampler(self.client, self.chat, config.env, config.overlong, context)
+        schedule = config.schedule
+        slices = schedule.slice_tokens if isinstance(schedule, Asynchronous) and schedule.in_flight == "update" else None
+        player = Sampler(self.client, self.chat, config.env, config.overlong, context, slices)
+        self._draws = Draws(config, self.tasks, player, self.watcher.warned)
         judged = config.overlong.model_copy(update={"buffer_tokens": 0})  # an evaluation is of answers, not of their lengths
         self._judge = Sampler(self.client, self.chat, config.env, judged, context)
         async with opened(self.client, config.type) as session:
@@ -101,14 +106,22 @@ class RlJob:
             self._critic = await session.create("critic", lora, config.seed + 1)
 
     async def _train(self) -> Outcome:
-        config = self.config
-        self._sampler = await self._session.sampler(self._policy)
         step, books = self.kept.state.step, self.kept.state.job
+        self._weights = Weights(await self._session.sampler(self._policy), step)
         if self.kept.resumed:
-            before, accuracy = books["before"], books["accuracy"]
-            self._batches, self.kl.value = books["batches"], books["kl_coef"]
+            before, accuracy, self.kl.value = books["before"], books["accuracy"], books["kl_coef"]
         else:
             before = accuracy = await self.evaluate(0)
+        self._schedule = schedule_of(self._draws, lambda: self._weights, books, step)
+        try:
+            step, accuracy = await self._iterations(step, before, accuracy)
+        finally:
+            await self._schedule.close()
+        saved = await self._session.save(self._policy, "final")
+        return Outcome(METRIC, before, accuracy, step, saved.folder, self.kept.state.best)
+
+    async def _iterations(self, step: int, before: float, accuracy: float) -> tuple[int, float]:
+        config = self.config
         while step < config.iterations and accuracy < config.stop_at_accuracy:
             step += 1
             metrics = await self._iteration(step)
@@ -116,10 +129,9 @@ class RlJob:
                 metrics[METRIC] = accuracy = await self.evaluate(step)
                 await self.kept.evaluated(self._session, step, self._policy, accuracy, higher_is_better=True)
             self.watcher.step(step, metrics)
-            books = {"before": before, "accuracy": accuracy, "batches": self._batches, "kl_coef": self.kl.value}
+            books = {"before": before, "accuracy": accuracy, "kl_coef": self.kl.value, **self._schedule.books()}
             await self.kept.after(self._session, step, self._models(), books)
-        saved = await self._session.save(self._policy, "final")
-        return Outcome(METRIC, before, accuracy, step, saved.folder, self.kept.state.best)
+        return step, accuracy
 
     def _models(self) -> dict[str, str]:
         """What a checkpoint holds."""
@@ -130,7 +142,9 @@ class RlJob:
     async def evaluate(self, step: int) -> float:
         """Mean reward of greedy answers to held-out prompts."""
         params = SamplingParams(self.config.max_tokens, temperature=0.0)
-        drawn = await self._judge.play(self._sampler, self.tasks.evaluation, params, 0)
+        asked = self._weights
+        drawn = await self._judge.play(lambda: asked, self.tasks.evaluation, params, 0)
+        drawn.check(self.config.env)
         if missing := drawn.failures.total() + drawn.long_prompts:
             self.watcher.warned(
                 f"evaluation of step {step}: {missing} of {len(self.tasks.evaluation)} prompts are not in it ({drawn.said()})"
@@ -145,14 +159,15 @@ class RlJob:
         self.seconds = {}
         started = time.perf_counter()
         with self._timed("sample"):
-            rollouts, metrics = await self._draw(step)
+            found = await self._schedule.batch(step)
+        rollouts, metrics = found.rollouts, found.metrics
         if rollouts:
             with self._timed("values_and_reference"):
                 batch = await self._score(rollouts)
             with self._timed("advantages"):
                 coef = self.kl.value
-                metrics |= self._advantages(batch)
-                self._check_mismatch(step, metrics["logprob_mismatch"])
+                metrics |= self._advantages(batch) | off_policy(batch, step)
+                self._check_mismatch(step, metrics.get("logprob_mismatch", 0.0))
             with self._timed("update"):
                 trained = await self._update(batch, step, coef)
             metrics |= trained
@@ -165,44 +180,9 @@ class RlJob:
         else:
             self.watcher.warned(f"iteration {step}: nothing to learn from; the policy stays as it is")
         self.seconds["iteration"] = time.perf_counter() - started
-        metrics["sample_tokens_per_s"] = metrics["sampled_tokens"] / self.seconds["sample"]
+        sampling = "sample" if self.config.schedule.type == "on_policy" else "iteration"
+        metrics["sample_tokens_per_s"] = metrics["sampled_tokens"] / self.seconds[sampling]
         return metrics | {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
-
-    async def _draw(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
-        """Batches of tasks until there are enough prompts to learn from."""
-        config = self.config
-        params = SamplingParams(config.max_tokens, config.samples_per_prompt, config.temperature)
-        kept: list[Rollout] = []
-        everything: list[Rollout] = []
-        sums = {"episodes_failed": 0, "prompts_too_long": 0, "prompts_without_spread": 0, "batches_drawn": 0, "sampled_tokens": 0}
-        for _ in range(config.filter.max_batches if config.filter.type == "varied" else 1):
-            tasks: Sequence[Task] = self.tasks.batch(config.prompts, self._batches)
-            self._batches += 1
-            drawn = await self._player.play(self._sampler, tasks, params, config.seed * 100_003 + self._batches)
-            found = self._kept(drawn, sums)
-            everything += drawn.rollouts
-            offset = config.prompts * self._batches
-            kept += [replace(r, group=offset + r.group) for r in found]
-            if len({r.group for r in kept}) >= config.prompts:
-                break
-        wanted = set(sorted({r.group for r in kept})[: config.prompts])
-        metrics = {name: float(value) for name, value in sums.items()} | _of_rollouts(everything)
-        return [r for r in kept if r.group in wanted], metrics
-
-    def _kept(self, drawn: Drawn, sums: dict[str, int]) -> list[Rollout]:
-        sums["episodes_failed"] += drawn.failures.total()
-        sums["prompts_too_long"] += drawn.long_prompts
-        sums["batches_drawn"] += 1
-        sums["sampled_tokens"] += sum(int(r.sampled.sum()) for r in drawn.rollouts)
-        for text, count in drawn.failures.items():
-            if count:
-                self.watcher.warned(f"{count} episode(s) dropped: {text}")
-        if self.config.filter.type == "none":
-            return drawn.rollouts
-        groups = np.asarray([r.group for r in drawn.rollouts])
-        useful = varied(np.asarray([r.reward for r in drawn.rollouts]), groups) if len(groups) else set[int]()
-        sums["prompts_without_spread"] += len(set(groups.tolist())) - len(useful)
-        return [r for r in drawn.rollouts if r.group in useful]
 
     async def _score(self, rollouts: list[Rollout]) -> Batch:
         """Current logprobs, and values and the reference's logprobs where they are used."""
@@ -237,8 +217,7 @@ class RlJob:
         if batch.values is not None and found.returns is not None:
             returns = [r.astype(np.float32) for r in found.returns]
             metrics["explained_variance"] = adv.explained_variance(batch.flat(batch.values), batch.flat(returns))
-        gaps = np.abs(batch.flat([r.logprobs for r in batch.rollouts]) - batch.flat(batch.logprobs))
-        return metrics | {"logprob_mismatch": float(np.mean(gaps)), "logprob_mismatch_max": float(np.max(gaps))}
+        return metrics
 
     def _check_mismatch(self, step: int, mismatch: float) -> None:
         """Raises InternalError beyond mismatch_stop: updates would learn from the difference of two programs."""
@@ -274,21 +253,11 @@ class RlJob:
         if self._reference and reference.type == "periodic" and step % reference.every == 0:
             saved = await self._session.save(self._policy, "reference")
             await self._session.load(self._reference, saved.path)
-        self._sampler = await self._session.sampler(self._policy)
+        self._weights = Weights(await self._session.sampler(self._policy), step)
+        self._schedule.published()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
-
-
-def _of_rollouts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    if not rollouts:
-        return {}
-    return {
-        "reward": float(np.mean([r.reward for r in rollouts])),
-        "answer_tokens": float(np.mean([int(r.sampled.sum()) for r in rollouts])),
-        "cut_share": float(np.mean([r.cut for r in rollouts])),
-        "turns": float(np.mean([r.turns for r in rollouts])),
-    }

@@ -11,6 +11,23 @@ from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_fro
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """A sampler, and behind which iteration its weights were taken."""
+
+    sampler_id: str
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """So many sampled tokens in a row, of one version of the weights."""
+
+    version: str
+    iteration: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """tokens [P+R-1] and targets [P+R-1] are shifted; the episode behind its first prompt is the last R targets."""
 
@@ -24,7 +41,7 @@ class Rollout:
     text: str
     cut: bool = False  # the last answer ended at max_tokens, or the context did
     turns: int = 1
-    versions: tuple[str, ...] = ()  # of the weights it was sampled with
+    pieces: tuple[Piece, ...] = ()  # of what was sampled, in order
 
     @property
     def reward(self) -> float:
@@ -37,6 +54,11 @@ class Rollout:
     @property
     def targets(self) -> NDArray[np.int32]:
         return np.concatenate([np.asarray(self.prompt, np.int32), self.answer])[1:]
+
+    @property
+    def made_at(self) -> NDArray[np.int64]:
+        """[sampled tokens]: the iteration of the weights each was sampled with."""
+        return np.repeat([p.iteration for p in self.pieces], [p.num_tokens for p in self.pieces]).astype(np.int64)
 
     @property
     def start(self) -> int:

@@ -37,6 +37,18 @@ class Batch:
         return np.concatenate([part[r.sampled] for part, r in zip(parts, self.rollouts, strict=True)])
 
 
+def off_policy(batch: Batch, iteration: int) -> dict[str, float]:
+    """How old the samples are and how far the policy has moved on; what engine and trainer differ by where neither is so."""
+    ages = iteration - 1 - np.concatenate([r.made_at for r in batch.rollouts])
+    gaps = np.abs(batch.flat([r.logprobs for r in batch.rollouts]) - batch.flat(batch.logprobs))
+    found = {"staleness": float(ages.mean()), "staleness_max": float(ages.max())}
+    if len(fresh := gaps[ages == 0]):
+        found |= {"logprob_mismatch": float(fresh.mean()), "logprob_mismatch_max": float(fresh.max())}
+    if len(stale := gaps[ages > 0]):
+        found["policy_drift"] = float(stale.mean())
+    return found
+
+
 class Updates:
     """The minibatches of one iteration for one role."""
 

@@ -1,9 +1,13 @@
+import asyncio
 import itertools
 from typing import get_args
 
 import pytest
 
+from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.engines.health import NEXT, Event, Health, after
+from skyrl_actors.engines.interface import EngineStatus
+from skyrl_actors.engines.member import Member
 
 
 def test_a_restarted_engine_is_stale_before_it_is_healthy():
@@ -24,3 +28,44 @@ def test_every_other_step_is_refused():
 
 def test_only_readiness_makes_an_engine_healthy():
     assert [key for key, result in NEXT.items() if result == "HEALTHY"] == [("STALE", "ready")]
+
+
+class Silent(Member):
+    """An engine without a process."""
+
+    async def take_over(self) -> bool:
+        return False
+
+    async def start(self) -> None:
+        self._step("started")
+        self._step("ready")
+
+    async def ask(self, method: str, *arguments: object) -> None: ...
+    async def status(self) -> EngineStatus:
+        return EngineStatus("base", (), False, 0, 0)
+
+    async def _come_back(self) -> None:
+        self._step("again")
+        await self.start()
+
+    async def detach(self) -> None:
+        await self._no_more_restarts()
+
+    async def close(self) -> None:
+        await self.detach()
+
+
+async def test_who_was_left_is_no_loss_and_stays_away():
+    """A call that is under way when a pool is stopped fails with the actor that it asked."""
+    said: list[str] = []
+    engine = Silent("e", RestartConfig(), said.append)
+    await engine.start()
+    engine.died("killed")
+    assert said == ["lost e: killed"]
+    await asyncio.wait_for(asyncio.shield(engine._restarting), 60)  # type: ignore[arg-type]
+    assert engine.health == "HEALTHY" and engine.restarts == 1
+    await engine.detach()
+    engine.died("stopped")
+    assert said == ["lost e: killed"] and engine.health == "DEAD" and engine.given_up
+    engine.revive()
+    assert engine.given_up

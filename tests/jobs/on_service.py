@@ -73,6 +73,9 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
                                      "reference": {"type": "periodic", "every": 1}, "correction": {"type": "truncated"}},
         "gspo over turns": {**SMALL, "type": "gspo", "env": gym},
         "dapo": {**SMALL, "type": "dapo", "env": reward, "filter": {"max_batches": 2}, "overlong": {"buffer_tokens": 2}},
+        "one step off": {**SMALL, "type": "grpo", "env": reward, "iterations": 3, "schedule": {"type": "one_step_off"}},
+        "asynchronous": {**SMALL, "type": "rloo", "env": reward, "iterations": 4, "max_tokens": 8,
+                         "schedule": {"type": "asynchronous", "max_staleness": 1, "in_flight": "update", "slice_tokens": 3}},
         "sft": {**learning, "type": "sft", "data": answers},
         "distill": {**SMALL, "type": "distill", "env": reward, "reference": {"type": "checkpoint", "path": "from sft"}},
         "dpo": {**learning, "type": "dpo", "data": pairs, "epochs": 6, "learning_rate": 2e-3},
@@ -83,7 +86,9 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
 async def run(name: str, base: str, folder: Path) -> dict[str, Any]:
     client, found, teacher = ControllerClient(find_controller(name)), {}, ""
     for label, job in jobs(folder).items():
-        whole = {"cluster": {"base_model": {"type": "tiny"}, "policy": {}, "critic": {}}, "job": job}
+        # The layout is the running service's; that one is colocated, and asynchronous jobs are slower there and no less right.
+        named = {"base_model": {"type": "tiny"}, "policy": {}, "critic": {}, "placement": {"layout": "split"}}
+        whole = {"cluster": named, "job": job}
         if label == "distill":
             job["reference"]["path"] = teacher
         config, told = JobConfig.model_validate(whole), Told()

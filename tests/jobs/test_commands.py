@@ -27,9 +27,10 @@ SHORT = (
 )
 
 
-def ray_processes() -> list[str]:
-    names = ("raylet", "gcs_server", "ray::", "VLLM::")
-    return [p.info["name"] for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith(names)]
+def ray_processes() -> set[int]:
+    """Of the kinds that a job starts; which of them others start meanwhile is their affair."""
+    kinds = ("raylet", "gcs_server", "ray::EngineActor", "ray::TrainWorkerActor", "ray::ControllerActor", "VLLM::")
+    return {p.pid for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith(kinds)}
 
 
 def check_run_folder(run: Path) -> None:
@@ -77,16 +78,21 @@ def check_run_folder(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("said", "sent"), [("starting 1 vLLM", signal.SIGINT), ("iter reward", signal.SIGTERM)])
-def test_an_interrupted_demo_leaves_nothing_but_where_to_go_on(
-    tmp_path: Path, random_base: Path, said: str, sent: signal.Signals
+def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
+    service: Service, tmp_path: Path, said: str, sent: signal.Signals
 ):
-    before = ray_processes()
-    command = [sys.executable, "-m", "skyrl_actors", "demo", *SHORT, f"run.folder={tmp_path}", "run.checkpoint_every=1"]
-    command += [
+    layout = "mixed" if sent == signal.SIGINT else "colocated"
+    options = [
+        *SHORT,
+        f"cluster.placement.layout={layout}",
+        f"run.folder={tmp_path}",
+        "run.checkpoint_every=1",
         f"cluster.base_model.cache_dir={tmp_path}/c",
-        "cluster.placement.layout=mixed",
-    ]  # the critic on a device of its own
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    ]
+    command = [sys.executable, "-m", "skyrl_actors", "train", "configs/jobs/ppo_tiny.yaml", *options]
+    before = ray_processes()
+    alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if said in line:
@@ -96,18 +102,18 @@ def test_an_interrupted_demo_leaves_nothing_but_where_to_go_on(
         rest = process.stdout.read()
         assert process.wait(60) == 130, rest
     assert "interrupted" in rest
-    assert ray_processes() == before
+    assert ray_processes() <= before
     run = tmp_path / "ppo_tiny"
     assert not [p for p in run.rglob("*") if "partial" in p.name] and not (run / ".journal").exists()
     assert (run / ".checkpoints").exists() == (run / "state.json").exists() == (sent == signal.SIGTERM)
     assert not list(Path("/dev/shm/skyrl-actors").glob("ppo_tiny-*"))
     if sent == signal.SIGTERM:
-        goes_on(command, run)
+        goes_on(options, run)
 
 
-def goes_on(command: list[str], run: Path) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "going on behind step" in done.stdout, done.stdout + done.stderr
+def goes_on(options: list[str], run: Path) -> None:
+    done = submitted("train", "configs/jobs/ppo_tiny.yaml", *options)
+    assert done.returncode == 0 and "going on behind step" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
     assert "before" in done.stdout and "after" in done.stdout and "eval/accuracy" in done.stdout
     check_run_folder(run)
     assert json.loads((run / "summary.json").read_text())["resumed_at"] == 1
@@ -117,12 +123,24 @@ def goes_on(command: list[str], run: Path) -> None:
     assert "data:image/png;base64," in page and "Reverse: " in page and "http" not in page.split("<pre>")[0]
 
 
+def submitted(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    script = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", "."]
+    command = [*script, "--", "python", "-m", "skyrl_actors", *arguments]
+    for _ in range(20):  # Ray's job agent comes up some time after Ray itself
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
+        if "No available agent" not in done.stderr + done.stdout:
+            break
+        time.sleep(2)
+    return done
+
+
 def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Path, tmp_path: Path):
     command = [sys.executable, "-m", "tests.jobs.on_service", service.name, str(random_base), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 8
+    assert len(found) == 10
     for label, outcome in found.items():
         for metrics in outcome["steps"]:
             assert all(math.isfinite(value) for value in metrics.values()), (label, metrics)
@@ -132,32 +150,11 @@ def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Pa
     assert found["gspo over turns"]["steps"][0]["turns"] > 1 or found["gspo over turns"]["steps"][0]["cut_share"] > 0
     assert found["dapo"]["steps"][0]["batches_drawn"] in (1, 2)
     assert found["distill"]["steps"][0]["kl"] > 0 and "policy_loss" in found["distill"]["steps"][1]
+    assert [metrics["staleness"] for metrics in found["one step off"]["steps"]] == [0, 1, 1]
+    stale = [metrics["staleness_max"] for metrics in found["asynchronous"]["steps"]]
+    assert stale[0] == 0 and max(stale) == 1 and "policy_drift" in found["asynchronous"]["steps"][stale.index(1)]
     assert found["sft"]["after"] < 0.9 * found["sft"]["before"]
     assert found["dpo"]["before"] == pytest.approx(math.log(2), rel=1e-4) and found["reward_model"]["before"] == 0.5
     for label in ("dpo", "reward_model"):  # six times the same sixteen pairs
         losses = [metrics["loss"] for metrics in found[label]["steps"]]
         assert losses[0] == pytest.approx(math.log(2), rel=1e-3) and losses[-1] < losses[0] - 0.01, (label, losses)
-
-
-def test_ray_job_submit_runs_the_same_job(service: Service, random_base: Path, tmp_path: Path):
-    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
-    script = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", "."]
-    command = [
-        *script,
-        "--",
-        "python",
-        "-m",
-        "skyrl_actors",
-        "train",
-        "configs/jobs/ppo_tiny.yaml",
-        *SHORT,
-        f"run.folder={tmp_path}",
-    ]
-    command += ["cluster.base_model.warmup_steps=0", f"cluster.base_model.cache_dir={random_base.parent}"]
-    for _ in range(20):  # Ray's job agent comes up some time after Ray itself
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
-        if "No available agent" not in done.stderr + done.stdout:
-            break
-        time.sleep(2)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    check_run_folder(tmp_path / "ppo_tiny")

@@ -18,7 +18,7 @@ from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.dataset_tasks import custom_tasks, gym_tasks, reward_tasks
 from skyrl_actors.jobs.environment import Environment, Message, Step
 from skyrl_actors.jobs.episodes import Drawn, Sampler
-from skyrl_actors.jobs.rollout import answers_only, rows_of
+from skyrl_actors.jobs.rollout import Weights, answers_only, rows_of
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from tests.jobs.scripted import ScriptedClient
@@ -65,7 +65,9 @@ def play(
 ) -> tuple[Drawn, ScriptedClient]:
     client = ScriptedClient(chat, answer)
     sampler = Sampler(cast(Any, client), chat, EnvLimits(**{"max_failed_share": 1.0, **limits}), overlong or Overlong(), 512)
-    return asyncio.run(sampler.play("s", tasks, SamplingParams(12, n), 3)), client
+    drawn = asyncio.run(sampler.play(lambda: Weights("s", 5), tasks, SamplingParams(12, n), 3))
+    drawn.check(sampler._limits)
+    return drawn, client
 
 
 def test_what_was_sampled_is_kept_token_by_token_over_turns(chat: Chat):
@@ -80,7 +82,7 @@ def test_what_was_sampled_is_kept_token_by_token_over_turns(chat: Chat):
     assert chat.tokenizer.decode(rollout.answer[rollout.sampled]) == f"b{chat.tokenizer.eos_token}" * 2
     assert rollout.logprobs[rollout.sampled].tolist() == [-0.5] * 4 and not rollout.logprobs[~rollout.sampled].any()
     assert rollout.rewards[rollout.sampled].tolist() == [0, 0.25, 0, 1.0] and rollout.reward == 1.25
-    assert rollout.turns == 2 and rollout.versions == ("v1", "v1") and not rollout.cut
+    assert rollout.turns == 2 and [(p.version, p.iteration) for p in rollout.pieces] == [("v1", 5)] * 2 and not rollout.cut
     # One request for the first turn of both, one for each later turn, no seed twice.
     assert [r.params.num_samples for r in client.asked] == [2, 1, 1]
     seeds = [(r.params.seed or 0) + i for r in client.asked for i in range(r.params.num_samples)]

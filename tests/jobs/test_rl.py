@@ -1,18 +1,20 @@
 """What an iteration makes of its batch, without a cluster: metrics recomputed, weights and losses as configured, mismatch said."""
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from skyrl_actors.config.job import RlConfig
+from skyrl_actors.jobs.draws import Draws, Tally
 from skyrl_actors.jobs.envs import ReverseTask, ReverseTasks
 from skyrl_actors.jobs.episodes import Drawn
 from skyrl_actors.jobs.preferences import logistic
 from skyrl_actors.jobs.rl import RlJob
-from skyrl_actors.jobs.rollout import Rollout
-from skyrl_actors.jobs.update import Batch, Updates, adam_of
+from skyrl_actors.jobs.rollout import Piece, Rollout
+from skyrl_actors.jobs.update import Batch, Updates, adam_of, off_policy
 from skyrl_actors.messages.errors import InternalError
 
 RNG = np.random.default_rng(0)
@@ -40,7 +42,8 @@ def rollout(group: int, reward: float, length: int, cut: bool = False, told: int
     rewards[-1] = reward
     answer = RNG.integers(0, 50, length).astype(np.int32)
     logprobs = (RNG.normal(-1, 0.3, length) * sampled).astype(np.float32)
-    return Rollout(TASK, group, (1, 2, 3), answer, sampled, logprobs, rewards, "x", cut)
+    pieces = (Piece("v", 0, int(sampled.sum())),)
+    return Rollout(TASK, group, (1, 2, 3), answer, sampled, logprobs, rewards, "x", cut, 1, pieces)
 
 
 def batch() -> Batch:
@@ -56,7 +59,7 @@ def sampled_tokens(b: Batch):
 
 def test_metrics_are_what_the_registry_says():
     b = batch()
-    metrics = job()._advantages(b)
+    metrics = job()._advantages(b) | off_policy(b, 1)
     tokens = list(sampled_tokens(b))
     gaps = [abs(q - p) for q, p, _ in tokens]
     assert metrics["logprob_mismatch"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-5)
@@ -119,19 +122,37 @@ def test_rates_fall_to_their_last_share():
 
 
 def test_prompts_whose_answers_are_all_alike_are_left_out():
-    run, sums = (
-        job(type="dapo"),
-        {"episodes_failed": 0, "prompts_too_long": 0, "prompts_without_spread": 0, "batches_drawn": 0, "sampled_tokens": 0},
-    )
-    kept = run._kept(Drawn(batch().rollouts, episodes=4), sums)
+    draws, tally = Draws(job(type="dapo").config, cast(Any, None), cast(Any, None), print), Tally()
+    tally.saw(Drawn(batch().rollouts, episodes=4))
+    kept = draws.useful(batch().rollouts, tally)
     assert [r.group for r in kept] == [0, 0]
-    assert sums == {
+    assert tally.counts == {
         "episodes_failed": 0,
         "prompts_too_long": 0,
         "prompts_without_spread": 1,
-        "batches_drawn": 1,
+        "batches_drawn": 0,
         "sampled_tokens": 12,
     }
+
+
+def test_samples_of_older_weights_are_told_apart():
+    b = batch()
+    ages = (0, 2, 1, 0)
+    b.rollouts = [
+        replace(r, pieces=(Piece("v", 6 - age, 1), Piece("w", 6, int(r.sampled.sum()) - 1)))
+        for r, age in zip(b.rollouts, ages, strict=True)
+    ]
+    found = off_policy(b, 7)
+    fresh, stale = [], []
+    for r, p, age in zip(b.rollouts, b.logprobs, ages, strict=True):
+        gaps = [abs(float(x) - float(y)) for x, y, s in zip(r.logprobs, p, r.sampled, strict=True) if s]
+        (stale if age else fresh).append(gaps[0])
+        fresh += gaps[1:]
+    assert found["staleness"] == pytest.approx(3 / 12) and found["staleness_max"] == 2
+    assert found["policy_drift"] == pytest.approx(math.fsum(stale) / 2)
+    assert found["logprob_mismatch"] == pytest.approx(math.fsum(fresh) / 10)
+    assert found["logprob_mismatch_max"] == pytest.approx(max(fresh))
+    assert "policy_drift" in off_policy(b, 8) and "logprob_mismatch" not in off_policy(b, 8)
 
 
 def test_a_mismatch_is_said_or_ends_the_run():
