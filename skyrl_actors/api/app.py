@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skyrl_actors.api import (
     not_served,
     routes_catalog,
+    routes_console,
     routes_files,
     routes_openai,
     routes_sampling,
@@ -25,7 +26,8 @@ from skyrl_actors.api.tokens import owner_of_credential
 from skyrl_actors.messages.errors import SkyrlActorsError
 
 log = logging.getLogger(__name__)
-OPEN_PATHS = ("/healthz", "/api/v1/healthz", "/api/v1/client/config", "/api/v1/client/dynamic_config")
+# The console's routes look at the key themselves: without one they show totals.
+OPEN_PATHS = ("/", "/healthz", "/api/v1/healthz", "/api/v1/client/config", "/api/v1/client/dynamic_config")
 
 
 def build_app(state: ApiState | None = None) -> FastAPI:
@@ -36,6 +38,9 @@ def build_app(state: ApiState | None = None) -> FastAPI:
         app.include_router(module.router, prefix="/api/v1")
 
     app.include_router(routes_openai.router)
+    if state is None or state.config.http.console:
+        app.state.glance = routes_console.Glance()
+        app.include_router(routes_console.router)
 
     @app.get("/healthz")
     async def healthz(request: Request) -> JSONResponse:
@@ -124,7 +129,7 @@ class Guard:
     @staticmethod
     def _caller(state: ApiState, headers: dict[str, str], path: str) -> Caller | None:
         """None when keys are configured and none of them was given."""
-        if not state.owners or path in OPEN_PATHS or path.startswith(f"{ARCHIVES}/"):
+        if not state.owners or path in OPEN_PATHS or path.startswith((f"{ARCHIVES}/", routes_console.PREFIX)):
             return Caller()
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         owner = owner_of_credential(state, given)

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from skyrl_actors.commands.terminal import note, show_rows
-from skyrl_actors.jobs.report import listed, write_page
+from skyrl_actors.jobs.report import write_page
+from skyrl_actors.observe.runs import listed
 
 
 def show(folder: Path, as_json: bool) -> None:

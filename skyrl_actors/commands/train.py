@@ -20,11 +20,12 @@ from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.jobs.build import Start, build, steps_of
 from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.report import write_page
-from skyrl_actors.jobs.run_folder import STATE, RunFolder, open_run
+from skyrl_actors.jobs.run_folder import RunFolder, open_run
 from skyrl_actors.jobs.trackers import MemoryWatch, Recorder
 from skyrl_actors.jobs.watcher import Outcome
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest, NotFound
 from skyrl_actors.messages.paths import parse_path
+from skyrl_actors.observe.runs import STATE
 
 JOURNAL, CHECKPOINTS = ".journal", ".checkpoints"
 REFERENCE = "tinker://reference:train:0/weights/given"

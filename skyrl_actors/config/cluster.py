@@ -211,6 +211,8 @@ class HttpConfig(FrozenConfig):
     tokens: bool = Field(default=False, description="SDKs change their key for a token that ends (their flag pjwt_auth_enabled)")
     open_to_network: bool = Field(default=False, description="listen beyond this machine although no API keys are set")
     sdk: SdkFlags = SdkFlags()
+    console: bool = Field(default=True, description="a read-only page at /; with API keys, who gives none sees totals only")
+    runs: Path | None = Field(default=Path("runs"), description="folder of jobs' runs that the console shows")
     haproxy: bool = Field(default=True, description="Ray Serve's HAProxy edge instead of its Python proxy")
 
     @model_validator(mode="before")

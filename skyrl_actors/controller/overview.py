@@ -1,12 +1,15 @@
 """What `status` shows of who is here and what is queued."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.recovery import Recovery
 from skyrl_actors.controller.tenants import TenantTable
+from skyrl_actors.observe.counts import COUNTS, Tags
 
 SHOWN = 20  # of the newest durations
+COUNTED = ("trained_tokens", "sampled_tokens", "operations")
 
 
 def of(tenants: TenantTable, queue: RequestQueue, recovery: Recovery) -> dict[str, Any]:
@@ -20,7 +23,22 @@ def of(tenants: TenantTable, queue: RequestQueue, recovery: Recovery) -> dict[st
              "steps": m.steps, "ready": m.ready}
             for m in tenants.models.values()
         ],
+        **counted(COUNTS.read()),
         "recoveries": len(recovery.recovery_s),
         "recovery_s": [round(s, 3) for s in recovery.recovery_s[-SHOWN:]],
         "snapshot_s": [round(s, 3) for s in recovery.snapshot_s[-SHOWN:]],
     }  # fmt: skip
+
+
+def counted(totals: Mapping[tuple[str, Tags], float]) -> dict[str, Any]:
+    """Since this controller began: in all, and of each holder of a key ("-": nobody's)."""
+    counts = dict.fromkeys(COUNTED, 0.0)
+    tenants: dict[str, dict[str, float]] = {}
+    for (metric, tags), value in totals.items():
+        if metric not in COUNTED:
+            continue
+        counts[metric] += value
+        if tenant := dict(tags).get("tenant"):
+            own = tenants.setdefault(tenant, {})
+            own[metric] = own.get(metric, 0.0) + value
+    return {"counts": counts, "tenants": tenants}

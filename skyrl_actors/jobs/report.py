@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import Environment
 
 from skyrl_actors.jobs.metrics import REGISTRY
-from skyrl_actors.jobs.run_folder import CONFIG, METRICS, SAMPLES, STATE, SUMMARY, rows_in
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.observe.runs import CONFIG, METRICS, SAMPLES, SUMMARY, content_of, rows_in, state_of
 
 Row = Mapping[str, Any]
 CURVES = (
@@ -73,7 +73,7 @@ def write_page(run: Path) -> Path:
     """report.html of a run, finished or not. Raises ConfigError for a folder that holds none."""
     if not (run / CONFIG).exists():
         raise ConfigError(f"{run} holds no run: no {CONFIG} is there")
-    history, status = rows_in(run / METRICS), _content(run / "status.json")
+    history, status = rows_in(run / METRICS), content_of(run / "status.json")
     samples: dict[int, list[Row]] = {}
     for row in rows_in(run / SAMPLES):
         samples.setdefault(row["step"], []).append(row)
@@ -81,45 +81,18 @@ def write_page(run: Path) -> Path:
     total = sum(sum(values) for values in means.values())
     page = Environment(autoescape=True).from_string(PAGE).render(
         name=run.name,
-        summary=_content(run / SUMMARY) or {"state": _said(run, history)},
+        summary=content_of(run / SUMMARY) or {"state": state_of(run, history)},
         picture=base64.b64encode(curves(run.name, history)).decode(),
         shares=[(part.partition("/")[2], sum(values) / total) for part, values in means.items() if values] if total else [],
         phases=status.get("phase_seconds", {}),
         samples=samples,
         metrics=_ends(history),
-        environment=json.dumps(_content(run / "environment.json"), indent=2),
+        environment=json.dumps(content_of(run / "environment.json"), indent=2),
         config=(run / CONFIG).read_text(),
     )  # fmt: skip
     target = run / "report.html"
     target.write_text(page)
     return target
-
-
-def listed(parent: Path) -> list[dict[str, Any]]:
-    """One line a run, by name."""
-    found = []
-    for run in sorted(path for path in parent.iterdir() if (path / CONFIG).exists()) if parent.is_dir() else []:
-        summary, history = _content(run / SUMMARY), rows_in(run / METRICS)
-        evaluated = [row for row in history if any(key.startswith("eval/") for key in row)]
-        metric = summary.get("metric") or next((key for key in CURVES if evaluated and key in evaluated[0]), None)
-        values = [row[metric] for row in history if metric in row]
-        found.append({
-            "run": run.name, "job": summary.get("job", ""), "state": _said(run, history), "metric": metric or "",
-            "before": _short(values[0]) if values else "", "after": _short(values[-1]) if values else "",
-            "steps": history[-1]["step"] if history else 0, "seed": summary.get("seed", ""), "seconds": summary.get("seconds", ""),
-        })  # fmt: skip
-    return found
-
-
-def _said(run: Path, history: Sequence[Row]) -> str:
-    if (run / SUMMARY).exists():
-        return "finished"
-    state = _content(run / STATE)
-    return (
-        f"unfinished, goes on behind step {state['step']}"
-        if state
-        else f"unfinished, begins anew (was at step {history[-1]['step'] if history else 0})"
-    )
 
 
 def _ends(history: Sequence[Row]) -> list[dict[str, Any]]:
@@ -137,11 +110,3 @@ def _ends(history: Sequence[Row]) -> list[dict[str, Any]]:
                 }
             )
     return found
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _content(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {}

@@ -18,9 +18,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.observe.runs import CONFIG, METRICS, SAMPLES, STATE, SUMMARY, rows_in
 
-STATE, SUMMARY, CONFIG = "state.json", "summary.json", "config.yaml"
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # rows with their step
 OF_THE_RUN = ("run", "cluster.name")  # may differ when a run is resumed
 PACKAGES = (
     "skyrl-actors",
@@ -171,17 +170,6 @@ def _refuse_other(path: Path, config_yaml: str, state: State | None) -> None:
             f"{path} holds an unfinished run (step {state.step}) of another config; it differs in {'; '.join(keys[:8])}. Start it with its own "
             "config to go on with it, or choose another run.name, or run.resume=never to start beside it"
         )
-
-
-def rows_in(file: Path) -> list[dict[str, Any]]:
-    """Of a file of JSON lines; what was not written whole is left out."""
-    rows: list[dict[str, Any]] = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
 
 
 def _truncate(file: Path, last_step: int) -> None:

@@ -14,7 +14,8 @@ import psutil
 
 from skyrl_actors.jobs.metrics import checked
 from skyrl_actors.jobs.report import curves
-from skyrl_actors.jobs.run_folder import METRICS, SAMPLES, SUMMARY, RunFolder, rows_in
+from skyrl_actors.jobs.run_folder import RunFolder
+from skyrl_actors.observe.runs import METRICS, SAMPLES, SUMMARY, rows_in
 
 SAMPLES_KEPT = 20  # of each evaluation
 SAMPLE_KEYS = ("question", "expected", "answer", "reward")

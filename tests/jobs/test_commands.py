@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_actors.jobs.report import listed
+from skyrl_actors.observe.runs import listed
 from tests.conftest import ROOT, Service
 
 SHORT = (
@@ -25,12 +25,6 @@ SHORT = (
     "job.env.eval_prompts=20",
     "cluster.base_model.warmup_steps=10",
 )
-
-
-def ray_processes() -> set[int]:
-    """Of the kinds that a job starts; which of them others start meanwhile is their affair."""
-    kinds = ("raylet", "gcs_server", "ray::EngineActor", "ray::TrainWorkerActor", "ray::ControllerActor", "VLLM::")
-    return {p.pid for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith(kinds)}
 
 
 def check_run_folder(run: Path) -> None:
@@ -90,7 +84,6 @@ def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
         f"cluster.base_model.cache_dir={tmp_path}/c",
     ]
     command = [sys.executable, "-m", "skyrl_actors", "train", "configs/jobs/ppo_tiny.yaml", *options]
-    before = ray_processes()
     alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone) as process:
         assert process.stdout is not None
@@ -98,11 +91,13 @@ def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
             if said in line:
                 break
         time.sleep(1)
+        started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(sent)
         rest = process.stdout.read()
         assert process.wait(60) == 130, rest
     assert "interrupted" in rest
-    assert ray_processes() <= before
+    assert {"raylet", "gcs_server"} <= {child._name for child in started}  # type: ignore[attr-defined]
+    assert not psutil.wait_procs(started, timeout=5)[1]
     run = tmp_path / "ppo_tiny"
     assert not [p for p in run.rglob("*") if "partial" in p.name] and not (run / ".journal").exists()
     assert (run / ".checkpoints").exists() == (run / "state.json").exists() == (sent == signal.SIGTERM)

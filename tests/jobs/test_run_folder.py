@@ -9,10 +9,11 @@ import pytest
 
 from skyrl_actors.config.job import RunConfig
 from skyrl_actors.jobs.checkpoints import Checkpoints
-from skyrl_actors.jobs.run_folder import METRICS, State, open_run
+from skyrl_actors.jobs.run_folder import State, open_run
 from skyrl_actors.jobs.trackers import Recorder
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.results import Saved
+from skyrl_actors.observe.runs import METRICS
 
 YAML = "job: {type: ppo, seed: 0}\ncluster: {name: a}\nrun: {folder: x}\n"
 OTHER = YAML.replace("seed: 0", "seed: 1")

@@ -1,0 +1,112 @@
+"""The console: one read-only page at `/`, what it shows as JSON, and the files that it is made of."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import plotly
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, JSONResponse
+
+from skyrl_actors.api.console import Viewer, visible
+from skyrl_actors.api.state import ApiState, state_of
+from skyrl_actors.api.tokens import owner_of_credential
+from skyrl_actors.messages.catalog import CheckpointEntry
+from skyrl_actors.messages.errors import NotFound, UserError
+from skyrl_actors.observe.runs import METRICS, listed, rows_in
+
+router = APIRouter(include_in_schema=False)
+FILES = Path(__file__).parent.parent / "console"
+PREFIX = "/console/"
+CHARTS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+SERVED = {name: FILES / name for name in ("console.js", "console.css")} | {"plotly.min.js": CHARTS}
+# Nothing from elsewhere, and no page around this one. The charts set styles of their elements.
+POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'"
+FRESH_S = 1.0  # many pages that look on ask the controller once
+ROWS = 2000  # of a run's curves
+CHECKPOINTS = 20
+
+
+class UnknownKey(UserError):
+    status = 401
+
+
+class Glance:
+    """The controller's status as it was at most FRESH_S ago."""
+
+    def __init__(self) -> None:
+        self._at = -FRESH_S
+        self._status: dict[str, Any] = {}
+        self._lock = asyncio.Lock()
+
+    async def at(self, state: ApiState) -> dict[str, Any]:
+        async with self._lock:
+            if time.monotonic() - self._at >= FRESH_S:
+                self._status = await state.client.status()
+                self._at = time.monotonic()
+            return self._status
+
+
+def viewer_of(request: Request) -> Viewer:
+    """Raises UnknownKey for a key that is none of ours."""
+    state = state_of(request)
+    if not state.owners:
+        return Viewer(True)
+    given = request.headers.get("x-api-key")
+    if given is None:
+        return Viewer(False)
+    owner = owner_of_credential(state, given)
+    if owner is None:
+        raise UnknownKey("unknown API key")
+    return Viewer(False, owner)
+
+
+@router.get("/")
+async def page() -> FileResponse:
+    """The console."""
+    return FileResponse(FILES / "index.html", headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"})
+
+
+@router.get(PREFIX + "files/{name}")
+async def file(name: str) -> FileResponse:
+    """What the page is made of."""
+    if name not in SERVED:
+        raise NotFound(f"the console has no file {name[:80]!r}")
+    return FileResponse(SERVED[name], headers={"Cache-Control": "max-age=3600" if SERVED[name] == CHARTS else "no-cache"})
+
+
+@router.get(PREFIX + "state")
+async def state(request: Request) -> JSONResponse:
+    """What the controller's status shows to this viewer, and the newest checkpoints that are his."""
+    viewer, own = viewer_of(request), state_of(request)
+    shown = visible(await request.app.state.glance.at(own), viewer)
+    entries: list[CheckpointEntry] = await own.client.catalog("checkpoints") if viewer.is_known else []
+    checkpoints = [_checkpoint(entry) for entry in entries if viewer.sees(entry.run_id)][:CHECKPOINTS]
+    return JSONResponse({**shown, "at": time.time(), "checkpoints": checkpoints})
+
+
+@router.get(PREFIX + "runs")
+async def runs(request: Request) -> JSONResponse:
+    """Jobs' runs in `http.runs`; with keys configured, only for who holds one."""
+    folder = state_of(request).config.http.runs
+    if not viewer_of(request).is_known or folder is None:
+        return JSONResponse([])
+    return JSONResponse(await asyncio.to_thread(listed, folder))
+
+
+@router.get(PREFIX + "runs/{name}")
+async def curves(name: str, request: Request) -> JSONResponse:
+    """Rows of one run's metrics."""
+    folder = state_of(request).config.http.runs
+    if not viewer_of(request).is_known or folder is None or name not in await asyncio.to_thread(_names, folder):
+        raise NotFound(f"no run {name[:80]!r}")
+    return JSONResponse((await asyncio.to_thread(rows_in, folder / name / METRICS))[-ROWS:])
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _checkpoint(entry: CheckpointEntry) -> dict[str, Any]:
+    return {"path": entry.path, "kind": entry.kind, "time": entry.time, "bytes": entry.num_bytes, "expires_at": entry.expires_at}

@@ -1,0 +1,232 @@
+"use strict";
+// Reads /console/state every two seconds while the page is seen, and draws it. Everything is set as text: names come from clients.
+const EVERY_MS = 2000, KEPT_S = 300, LONG_MS = 10000;
+const COLOURS = { TRAIN: "#2f6fde", STEP: "#7c5cff", SYNC: "#e08b00", SAMPLE: "#11a36a", IDLE: "#98a2b3", BROKEN: "#c5303a" };
+const history = [];  // {at, trained, sampled, open}
+let chosen = null, runsRead = 0, key = sessionStorage.getItem("key") || "";
+
+const at = (id) => document.getElementById(id);
+const number = (x, digits = 3) => x === null || x === undefined ? "" : Number(x).toLocaleString("en", { maximumSignificantDigits: digits });
+const bytes = (x) => x ? `${number(x / 2 ** 30)} GiB` : "";
+const ago = (seconds) => seconds < 120 ? `${Math.round(seconds)} s` : seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${number(seconds / 3600)} h`;
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const seen = (seconds) => new Date(seconds * 1000);
+
+async function ask(path) {
+  const answer = await fetch(path, { headers: key ? { "X-API-Key": key } : {}, cache: "no-store" });
+  const body = await answer.json();
+  if (!answer.ok) throw new Error(body.detail || `HTTP ${answer.status}`);
+  return body;
+}
+
+function table(id, columns, rows, nothing, choose) {
+  const head = document.createElement("tr");
+  for (const [title, , kind] of columns) {
+    const cell = document.createElement("th");
+    cell.textContent = title;
+    if (kind === "number") cell.className = "number";
+    head.append(cell);
+  }
+  const lines = rows.map((row) => {
+    const line = document.createElement("tr");
+    for (const [, read, kind] of columns) {
+      const cell = document.createElement("td"), text = read(row);
+      cell.textContent = text === null || text === undefined ? "" : text;
+      if (kind === "number") cell.className = "number";
+      if (kind === "state") cell.className = /^(HEALTHY|up|ready|finished)$/.test(text) ? "good" : /^(STARTING|STALE|DRAINING|unfinished)/.test(text) ? "" : "bad";
+      line.append(cell);
+    }
+    if (choose) {
+      line.className = choose.is(row) ? "choice chosen" : "choice";
+      line.tabIndex = 0;
+      line.onclick = () => choose.take(row);
+      line.onkeydown = (event) => { if (event.key === "Enter") choose.take(row); };
+    }
+    return line;
+  });
+  if (!lines.length) {
+    const line = document.createElement("tr"), cell = document.createElement("td");
+    cell.colSpan = columns.length;
+    cell.className = "quiet";
+    cell.textContent = nothing;
+    line.append(cell);
+    lines.push(line);
+  }
+  at(id).replaceChildren(head, ...lines);
+}
+
+function chart(target, traces, layout = {}) {
+  const axis = { gridcolor: colour("--line"), zeroline: false };
+  Plotly.react(target, traces, {
+    margin: { l: 48, r: 10, t: layout.title ? 28 : 6, b: 28 }, showlegend: traces.length > 1, legend: { orientation: "h", y: 1.18, x: 0 },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: colour("--ink"), size: 11 },
+    ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, rangemode: "tozero", ...layout.yaxis },
+  }, { displayModeBar: false, responsive: true });
+}
+
+function drawPhases(state) {
+  const until = state.at, from = until - KEPT_S, line = state.phase_timeline || [], bars = {};
+  line.forEach((entered, i) => {
+    const begun = Math.max(entered.at, from), ended = i + 1 < line.length ? line[i + 1].at : until;
+    if (ended <= from) return;
+    const one = bars[entered.phase] ||= { x: [], base: [], y: [], text: [] };
+    one.base.push(seen(begun));
+    one.x.push((ended - begun) * 1000);
+    one.y.push("phase");
+    one.text.push(`${entered.phase}: ${number(ended - begun)} s, entered in ${number(entered.seconds)} s`);
+  });
+  const traces = Object.entries(bars).map(([name, one]) => ({
+    type: "bar", orientation: "h", name, ...one, hovertext: one.text, text: "", hoverinfo: "text", width: 0.8, marker: { color: COLOURS[name] || "#98a2b3" },
+  }));
+  const nothing = traces.length ? [] : [{ text: state.phase === "SPLIT" ? "split placement: everything stays resident" : "no change of phase yet", showarrow: false }];
+  chart(at("phases"), traces, {
+    barmode: "overlay", showlegend: traces.length > 0, annotations: nothing, xaxis: { type: "date", range: [seen(from), seen(until)] },
+    yaxis: { visible: false, fixedrange: true },
+  });
+}
+
+function drawHistory(state) {
+  const counts = state.counts || {};
+  history.push({ at: state.at, trained: counts.trained_tokens || 0, sampled: counts.sampled_tokens || 0, open: state.open_requests || 0 });
+  while (history.length && history[0].at < state.at - KEPT_S) history.shift();
+  const rate = (name) => history.slice(1).map((now, i) => Math.max(0, now[name] - history[i][name]) / Math.max(now.at - history[i].at, 1e-3));
+  const times = history.map((one) => seen(one.at));
+  chart(at("tokens"), [
+    { x: times.slice(1), y: rate("trained"), name: "trained", mode: "lines", line: { color: COLOURS.TRAIN } },
+    { x: times.slice(1), y: rate("sampled"), name: "sampled", mode: "lines", line: { color: COLOURS.SAMPLE } },
+  ]);
+  chart(at("requests"), [{ x: times, y: history.map((one) => one.open), mode: "lines", line: { color: COLOURS.SYNC, shape: "hv" } }]);
+}
+
+function drawCards(state) {
+  const differences = state.logprob_differences || [];
+  const cards = [
+    ["sessions", number(state.sessions)], ["models", number(state.num_models)], ["samplers", number(state.samplers)],
+    ["open requests", number(state.open_requests)], ["in line", number(state.queued)], ["recoveries", number(state.recoveries)],
+    ["tokens trained", number((state.counts || {}).trained_tokens)], ["tokens sampled", number((state.counts || {}).sampled_tokens)],
+    ["engine and trainer differ by", differences.length ? `${number(differences.at(-1), 2)} nats` : "not yet known"],
+  ];
+  at("cards").replaceChildren(...cards.map(([title, value]) => {
+    const card = document.createElement("div"), strong = document.createElement("b");
+    card.className = "card";
+    strong.textContent = value || "0";
+    const label = document.createElement("span");
+    label.className = "quiet";
+    label.textContent = title;
+    card.append(strong, label);
+    return card;
+  }));
+}
+
+function drawTables(state) {
+  const missing = state.key === "missing", unseen = "an API key shows what is yours";
+  table("engines", [
+    ["engine", (e) => e.name], ["state", (e) => e.state, "state"], ["full weights", (e) => e.version ?? (e.state === "HEALTHY" ? "dropped" : "")],
+    ["adapters", (e) => number(e.adapters), "number"], ["asleep", (e) => e.asleep ? "yes" : ""], ["running", (e) => number(e.running), "number"],
+    ["waiting", (e) => number(e.waiting), "number"], ["KV cache", (e) => e.kv_usage === undefined ? "" : `${number(100 * e.kv_usage)} %`, "number"],
+    ["prefix hits", (e) => e.prefix_hit_rate === undefined ? "" : `${number(100 * e.prefix_hit_rate)} %`, "number"], ["memory", (e) => bytes(e.rss_bytes), "number"],
+    ["restarts", (e) => number(e.restarts), "number"],
+  ], state.engines || [], "no engines");
+  table("groups", [
+    ["group", ([name]) => name], ["state", ([, g]) => g.state, "state"], ["ranks", ([, g]) => number(g.ranks), "number"],
+    ["memory", ([, g]) => bytes((g.rss_bytes || []).reduce((a, b) => a + b, 0)), "number"], ["restarts", ([, g]) => number(g.restarts), "number"],
+  ], Object.entries(state.groups || {}), "no groups");
+  table("models", [
+    ["model", (m) => m.model_id], ["role", (m) => m.role], ["weights", (m) => m.lora_rank ? `LoRA, rank ${m.lora_rank}` : "full"],
+    ["steps", (m) => number(m.steps, 9), "number"], ["in line", (m) => number(m.queued), "number"], ["state", (m) => m.ready ? "ready" : "not ready", "state"],
+  ], state.models || [], missing ? unseen : "no models are open");
+  table("tenants", [
+    ["tenant", ([name]) => name === "-" ? "without a key" : name], ["tokens trained", ([, t]) => number(t.trained_tokens || 0, 6), "number"],
+    ["tokens sampled", ([, t]) => number(t.sampled_tokens || 0, 6), "number"],
+  ], Object.entries(state.tenants || {}), missing ? unseen : "nobody asked for anything yet");
+  table("checkpoints", [
+    ["path", (c) => c.path], ["kind", (c) => c.kind], ["size", (c) => c.bytes ? `${number(c.bytes / 2 ** 20)} MiB` : "", "number"],
+    ["made", (c) => `${ago(state.at - c.time)} ago`], ["kept", (c) => c.expires_at ? `for ${ago(c.expires_at - state.at)}` : "until deleted"],
+  ], state.checkpoints || [], missing ? unseen : "no checkpoints");
+}
+
+async function drawRuns() {
+  const rows = await ask("/console/runs");
+  table("runs", [
+    ["run", (r) => r.run], ["job", (r) => r.job], ["state", (r) => r.state, "state"], ["steps", (r) => number(r.steps, 6), "number"], ["metric", (r) => r.metric],
+    ["before", (r) => r.before, "number"], ["after", (r) => r.after, "number"], ["seconds", (r) => number(r.seconds || null), "number"],
+  ], rows, "no runs in the folder that http.runs names", { is: (row) => row.run === chosen, take: (row) => { chosen = row.run; drawRuns().catch(said); } });
+  if (chosen && rows.some((row) => row.run === chosen)) drawCurves(await ask(`/console/runs/${encodeURIComponent(chosen)}`));
+}
+
+function drawCurves(rows) {
+  const first = ["eval/accuracy", "eval/nll", "eval/loss", "reward", "nll", "loss", "kl", "value_loss", "clip_fraction", "staleness"];
+  const found = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => name !== "step" && rows.some((row) => typeof row[name] === "number"));
+  found.sort((a, b) => (first.indexOf(a) + 1 || 99) - (first.indexOf(b) + 1 || 99) || a.localeCompare(b));
+  const place = at("curves");
+  while (place.children.length > found.length) place.lastChild.remove();
+  found.forEach((name, i) => {
+    const target = place.children[i] || place.appendChild(Object.assign(document.createElement("div"), { className: "chart" }));
+    const points = rows.filter((row) => typeof row[name] === "number");
+    chart(target, [{ x: points.map((row) => row.step), y: points.map((row) => row[name]), mode: "lines+markers", marker: { size: 4 }, line: { color: colour("--accent") } }],
+      { title: { text: name, font: { size: 12 } }, xaxis: { rangemode: "tozero" }, yaxis: { rangemode: "normal" } });
+  });
+}
+
+function said(error) {
+  at("notice").hidden = !error;
+  at("notice").textContent = error ? `${error.message || error}` : "";
+}
+
+async function look() {
+  try {
+    const state = await ask("/console/state");
+    document.title = `${state.name} · skyrl-actors`;
+    at("name").textContent = state.name;
+    at("phase").textContent = state.phase || "no backend";
+    at("phase").style.color = COLOURS[state.phase] || "";
+    const well = state.ready && !state.fault;
+    at("health").textContent = well ? "ready" : state.fault || "starting";
+    at("health").className = `pill ${well ? "good" : "bad"}`;
+    at("uptime").textContent = `up ${ago(state.uptime_s)}, controller ${state.epoch}`;
+    at("key-form").hidden = state.key === "none needed";
+    drawCards(state);
+    drawPhases(state);
+    drawHistory(state);
+    drawTables(state);
+    if (Date.now() - runsRead > LONG_MS) {
+      runsRead = Date.now();
+      await drawRuns();
+    }
+    said(null);
+    document.documentElement.dataset.drawn = "yes";
+  } catch (error) {
+    said(error);
+    at("health").textContent = "no answer";
+    at("health").className = "pill bad";
+  }
+}
+
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  localStorage.setItem("theme", name);
+}
+
+async function follow() {
+  for (;;) {
+    if (!document.hidden) await look();
+    await new Promise((resolve) => {
+      const timer = setTimeout(resolve, EVERY_MS);
+      if (document.hidden) document.addEventListener("visibilitychange", () => { clearTimeout(timer); resolve(); }, { once: true });
+    });
+  }
+}
+
+const wanted = new URLSearchParams(location.search);
+theme(wanted.get("theme") || localStorage.getItem("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+chosen = wanted.get("run");
+at("theme").onclick = () => { theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"); runsRead = 0; look(); };
+at("key-form").onsubmit = (event) => {
+  event.preventDefault();
+  key = at("key").value.trim();
+  sessionStorage.setItem("key", key);
+  at("key").value = "";
+  runsRead = 0;
+  look();
+};
+follow();
