@@ -19,6 +19,7 @@ from skyrl_actors.config.supervised import RewardModelConfig
 from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.jobs.build import Start, build, steps_of
 from skyrl_actors.jobs.checkpoints import Checkpoints
+from skyrl_actors.jobs.followers import check_installed, followers_of
 from skyrl_actors.jobs.report import write_page
 from skyrl_actors.jobs.run_folder import RunFolder, open_run
 from skyrl_actors.jobs.trackers import MemoryWatch, Recorder
@@ -37,6 +38,7 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
     # Jobs beside a service or beside each other must not meet in names or scratch folders.
     name = f"{config.run.name[:24].replace('.', '-')}-{uuid.uuid4().hex[:6]}"
     config = _without_idle_critic(config.model_copy(update={"cluster": config.cluster.model_copy(update={"name": name})}))
+    check_installed(config.run.trackers)
     given = _reference_folder(config)
     base_folder = cluster.prepare_base_model(config.cluster)
     start = build(_with_reference(config), str(base_folder), cluster.context_tokens(config.cluster, base_folder))
@@ -50,7 +52,8 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
             cluster.remove_folder(folder.path / CHECKPOINTS)
         if given is not None:
             _lay_beside(given, folder.path / CHECKPOINTS)
-        recorder = Recorder(folder)
+        followers = followers_of(config.run.trackers, folder.path.name, folder.path, config.model_dump(mode="json"), note)
+        recorder = Recorder(folder, followers)
         try:
             with MemoryWatch() as memory:
                 outcome = _with_ray(config, base_folder, recorder, start)

@@ -24,6 +24,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.environments import Environment, ReverseEnv
 from skyrl_actors.config.schedules import Asynchronous, OnPolicy, Schedule
 from skyrl_actors.config.supervised import DpoConfig, RewardModelConfig, SftConfig
+from skyrl_actors.config.trackers import Tracker
 
 
 class RlConfig(FrozenConfig):
@@ -137,6 +138,7 @@ class RunConfig(FrozenConfig):
     checkpoint_every: int = Field(default=10, ge=0, description="steps; 0 = only the last weights are kept")
     keep_checkpoints: int = Field(default=2, ge=1, description="the newest so many")
     keep_best: bool = Field(default=True, description="the weights of the best evaluation too")
+    trackers: tuple[Tracker, ...] = Field(default=(), description="W&B and MLflow, beside metrics.jsonl and TensorBoard")
 
 
 class JobConfig(FrozenConfig):

@@ -104,7 +104,7 @@ function drawCards(state) {
     ["sessions", number(state.sessions)], ["models", number(state.num_models)], ["samplers", number(state.samplers)],
     ["open requests", number(state.open_requests)], ["in line", number(state.queued)], ["recoveries", number(state.recoveries)],
     ["tokens trained", number((state.counts || {}).trained_tokens)], ["tokens sampled", number((state.counts || {}).sampled_tokens)],
-    ["engine and trainer differ by", differences.length ? `${number(differences.at(-1), 2)} nats` : "not yet known"],
+    ["nats between engine and trainer", differences.length ? differences.at(-1).toExponential(1) : "–"],
   ];
   at("cards").replaceChildren(...cards.map(([title, value]) => {
     const card = document.createElement("div"), strong = document.createElement("b");

@@ -62,6 +62,10 @@ class ControllerActor:
         self._starting: asyncio.Task[Capabilities] | None = None
         self._line = LineServer(self, CALLS)
 
+    def __repr__(self) -> str:
+        """In Ray's dashboard and before its lines of the log."""
+        return f"{self._parts[0].name} controller"
+
     def _say(self, text: str) -> None:
         self.progress.append(text)
         log.info(text)

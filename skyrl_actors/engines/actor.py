@@ -29,6 +29,10 @@ class EngineActor:
         self._samples: set[asyncio.Task] = set()
         self._changes = asyncio.Lock()
 
+    def __repr__(self) -> str:
+        """In Ray's dashboard and before its lines of the log."""
+        return self.engine.spec.name
+
     async def adopt(self, epoch: int) -> EngineReport:
         """From now on only this epoch's calls are served; what an earlier one began has ended when this returns."""
         self._fence(epoch)

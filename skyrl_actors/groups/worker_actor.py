@@ -30,6 +30,10 @@ class TrainWorkerActor:
         if spec is not None:
             self.become(spec)
 
+    def __repr__(self) -> str:
+        """In Ray's dashboard and before its lines of the log; asked for once, when it is made."""
+        return "standby" if self.spec is None else f"{self.spec.role}[{self.spec.rank}]"
+
     def warm(self, base_folder: str) -> None:
         """Load all code that a rank needs, by loading the base model once."""
         from skyrl_actors.workers.torch_worker import load_and_forget

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import psutil
 
+from skyrl_actors.jobs.followers import Follower
 from skyrl_actors.jobs.metrics import checked
 from skyrl_actors.jobs.report import curves
 from skyrl_actors.jobs.run_folder import RunFolder
@@ -24,10 +25,11 @@ SAMPLE_KEYS = ("question", "expected", "answer", "reward")
 class Recorder:
     """Writes into a run's folder. A run that is gone on with keeps the rows up to its checkpoint."""
 
-    def __init__(self, folder: RunFolder):
+    def __init__(self, folder: RunFolder, followers: Sequence[Follower] = ()):
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = folder
+        self._followers = followers
         self.path = folder.path
         file = self.path / METRICS
         self.history: list[dict[str, float]] = rows_in(file)
@@ -39,6 +41,8 @@ class Recorder:
         self.history.append(row)
         with (self.path / METRICS).open("a") as file:
             file.write(json.dumps(row) + "\n")
+        for follower in self._followers:
+            follower.log(step, metrics)
         for key, value in metrics.items():
             self._events.add_scalar(key, value, step)
 
@@ -59,6 +63,8 @@ class Recorder:
 
     def close(self) -> None:
         self._events.close()
+        for follower in self._followers:
+            follower.close()
 
 
 class MemoryWatch:

@@ -2,8 +2,13 @@
 
 import json
 import re
+import shutil
+import subprocess
 import time
+import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +26,7 @@ from skyrl_actors.messages.results import Failure, LossOutput, SampleOutput, Seq
 from skyrl_actors.observe.counts import Counts
 from skyrl_actors.observe.grafana import dashboard, expression
 from skyrl_actors.observe.metrics import PREFIX, REGISTRY, markdown
-from tests.conftest import ROOT, Service, run_cli
+from tests.conftest import ROOT, Service, free_port, run_cli
 
 
 def test_only_what_is_registered_is_counted():
@@ -94,6 +99,56 @@ def exported() -> str:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             texts.append(answer.read().decode())
     return "\n".join(texts)
+
+
+@contextmanager
+def real_prometheus(folder: Path) -> Iterator[str]:
+    """Reads what Ray's agents say of themselves, each second."""
+    found = Path("/tmp/ray/session_latest").resolve().parent / "prom_metrics_service_discovery.json"
+    config = {"scrape_configs": [{"job_name": "ray", "scrape_interval": "1s", "file_sd_configs": [{"files": [str(found)]}]}]}
+    (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+    address = f"127.0.0.1:{free_port()}"
+    command = [
+        "prometheus",
+        f"--config.file={folder}/prometheus.yml",
+        f"--storage.tsdb.path={folder}/tsdb",
+        f"--web.listen-address={address}",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield f"http://{address}"
+        finally:
+            process.terminate()
+
+
+def queried(url: str, expression: str) -> list[Any]:
+    asked = urllib.parse.urlencode({"query": expression})
+    with urllib.request.urlopen(f"{url}/api/v1/query?{asked}", timeout=10) as answer:
+        found = json.loads(answer.read())
+    assert found["status"] == "success", found
+    return found["data"]["result"]
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)")
+def test_prometheus_reads_them_and_understands_every_panel(service: Service, tmp_path: Path):
+    with tinker.ServiceClient() as client, real_prometheus(tmp_path) as url:
+        sampler = client.create_sampling_client(base_model="tiny")
+        seen: list[Any] = []
+        ends = time.monotonic() + 90
+        while not seen and time.monotonic() < ends:
+            sampler.sample(types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=4)).result()
+            time.sleep(1)
+            try:
+                seen = queried(
+                    url, f'rate(ray_{PREFIX}operations_total{{service="{service.name}",verb="sample",outcome="ok"}}[30s]) > 0'
+                )
+            except OSError:  # it starts
+                continue
+        assert seen and float(seen[0]["value"][1]) > 0
+        for panel in dashboard()["panels"]:
+            for target in panel.get("targets", ()):
+                text = target["expr"].replace("$service", service.name).replace("$__rate_interval", "30s")
+                queried(url, text)
 
 
 def test_a_service_hands_them_to_prometheus(service: Service, tmp_path: Path):
