@@ -21,12 +21,13 @@ from skyrl_actors import remote
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.commands import cluster, haproxy
 from skyrl_actors.commands.terminal import console, note, show_rows
-from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.config.load import load
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 
 READY_TIMEOUT_S = 60.0
+ONGOING_PER_REPLICA = 400  # long polls among them; a replica takes ten times as many
 PROJECT = Path(__file__).parent.parent.parent
 STATE_FOLDER = Path("/tmp/skyrl-actors-services")
 
@@ -147,8 +148,20 @@ def start_ingress(config: ClusterConfig) -> None:
 
     note("starting the HTTP endpoint (Ray Serve)")
     serve.start(proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port})
-    application = TinkerApi.options(num_replicas=config.http.replicas).bind(config)
+    application = TinkerApi.options(**scaling(config.http)).bind(config)
     serve.run(application, name=config.name, route_prefix="/", blocking=False)
+
+
+def scaling(http: HttpConfig) -> dict[str, Any]:
+    """Replicas as the config asks for them. A long poll counts as a request for all its time, and costs next to nothing."""
+    if http.max_replicas is None:
+        return {"num_replicas": http.replicas}
+    autoscaling = {
+        "min_replicas": http.replicas,
+        "max_replicas": http.max_replicas,
+        "target_ongoing_requests": ONGOING_PER_REPLICA,
+    }
+    return {"autoscaling_config": autoscaling}
 
 
 def _wait_until_healthy(config: ClusterConfig) -> None:
@@ -203,7 +216,7 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
             undo.callback(lambda: ray.kill(find_controller(config.name)))  # else the next deploy would find it and serve nothing
             asyncio.run(_start_controller(config, base_folder))
             undo.pop_all()
-    return TinkerApi.options(num_replicas=config.http.replicas).bind(config)
+    return TinkerApi.options(**scaling(config.http)).bind(config)
 
 
 def read_status(name: str) -> dict[str, Any]:

@@ -203,6 +203,9 @@ class HttpConfig(FrozenConfig):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     replicas: int = Field(default=2, ge=1, description="ingress processes; with two, one may die unnoticed")
+    max_replicas: int | None = Field(
+        default=None, ge=1, description="Serve adds ingress processes up to so many as requests come; none = always `replicas`"
+    )
     long_poll_s: float = Field(default=30.0, gt=0, le=40)
     api_keys: tuple[str, ...] = Field(
         default=(), description="allowed X-API-Key values as [name=]key or [name=]sha256:<hex>, kept as hashes; none = any key"
@@ -214,6 +217,12 @@ class HttpConfig(FrozenConfig):
     console: bool = Field(default=True, description="a read-only page at /; with API keys, who gives none sees totals only")
     runs: Path | None = Field(default=Path("runs"), description="folder of jobs' runs that the console shows")
     haproxy: bool = Field(default=True, description="Ray Serve's HAProxy edge instead of its Python proxy")
+
+    @model_validator(mode="after")
+    def _grows(self) -> "HttpConfig":
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
+        return self
 
     @model_validator(mode="before")
     @classmethod

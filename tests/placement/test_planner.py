@@ -126,8 +126,9 @@ def test_cluster_file_is_valid_for_ray_and_read_by_us():
 
     validate_config(fillout_defaults(yaml.safe_load((ROOT / "cluster.yaml").read_text())))
     nodes = nodes_from_cluster_file(ROOT / "cluster.yaml")
-    assert [(n.name, n.gpus) for n in nodes] == [("head", 8.0), ("worker", 8.0)]
-    assert all(n.device_bytes == device_bytes_of(["accelerator_type:H100"]) and n.host_bytes for n in nodes)
+    assert [(n.name, n.gpus) for n in nodes[:2]] == [("head", 8.0), ("worker", 8.0)]
+    assert all(n.device_bytes == device_bytes_of(["accelerator_type:H100"]) and n.host_bytes for n in nodes[:2])
+    assert [(n.gpus, n.cpus) for n in nodes[2:]] == [(0.0, 32.0)] * 4
 
 
 SHAPE = ["--nodes", "cluster.yaml", "--model", "configs/shapes/qwen3-8b"]
