@@ -25,7 +25,7 @@ RAY_TOKEN = Path.home() / ".ray" / "auth_token"
 DEMO_CONFIG = Path(__file__).parent.parent / "configs" / "jobs" / "ppo_tiny.yaml"
 
 
-@app.command()
+@app.command(rich_help_panel="Training")
 def demo(overrides: Overrides = None) -> None:
     """Watch PPO learn on this machine: a tiny model, real Ray and vLLM, a few minutes, no GPU."""
     from skyrl_actors.commands.train import train as run
@@ -33,7 +33,7 @@ def demo(overrides: Overrides = None) -> None:
     run(DEMO_CONFIG, overrides or [])
 
 
-@app.command()
+@app.command(rich_help_panel="Training")
 def train(config: Config, overrides: Overrides = None) -> None:
     """Run a training job, or go on with one that was interrupted (same run.name, same config). Joins the Ray cluster in
     RAY_ADDRESS (set inside `ray job submit`), else starts its own."""
@@ -42,7 +42,7 @@ def train(config: Config, overrides: Overrides = None) -> None:
     run(config, overrides or [])
 
 
-@app.command()
+@app.command(rich_help_panel="Training")
 def runs(
     folder: Annotated[Path, typer.Argument(help="where runs are kept (run.folder)")] = Path("runs"),
     json: Annotated[bool, typer.Option(help="machine-readable")] = False,
@@ -53,7 +53,7 @@ def runs(
     show(folder, json)
 
 
-@app.command()
+@app.command(rich_help_panel="Training")
 def report(run: Annotated[Path, typer.Argument(help="the folder of a run, e.g. runs/ppo_tiny")]) -> None:
     """Write report.html of a run, finished or not: curves, time shares, rollouts, metrics, config, in one file."""
     from skyrl_actors.commands.runs import report as write
@@ -61,7 +61,7 @@ def report(run: Annotated[Path, typer.Argument(help="the folder of a run, e.g. r
     write(run)
 
 
-@app.command()
+@app.command(rich_help_panel="Service")
 def serve(
     config: Config,
     overrides: Overrides = None,
@@ -76,7 +76,7 @@ def serve(
 Name = Annotated[str, typer.Option(help="the service's name in its config")]
 
 
-@app.command()
+@app.command(rich_help_panel="Service")
 def status(name: Name = "skyrl-actors", json: Annotated[bool, typer.Option(help="machine-readable")] = False) -> None:
     """Models, phase, groups, engines and queue of a running service."""
     from skyrl_actors.commands.serve import status as run
@@ -84,7 +84,7 @@ def status(name: Name = "skyrl-actors", json: Annotated[bool, typer.Option(help=
     run(name, json)
 
 
-@app.command()
+@app.command(rich_help_panel="Service")
 def trace(
     output: Annotated[Path, typer.Argument(help="the file to write")] = Path("trace.json"),
     name: Name = "skyrl-actors",
@@ -95,7 +95,7 @@ def trace(
     run(name, output)
 
 
-@app.command()
+@app.command(rich_help_panel="Service")
 def key(
     name: Annotated[str, typer.Argument(help="who will hold it; what he makes stays his when the key is replaced")] = "",
 ) -> None:
@@ -105,7 +105,7 @@ def key(
     make(name)
 
 
-@app.command()
+@app.command(rich_help_panel="Service")
 def stop(name: Name = "skyrl-actors") -> None:
     """End a service, and Ray with it if `serve` started Ray."""
     from skyrl_actors.commands.serve import stop as run
@@ -113,7 +113,7 @@ def stop(name: Name = "skyrl-actors") -> None:
     run(name)
 
 
-@app.command()
+@app.command(rich_help_panel="Service")
 def journal(
     config: Config,
     overrides: Overrides = None,
@@ -127,7 +127,7 @@ def journal(
     run(config, overrides or [], model, last, json)
 
 
-@app.command()
+@app.command(rich_help_panel="Before you start")
 def plan(
     config: Config,
     overrides: Overrides = None,
@@ -143,7 +143,7 @@ def plan(
     run(config, overrides or [], nodes, model)
 
 
-@app.command()
+@app.command(rich_help_panel="Before you start")
 def doctor(port: Annotated[int, typer.Option(help="port of the endpoint to check")] = 8000) -> None:
     """Check versions, torch build, vLLM, memory and ports; say what to do about each failure."""
     from skyrl_actors.commands.doctor import run

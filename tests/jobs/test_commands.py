@@ -83,7 +83,8 @@ def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
         "run.checkpoint_every=1",
         f"cluster.base_model.cache_dir={tmp_path}/c",
     ]
-    command = [sys.executable, "-m", "skyrl_actors", "train", "configs/jobs/ppo_tiny.yaml", *options]
+    begin = ["demo"] if sent == signal.SIGINT else ["train", "configs/jobs/ppo_tiny.yaml"]
+    command = [sys.executable, "-m", "skyrl_actors", *begin, *options]
     alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone) as process:
         assert process.stdout is not None
