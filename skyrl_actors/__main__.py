@@ -89,7 +89,7 @@ def trace(
     output: Annotated[Path, typer.Argument(help="the file to write")] = Path("trace.json"),
     name: Name = "skyrl-actors",
 ) -> None:
-    """Write the last phases of a running service, with every move between them, as a trace for Perfetto or chrome://tracing."""
+    """Write the last phases, operations and transfers of a running service as a trace for Perfetto or chrome://tracing."""
     from skyrl_actors.commands.trace import run
 
     run(name, output)

@@ -1,6 +1,7 @@
 """How ingress replicas and jobs talk to the controller actor."""
 
 import asyncio
+import time
 import uuid
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
+from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled
 
 R = TypeVar("R")
@@ -64,15 +66,27 @@ class ControllerClient:
 
     async def submit(self, request: Request, mark: str = "", request_id: str | None = None) -> str:
         """`mark` of the owner, at the end of the request's id. A repeat under one `request_id` is one request."""
-        return await self._call("submit", request, request_id or f"r{uuid.uuid4().hex}{mark}")
+        began = time.time()
+        accepted: str = await self._call("submit", request, request_id or f"r{uuid.uuid4().hex}{mark}")
+        self._spanned("accept", accepted, began)
+        return accepted
+
+    @staticmethod
+    def _spanned(name: str, request_id: str, began: float) -> None:
+        if SPANS.sends:
+            SPANS.send(Span(name, "ingress", began, time.time() - began, request_id))
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
         """Ends in time, whatever happens to the controller meanwhile."""
+        began = time.time()
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
-                return await self._call("retrieve", request_id, left_s, patience_s=0.0, timeout_s=left_s + GRACE_S)
+                found = await self._call("retrieve", request_id, left_s, patience_s=0.0, timeout_s=left_s + GRACE_S)
+                if not isinstance(found, Waiting):
+                    self._spanned("deliver", request_id, began)
+                return found
             except Unavailable as error:
                 if left_s <= LONGEST_PAUSE_S:
                     return Waiting("paused_capacity", str(error))
@@ -152,6 +166,9 @@ class ControllerClient:
 
     async def fault(self) -> str | None:
         return await self._call("fault", patience_s=0.0)
+
+    async def spans(self) -> list[Span]:
+        return await self._call("spans", patience_s=0.0)
 
     async def status(self) -> dict[str, Any]:
         return await self._call("status", patience_s=0.0)

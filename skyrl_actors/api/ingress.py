@@ -10,6 +10,8 @@ from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.observe.log import set_up_logging
+from skyrl_actors.observe.spans import SPANS
 
 
 @serve.deployment(
@@ -26,6 +28,8 @@ from skyrl_actors.config.cluster import ClusterConfig
 @serve.ingress()
 class TinkerApi:
     def __init__(self, config: ClusterConfig):
+        set_up_logging(form=config.observe.log_format, service=config.name, part="ingress")
+        SPANS.send_to(config.observe.otlp, config.name, "ingress")
         self.state = ApiState(config, ControllerClient(find_controller(config.name)))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -25,6 +25,7 @@ from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.config.load import load
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
+from skyrl_actors.observe.spans import Span
 
 READY_TIMEOUT_S = 60.0
 ONGOING_PER_REPLICA = 400  # long polls among them; a replica takes ten times as many
@@ -222,6 +223,12 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
 def read_status(name: str) -> dict[str, Any]:
     """Raises ConfigError when there is no service of that name."""
     return asyncio.run(_status(name))
+
+
+def read_spans(name: str) -> list[Span]:
+    """What it did lately. Raises ConfigError when there is no service of that name."""
+    join(name)
+    return asyncio.run(ControllerClient(find_controller(name)).spans())
 
 
 def status(name: str, as_json: bool) -> None:

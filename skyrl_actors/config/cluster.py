@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from skyrl_actors.config import keys
 from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.engines import EngineConfig
+from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
 from skyrl_actors.config.transfers import LogprobCheck, ShmTransfer, TransferConfig
 
@@ -279,6 +280,7 @@ class ClusterConfig(FrozenConfig):
     http: HttpConfig = HttpConfig()
     journal: JournalConfig = JournalConfig()
     restart: RestartConfig = RestartConfig()
+    observe: ObserveConfig = ObserveConfig()
     checkpoint_dir: Path = Path("checkpoints")
 
     @property

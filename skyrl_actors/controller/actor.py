@@ -21,6 +21,7 @@ from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, PartialSample, Result, Waiting
 from skyrl_actors.observe.log import set_up_logging
+from skyrl_actors.observe.spans import SPANS, Span
 
 log = logging.getLogger(__name__)
 AFTER_FAILURE_S = 2.0
@@ -43,6 +44,7 @@ CALLS = (
     "join_sampler",
     "fault",
     "status",
+    "spans",
 )
 """What may be called over the line."""
 
@@ -55,7 +57,8 @@ class ControllerActor:
     """
 
     def __init__(self, config: ClusterConfig, base_folder: str, detached: bool):
-        set_up_logging()
+        set_up_logging(form=config.observe.log_format, service=config.name, part="controller")
+        SPANS.send_to(config.observe.otlp, config.name, "controller")
         self.progress: list[str] = []
         self._parts = (config, Path(base_folder), detached)
         self.controller = self._build()
@@ -186,6 +189,10 @@ class ControllerActor:
             self._starting = asyncio.create_task(self._start())
         return self.controller.fault()
 
+    async def spans(self) -> list[Span]:
+        """What was done lately, oldest first."""
+        return list(SPANS.recent)
+
     async def status(self) -> dict[str, Any]:
         return {**await self.controller.status(), "url": self._url}
 
@@ -193,3 +200,4 @@ class ControllerActor:
         await remote.publish(self._parts[0].name, None)
         await self.controller.close()
         await self._line.close()
+        await asyncio.to_thread(SPANS.close)

@@ -17,7 +17,7 @@ from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
 from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.slots import FairSlots
-from skyrl_actors.controller.tally import tally
+from skyrl_actors.controller.tally import tally, traced
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
@@ -25,6 +25,8 @@ from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateL
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.results import Failure, SampleOutput
 from skyrl_actors.observe.counts import COUNTS
+from skyrl_actors.observe.log import named
+from skyrl_actors.observe.spans import SPANS
 
 log = logging.getLogger(__name__)
 TRAINING = (rq.ForwardBackward, rq.OptimStep, rq.LoadWeights)
@@ -65,6 +67,7 @@ class Lanes:
             task.cancel()
 
     async def _run(self, op: Op, line: str) -> None:
+        named(op.request_id, line)
         progress = self.recovery.progress.setdefault(line, Progress(op.number))
         async with progress.lock:
             op.begun = time.monotonic()
@@ -74,6 +77,7 @@ class Lanes:
             if model is not None:
                 self._note(op, outcome, model, progress)
             await self.ledger.answer(op, outcome, progress.step)
+            traced(SPANS, op, outcome, time.monotonic())
             await self._after(op, outcome, model)
         if isinstance(op.request, rq.Unload):
             self.queue.forget(line)
@@ -217,6 +221,7 @@ class Lanes:
         self._cancelled.discard(op.request_id)
         self._tally(op, outcome)
         await self.ledger.answer(op, outcome)
+        traced(SPANS, op, outcome, time.monotonic())
         self.completions.note(op.stream, request_seq_id(op), op.request_id, isinstance(outcome.result, Failure))
         await self.release(sampler)
 

@@ -6,8 +6,9 @@ import time
 from skyrl_actors.controller.ledger import Op, Outcome
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.results import Failure, SampleOutput
+from skyrl_actors.messages.results import Failure, LossOutput, SampleOutput
 from skyrl_actors.observe.counts import Counts
+from skyrl_actors.observe.spans import Span, Spans
 
 NOBODY = "-"  # the tenant of requests without an API key
 
@@ -29,6 +30,29 @@ def tally(counts: Counts, op: Op, outcome: Outcome, roles: dict[str, str]) -> No
         counts.add("trained_tokens", request.columns.num_tokens, role=roles.get(request.model_id, "policy"), tenant=tenant)
     elif isinstance(result, SampleOutput):
         counts.add("sampled_tokens", sum(len(sequence.tokens) for sequence in result.sequences), tenant=tenant)
+
+
+def traced(spans: Spans, op: Op, outcome: Outcome, answered: float) -> None:
+    """An operation in its model's row, and for its trace: the whole, the wait, the run, and what the slowest rank had of it.
+
+    `answered`: on the clock of `op.accepted`, once the journal had the answer.
+    """
+    verb = _snake(type(op.request).__name__) if op.request is not None else "unread"
+    to_wall = time.time() - time.monotonic()
+    begun = op.begun if op.begun is not None else answered
+    row = op.line or "samples"
+    result = outcome.result
+    said = result.category if isinstance(result, Failure) else "ok"
+    named = {"operation": op.number, "outcome": said}
+
+    def span(name: str, began: float, ended: float, **more: str | int | float) -> Span:
+        return Span(name, row, to_wall + began, max(ended - began, 0.0), op.request_id, {**named, **more})
+
+    spans.send(span(f"request {verb}", op.accepted, answered), first=True)
+    spans.send(span("wait", op.accepted, begun))
+    spans.add(span(verb, begun, answered))
+    if isinstance(result, LossOutput) and (compute_s := result.metrics.get("compute_s:sum")):
+        spans.send(span("slowest rank", answered - compute_s, answered))
 
 
 def _snake(name: str) -> str:

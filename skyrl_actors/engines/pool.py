@@ -32,6 +32,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.observe.counts import COUNTS
+from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.folders import full_manifests
 
@@ -278,6 +279,7 @@ class EnginePool:
         await engine.ask("load_full", version, parts, streams)
         took = time.perf_counter() - started
         self.load_seconds = [*self.load_seconds[-99:], took]
+        SPANS.add(Span(f"{version} to {engine.name}", "transfers", time.time() - took, took))
         COUNTS.add("transfers")
         COUNTS.add("transfer_seconds", took)
 

@@ -99,9 +99,11 @@ def test_commands_of_the_docs(command: str, service: Service, tmp_path: Path):
 
 
 def test_commands_say_so_when_there_is_no_service():
-    for words in (["status"], ["stop"], ["trace", "/tmp/never.json"]):
+    for words in (["status"], ["trace", "/tmp/never.json"]):
         done = run_cli(*words, "--name", "nobody")
         assert done.returncode == 2 and "no service named 'nobody'" in done.stderr, done.stdout + done.stderr
+    done = run_cli("stop", "--name", "nobody")
+    assert done.returncode == 0 and "no controller of 'nobody' is running" in done.stdout + done.stderr
 
 
 def test_tables_are_those_of_the_code():

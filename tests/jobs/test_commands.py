@@ -93,11 +93,11 @@ def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
                 break
         time.sleep(1)
         started = psutil.Process(process.pid).children(recursive=True)
+        assert {"raylet", "gcs_server"} <= {child.name() for child in started}
         process.send_signal(sent)
         rest = process.stdout.read()
         assert process.wait(60) == 130, rest
     assert "interrupted" in rest
-    assert {"raylet", "gcs_server"} <= {child._name for child in started}  # type: ignore[attr-defined]
     assert not psutil.wait_procs(started, timeout=5)[1]
     run = tmp_path / "ppo_tiny"
     assert not [p for p in run.rglob("*") if "partial" in p.name] and not (run / ".journal").exists()

@@ -1,6 +1,7 @@
 """Phases as a trace."""
 
-from skyrl_actors.observe.trace import events_of
+from skyrl_actors.observe.spans import Span
+from skyrl_actors.observe.trace import events_of, rows_of
 
 
 def test_phases_and_moves_lie_behind_each_other():
@@ -15,3 +16,15 @@ def test_phases_and_moves_lie_behind_each_other():
     ]  # fmt: skip
     assert events[1]["args"] == {"to": "TRAIN", "bytes": 10}
     assert events_of("x", [], 1.0)[0]["args"]["name"] == "skyrl-actors x"
+
+
+def test_what_overlaps_lies_below_each_other():
+    spans = [
+        Span("sample", "samples", 1.0, 2.0, "r1"), Span("sample", "samples", 2.0, 2.0, "r2"), Span("sample", "samples", 3.5, 1.0, "r3"),
+        Span("optim_step", "m", 0.5, 0.1, "r4", {"operation": 4}),
+    ]  # fmt: skip
+    events = rows_of(spans)
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    found = [(names[e["tid"]], e["args"]["request_id"]) for e in events if e["ph"] == "X"]
+    assert found == [("m", "r4"), ("samples", "r1"), ("samples (2)", "r2"), ("samples", "r3")]
+    assert next(e for e in events if e["name"] == "optim_step")["args"]["operation"] == 4
