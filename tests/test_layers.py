@@ -37,9 +37,9 @@ ROOMS = {
         "observe",
     },
     "line": {"messages", "remote"},
-    "controller": {"files", "line", "remote", "messages", "config", "losses", "journal", "backends", "observe"},
+    "controller": {"files", "storage", "line", "remote", "messages", "config", "losses", "journal", "backends", "observe"},
     "api": {"messages", "config", "controller", "backends", "losses", "line", "remote", "commands", "observe"},
-    "jobs": {"messages", "config", "api", "observe"},
+    "jobs": {"messages", "config", "api", "observe", "storage"},
     "commands": {
         "messages",
         "config",
@@ -56,6 +56,7 @@ ROOMS = {
     "__main__": {"messages", "commands"},
     "placement": set(),
     "files": set(),
+    "storage": {"messages"},
 }
 # Single modules that may see less or more than their room.
 NARROW = {

@@ -282,6 +282,12 @@ class ClusterConfig(FrozenConfig):
     restart: RestartConfig = RestartConfig()
     observe: ObserveConfig = ObserveConfig()
     checkpoint_dir: Path = Path("checkpoints")
+    checkpoint_mirror: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9]+://",
+        description="a second place for checkpoints, by fsspec: s3://bucket/folder, gs://…, file://…; "
+        "written before a checkpoint is answered, and read from when the service starts without them",
+    )
 
     @property
     def logprob_bound(self) -> float:

@@ -10,7 +10,9 @@ from skyrl_actors.config.base import FrozenConfig
 class DatasetConfig(FrozenConfig):
     """Rows of a JSONL or Parquet file, or of a Hugging Face dataset (a folder made by `save_to_disk`, or a name)."""
 
-    path: str = Field(description="file.jsonl, file.parquet, a folder, or a name on the Hugging Face hub")
+    path: str = Field(
+        description="file.jsonl or file.parquet, here or by URL (s3://, gs://); a folder; or a name on the Hugging Face hub"
+    )
     split: str = Field(default="train", description="of a Hugging Face dataset")
     limit: int | None = Field(default=None, ge=1, description="only the first so many rows")
 

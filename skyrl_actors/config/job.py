@@ -176,6 +176,8 @@ class JobConfig(FrozenConfig):
     @model_validator(mode="after")
     def _fits(self) -> "JobConfig":
         job, lora = self.job, self.cluster.lora
+        if self.cluster.checkpoint_mirror is not None:
+            raise ValueError("a job keeps its checkpoints in its run's folder: set run.folder, not cluster.checkpoint_mirror")
         critic = job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)
         if critic and self.cluster.critic is None:
             raise ValueError(f"{job.type} needs a critic group: set cluster.critic")

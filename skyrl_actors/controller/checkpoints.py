@@ -15,6 +15,7 @@ from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import Conflict, InternalError, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath
+from skyrl_actors.storage import Mirror
 
 SPEC_FILE = "model_spec.json"
 RUN_FILE = "run.json"
@@ -27,9 +28,22 @@ OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY)
 class CheckpointFolders:
     """tinker://<model id>/<kind>/<name> is <root>/<model id>/<kind>/<name>; ids and names were checked when parsed."""
 
-    def __init__(self, root: Path, wall: Callable[[], float] = time.time):
+    def __init__(self, root: Path, wall: Callable[[], float] = time.time, mirror_url: str | None = None):
+        """`mirror_url`: where each checkpoint also lies before it is answered; for who changes checkpoints."""
         self.root = root.expanduser().resolve()
         self._wall = wall
+        self._mirror = Mirror(self.root, mirror_url, SPEC_FILE) if mirror_url else None
+
+    def pull(self) -> int:
+        """Fetch what the mirror has and this machine has not; how many checkpoints that were."""
+        return self._mirror.pull((RUN_FILE,)) if self._mirror else 0
+
+    def _mirrored(self, folder: Path) -> None:
+        if self._mirror:
+            self._mirror.put(folder)
+            run = folder.parent.parent / RUN_FILE
+            if run.exists():
+                self._mirror.put_file(run)
 
     def _run_folder(self, model_id: str) -> Path:
         folder = self.root / model_id.replace(":", "_")
@@ -70,12 +84,13 @@ class CheckpointFolders:
     def note(self, folder: Path, user_metadata: dict[str, str], ttl_seconds: int | None) -> None:
         """Keep what the client said of its checkpoint beside it."""
         self._write_about(folder, user_metadata=user_metadata, expires_at=self._end_of(ttl_seconds))
+        self._mirrored(folder)
 
     def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> None:
-        self._write_about(self.existing(path), expires_at=self._end_of(ttl_seconds))
+        self._change(self.existing(path), expires_at=self._end_of(ttl_seconds))
 
     def set_public(self, path: TinkerPath, public: bool) -> None:
-        self._write_about(self.existing(path), public=public)
+        self._change(self.existing(path), public=public)
 
     def files_for_others(self, path: TinkerPath) -> list[Path]:
         """What other tools read of a checkpoint: all but our own notes."""
@@ -106,6 +121,7 @@ class CheckpointFolders:
             if not folder.exists():  # else a repeat of this request was faster
                 raise
         self.note_run(spec, session_id, {})
+        self._mirrored(folder)
 
     def is_public(self, path: TinkerPath) -> bool:
         folder = self.folder(path)
@@ -178,8 +194,15 @@ class CheckpointFolders:
     def _write_about(self, folder: Path, **changes: Any) -> None:
         write_json(folder / ABOUT_FILE, _about(folder) | changes)
 
+    def _change(self, folder: Path, **changes: Any) -> None:
+        self._write_about(folder, **changes)
+        if self._mirror:
+            self._mirror.put_file(folder / ABOUT_FILE)
+
     def _remove(self, folder: Path) -> None:
         """Gone at once, whatever the size."""
+        if self._mirror:
+            self._mirror.remove(folder)
         hidden = folder.with_name(f".{folder.name}{DELETED}")
         shutil.rmtree(hidden, ignore_errors=True)
         folder.rename(hidden)

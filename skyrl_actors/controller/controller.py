@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from skyrl_actors.backends.base import Backend, Capabilities
@@ -56,7 +55,7 @@ class Controller:
         self._closing = False
         self._last_joined = 0
         self._making_room = asyncio.Lock()
-        folders = CheckpointFolders(Path(config.checkpoint_dir))
+        folders = CheckpointFolders(config.checkpoint_dir, mirror_url=config.checkpoint_mirror)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         self._ledger = Ledger(journal, self.queue, self.results, wall)
         self._recovery = Recovery(config, backend, journal, self.tenants, folders)
@@ -69,6 +68,7 @@ class Controller:
         holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
         books = await self.journal.open(holder)
         self.epoch = books.epoch
+        await self._executor.on_disk(self._executor.folders.pull)
         able = await self.backend.start(books.epoch)
         self.completions.begin(books.epoch)
         owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery, self.completions)

@@ -57,7 +57,7 @@ class Executor:
         self.tenants.models[request.model_id].ready = True
         return Outcome(result, "applied")
 
-    async def on_disk(self, write: Callable[..., None], *arguments: Any) -> None:
+    async def on_disk(self, write: Callable[..., object], *arguments: Any) -> None:
         """A disk that takes nothing now may take it later: the operation waits."""
         try:
             await asyncio.to_thread(write, *arguments)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from skyrl_actors import storage
 from skyrl_actors.config.environments import DatasetConfig
 from skyrl_actors.messages.errors import ConfigError
 
@@ -15,11 +16,10 @@ T = TypeVar("T")
 
 def read(config: DatasetConfig, needed: Sequence[str]) -> list[Row]:
     """All rows, up to `limit`. Raises ConfigError when they can not be read, are none, or lack a needed column or its value."""
-    path = Path(config.path).expanduser()
-    if path.suffix == ".jsonl":
-        rows = _jsonl(path)
-    elif path.suffix == ".parquet":
-        rows = _parquet(path)
+    if config.path.endswith(".jsonl"):
+        rows = _jsonl(config.path)
+    elif config.path.endswith(".parquet"):
+        rows = _parquet(config.path)
     else:
         rows = _hugging_face(config)
     rows = rows[: config.limit]
@@ -58,10 +58,10 @@ def in_row(number: int, make: Callable[[], T], source: str) -> T:
         raise ConfigError(f"dataset {source}, row {number}: {error}") from None
 
 
-def _jsonl(path: Path) -> list[Row]:
+def _jsonl(path: str) -> list[Row]:
     rows: list[Row] = []
     try:
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        for number, line in enumerate(_content(path).splitlines(), 1):
             if not line.strip():
                 continue
             where = f"dataset {path}, line {number}"
@@ -75,18 +75,23 @@ def _jsonl(path: Path) -> list[Row]:
                 raise ConfigError(f"{where}: a {type(row).__name__}; every line is one JSON object")
             rows.append(row)
     except OSError as error:
-        raise ConfigError(f"dataset {path}: {error.strerror}") from None
+        raise ConfigError(f"dataset {path}: {error.strerror or error}") from None
     return rows
 
 
-def _parquet(path: Path) -> list[Row]:
+def _content(path: str) -> bytes:
+    return storage.read(path) if storage.is_url(path) else Path(path).expanduser().read_bytes()
+
+
+def _parquet(path: str) -> list[Row]:
     from pyarrow import (
         ArrowException,  # half a second, that other commands need not wait for
+        BufferReader,
         parquet,
     )
 
     try:
-        return parquet.read_table(path).to_pylist()
+        return parquet.read_table(BufferReader(_content(path))).to_pylist()
     except (ArrowException, OSError) as error:
         raise ConfigError(f"dataset {path}: can not be read as Parquet: {error}") from None
 

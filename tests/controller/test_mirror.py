@@ -1,0 +1,116 @@
+"""Checkpoints in a second place: on a disk, and on a real S3 server; nothing is answered before it lies there."""
+
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fsspec.core import url_to_fs
+
+from skyrl_actors import storage
+from skyrl_actors.config.environments import DatasetConfig
+from skyrl_actors.controller.checkpoints import RUN_FILE, SPEC_FILE, CheckpointFolders
+from skyrl_actors.jobs.datasets import read
+from skyrl_actors.messages.errors import ConfigError, NotFound
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.messages.paths import TinkerPath
+from tests.conftest import free_port
+
+SPEC = ModelSpec("s1:train:0", "tiny", lora=LoraSpec(4))
+ONE, TWO = TinkerPath("s1:train:0", "weights", "one"), TinkerPath("s1:train:0", "weights", "two")
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """moto's server, which speaks S3 over HTTP."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    before = dict(os.environ)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(url, timeout=1)
+                break
+            except OSError:
+                time.sleep(0.1)
+        os.environ.update(AWS_ENDPOINT_URL=url, AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_DEFAULT_REGION="us-east-1")
+        files = url_to_fs("s3://bucket")[0]
+        files.mkdir("bucket")
+        yield "s3://bucket/checkpoints"
+        process.terminate()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.getfixturevalue('s3')}/{time.time_ns()}" if request.param == "s3" else (tmp_path / "there").as_uri()
+
+
+def saved(folders: CheckpointFolders, path: TinkerPath, weights: bytes) -> None:
+    import json
+    from dataclasses import asdict
+
+    folders.note_run(SPEC, "s1", {})
+    folder = folders.folder(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / SPEC_FILE).write_text(json.dumps(asdict(SPEC)))
+    folders.note(folder, {"who": "ann"}, None)
+
+
+def test_another_machine_has_all_that_was_answered(tmp_path: Path, url: str):
+    here = CheckpointFolders(tmp_path / "a", mirror_url=url)
+    assert here.pull() == 0
+    saved(here, ONE, b"first")
+    saved(here, TWO, b"second")
+    saved(here, ONE, b"first, saved again")
+    here.set_public(TWO, True)
+    there = CheckpointFolders(tmp_path / "b", mirror_url=url)
+    assert there.pull() == 2 and there.pull() == 0
+    assert (there.existing(ONE) / "model.safetensors").read_bytes() == b"first, saved again"
+    assert there.spec(TWO) == SPEC and there.is_public(TWO) and not there.is_public(ONE)
+    (run,) = there.runs()
+    assert {c.name for c in run.checkpoints} == {"one", "two"} and run.checkpoints[0].user_metadata == {"who": "ann"}
+    there.delete(ONE)
+    third = CheckpointFolders(tmp_path / "c", mirror_url=url)
+    assert third.pull() == 1
+    with pytest.raises(NotFound):
+        third.existing(ONE)
+
+
+def test_a_folder_that_was_not_written_whole_is_none(tmp_path: Path, url: str):
+    here = CheckpointFolders(tmp_path / "a", mirror_url=url)
+    saved(here, ONE, b"first")
+    files, base = url_to_fs(url)
+    files.rm_file(f"{base}/s1_train_0/weights/one/{SPEC_FILE}")
+    there = CheckpointFolders(tmp_path / "b", mirror_url=url)
+    assert there.pull() == 0 and (tmp_path / "b/s1_train_0" / RUN_FILE).exists() and not there.runs()[0].checkpoints
+
+
+def test_a_place_that_is_away_is_an_error_of_the_disk(tmp_path: Path, s3: str):
+    here = CheckpointFolders(tmp_path / "a", mirror_url="s3://no-such-bucket/x")
+    with pytest.raises(OSError, match="no-such-bucket"):
+        saved(here, ONE, b"first")
+    with pytest.raises(ConfigError, match="no protocol nowhere"):
+        CheckpointFolders(tmp_path / "b", mirror_url="nowhere://x")
+
+
+def test_datasets_are_read_from_there(tmp_path: Path, s3: str):
+    import pyarrow
+    from pyarrow import parquet
+
+    files = url_to_fs(s3)[0]
+    files.pipe_file("bucket/data/rows.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n')
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), tmp_path / "rows.parquet")
+    files.put_file(str(tmp_path / "rows.parquet"), "bucket/data/rows.parquet")
+    for name in ("rows.jsonl", "rows.parquet"):
+        assert [row["prompt"] for row in read(DatasetConfig(path=f"s3://bucket/data/{name}"), ["prompt"])] == ["a", "b"]
+    with pytest.raises(ConfigError, match=r"s3://bucket/data/none\.jsonl"):
+        read(DatasetConfig(path="s3://bucket/data/none.jsonl"), ["prompt"])
+    assert storage.is_url("s3://x") and not storage.is_url("/x/y")
