@@ -119,7 +119,7 @@ def _said(url: str) -> Iterator[Any]:
     """The file system of `url`; what its library raises becomes an OSError that names the place."""
     try:
         yield url_to_fs(url)[0]
-    except (OSError, ConfigError):
+    except ConfigError:
         raise
     except Exception as error:
         raise OSError(f"{url}: {type(error).__name__}: {str(error)[:300]}") from error
