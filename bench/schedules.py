@@ -15,14 +15,15 @@ from typing import Any
 from bench.harness import ROOT, emit
 
 SCHEDULES = {
-    "on_policy": ["job.schedule={type: on_policy}"],
-    "one_step_off": ["job.schedule={type: one_step_off}"],
-    "asynchronous": [],  # as configs/jobs/async_tiny.yaml has it
+    "on_policy": (),
+    "one_step_off": ("job.schedule.type=one_step_off",),
+    "asynchronous": ("job.schedule={type: asynchronous, max_staleness: 2, in_flight: update, slice_tokens: 6}",),
 }
 
 
 def run(name: str, seed: int, iterations: int, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "skyrl_actors", "train", "configs/jobs/async_tiny.yaml", *SCHEDULES[name]]
+    command = [sys.executable, "-m", "skyrl_actors", "train", "configs/jobs/grpo_tiny.yaml", *SCHEDULES[name]]
+    command += ["cluster.placement.layout=split"]
     command += [f"run.folder={folder}", f"run.name={name}-{seed}", f"job.seed={seed}", f"job.iterations={iterations}"]
     command += ["job.stop_at_accuracy=1.01", f"job.eval_every={iterations}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)

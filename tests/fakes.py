@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.base import Capabilities, Mixture
 from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
@@ -78,7 +78,7 @@ class FakeBackend:
         (Path(folder) / SAVED_BY).write_text(mark)
         (Path(folder) / "weights.bin").write_text("weights")
 
-    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None:
+    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
         await self._call("load_checkpoint", spec.model_id)
 
     async def copy_state(self, spec: ModelSpec, turn: Turn) -> int:

@@ -16,6 +16,8 @@ from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutpu
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 
+Mixture = tuple[str, float] | None  # another checkpoint, and the share of the one that is loaded
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -59,7 +61,9 @@ class Backend(Protocol):
         """`mark` is left in the folder: who asks again knows its own."""
         ...
 
-    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None: ...
+    async def load_checkpoint(
+        self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None
+    ) -> None: ...
 
     async def copy_state(self, spec: ModelSpec, turn: Turn) -> Any:
         """Copy weights, moments and pending gradients aside, as they are now; returns a handle for `write_state`."""

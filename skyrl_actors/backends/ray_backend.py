@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.base import Capabilities, Mixture
 from skyrl_actors.backends.environment import actor_environment
 from skyrl_actors.backends.site import reserved_site
 from skyrl_actors.backends.vitals import Vitals
@@ -222,8 +222,8 @@ class RayBackend:
         arguments = (spec.model_id, folder, form, mark)
         await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.save_checkpoint, *arguments))
 
-    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None:
-        arguments = (spec.model_id, folder, with_optimizer)
+    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
+        arguments = (spec.model_id, folder, with_optimizer, mix)
         await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.load_checkpoint, *arguments))
 
     async def copy_state(self, spec: ModelSpec, turn: Turn) -> tuple[ActorGroup, list[int]]:

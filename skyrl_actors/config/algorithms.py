@@ -175,17 +175,33 @@ class SamplingFilter(FrozenConfig):
 
 
 class Reference(FrozenConfig):
-    """What the divergence is measured from: the base model; a checkpoint; or the policy itself as it was some iterations ago."""
+    """What the divergence is measured from: the base model; a checkpoint; the policy itself as it was some iterations ago; or the
+    exponential moving average of its weights, reference ← decay · reference + (1 − decay) · policy (WARP; Ramé et al., 2024)."""
 
-    type: Literal["base", "checkpoint", "periodic"] = "base"
+    type: Literal["base", "checkpoint", "periodic", "ema"] = "base"
     path: str | None = Field(
         default=None,
         description="of type checkpoint: a run's checkpoint folder, or tinker://<model id>/weights/<name> of cluster.checkpoint_dir",
     )
-    every: int = Field(default=10, ge=1, description="of type periodic: iterations between copies")
+    every: int | None = Field(
+        default=None, ge=1, description="of type periodic and ema: iterations between changes; none = 10, 1"
+    )
+    decay: float = Field(default=0.99, gt=0, lt=1, description="of type ema")
+
+    @property
+    def moves(self) -> bool:
+        return self.type in ("periodic", "ema")
+
+    @property
+    def interval(self) -> int:
+        return self.every or (10 if self.type == "periodic" else 1)
 
     @model_validator(mode="after")
-    def _path(self) -> "Reference":
+    def _used(self) -> "Reference":
+        if self.every is not None and not self.moves:
+            raise ValueError("every belongs to type periodic or ema")
+        if self.decay != Reference.model_fields["decay"].default and self.type != "ema":
+            raise ValueError("decay belongs to type ema")
         if (self.path is None) == (self.type == "checkpoint"):
             raise ValueError("path belongs to type checkpoint, and only to it")
         return self

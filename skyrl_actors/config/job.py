@@ -121,7 +121,7 @@ class RlConfig(FrozenConfig):
     @property
     def num_models(self) -> int:
         """Models like the policy that are alive at once. What a checkpoint holds is seen when it is opened."""
-        return 2 if self.needs_reference and self.reference.type == "periodic" else 1
+        return 2 if self.needs_reference and self.reference.moves else 1
 
 
 Job = Annotated[RlConfig | SftConfig | DpoConfig | RewardModelConfig, Field(discriminator="type")]

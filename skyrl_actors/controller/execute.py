@@ -149,18 +149,27 @@ class Executor:
 
     async def load_weights(self, op: Op, request: rq.LoadWeights) -> Outcome:
         model = self._ready(request.model_id)
-        path = parse_path(request.path)
+        path = self._loadable(request.path, model.spec)
+        mixed = None
+        if request.mixed_with is not None:
+            if not 0 < request.share < 1:
+                raise InvalidRequest(f"share {request.share} of a mixture: give more than 0 and less than 1")
+            mixed = str(self.folders.existing(self._loadable(request.mixed_with, model.spec))), request.share
+        if request.with_optimizer and path.kind != "weights":
+            raise InvalidRequest(f"{path} has no optimizer state; only tinker://<model id>/weights/<name> does")
+        folder, version = self.folders.existing(path), self.folders.version(path)
+        await self.backend.load_checkpoint(model.spec, op.turn, str(folder), request.with_optimizer, mixed)
+        return Outcome(rs.Loaded(request.model_id, request.path, version), "applied")
+
+    def _loadable(self, text: str, spec: ModelSpec) -> TinkerPath:
+        path = parse_path(text)
         if path.kind == "steps":
             raise InvalidRequest(f"{path} is a past step: create a model from it; it can not be loaded into one")
         refuse_export(path)
         saved = self.folders.spec(path)
-        if replace(saved, model_id="", seed=0) != replace(model.spec, model_id="", seed=0):
-            raise InvalidRequest(f"{path} holds {saved}; model {request.model_id} is {model.spec}: they must agree")
-        if request.with_optimizer and path.kind != "weights":
-            raise InvalidRequest(f"{path} has no optimizer state; only tinker://<model id>/weights/<name> does")
-        folder, version = self.folders.existing(path), self.folders.version(path)
-        await self.backend.load_checkpoint(model.spec, op.turn, str(folder), request.with_optimizer)
-        return Outcome(rs.Loaded(request.model_id, request.path, version), "applied")
+        if replace(saved, model_id="", seed=0) != replace(spec, model_id="", seed=0):
+            raise InvalidRequest(f"{path} holds {saved}; model {spec.model_id} is {spec}: they must agree")
+        return path
 
     async def unload(self, op: Op, request: rq.Unload) -> Outcome:
         model = self.tenants.models.get(request.model_id)

@@ -135,7 +135,7 @@ class RlJob:
 
     def _models(self) -> dict[str, str]:
         """What a checkpoint holds."""
-        moving = self.config.reference.type == "periodic"
+        moving = self.config.reference.moves
         models = {"policy": self._policy, "critic": self._critic, "reference": self._reference if moving else ""}
         return {part: model_id for part, model_id in models.items() if model_id}
 
@@ -250,9 +250,13 @@ class RlJob:
 
     async def _publish(self, step: int) -> None:
         reference = self.config.reference
-        if self._reference and reference.type == "periodic" and step % reference.every == 0:
+        if self._reference and reference.moves and step % reference.interval == 0:
             saved = await self._session.save(self._policy, "reference")
-            await self._session.load(self._reference, saved.path)
+            if reference.type == "periodic":
+                await self._session.load(self._reference, saved.path)
+            else:
+                mean = await self._session.save(self._reference, "reference-mean")
+                await self._session.load(self._reference, saved.path, mixed_with=mean.path, share=1 - reference.decay)
         self._weights = Weights(await self._session.sampler(self._policy), step)
         self._schedule.published()
 

@@ -82,8 +82,8 @@ class Session:
     async def save(self, model_id: str, name: str) -> rs.Saved:
         return await self.run(rq.SaveWeights(model_id, name, overwrite=True), rs.Saved)
 
-    async def load(self, model_id: str, path: str) -> None:
-        await self.run(rq.LoadWeights(model_id, path, with_optimizer=False), rs.Loaded)
+    async def load(self, model_id: str, path: str, mixed_with: str | None = None, share: float = 1.0) -> None:
+        await self.run(rq.LoadWeights(model_id, path, with_optimizer=False, mixed_with=mixed_with, share=share), rs.Loaded)
 
 
 def split(rows: Columns) -> list[Columns]:

@@ -73,10 +73,14 @@ class SaveExternal:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
+    """With `mixed_with`, the weights become (1 − share) of that checkpoint's and share of `path`'s."""
+
     model_id: str
     path: str
     with_optimizer: bool
     seq_id: int | None = None
+    mixed_with: str | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

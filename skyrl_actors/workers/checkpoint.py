@@ -26,6 +26,7 @@ from skyrl_actors.workers.state import MOMENTS, Kind
 from skyrl_actors.workers.tensor_files import (
     InMemory,
     Joined,
+    Mixed,
     Renamed,
     Shape,
     Source,
@@ -164,26 +165,32 @@ def _write_merged(adapter: dict[str, Tensor], lora: LoraSpec, base: BaseFiles, f
         (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
 
 
-def load(model: TrainedModel, folder: Path, with_optimizer: bool) -> None:
+def load(model: TrainedModel, folder: Path, with_optimizer: bool, mixed: tuple[Path, float] | None = None) -> None:
     """Weights (and optimizer state) of a checkpoint into a model of the same shape; pending gradients are dropped. All that the
-    files should have is looked for before anything is overwritten."""
+    files should have is looked for before anything is overwritten. `mixed`: another checkpoint, and the share that this one has."""
     state = model.state
-    names = {name: name for name in state.shapes if name not in VALUE_HEAD}
-    if model.spec.lora is not None:
-        names = {name: f"{PEFT_PREFIX}{name}.weight" for name in names}
     with ExitStack() as open_files:
-        files = open_files.enter_context(_weights_of(model, folder))
         moments: tuple[dict[Kind, Source], int] = ({}, 0)
         if with_optimizer:
             moments = moments_in(open_files.enter_context(TensorFiles(folder / "optimizer.safetensors")), state.shapes)
-        _check_same(names, files, VALUE_WEIGHT in state.shapes)
-        present = {ours: theirs for ours, theirs in names.items() if theirs in files.shapes}
-        sources: list[Source] = [Renamed(files, present), _kept(model, names.keys() - present.keys())]
-        if VALUE_WEIGHT in state.shapes:
-            sources.append(_value_head(model, folder, files, open_files))
-        state.load(Together(sources))
+        source = _in_folder(model, folder, open_files)
+        state.load(source if mixed is None else Mixed(_in_folder(model, mixed[0], open_files), source, mixed[1]))
         state.drop_gradients()
         state.load_moments(*moments)
+
+
+def _in_folder(model: TrainedModel, folder: Path, open_files: ExitStack) -> Source:
+    """All weights that the model has, of a checkpoint that has them."""
+    names = {name: name for name in model.state.shapes if name not in VALUE_HEAD}
+    if model.spec.lora is not None:
+        names = {name: f"{PEFT_PREFIX}{name}.weight" for name in names}
+    files = open_files.enter_context(_weights_of(model, folder))
+    _check_same(names, files, VALUE_WEIGHT in model.state.shapes)
+    present = {ours: theirs for ours, theirs in names.items() if theirs in files.shapes}
+    sources: list[Source] = [Renamed(files, present), _kept(model, names.keys() - present.keys())]
+    if VALUE_WEIGHT in model.state.shapes:
+        sources.append(_value_head(model, folder, files, open_files))
+    return Together(sources)
 
 
 def _weights_of(model: TrainedModel, folder: Path) -> TensorFiles:

@@ -115,7 +115,9 @@ class TrainWorker(Protocol):
 
     def save_checkpoint(self, model_id: str, folder: str, form: CheckpointForm, mark: str) -> None: ...
 
-    def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None: ...
+    def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mixed: tuple[str, float] | None = None) -> None:
+        """`mixed`: the folder of another checkpoint, and which share `folder` has of the weights; the rest is the other's."""
+        ...
 
     def export_weights(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
         """Rank 0 writes and answers; the others answer None."""

@@ -116,6 +116,18 @@ class Together:
         return self._of[name].range(name, start, stop)
 
 
+class Mixed:
+    """(1 − share) of one source and share of another, in float32."""
+
+    def __init__(self, base: Source, other: Source, share: float):
+        self.shapes = other.shapes
+        self._base, self._other, self._share = base, other, share
+
+    def range(self, name: str, start: int, stop: int) -> Tensor:
+        base, other = self._base.range(name, start, stop).float(), self._other.range(name, start, stop).float()
+        return torch.lerp(base, other, self._share)
+
+
 class TensorWriter:
     """One safetensors file whose layout is fixed at first; tensors may come in any order and are written through a mapping."""
 

@@ -184,9 +184,10 @@ class TorchWorker:
         writes = self.holding.writes
         self._gathering(model_id, lambda model: checkpoint.save(model, base, Path(folder), form, mark, writes))
 
-    def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool) -> None:
+    def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mixed: tuple[str, float] | None = None) -> None:
         self._model(model_id).frozen_as = None
-        self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer))
+        other = None if mixed is None else (Path(mixed[0]), mixed[1])
+        self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer, other))
 
     def export_weights(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)

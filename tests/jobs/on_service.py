@@ -69,6 +69,7 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
     learning = {"eval_rows": 16, "batch_rows": 16, "max_steps": 6, "lora_rank": 8, "learning_rate": 5e-3, "eval_every": 6}
     return {
         "rloo": {**SMALL, "type": "rloo", "env": reward},
+        "towards a moving average": {**SMALL, "type": "rloo", "env": reward, "reference": {"type": "ema", "decay": 0.5}},
         "grpo with k2 in the loss": {**SMALL, "type": "grpo", "env": reward, "kl": {"estimator": "k2"}, "entropy_coef": 0.01,
                                      "reference": {"type": "periodic", "every": 1}, "correction": {"type": "truncated"}},
         "gspo over turns": {**SMALL, "type": "gspo", "env": gym},

@@ -136,13 +136,14 @@ def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Pa
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 10
+    assert len(found) == 11
     for label, outcome in found.items():
         for metrics in outcome["steps"]:
             assert all(math.isfinite(value) for value in metrics.values()), (label, metrics)
             assert metrics.get("logprob_mismatch_max", 0.0) < 1e-4, (label, metrics)
     assert found["grpo with k2 in the loss"]["steps"][1]["kl"] == 0  # the reference was made the policy behind the first
-    assert found["rloo"]["steps"][1]["kl"] > 0
+    kl, of_mean = found["rloo"]["steps"][1]["kl"], found["towards a moving average"]["steps"][1]["kl"]
+    assert kl > 0 and 0 < of_mean < 0.6 * kl  # half the way: about a quarter of it
     assert found["gspo over turns"]["steps"][0]["turns"] > 1 or found["gspo over turns"]["steps"][0]["cut_share"] > 0
     assert found["dapo"]["steps"][0]["batches_drawn"] in (1, 2)
     assert found["distill"]["steps"][0]["kl"] > 0 and "policy_loss" in found["distill"]["steps"][1]

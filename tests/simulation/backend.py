@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.base import Capabilities, Mixture
 from skyrl_actors.colocation.keeper import PhaseKeeper
 from skyrl_actors.colocation.phases import RESIDENT, Move, Phase
 from skyrl_actors.groups.exactly_once import ExactlyOnce
@@ -266,7 +266,7 @@ class SimBackend:
     async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
         await self._apply(spec, turn, "save", spec.model_id, folder, mark)
 
-    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool) -> None:
+    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
         await self._apply(spec, turn, "load", spec.model_id, folder, with_optimizer)
 
     async def copy_state(self, spec: ModelSpec, turn: Turn) -> int:

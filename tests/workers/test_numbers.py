@@ -307,6 +307,23 @@ def test_an_adapter_of_another_shape_is_refused(random_base: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(4)], ids=["full", "lora"])
+def test_two_checkpoints_are_mixed_by_share(random_base: Path, tmp_path: Path, lora):
+    worker = worker_for(random_base)
+    rows = tuple(range(len(LENGTHS)))
+    call = losses.find("cross_entropy").checked({})
+    for number, model_id in enumerate(("a", "b", "c")):
+        worker.create_model(ModelSpec(model_id, "tiny", "policy", lora, seed=number))
+        computed(worker, rows, model_id, batch(number), call, False)
+        worker.optim_step(model_id, AdamParams(0.01 * (number + 1)))
+        worker.save_checkpoint(model_id, str(tmp_path / model_id), "training", "r1")
+    a, b = (worker.models[name].state.weights.double() for name in ("a", "b"))  # type: ignore[attr-defined]
+    assert (a - b).abs().max() > 1e-3
+    worker.load_checkpoint("c", str(tmp_path / "a"), False, (str(tmp_path / "b"), 0.01))
+    found = worker.models["c"].state.weights.double()  # type: ignore[attr-defined]
+    assert (found - (0.01 * a + 0.99 * b)).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(4)], ids=["full", "lora"])
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_training_continues_from_a_checkpoint_bit_for_bit(random_base: Path, tmp_path: Path, lora, role: str):
     """Save after one step, take another; a second model loaded from the file takes the same step."""
