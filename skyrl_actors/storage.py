@@ -1,7 +1,8 @@
 """Files elsewhere, by fsspec: file://, s3://, gs:// and what else is installed."""
 
 import os
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,6 +12,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from skyrl_actors.messages.errors import ConfigError
+
+WHOLE = "WHOLE"  # names the part of a mirrored folder that has all files; written last
 
 
 def is_url(path: str) -> bool:
@@ -40,10 +43,12 @@ def read(url: str) -> bytes:
 class Mirror:
     """A second place for the folders below `root`, which outlives this machine. Every call may be repeated; raises OSError.
 
-    `marker` is the file that makes a folder whole: written last, removed first.
+    A folder lies there as <folder>/<part>/<files> and <folder>/WHOLE with the part's name: a new one is whole before the old one goes.
+    One writer at a time.
     """
 
     def __init__(self, root: Path, url: str, marker: str):
+        """`marker`: a file that every whole folder has here."""
         self._root = root
         self._url = reachable(url).rstrip("/")
         self._marker = marker
@@ -52,56 +57,67 @@ class Mirror:
         """All files of a folder, as they are now."""
         target = self._at(folder)
         with _said(target) as files:
-            self._forget(files, target)
-            _make_folder(files, target)
-            names = sorted(
-                (file for file in folder.iterdir() if not file.name.startswith(".")), key=lambda f: f.name == self._marker
-            )
-            for file in names:
-                files.put_file(str(file), f"{target}/{file.name}")
+            old = self._part(files, target)
+            part = uuid.uuid4().hex
+            _make_folder(files, f"{target}/{part}")
+            for file in folder.iterdir():
+                if not file.name.startswith("."):
+                    files.put_file(str(file), f"{target}/{part}/{file.name}")
+            files.pipe_file(f"{target}/{WHOLE}", part.encode())
+            if old is not None:
+                files.rm(f"{target}/{old}", recursive=True)
 
     def put_file(self, file: Path) -> None:
-        target = self._at(file)
+        """One file of a folder that is there, or one that lies by itself."""
+        folder = self._at(file.parent)
+        with _said(folder) as files:
+            part = self._part(files, folder)
+            _make_folder(files, folder)
+            files.put_file(str(file), f"{folder}/{part}/{file.name}" if part else f"{folder}/{file.name}")
+
+    def has(self, folder: Path) -> bool:
+        target = self._at(folder)
         with _said(target) as files:
-            _make_folder(files, target.rpartition("/")[0])
-            files.put_file(str(file), target)
+            return self._part(files, target) is not None
 
     def remove(self, folder: Path) -> None:
         target = self._at(folder)
         with _said(target) as files:
-            self._forget(files, target)
+            if files.exists(f"{target}/{WHOLE}"):
+                files.rm_file(f"{target}/{WHOLE}")
             if files.exists(target):
                 files.rm(target, recursive=True)
 
-    def pull(self, alone: Iterable[str]) -> int:
-        """Fetch what is there and not here: whole folders, and files named `alone` that lie beside them; how many folders."""
+    def pull(self, alone: str) -> int:
+        """Fetch what is there and not here: whole folders, and files named `alone` that lie by themselves; how many folders."""
         fetched = 0
         with _said(self._url) as files:
             base = _path(self._url)
             there = sorted(str(name) for name in files.find(base)) if files.exists(base) else []
             for name in there:
-                own = PurePosixPath(name).relative_to(base)
-                if own.name == self._marker and not (self._root / own).exists():
-                    self._fetch(files, [n for n in there if n.startswith(f"{name.rpartition('/')[0]}/")], base)
+                own = self._root / PurePosixPath(name).relative_to(base)
+                if own.name == alone and not own.exists():
+                    _fetch(files, name, own)
+                elif own.name == WHOLE and not (own.parent / self._marker).exists():
+                    part = f"{name.removesuffix(WHOLE)}{files.cat_file(name).decode()}/"
+                    inside = [n for n in there if n.startswith(part)]
+                    for each in sorted(inside, key=lambda n: n.endswith(f"/{self._marker}")):
+                        _fetch(files, each, own.parent / each.removeprefix(part))
                     fetched += 1
-                elif own.name in alone and not (self._root / own).exists():
-                    self._fetch(files, [name], base)
         return fetched
 
-    def _fetch(self, files: Any, names: list[str], base: str) -> None:
-        for name in sorted(names, key=lambda n: n.endswith(f"/{self._marker}")):
-            target = self._root / PurePosixPath(name).relative_to(base)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            staging = target.with_name(f".{target.name}.partial")
-            files.get_file(name, str(staging))
-            os.replace(staging, target)
-
-    def _forget(self, files: Any, target: str) -> None:
-        if files.exists(f"{target}/{self._marker}"):
-            files.rm_file(f"{target}/{self._marker}")
+    def _part(self, files: Any, target: str) -> str | None:
+        return files.cat_file(f"{target}/{WHOLE}").decode() if files.exists(f"{target}/{WHOLE}") else None
 
     def _at(self, path: Path) -> str:
         return f"{self._url}/{path.relative_to(self._root).as_posix()}"
+
+
+def _fetch(files: Any, name: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.partial")
+    files.get_file(name, str(staging))
+    os.replace(staging, target)
 
 
 def _make_folder(files: Any, target: str) -> None:
@@ -118,7 +134,9 @@ def _path(url: str) -> str:
 def _said(url: str) -> Iterator[Any]:
     """The file system of `url`; what its library raises becomes an OSError that names the place."""
     try:
-        yield url_to_fs(url)[0]
+        files = url_to_fs(url)[0]
+        files.invalidate_cache()  # of listings: others write there too
+        yield files
     except ConfigError:
         raise
     except Exception as error:

@@ -27,6 +27,15 @@ class Viewer:
         return self.all or self.owner is not None
 
 
+def _engine(engine: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
+    """A version bears the id of its model, and an error may name anything."""
+    version, state = str(engine.get("version") or ""), str(engine.get("state"))
+    shown = {**engine, "state": state if viewer.all or state.isupper() else "no answer"}
+    if version and ":" in version and not viewer.sees(version):
+        shown["version"] = "of another tenant"
+    return shown
+
+
 def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     """`status` as the controller answers it; `queued` is the number of all requests in line, `models` those of the viewer."""
     shown = {key: status[key] for key in TO_ALL if key in status}
@@ -35,6 +44,8 @@ def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     tenants: Mapping[str, Any] = status.get("tenants", {})
     return {
         **shown,
+        "engines": [_engine(engine, viewer) for engine in status.get("engines", [])],
+        "fault": status.get("fault") if viewer.all or not status.get("fault") else "something is being made anew",
         "queued": sum(queued.values()),
         "num_models": len(models),
         "models": [{**m, "queued": queued.get(m["model_id"], 0)} for m in models if viewer.sees(m["model_id"])],

@@ -1,21 +1,24 @@
 """The console: one read-only page at `/`, what it shows as JSON, and the files that it is made of."""
 
 import asyncio
+import math
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import plotly
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, JSONResponse
 
 from skyrl_actors.api.console import Viewer, visible
-from skyrl_actors.api.state import ApiState, state_of
+from skyrl_actors.api.state import state_of
 from skyrl_actors.api.tokens import owner_of_credential
 from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import NotFound, UserError
 from skyrl_actors.observe.runs import METRICS, listed, rows_in
 
+T = TypeVar("T")
 router = APIRouter(include_in_schema=False)
 FILES = Path(__file__).parent.parent / "console"
 PREFIX = "/console/"
@@ -23,7 +26,7 @@ CHARTS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 SERVED = {name: FILES / name for name in ("console.js", "console.css")} | {"plotly.min.js": CHARTS}
 # Nothing from elsewhere, and no page around this one. The charts set styles of their elements.
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'"
-FRESH_S = 1.0  # many pages that look on ask the controller once
+FRESH_S, SLOW_S = 1.0, 8.0  # many pages that look on ask the controller, and read files, once
 ROWS = 2000  # of a run's curves
 CHECKPOINTS = 20
 
@@ -33,19 +36,17 @@ class UnknownKey(UserError):
 
 
 class Glance:
-    """The controller's status as it was at most FRESH_S ago."""
+    """What many pages ask for, as it was at most so many seconds ago."""
 
     def __init__(self) -> None:
-        self._at = -FRESH_S
-        self._status: dict[str, Any] = {}
+        self._found: dict[str, tuple[float, Any]] = {}
         self._lock = asyncio.Lock()
 
-    async def at(self, state: ApiState) -> dict[str, Any]:
+    async def at(self, what: str, fresh_s: float, look: Callable[[], Awaitable[T]]) -> T:
         async with self._lock:
-            if time.monotonic() - self._at >= FRESH_S:
-                self._status = await state.client.status()
-                self._at = time.monotonic()
-            return self._status
+            if what not in self._found or time.monotonic() - self._found[what][0] >= fresh_s:
+                self._found[what] = time.monotonic(), await look()
+            return self._found[what][1]
 
 
 def viewer_of(request: Request) -> Viewer:
@@ -80,10 +81,13 @@ async def file(name: str) -> FileResponse:
 async def state(request: Request) -> JSONResponse:
     """What the controller's status shows to this viewer, and the newest checkpoints that are his."""
     viewer, own = viewer_of(request), state_of(request)
-    shown = visible(await request.app.state.glance.at(own), viewer)
-    entries: list[CheckpointEntry] = await own.client.catalog("checkpoints") if viewer.is_known else []
+    glance: Glance = request.app.state.glance
+    shown = visible(await glance.at("status", FRESH_S, own.client.status), viewer)
+    entries: list[CheckpointEntry] = []
+    if viewer.is_known:
+        entries = await glance.at("checkpoints", SLOW_S, lambda: own.client.catalog("checkpoints"))
     checkpoints = [_checkpoint(entry) for entry in entries if viewer.sees(entry.run_id)][:CHECKPOINTS]
-    return JSONResponse({**shown, "at": time.time(), "checkpoints": checkpoints})
+    return JSONResponse(finite({**shown, "at": time.time(), "checkpoints": checkpoints}))
 
 
 @router.get(PREFIX + "runs")
@@ -92,7 +96,7 @@ async def runs(request: Request) -> JSONResponse:
     folder = state_of(request).config.http.runs
     if not viewer_of(request).is_known or folder is None:
         return JSONResponse([])
-    return JSONResponse(await asyncio.to_thread(listed, folder))
+    return JSONResponse(await request.app.state.glance.at("runs", SLOW_S, lambda: asyncio.to_thread(listed, folder)))
 
 
 @router.get(PREFIX + "runs/{name}")
@@ -101,7 +105,7 @@ async def curves(name: str, request: Request) -> JSONResponse:
     folder = state_of(request).config.http.runs
     if not viewer_of(request).is_known or folder is None or name not in await asyncio.to_thread(_names, folder):
         raise NotFound(f"no run {name[:80]!r}")
-    return JSONResponse((await asyncio.to_thread(rows_in, folder / name / METRICS))[-ROWS:])
+    return JSONResponse(finite((await asyncio.to_thread(rows_in, folder / name / METRICS))[-ROWS:]))
 
 
 def _names(folder: Path) -> set[str]:
@@ -110,3 +114,12 @@ def _names(folder: Path) -> set[str]:
 
 def _checkpoint(entry: CheckpointEntry) -> dict[str, Any]:
     return {"path": entry.path, "kind": entry.kind, "time": entry.time, "bytes": entry.num_bytes, "expires_at": entry.expires_at}
+
+
+def finite(content: Any) -> Any:
+    """JSON has no NaN: a number that is none is null."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -69,7 +69,8 @@ def at_home(config: ClusterConfig) -> ClusterConfig:
     """Paths from here on mean the same in every process."""
     journal = config.journal.model_copy(update={"folder": config.journal.folder.expanduser().absolute()})
     checkpoints = config.checkpoint_dir.expanduser().absolute()
-    return config.model_copy(update={"journal": journal, "checkpoint_dir": checkpoints})
+    http = config.http.model_copy(update={"runs": config.http.runs and config.http.runs.expanduser().absolute()})
+    return config.model_copy(update={"journal": journal, "checkpoint_dir": checkpoints, "http": http})
 
 
 def _check_port(config: ClusterConfig) -> None:

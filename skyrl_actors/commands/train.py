@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -52,7 +53,7 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
             cluster.remove_folder(folder.path / CHECKPOINTS)
         if given is not None:
             _lay_beside(given, folder.path / CHECKPOINTS)
-        followers = followers_of(config.run.trackers, folder.path.name, folder.path, config.model_dump(mode="json"), note)
+        followers = followers_of(config.run.trackers, folder.path.name, folder.path, _without_secrets(config), note)
         recorder = Recorder(folder, followers)
         try:
             with MemoryWatch() as memory:
@@ -63,6 +64,11 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
     finally:
         folder.close()
     return folder.path
+
+
+def _without_secrets(config: JobConfig) -> dict[str, Any]:
+    """For trackers, which many read: neither keys nor the password in a database's address."""
+    return config.model_dump(mode="json", exclude={"cluster": {"http": True, "journal": {"url"}}})
 
 
 def _with_reference(config: JobConfig) -> JobConfig:

@@ -15,6 +15,11 @@ const seen = (seconds) => new Date(seconds * 1000);
 async function ask(path) {
   const answer = await fetch(path, { headers: key ? { "X-API-Key": key } : {}, cache: "no-store" });
   const body = await answer.json();
+  if (answer.status === 401) {  // another may be given
+    key = "";
+    sessionStorage.removeItem("key");
+    at("key-form").hidden = false;
+  }
   if (!answer.ok) throw new Error(body.detail || `HTTP ${answer.status}`);
   return body;
 }

@@ -1,7 +1,9 @@
 """Where checkpoints lie, what a checkpoint says of itself, and which runs there were. Files only; they outlive the service."""
 
 import json
+import logging
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +19,7 @@ from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath
 from skyrl_actors.storage import Mirror
 
+log = logging.getLogger(__name__)
 SPEC_FILE = "model_spec.json"
 RUN_FILE = "run.json"
 ABOUT_FILE = "about.json"
@@ -32,11 +35,19 @@ class CheckpointFolders:
         """`mirror_url`: where each checkpoint also lies before it is answered; for who changes checkpoints."""
         self.root = root.expanduser().resolve()
         self._wall = wall
+        self._copying = threading.Lock()
         self._mirror = Mirror(self.root, mirror_url, SPEC_FILE) if mirror_url else None
 
-    def pull(self) -> int:
-        """Fetch what the mirror has and this machine has not; how many checkpoints that were."""
-        return self._mirror.pull((RUN_FILE,)) if self._mirror else 0
+    def align(self) -> int:
+        """Fetch what the mirror has and this machine has not, and the other way round; how many checkpoints were fetched."""
+        if self._mirror is None:
+            return 0
+        fetched = self._mirror.pull(RUN_FILE)
+        for run in self._run_folders():
+            for folder in _checkpoints_in(run):
+                if not self._mirror.has(folder):
+                    self._mirrored(folder)
+        return fetched
 
     def _mirrored(self, folder: Path) -> None:
         if self._mirror:
@@ -100,9 +111,14 @@ class CheckpointFolders:
 
     def copy(self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None) -> None:
         """Under another run, which is made for it. Once: a repeat changes nothing. Raises Conflict when the place is taken."""
-        folder, spec = self.folder(target), replace(self.spec(source), model_id=target.model_id)
-        if folder.exists() and _about(folder).get("copied_from") == str(source):
-            return
+        with self._copying:  # a repeat while it goes on waits for its end
+            folder, spec = self.folder(target), replace(self.spec(source), model_id=target.model_id)
+            if not folder.exists() or _about(folder).get("copied_from") != str(source):
+                self._copy(source, target, folder, spec, ttl_seconds)
+            self.note_run(spec, session_id, {})
+            self._mirrored(folder)
+
+    def _copy(self, source: TinkerPath, target: TinkerPath, folder: Path, spec: ModelSpec, ttl_seconds: int | None) -> None:
         if (self._run_folder(target.model_id) / RUN_FILE).exists():
             raise Conflict(f"training run {target.model_id} exists already; use another model_seq_id")
         staging = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
@@ -120,8 +136,6 @@ class CheckpointFolders:
             shutil.rmtree(staging)
             if not folder.exists():  # else a repeat of this request was faster
                 raise
-        self.note_run(spec, session_id, {})
-        self._mirrored(folder)
 
     def is_public(self, path: TinkerPath) -> bool:
         folder = self.folder(path)
@@ -138,8 +152,11 @@ class CheckpointFolders:
                 shutil.rmtree(left, ignore_errors=True)
             for folder in list(_checkpoints_in(run)):
                 if self._is_expired(folder):
-                    self._remove(folder)
-                    count += 1
+                    try:
+                        self._remove(folder)
+                        count += 1
+                    except OSError as error:
+                        log.warning("%s has expired and can not be removed: %s", folder, error)
         return count
 
     def note_run(self, spec: ModelSpec, session_id: str, user_metadata: dict[str, str]) -> None:

@@ -68,7 +68,7 @@ class Controller:
         holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
         books = await self.journal.open(holder)
         self.epoch = books.epoch
-        await self._executor.on_disk(self._executor.folders.pull)
+        await self._executor.on_disk(self._executor.folders.align)
         able = await self.backend.start(books.epoch)
         self.completions.begin(books.epoch)
         owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery, self.completions)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from skyrl_actors.messages.results import Failure
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 
+DISK_THREADS = 8
 Fork = Callable[[ModelSpec, str, int, bool], Awaitable[None]]
 
 
@@ -34,6 +36,7 @@ class Executor:
         self.tenants = tenants
         self.folders = folders
         self._fork = fork
+        self._disk = ThreadPoolExecutor(DISK_THREADS, "checkpoints")  # a slow one must not keep the journal's readers waiting
         self._verbs: dict[type, Callable[[Op, Any], Awaitable[Outcome]]] = {
             rq.CreateModel: self.create_model,
             rq.ForwardBackward: self.forward_backward,
@@ -60,7 +63,7 @@ class Executor:
     async def on_disk(self, write: Callable[..., object], *arguments: Any) -> None:
         """A disk that takes nothing now may take it later: the operation waits."""
         try:
-            await asyncio.to_thread(write, *arguments)
+            await asyncio.get_running_loop().run_in_executor(self._disk, write, *arguments)
         except OSError as error:
             raise Unavailable(f"the checkpoint folder can not be written: {error}") from None
 

@@ -201,6 +201,7 @@ class Lanes:
             await self.retire(old)
 
     async def _run_sample(self, op: Op, sampler: Sampler) -> None:
+        named(op.request_id, sampler.sampler_id)
         try:
             request = await self._request(op)
             assert isinstance(request, rq.Sample)

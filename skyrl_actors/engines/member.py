@@ -4,6 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
+from contextvars import Context
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -100,7 +101,7 @@ class Member(ABC):
         if self._left or self.health != "DEAD" or (self._restarting is not None and not self._restarting.done()):
             return
         if self._limit.may_try_again(asyncio.get_running_loop().time()):
-            self._restarting = asyncio.create_task(self._make_anew())
+            self._restarting = asyncio.create_task(self._make_anew(), context=Context())
 
     @property
     def given_up(self) -> bool:

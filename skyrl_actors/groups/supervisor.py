@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from contextvars import Context
 from typing import TypeVar
 
 from ray.actor import ActorHandle
@@ -115,7 +116,7 @@ class GroupSupervisor:
         self._restart(reason)
 
     def _restart(self, reason: str) -> None:
-        self._restarting = asyncio.create_task(self._make_anew(reason))
+        self._restarting = asyncio.create_task(self._make_anew(reason), context=Context())
 
     async def _make_anew(self, reason: str) -> None:
         words = await last_words(self.group) if self.group else ""

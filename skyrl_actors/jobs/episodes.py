@@ -23,7 +23,7 @@ from skyrl_actors.messages.results import Sequence as Sampled
 
 T = TypeVar("T")
 Newest = Callable[[], Weights]
-SEED_STEP, SLICE_SEED_STEP = 1_000_003, 7_368_787
+SEED_STEP = 1_000_003
 
 
 class EpisodeFailed(Exception):
@@ -197,8 +197,7 @@ class Sampler:
     async def _to_its_end(self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, answer: Answer) -> None:
         while answer.stop_reason == "length" and (have := len(answer.tokens)) < params.max_tokens:
             # Each slice draws anew: the same seed would repeat the same random numbers.
-            seed = ((params.seed or 0) + have * SLICE_SEED_STEP) % 2**31
-            asked = replace(params, max_tokens=self._slice_of(params.max_tokens - have), seed=seed)
+            asked = replace(params, max_tokens=self._slice_of(params.max_tokens - have), seed=_seed(params.seed or 0, have))
             await self._slice(weights, (*prompt, *answer.tokens), asked, [answer])
 
     def _slice_of(self, left: int) -> int:
@@ -234,8 +233,8 @@ class Sampler:
                 break
             course.was_told(told, step.messages)
             # Each turn draws anew: the same seed would repeat the same random numbers.
-            later = replace(params, seed=((params.seed or 0) + turn * SEED_STEP) % 2**31)
-            answer = await self._sample(weights, (*prompt, *course.tokens), later, draw)
+            later = replace(params, seed=_seed(params.seed or 0, turn, draw))
+            answer = await self._sample(weights, (*prompt, *course.tokens), later, 0)
         return Rollout(
             task, group, prompt, np.asarray(course.tokens, np.int32), np.asarray(course.sampled, bool),
             np.asarray(course.logprobs, np.float32), np.asarray(course.rewards, np.float64), "\n".join(course.texts), course.cut,
@@ -272,6 +271,11 @@ class Sampler:
                 if deadline.expired() and isinstance(error, TimeoutError):
                     raise EpisodeFailed(f"{what} took longer than env.timeout_s {limit:g} s") from None
                 raise EpisodeFailed(f"{what} raised {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _seed(*path: int) -> int:
+    """Of what is named so, and of nothing else but by chance."""
+    return int(np.random.SeedSequence(path).generate_state(1)[0] >> 1)
 
 
 def _chat(messages: Sequence[Message]) -> Sequence[Message]:

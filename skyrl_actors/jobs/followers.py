@@ -53,10 +53,12 @@ class Wandb:
             project=self._config.project, entity=self._config.entity, mode=self._config.mode, name=self._name, id=run_id, resume="allow",
             dir=str(self._folder), config=dict(self._settings), settings=wandb.Settings(silent=True, console="off"),
         )  # fmt: skip
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")  # W&B's own counter takes no row again; a resumed run makes some again
         return str(self._run.id)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
         self._run.finish()
@@ -73,14 +75,16 @@ class Mlflow:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(self._config.uri)
+        run_id = run_id or self._run_id or None  # a try that failed half-way made one
         if run_id is None:
             found = self._client.get_experiment_by_name(self._config.experiment)
             experiment = found.experiment_id if found else self._client.create_experiment(self._config.experiment)
             run_id = str(self._client.create_run(experiment, run_name=self._name).info.run_id)
+        self._run_id = run_id
+        if not self._client.get_run(run_id).data.params:
             params = [Param(key, value) for key, value in _flat(self._settings).items()]
             for start in range(0, len(params), PARAMS_AT_ONCE):
                 self._client.log_batch(run_id, params=params[start : start + PARAMS_AT_ONCE])
-        self._run_id = run_id
         return run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

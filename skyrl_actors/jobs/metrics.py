@@ -54,7 +54,7 @@ _ALL = (
     Metric("margin", "dpo: β·(gain of chosen − gain of rejected) over the reference; reward_model: V(chosen) − V(rejected)",
            "nats (dpo), reward (reward_model)", "mean over pairs"),
     Metric("learning_rate", "of this step", "1", ONCE),
-    Metric("sample_tokens_per_s", "sampled_tokens / seconds/sample; / seconds/iteration where sampling runs beside learning", "tokens/s", ONCE),
+    Metric("sample_tokens_per_s", "sampled_tokens / seconds/sample; where sampling runs beside learning, / the seconds since the last batch", "tokens/s", ONCE),
     Metric("train_tokens_per_s", "prompt and answer tokens through forward and backward, each role and epoch, / seconds/update", "tokens/s", ONCE),
     Metric("seconds/sample", "sampling, environments and waking the engines; where sampling runs beside learning, waiting for it", "s", ONCE),
     Metric("seconds/values_and_reference", "logprobs, values and the reference's logprobs", "s", ONCE),

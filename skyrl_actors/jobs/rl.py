@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +57,7 @@ class RlJob:
         self.seconds: dict[str, float] = {}
         self.kl = divergence.Coefficient(config.kl)
         self._weights = Weights("", 0)
+        self._had_batch = 0.0
         self._draws: Draws
         self._schedule: Schedule
         self._session: Session
@@ -112,6 +114,7 @@ class RlJob:
             before, accuracy, self.kl.value = books["before"], books["accuracy"], books["kl_coef"]
         else:
             before = accuracy = await self.evaluate(0)
+        self._had_batch = time.perf_counter()
         self._schedule = schedule_of(self._draws, lambda: self._weights, books, step)
         try:
             step, accuracy = await self._iterations(step, before, accuracy)
@@ -160,6 +163,9 @@ class RlJob:
         started = time.perf_counter()
         with self._timed("sample"):
             found = await self._schedule.batch(step)
+        sampled_s = self.seconds["sample"]
+        if self.config.schedule.type != "on_policy":  # it goes on while the job learns, evaluates and saves
+            sampled_s, self._had_batch = time.perf_counter() - self._had_batch, time.perf_counter()
         rollouts, metrics = found.rollouts, found.metrics
         if rollouts:
             with self._timed("values_and_reference"):
@@ -179,9 +185,10 @@ class RlJob:
             )
         else:
             self.watcher.warned(f"iteration {step}: nothing to learn from; the policy stays as it is")
+            self._weights = replace(self._weights, iteration=step)
+            self._schedule.published()
         self.seconds["iteration"] = time.perf_counter() - started
-        sampling = "sample" if self.config.schedule.type == "on_policy" else "iteration"
-        metrics["sample_tokens_per_s"] = metrics["sampled_tokens"] / self.seconds[sampling]
+        metrics["sample_tokens_per_s"] = metrics["sampled_tokens"] / sampled_s
         return metrics | {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
 
     async def _score(self, rollouts: list[Rollout]) -> Batch:

@@ -101,8 +101,7 @@ class Stream:
     async def batch(self, iteration: int) -> Found:
         while True:
             self._fill()
-            enough = self._draws.config.filter.type == "varied" and self._ended >= self._most_groups
-            if (groups := self._window.take(with_fewer=enough)) is not None:
+            if (groups := self._window.take(with_fewer=self._drew_enough)) is not None:
                 return self._taken(groups)
             await self._changed.wait()
             self._changed.clear()
@@ -110,11 +109,15 @@ class Stream:
                 raise self._error
 
     @property
-    def _most_groups(self) -> int:
-        return self._draws.config.prompts * self._draws.most_batches
+    def _drew_enough(self) -> bool:
+        """The filter left too few of all that may be drawn for one iteration: it goes on with what there is once the rest has ended."""
+        config = self._draws.config
+        if config.filter.type == "none" or self._ended < config.prompts * self._draws.most_batches:
+            return False
+        return self._window.num_finished < config.prompts
 
     def _fill(self) -> None:
-        while self._window.may_begin(self._newest().iteration):
+        while not self._drew_enough and self._window.may_begin(self._newest().iteration):
             group = self._again.pop(0) if self._again else self._next
             self._next = max(self._next, group + 1)
             self._window.began(group, self._newest().iteration)

@@ -24,6 +24,10 @@ class Window:
         """Groups that began and were not learned from, in their order."""
         return sorted(self._began)
 
+    @property
+    def num_finished(self) -> int:
+        return len(self._finished)
+
     def may_begin(self, weights: int) -> bool:
         """With weights of that version; while an iteration learns they are one behind the batches that were taken."""
         batches = min(weights + self.bound + 1, self.last_version) - self.version

@@ -22,6 +22,8 @@ KEYS = {"api_keys": ["ann=tml-ann-0123456789abcdef", "bob=tml-bob-0123456789abcd
 STATUS = {
     "name": "s", "models": [{"model_id": "s1kaaaaaaaaaa:train:0", "role": "policy"}, {"model_id": "s2kbbbbbbbbbb:train:0", "role": "critic"}],
     "queued": {"s1kaaaaaaaaaa:train:0": 2, "s2kbbbbbbbbbb:train:0": 3}, "tenants": {"aaaaaaaaaa": {"trained_tokens": 5.0}, "bbbbbbbbbb": {}}, "url": "secret",
+    "fault": "s1kaaaaaaaaaa:train:0 is rebuilt", "engines": [{"name": "engine[0]", "state": "HEALTHY", "version": "s1kaaaaaaaaaa:train:0@3"},
+    {"name": "engine[1]", "state": "s2kbbbbbbbbbb did not answer", "version": "base"}],
 }  # fmt: skip
 
 
@@ -30,6 +32,10 @@ def test_each_viewer_sees_totals_and_his_own():
     assert [m["queued"] for m in everything["models"]] == [2, 3] and set(everything["tenants"]) == {"a" * 10, "b" * 10}
     assert nobody["models"] == [] and nobody["tenants"] == {} and nobody["key"] == "missing"
     assert [m["model_id"] for m in ann["models"]] == ["s1kaaaaaaaaaa:train:0"] and set(ann["tenants"]) == {"a" * 10}
+    assert "aaaaaaaaaa" not in json.dumps(nobody) and "bbbbbbbbbb" not in json.dumps(ann)
+    assert [e.get("version") for e in ann["engines"]] == ["s1kaaaaaaaaaa:train:0@3", "base"] and everything["engines"] == STATUS[
+        "engines"
+    ]
     for shown in (everything, nobody, ann):
         assert shown["queued"] == 5 and shown["num_models"] == 2 and "url" not in shown
 

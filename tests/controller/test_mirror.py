@@ -1,5 +1,6 @@
 """Checkpoints in a second place: on a disk, and on a real S3 server; nothing is answered before it lies there."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from skyrl_actors.jobs.datasets import read
 from skyrl_actors.messages.errors import ConfigError, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
+from skyrl_actors.storage import WHOLE
+from tests.api.local import MODEL, config_for, edge, posted
 from tests.conftest import free_port
 
 SPEC = ModelSpec("s1:train:0", "tiny", lora=LoraSpec(4))
@@ -66,20 +69,20 @@ def saved(folders: CheckpointFolders, path: TinkerPath, weights: bytes) -> None:
 
 def test_another_machine_has_all_that_was_answered(tmp_path: Path, url: str):
     here = CheckpointFolders(tmp_path / "a", mirror_url=url)
-    assert here.pull() == 0
+    assert here.align() == 0
     saved(here, ONE, b"first")
     saved(here, TWO, b"second")
     saved(here, ONE, b"first, saved again")
     here.set_public(TWO, True)
     there = CheckpointFolders(tmp_path / "b", mirror_url=url)
-    assert there.pull() == 2 and there.pull() == 0
+    assert there.align() == 2 and there.align() == 0
     assert (there.existing(ONE) / "model.safetensors").read_bytes() == b"first, saved again"
     assert there.spec(TWO) == SPEC and there.is_public(TWO) and not there.is_public(ONE)
     (run,) = there.runs()
     assert {c.name for c in run.checkpoints} == {"one", "two"} and run.checkpoints[0].user_metadata == {"who": "ann"}
     there.delete(ONE)
     third = CheckpointFolders(tmp_path / "c", mirror_url=url)
-    assert third.pull() == 1
+    assert third.align() == 1
     with pytest.raises(NotFound):
         third.existing(ONE)
 
@@ -88,9 +91,59 @@ def test_a_folder_that_was_not_written_whole_is_none(tmp_path: Path, url: str):
     here = CheckpointFolders(tmp_path / "a", mirror_url=url)
     saved(here, ONE, b"first")
     files, base = url_to_fs(url)
-    files.rm_file(f"{base}/s1_train_0/weights/one/{SPEC_FILE}")
+    files.rm_file(f"{base}/s1_train_0/weights/one/{WHOLE}")
     there = CheckpointFolders(tmp_path / "b", mirror_url=url)
-    assert there.pull() == 0 and (tmp_path / "b/s1_train_0" / RUN_FILE).exists() and not there.runs()[0].checkpoints
+    assert there.align() == 0 and (tmp_path / "b/s1_train_0" / RUN_FILE).exists() and not there.runs()[0].checkpoints
+
+
+def test_what_was_here_before_the_mirror_lies_there_once_it_is_there(tmp_path: Path, url: str):
+    saved(CheckpointFolders(tmp_path / "a"), ONE, b"first")
+    assert CheckpointFolders(tmp_path / "a", mirror_url=url).align() == 0
+    assert CheckpointFolders(tmp_path / "b", mirror_url=url).align() == 1
+
+
+def test_a_copy_is_answered_once_it_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    here = CheckpointFolders(tmp_path / "a", mirror_url=(tmp_path / "there").as_uri())
+    saved(here, ONE, b"first")
+    target = TinkerPath("s2:train:0", "weights", "copied")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.Mirror, "put", lambda self, folder: (_ for _ in ()).throw(OSError("away")))
+        for _ in range(2):
+            with pytest.raises(OSError, match="away"):
+                here.copy(ONE, target, "s2", None)
+    here.copy(ONE, target, "s2", None)
+    there = CheckpointFolders(tmp_path / "b", mirror_url=(tmp_path / "there").as_uri())
+    assert there.align() == 2 and (there.existing(target) / "model.safetensors").read_bytes() == b"first"
+
+
+def test_an_overwrite_that_ends_half_way_leaves_the_old_one(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch):
+    here = CheckpointFolders(tmp_path / "a", mirror_url=url)
+    saved(here, ONE, b"first")
+    files = url_to_fs(url)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "pipe_file", lambda *_, **__: (_ for _ in ()).throw(OSError("the power went")))
+        with pytest.raises(OSError, match="the power went"):
+            saved(here, ONE, b"second")
+    there = CheckpointFolders(tmp_path / "b", mirror_url=url)
+    assert there.align() == 1 and (there.existing(ONE) / "model.safetensors").read_bytes() == b"first"
+
+
+async def test_a_save_waits_for_a_mirror_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Through the HTTP edge and a lane: no answer before it lies there."""
+    there = (tmp_path / "there").as_uri()
+    config = config_for(tmp_path, checkpoint_mirror=there)
+    async with edge(config) as http:
+        session = (await posted(http, "/create_session", tags=[], sdk_version="0.5.0"))["session_id"]
+        made = await posted(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL, lora_config={"rank": 4})
+        await posted(http, "/retrieve_future", request_id=made["request_id"])
+        with monkeypatch.context() as patch:
+            patch.setattr(storage.Mirror, "put", lambda self, folder: (_ for _ in ()).throw(OSError("away")))
+            saving = await posted(http, "/save_weights", model_id=made["model_id"], path="one", seq_id=1)
+            answer = asyncio.create_task(posted(http, "/retrieve_future", request_id=saving["request_id"]))
+            await asyncio.sleep(1.0)
+            assert not answer.done() and not list((tmp_path / "there").rglob("WHOLE"))
+        assert (await asyncio.wait_for(answer, 20))["path"].endswith("/weights/one")
+        assert len(list((tmp_path / "there").rglob("WHOLE"))) == 1
 
 
 def test_a_place_that_is_away_is_an_error_of_the_disk(tmp_path: Path, s3: str):

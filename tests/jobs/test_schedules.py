@@ -167,6 +167,21 @@ async def test_answers_go_on_with_the_newest_weights_slice_by_slice():
     await made.schedule.close()
 
 
+async def test_a_filter_that_leaves_nothing_ends_the_iteration_after_so_many_batches():
+    made = Made(
+        {"type": "asynchronous", "max_staleness": 1},
+        filter={"type": "varied", "max_batches": 2},
+        env={"type": "reverse"},
+        iterations=3,
+    )
+    for iteration in (1, 2, 3):  # all rewards are 0; the numbers of the weights go on all the same
+        found = await made.batch(iteration)
+        assert not found.rollouts and found.metrics["prompts_without_spread"] >= 4
+        made.publish(iteration)
+    assert len(made.engine.asked) <= 3 * 2 * 2 + 3 * 4  # two batches an iteration, and what was open
+    await made.schedule.close()
+
+
 async def test_a_run_that_goes_on_begins_with_what_was_open():
     made = Made({"type": "asynchronous", "max_staleness": 1})
     found = await made.batch(1)
