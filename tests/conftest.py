@@ -33,6 +33,19 @@ settings.register_profile("shared-machine", deadline=None, suppress_health_check
 settings.load_profile("shared-machine")
 
 
+ON_RAY = (
+    "tests/docs/test_docs.py", "tests/engines/test_external.py", "tests/engines/test_transports.py", "tests/groups/", "tests/jobs/test_commands.py",
+    "tests/observe/test_metrics.py", "tests/service/",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup` (`make test`), tests that start Ray follow each other in one process, in their order; the others run beside."""
+    for item in items:
+        if item.nodeid.startswith(ON_RAY):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 @pytest.fixture(scope="session")
 def random_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny base model with random weights: for numbers, where skill does not matter."""
