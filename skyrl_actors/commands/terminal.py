@@ -119,7 +119,7 @@ class RunView:
                 self.progress.console.print(f"before training: {name} [bold]{value:.3f}[/bold] ({REGISTRY[name].definition})")
             self._recorded(lambda: self.folder.log(0, metrics))
         if rollouts:
-            rows = [(r.task.question, r.task.answer, r.text, r.reward) for r in rollouts]
+            rows = [(r.task.question, r.task.answer, r.text, r.reward, [p.version for p in r.pieces]) for r in rollouts]
             self._recorded(lambda: self.folder.samples(step, rows))
 
     def _recorded(self, write: Callable[[], None]) -> None:

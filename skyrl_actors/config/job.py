@@ -22,12 +22,13 @@ from skyrl_actors.config.algorithms import (
 from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.environments import Environment, ReverseEnv
+from skyrl_actors.config.optimizer import AdamFields
 from skyrl_actors.config.schedules import Asynchronous, OnPolicy, Schedule
 from skyrl_actors.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from skyrl_actors.config.trackers import Tracker
 
 
-class RlConfig(FrozenConfig):
+class RlConfig(AdamFields):
     """Reinforcement learning. `type` names an algorithm, which is a choice of the parts below; each part may be set by itself."""
 
     type: AlgorithmName = "ppo"
@@ -59,12 +60,6 @@ class RlConfig(FrozenConfig):
     minibatches: int = Field(default=4, ge=1)
     policy_lr: float = Field(default=2e-4, gt=0)
     critic_lr: float = Field(default=1e-3, gt=0)
-    final_lr_share: float = Field(default=0.1, ge=0, le=1, description="both rates fall linearly to this share of their start")
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = Field(default=1.0, ge=0)
     value_clip: float = Field(default=0.2, gt=0)
     mismatch_warn: float = Field(
         default=0.05,

@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.environments import DatasetConfig
+from skyrl_actors.config.optimizer import AdamFields
 
 
-class Supervised(FrozenConfig):
+class Supervised(AdamFields):
     """What learning from given texts has in common."""
 
     data: DatasetConfig
@@ -28,12 +28,6 @@ class Supervised(FrozenConfig):
     lora_rank: int | None = Field(default=None, ge=1, description="adapter rank; null = full fine-tune")
     learning_rate: float = Field(default=2e-4, gt=0)
     warmup_steps: int = Field(default=0, ge=0, description="the rate rises linearly in so many steps, then falls linearly")
-    final_lr_share: float = Field(default=0.1, ge=0, le=1)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = Field(default=1.0, ge=0)
 
 
 class SftConfig(Supervised):

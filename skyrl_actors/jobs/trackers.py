@@ -19,7 +19,7 @@ from skyrl_actors.jobs.run_folder import RunFolder
 from skyrl_actors.observe.runs import METRICS, SAMPLES, SUMMARY, rows_in
 
 SAMPLES_KEPT = 20  # of each evaluation
-SAMPLE_KEYS = ("question", "expected", "answer", "reward")
+SAMPLE_KEYS = ("question", "expected", "answer", "reward", "versions")
 
 
 class Recorder:
@@ -46,8 +46,8 @@ class Recorder:
         for key, value in metrics.items():
             self._events.add_scalar(key, value, step)
 
-    def samples(self, step: int, rows: Sequence[tuple[str, str, str, float]]) -> None:
-        """(question, expected, answer, reward) of some episodes of an evaluation."""
+    def samples(self, step: int, rows: Sequence[tuple[str, str, str, float, list[str]]]) -> None:
+        """(question, expected, answer, reward, versions of the weights) of some episodes of an evaluation."""
         with (self.path / SAMPLES).open("a") as file:
             for row in rows[:SAMPLES_KEPT]:
                 file.write(json.dumps({"step": step, **dict(zip(SAMPLE_KEYS, row, strict=True))}) + "\n")

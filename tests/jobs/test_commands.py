@@ -49,7 +49,9 @@ def check_run_folder(run: Path) -> None:
     assert 0.5 < summary["peak_rss_gib"] < 10
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    assert {s["step"] for s in samples} == {0, 1, 2} and all(s["question"].startswith("Reverse: ") for s in samples)
+    assert {s["step"] for s in samples} == {0, 1, 2} and all(
+        s["question"].startswith("Reverse: ") and s["versions"] for s in samples
+    )
     assert "iterations: 2" in (run / "config.yaml").read_text()
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
