@@ -41,6 +41,8 @@ ON_RAY = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n 2 --dist loadgroup` (`make test`), tests that start Ray follow each other in one process, in their order; the others run beside."""
+    # A Ray that a test starts and ends in its own process takes the machine's note of where the service's is with it.
+    items.sort(key=lambda item: "service" in getattr(item, "fixturenames", ()))
     for item in items:
         if item.nodeid.startswith(ON_RAY):
             item.add_marker(pytest.mark.xdist_group("ray"))
