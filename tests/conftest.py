@@ -39,6 +39,7 @@ ON_RAY = (
 )  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n 2 --dist loadgroup` (`make test`), tests that start Ray follow each other in one process, in their order; the others run beside."""
     # A Ray that a test starts and ends in its own process takes the machine's note of where the service's is with it.

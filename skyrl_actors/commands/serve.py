@@ -266,12 +266,14 @@ def join(name: str) -> None:
 def stop(name: str) -> None:
     """End the service; end Ray too if `serve` started it. Stopping what does not run is fine."""
     state_file = _state_file(name)
-    state: dict[str, Any] = json.loads(state_file.read_text()) if state_file.exists() else {"started_ray": False}
+    ran = state_file.exists()
+    state: dict[str, Any] = json.loads(state_file.read_text()) if ran else {"started_ray": False}
     if _joined():
         if not state["started_ray"]:  # else Serve ends with Ray, at once
             _delete_endpoint(name)
         try:
             asyncio.run(cluster.close_controller(find_controller(name)))
+            ran = True
         except ValueError:
             note(f"no controller of {name!r} is running")
         except (SkyrlActorsError, TimeoutError) as error:
@@ -289,7 +291,7 @@ def stop(name: str) -> None:
         cluster.remove_folder(Path(state["transfer"]))
     cluster.remove_folder(haproxy.folder(name))
     state_file.unlink(missing_ok=True)
-    note(f"{name} is stopped")
+    note(f"{name} is stopped" if ran else f"no service named {name!r} was running here")
 
 
 def _delete_endpoint(name: str) -> None:

@@ -103,7 +103,7 @@ def test_commands_say_so_when_there_is_no_service():
         done = run_cli(*words, "--name", "nobody")
         assert done.returncode == 2 and "no service named 'nobody'" in done.stderr, done.stdout + done.stderr
     done = run_cli("stop", "--name", "nobody")
-    assert done.returncode == 0 and "no controller of 'nobody' is running" in done.stdout + done.stderr
+    assert done.returncode == 0 and "no service named 'nobody' was running here" in done.stdout
 
 
 def test_tables_are_those_of_the_code():
