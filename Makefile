@@ -35,7 +35,7 @@ demo: $(READY)
 	$(BIN)/skyrl-actors demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest
 
 check: $(READY)
 	$(BIN)/ruff check .

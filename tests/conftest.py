@@ -33,20 +33,9 @@ settings.register_profile("shared-machine", deadline=None, suppress_health_check
 settings.load_profile("shared-machine")
 
 
-ON_RAY = (
-    "tests/docs/test_docs.py", "tests/engines/test_external.py", "tests/engines/test_transports.py", "tests/groups/", "tests/jobs/test_commands.py",
-    "tests/observe/test_metrics.py", "tests/service/",
-)  # fmt: skip
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup` (`make test`), tests that start Ray follow each other in one process, in their order; the others run beside."""
-    # A Ray that a test starts and ends in its own process takes the machine's note of where the service's is with it.
+    """A Ray that a test starts and ends in its own process takes the machine's note of where the service's is with it."""
     items.sort(key=lambda item: "service" in getattr(item, "fixturenames", ()))
-    for item in items:
-        if item.nodeid.startswith(ON_RAY):
-            item.add_marker(pytest.mark.xdist_group("ray"))
 
 
 @pytest.fixture(scope="session")
