@@ -14,7 +14,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from examples.words import Chat, accuracy, base_model, tensor, words
+from examples.words import MODEL, Chat, accuracy, tensor, words
 
 GAMMA, LAMBDA, KL_COEF = 1.0, 0.95, 0.01
 
@@ -119,13 +119,17 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--policy-rate", type=float, default=1e-3)
     parser.add_argument("--critic-rate", type=float, default=3e-3)
+    parser.add_argument("--base-model", default=MODEL, help="what the service was started with")
     options = parser.parse_args()
     held_out = words(100, seed=1)
     with tinker.ServiceClient() as service:
-        base = base_model(service)
-        policy = service.create_lora_training_client(base, rank=32, seed=0).result()
-        critic = service.create_lora_training_client(base, rank=32, seed=1, user_metadata={"model_role": "critic"}).result()
-        reference = service.create_lora_training_client(base, rank=1, seed=2).result()  # never trained: the base model
+        policy = service.create_lora_training_client(options.base_model, rank=32, seed=0).result()
+        critic = service.create_lora_training_client(
+            options.base_model, rank=32, seed=1, user_metadata={"model_role": "critic"}
+        ).result()
+        reference = service.create_lora_training_client(
+            options.base_model, rank=1, seed=2
+        ).result()  # never trained: the base model
         chat = Chat(policy.get_tokenizer())
         sampler = policy.save_weights_and_get_sampling_client().result()
         print(f"held-out accuracy before: {accuracy(sampler, chat, held_out):.2f}", flush=True)

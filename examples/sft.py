@@ -11,7 +11,7 @@ import argparse
 import tinker
 from tinker import types
 
-from examples.words import Chat, accuracy, base_model, tensor, words
+from examples.words import MODEL, Chat, accuracy, tensor, words
 
 
 def datum(chat: Chat, text: str) -> types.Datum:
@@ -30,13 +30,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--base-model", default=MODEL, help="what the service was started with")
     options = parser.parse_args()
     held_out = words(100, seed=1)
     with tinker.ServiceClient() as service:
-        base = base_model(service)
-        model = service.create_lora_training_client(base, rank=32, seed=0).result()
+        model = service.create_lora_training_client(options.base_model, rank=32, seed=0).result()
         chat = Chat(model.get_tokenizer())
-        before = accuracy(service.create_sampling_client(base_model=base).result(), chat, held_out)
+        before = accuracy(service.create_sampling_client(base_model=options.base_model).result(), chat, held_out)
         print(f"held-out accuracy before: {before:.2f}", flush=True)
         for step in range(options.steps):
             texts = [w for w in words(options.batch, seed=100 + step) if w not in held_out]

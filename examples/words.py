@@ -2,17 +2,10 @@
 
 import random
 
-import tinker
 from tinker import types
 
+MODEL = "skyrl-actors/tiny"
 LETTERS = "abcdefghijkl"
-
-
-def base_model(service: tinker.ServiceClient) -> str:
-    """What this service was started with."""
-    name = service.get_server_capabilities().supported_models[0].model_name
-    assert name is not None
-    return name
 
 
 def word(rng: random.Random) -> str:

@@ -31,8 +31,8 @@ HELD_BY = {
     "skyrl-actors train configs/jobs/sft_tiny.yaml": 'tests/jobs/on_service.py: "sft"',
 }  # fmt: skip
 SMALLER = {
-    "python -m examples.sft": "python -m examples.sft --steps 1 --batch 4",
-    "python -m examples.ppo_critic": "python -m examples.ppo_critic --iterations 1 --prompts 4",
+    "python -m examples.sft": "python -m examples.sft --steps 1 --batch 4 --base-model tiny",
+    "python -m examples.ppo_critic": "python -m examples.ppo_critic --iterations 1 --prompts 4 --base-model tiny",
 }
 HERE = (
     *SMALLER, "python -m examples.make_data data", "skyrl-actors status", "skyrl-actors journal configs/cpu_tiny.yaml",
@@ -89,7 +89,10 @@ def test_commands_of_the_docs(command: str, service: Service, tmp_path: Path):
         }
         if words[1] == "trace":  # something must have been sampled
             subprocess.run(
-                [sys.executable, "-m", "examples.sft", "--steps", "1", "--batch", "4"], cwd=ROOT, check=True, timeout=240
+                [sys.executable, "-m", "examples.sft", "--steps", "1", "--batch", "4", "--base-model", "tiny"],
+                cwd=ROOT,
+                check=True,
+                timeout=240,
             )
         done = run_cli(*words[1:], *own.get(words[1], []), cwd=tmp_path)
     else:
