@@ -21,7 +21,7 @@ ROOMS = {
     "restarts": {"config"},
     "migrations": set(),
     "journal": {"files", "messages", "config", "migrations"},
-    "groups": {"messages", "config", "workers", "remote", "restarts", "placement"},
+    "groups": {"messages", "config", "workers", "remote", "restarts", "placement", "observe"},
     "transfer": {"messages", "config", "groups", "remote"},
     "engines": {"messages", "config", "colocation", "transfer", "remote", "restarts", "placement", "streams", "observe"},
     "backends": {

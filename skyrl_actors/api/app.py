@@ -23,7 +23,7 @@ from skyrl_actors.api import (
 from skyrl_actors.api.access import Caller
 from skyrl_actors.api.state import ARCHIVES, ApiState, state_of
 from skyrl_actors.api.tokens import owner_of_credential
-from skyrl_actors.messages.errors import SkyrlActorsError
+from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 
 log = logging.getLogger(__name__)
 # The console's routes look at the key themselves: without one they show totals.
@@ -63,6 +63,8 @@ async def _known_error(request: Request, error: Exception) -> JSONResponse:
     status = error.status if error.category == "user" else 503
     if status == 409:
         status = 400  # the SDK repeats 409 for minutes; this conflict does not go away
+    if status == 503 and not isinstance(error, Unavailable):
+        log.warning("%s %s: %s", request.method, request.url.path, error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse(_error_body(request, str(error), error.category, status), status, headers)
 

@@ -17,6 +17,7 @@ from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
+from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled
 
@@ -66,8 +67,9 @@ class ControllerClient:
 
     async def submit(self, request: Request, mark: str = "", request_id: str | None = None) -> str:
         """`mark` of the owner, at the end of the request's id. A repeat under one `request_id` is one request."""
-        began = time.time()
-        accepted: str = await self._call("submit", request, request_id or f"r{uuid.uuid4().hex}{mark}")
+        began, request_id = time.time(), request_id or f"r{uuid.uuid4().hex}{mark}"
+        named(request_id)
+        accepted: str = await self._call("submit", request, request_id)
         self._spanned("accept", accepted, began)
         return accepted
 
@@ -79,6 +81,7 @@ class ControllerClient:
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
         """Ends in time, whatever happens to the controller meanwhile."""
         began = time.time()
+        named(request_id)
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())

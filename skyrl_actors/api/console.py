@@ -7,8 +7,8 @@ from typing import Any
 from skyrl_actors.messages.paths import owner_of
 
 TO_ALL = (
-    "name", "ready", "fault", "epoch", "uptime_s", "sessions", "samplers", "open_requests", "recoveries", "counts", "phase", "seconds_in_phase",
-    "phase_timeline", "engines", "groups", "controller_rss_bytes", "logprob_differences", "weight_load_seconds",
+    "name", "ready", "epoch", "uptime_s", "sessions", "samplers", "open_requests", "recoveries", "counts", "phase", "seconds_in_phase",
+    "phase_timeline", "groups", "controller_rss_bytes", "logprob_differences", "weight_load_seconds",
 )  # fmt: skip
 
 

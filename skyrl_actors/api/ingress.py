@@ -10,8 +10,7 @@ from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.observe.log import set_up_logging
-from skyrl_actors.observe.spans import SPANS
+from skyrl_actors.observe.process import Observed
 
 
 @serve.deployment(
@@ -28,8 +27,7 @@ from skyrl_actors.observe.spans import SPANS
 @serve.ingress()
 class TinkerApi:
     def __init__(self, config: ClusterConfig):
-        set_up_logging(form=config.observe.log_format, service=config.name, part="ingress")
-        SPANS.send_to(config.observe.otlp, config.name, "ingress")
+        Observed(config.name, config.observe.otlp, config.observe.log_format).begin("ingress")
         self.state = ApiState(config, ControllerClient(find_controller(config.name)))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

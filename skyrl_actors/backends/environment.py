@@ -2,11 +2,13 @@
 
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.groups.environment import BRIEF_SPIN
+from skyrl_actors.observe.process import Observed
 
 
 def actor_environment(config: ClusterConfig) -> dict[str, str]:
     """Must be set before torch and vLLM are imported, so it goes into the actors' runtime environment."""
-    common = {
+    observe = config.observe
+    common = Observed(config.name, observe.otlp, observe.log_format).environment | {
         "HF_HUB_OFFLINE": "1",  # the controller has resolved every folder already
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",

@@ -223,6 +223,8 @@ class HttpConfig(FrozenConfig):
     def _grows(self) -> "HttpConfig":
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
+        if not self.console and self.runs not in (None, Path("runs")):
+            raise ValueError(f"runs {self.runs} is shown by the console alone, and console is false")
         return self
 
     @model_validator(mode="before")

@@ -96,15 +96,16 @@ def _fields_at(schema: type[FrozenConfig], loc: tuple[int | str, ...]) -> list[s
             option
             for node in nodes
             if isinstance(part, str) and part in node.model_fields
-            for option in _classes_in(node.model_fields[part].annotation)
+            for option in classes_in(node.model_fields[part].annotation)
         ]
     return sorted({name for node in nodes for name in node.model_fields})
 
 
-def _classes_in(annotation: Any) -> list[type[FrozenConfig]]:
+def classes_in(annotation: Any) -> list[type[FrozenConfig]]:
+    """The config classes of a key's annotation: one, those of a union, or none."""
     if isinstance(annotation, type) and issubclass(annotation, FrozenConfig):
         return [annotation]
-    return [c for arg in get_args(annotation) for c in _classes_in(arg)]
+    return [c for arg in get_args(annotation) for c in classes_in(arg)]
 
 
 def _tags(schema: type[FrozenConfig]) -> tuple[Any, ...]:

@@ -13,4 +13,6 @@ class ObserveConfig(FrozenConfig):
         pattern=r"^https?://",
         description="an OpenTelemetry collector, as http://host:4318: each request becomes a trace",
     )
-    log_format: Literal["text", "json"] = Field(default="text", description="of the controller's and the ingress replicas' lines")
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="of the lines of controller, ingress, ranks and engines"
+    )

@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
+from skyrl_actors.config.load import classes_in
 
 Seen = dict[type[FrozenConfig], str]
 HEAD = """# Configuration
@@ -31,8 +32,8 @@ def markdown() -> str:
 def _sections(path: str, schema: type[FrozenConfig], seen: Seen, leave: tuple[str, ...] = ()) -> Iterator[str]:
     """This class's own keys, then those of each class below it. A class that was shown is not shown again."""
     fields = {name: field for name, field in schema.model_fields.items() if name not in leave}
-    below = [(f"{path}{name}", option) for name, field in fields.items() for option in _classes(field.annotation)]
-    rows = [_row(f"{path}{name}", field) for name, field in fields.items() if not _classes(field.annotation) and name != "type"]
+    below = [(f"{path}{name}", option) for name, field in fields.items() for option in classes_in(field.annotation)]
+    rows = [_row(f"{path}{name}", field) for name, field in fields.items() if not classes_in(field.annotation) and name != "type"]
     if rows:
         yield "| key | values | default | |\n|---|---|---|---|\n" + "".join(rows)
     for key, option in below:
@@ -87,12 +88,6 @@ def _literals(annotation: Any) -> str:
 
 def _plain(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _classes(annotation: Any) -> list[type[FrozenConfig]]:
-    if isinstance(annotation, type) and issubclass(annotation, FrozenConfig):
-        return [annotation]
-    return [found for arg in get_args(annotation) for found in _classes(arg)]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, PartialSample, Result, Waiting
-from skyrl_actors.observe.log import set_up_logging
+from skyrl_actors.observe.process import Observed
 from skyrl_actors.observe.spans import SPANS, Span
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,7 @@ class ControllerActor:
     """
 
     def __init__(self, config: ClusterConfig, base_folder: str, detached: bool):
-        set_up_logging(form=config.observe.log_format, service=config.name, part="controller")
-        SPANS.send_to(config.observe.otlp, config.name, "controller")
+        Observed(config.name, config.observe.otlp, config.observe.log_format).begin("controller")
         self.progress: list[str] = []
         self._parts = (config, Path(base_folder), detached)
         self.controller = self._build()

@@ -40,12 +40,12 @@ class Op:
 
     @property
     def turn(self) -> Turn:
-        return Turn(self.number, self.after)
+        return Turn(self.number, self.after, self.request_id)
 
     @property
     def reading(self) -> Turn:
         """For verbs that leave the state as it is."""
-        return Turn(None, self.after)
+        return Turn(None, self.after, self.request_id)
 
 
 @dataclass(frozen=True, slots=True)

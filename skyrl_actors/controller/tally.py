@@ -6,7 +6,7 @@ import time
 from skyrl_actors.controller.ledger import Op, Outcome
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.results import Failure, LossOutput, SampleOutput
+from skyrl_actors.messages.results import Failure, SampleOutput
 from skyrl_actors.observe.counts import Counts
 from skyrl_actors.observe.spans import Span, Spans
 
@@ -33,7 +33,7 @@ def tally(counts: Counts, op: Op, outcome: Outcome, roles: dict[str, str]) -> No
 
 
 def traced(spans: Spans, op: Op, outcome: Outcome, answered: float) -> None:
-    """An operation in its model's row, and for its trace: the whole, the wait, the run, and what the slowest rank had of it.
+    """An operation in its model's row, and for its trace: the whole, the wait and the run.
 
     `answered`: on the clock of `op.accepted`, once the journal had the answer.
     """
@@ -51,8 +51,6 @@ def traced(spans: Spans, op: Op, outcome: Outcome, answered: float) -> None:
     spans.send(span(f"request {verb}", op.accepted, answered), first=True)
     spans.send(span("wait", op.accepted, begun))
     spans.add(span(verb, begun, answered))
-    if isinstance(result, LossOutput) and (compute_s := result.metrics.get("compute_s:sum")):
-        spans.send(span("slowest rank", answered - compute_s, answered))
 
 
 def _snake(name: str) -> str:

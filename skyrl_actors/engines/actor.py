@@ -5,6 +5,7 @@ are aborted (they will be asked for again, with the same seed), and its other ca
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable
 from typing import Literal, TypeVar
@@ -14,6 +15,9 @@ from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.observe.log import named
+from skyrl_actors.observe.process import observed
+from skyrl_actors.observe.spans import SPANS
 
 T = TypeVar("T")
 
@@ -22,6 +26,7 @@ class EngineActor:
     def __init__(self, spec: EngineSpec):
         from skyrl_actors.engines.vllm_engine import VllmEngine
 
+        observed().begin(spec.name, logging.WARNING)
         self.engine = VllmEngine(spec)
         self._started = False
         self._log_file = os.path.realpath("/proc/self/fd/2")
@@ -64,10 +69,12 @@ class EngineActor:
         version: str,
     ) -> SampleOutput:
         self._fence(epoch)
+        named(request_id, version)
         task = asyncio.ensure_future(self.engine.sample(request_id, prompt, params, adapter, version))
         self._samples.add(task)
         task.add_done_callback(self._samples.discard)
-        return await self._lost_if_dead(task)
+        with SPANS.sent(f"{self!r} sample", repr(self), [request_id], version=version, prompt_tokens=len(prompt)):
+            return await self._lost_if_dead(task)
 
     async def partial(self, epoch: int, request_id: str, have: int, timeout_s: float) -> PartialSample:
         self._fence(epoch)

@@ -1,6 +1,7 @@
 """The Ray actor around one training rank. It imports torch when it is made, in its own process."""
 
 import faulthandler
+import logging
 import os
 import tempfile
 import threading
@@ -14,6 +15,9 @@ from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.turn import Turn
+from skyrl_actors.observe.log import named
+from skyrl_actors.observe.process import observed
+from skyrl_actors.observe.spans import SPANS
 from skyrl_actors.workers.interface import BaseModelInfo, PartCall, RankStatus, WorkerSpec
 
 
@@ -42,6 +46,7 @@ class TrainWorkerActor:
 
     def become(self, spec: WorkerSpec) -> None:
         self.spec = spec
+        observed().begin(repr(self), logging.WARNING)
         self.worker = self._once.worker = self._make(spec)
 
     def adopt(self, epoch: int) -> RankStatus:
@@ -91,8 +96,16 @@ class TrainWorkerActor:
     ) -> list[Any]:  # fmt: skip
         """Of several models, each applied once for its turn."""
         calls = [PartCall(model_id, rows, columns, loss) for (model_id, _, rows, loss), columns in zip(parts, data, strict=True)]
-        return self._once.forward_backward(epoch, [turn for _, turn, _, _ in parts], calls, forward_only)
+        turns = [turn for _, turn, _, _ in parts]
+        named(" ".join(turn.request_id for turn in turns), " ".join(call.model_id for call in calls))
+        tokens = sum(columns.num_tokens for columns in data)
+        with SPANS.sent(
+            f"{self!r} forward_backward", repr(self), [turn.request_id for turn in turns], models=len(calls), tokens=tokens
+        ):
+            return self._once.forward_backward(epoch, turns, calls, forward_only)
 
     def apply(self, epoch: int, model_id: str, turn: Turn, method: str, *args: Any) -> Any:
         """A verb of a model, applied once for each turn."""
-        return self._once.apply(epoch, model_id, turn, method, *args)
+        named(turn.request_id, model_id)
+        with SPANS.sent(f"{self!r} {method}", repr(self), [turn.request_id], model_id=model_id):
+            return self._once.apply(epoch, model_id, turn, method, *args)

@@ -21,9 +21,9 @@ def set_up_logging(level: int = logging.INFO, form: Literal["text", "json"] = "t
         handler.setFormatter(Json(fixed) if form == "json" else logging.Formatter(FORMAT))
 
 
-def named(request_id: str, model_id: str) -> None:
+def named(request_id: str, model_id: str | None = None) -> None:
     """What the present task works on from here on."""
-    _WORKS_ON.set({"request_id": request_id, "model_id": model_id})
+    _WORKS_ON.set({"request_id": request_id} | ({"model_id": model_id} if model_id is not None else {}))
 
 
 class Json(logging.Formatter):

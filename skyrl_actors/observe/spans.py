@@ -5,8 +5,10 @@ All spans of a request are of one trace, whose ids follow from the request's: pr
 
 import hashlib
 import logging
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,13 +44,28 @@ class Spans:
     def sends(self) -> bool:
         return self._sender is not None
 
-    def add(self, span: Span, first: bool = False) -> None:
-        """Kept, and sent. `first`: the whole request, which the others of its trace lie below; sent only, as are parts of parts."""
-        if not first:
-            self.recent.append(span)
-        self.send(span, first)
+    def add(self, span: Span) -> None:
+        """Kept, and sent."""
+        self.recent.append(span)
+        self.send(span)
+
+    @contextmanager
+    def sent(self, name: str, row: str, request_ids: Sequence[str], **attributes: str | int | float) -> Iterator[None]:
+        """What runs within, to the trace of each of these requests, however it ends."""
+        began, said = time.time(), "ok"
+        try:
+            yield
+        except BaseException as error:
+            said = type(error).__name__
+            raise
+        finally:
+            if self.sends:
+                took = time.time() - began
+                for request_id in filter(None, request_ids):
+                    self.send(Span(name, row, began, took, request_id, {"outcome": said, **attributes}))
 
     def send(self, span: Span, first: bool = False) -> None:
+        """To the collector only, where there is one. `first`: the whole request, which the others of its trace lie below."""
         if self._sender is not None:
             self._sender.send(span, first)
 

@@ -51,6 +51,7 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
         ("policy.sequence_parallel=2", "sequence_parallel 2 does not divide num_ranks 1"),
         ("policy.num_ranks=2", "policy.num_ranks is 2 and engine.num_engines is 1"),
         ("lora.max_rank=7", "max_rank 7: vLLM serves adapters of at most one of"),
+        ("http={console: false, runs: elsewhere}", "runs elsewhere is shown by the console alone, and console is false"),
         ("nonsense", "write key.sub=value"),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from skyrl_actors import losses
 from skyrl_actors.backends.ray_backend import RayBackend
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PretrainedBase, RestartConfig
+from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.transfers import DiskTransfer, GlooTransfer, LogprobCheck, ObjectStoreTransfer, ShmTransfer
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.errors import InternalError
@@ -20,6 +22,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.transfer.build import build_transfer
+from tests.collector import collector, of_request
 
 CALL = losses.find("cross_entropy").checked({})
 TOKENS = np.random.default_rng(0).integers(0, 256, 24).astype(np.int32)
@@ -34,7 +37,7 @@ class Tenant:
 
     def change(self) -> Turn:
         self.number += 1
-        return Turn(self.number, self.number - 1)
+        return Turn(self.number, self.number - 1, f"{self.spec.model_id}-{self.number}")
 
     @property
     def here(self) -> Turn:
@@ -74,11 +77,12 @@ def local_ray():
     ray.shutdown()
 
 
-def config_for(base: Path, folder: Path) -> ClusterConfig:
+def config_for(base: Path, folder: Path, otlp: str) -> ClusterConfig:
     return ClusterConfig(
         name="transports", base_model=PretrainedBase(name="tiny", path=base), policy=GroupConfig(num_ranks=2, microbatch_tokens=64),
         critic=None, engine=EngineConfig(num_engines=2, kv_cache_bytes=32 * 2**20, max_num_seqs=16, in_flight="keep", slice_s=0.2), lora=LoraConfig(max_rank=8),
         transfer=ShmTransfer(folder=folder, checksums=True), logprob_check=LogprobCheck(action="refuse"), restart=RestartConfig(standbys=0),
+        observe=ObserveConfig(otlp=otlp),
     )  # fmt: skip
 
 
@@ -103,9 +107,26 @@ async def while_training_wants_the_devices(backend: RayBackend, tenant: Tenant, 
         np.testing.assert_allclose(here, there, atol=1e-4)
 
 
+async def reported(heard: list[Any], request_id: str, wanted: set[str]) -> None:
+    """Processes send their spans every few seconds."""
+    async with asyncio.timeout(30):
+        while {span.name for span in of_request(heard, request_id)} != wanted:  # noqa: ASYNC110  other processes send
+            await asyncio.sleep(0.1)
+
+
 async def test_every_transport_brings_the_same_weights(local_ray, random_base: Path, tmp_path: Path):
+    with collector() as (url, heard):
+        await _moves_weights(random_base, config_for(random_base, tmp_path / "exports", url), tmp_path)
+        ranks = {"policy[0]", "policy[1]"}
+        await reported(heard, "lora-2", {f"{rank} forward_backward" for rank in ranks})
+        await reported(heard, "full-3", {f"{rank} optim_step" for rank in ranks})
+        samples = [span for i in range(6) for span in of_request(heard, f"r0-{i}")]
+        assert {span.name for span in samples} == {"engine[0] sample", "engine[1] sample"}
+        assert {a.value.string_value for span in samples for a in span.attributes if a.key == "version"} == {"full@0", "lora@0"}
+
+
+async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Path) -> None:
     said: list[str] = []
-    config = config_for(random_base, tmp_path / "exports")
     backend = RayBackend(config, random_base, said.append, detached=False)
     await backend.start(1)
     try:

@@ -2,51 +2,17 @@
 
 import json
 import logging
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from skyrl_actors.observe.log import Json, named
 from skyrl_actors.observe.spans import SPANS, Span, ids_of
 from tests.api.local import MODEL, config_for, edge, posted
+from tests.collector import collector, of_request
 from tests.conftest import free_port
-
-
-@contextmanager
-def collector() -> Iterator[tuple[str, list[Any]]]:
-    """Takes spans as a collector does."""
-    heard: list[Any] = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                import gzip
-
-                body = gzip.decompress(body)
-            request = ExportTraceServiceRequest.FromString(body)
-            heard.extend(span for resource in request.resource_spans for scope in resource.scope_spans for span in scope.spans)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", heard
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 async def test_a_request_is_followed_from_ingress_to_result(tmp_path: Path):
@@ -62,8 +28,8 @@ async def test_a_request_is_followed_from_ingress_to_result(tmp_path: Path):
                 SPANS.close()
         finally:
             SPANS.send_to(None, "s", "test")
-    trace_id, first_id = ids_of(made["request_id"])
-    spans = {span.name: span for span in heard if int.from_bytes(span.trace_id) == trace_id}
+    first_id = ids_of(made["request_id"])[1]
+    spans = {span.name: span for span in of_request(heard, made["request_id"])}
     assert set(spans) == {"accept", "deliver", "request create_model", "wait", "create_model"}
     whole = spans.pop("request create_model")
     assert int.from_bytes(whole.span_id) == first_id and not int.from_bytes(whole.parent_span_id)

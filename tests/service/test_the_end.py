@@ -1,4 +1,4 @@
-"""The machine dies: every process at once, and all that lay in memory. `serve` on the same journal, and clients go on.
+"""The machine dies: every process at once, and all that lay in memory; or the service is stopped. `serve` on the same journal, and clients go on.
 
 The last test that uses the service, as it starts it anew.
 """
@@ -10,11 +10,11 @@ import tinker
 from tinker import types
 
 from bench import faults
-from tests.conftest import Service, start_service
+from tests.conftest import Service, run_cli, start_service
 from tests.service.test_sdk import datum
 
 
-def test_a_power_cut_changes_nothing(service: Service):
+def test_a_power_cut_changes_nothing_and_a_stop_neither(service: Service):
     adam = types.AdamParams(learning_rate=1e-2, eps=1e-8)
     prompt, greedy = types.ModelInput.from_ints([5, 6, 7]), types.SamplingParams(max_tokens=8, temperature=0.0)
 
@@ -38,6 +38,12 @@ def test_a_power_cut_changes_nothing(service: Service):
             assert faults.power_cut(service.name) > 5
             threading.Thread(target=start_service, args=(service,), daemon=True).start()
 
+    def stop(step: int) -> None:
+        if step == 4:
+            stopped = run_cli("stop", "--name", service.name)
+            assert stopped.returncode == 0, stopped.stderr
+            threading.Thread(target=start_service, args=(service,), daemon=True).start()
+
     sampled = threading.Event()
     with tinker.ServiceClient() as client:
         expected = run(client)
@@ -45,3 +51,4 @@ def test_a_power_cut_changes_nothing(service: Service):
         started = time.monotonic()
         assert run(client, cut) == expected
         print(f"the client went on after {time.monotonic() - started:.0f} s")
+        assert run(client, stop) == expected
