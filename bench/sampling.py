@@ -1,7 +1,7 @@
 """Sampled tokens a second through SDK and service, against vLLM's offline LLM.generate with the same engine settings.
 
 Rounds alternate in one run. The prompts, lengths, temperature, dtype, threads, KV bytes and LoRA setting are the same;
-both sample the base model and both return logprobs. Three loads of 64 sequences: one sample of 384 tokens for each of 64
+both sample the base model, both return logprobs, and both draw each sample from a seed of its own, as the service does always. Three loads of 64 sequences: one sample of 384 tokens for each of 64
 prompts (`service_ratio`), groups of 8 samples for each of 8 prompts, as RL draws them (`group_ratio`), and 64 short samples of 128
 tokens, where what a request costs by itself weighs most (`short_ratio`).
 """
@@ -32,6 +32,7 @@ def prompts() -> list[list[int]]:
 def offline() -> None:
     """The child process: one round for each line on standard input, seconds on standard output."""
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     engine = LLM(
         str(base_folder()), dtype="float32", max_model_len=512, max_num_seqs=128, max_num_batched_tokens=4096,
@@ -42,7 +43,13 @@ def offline() -> None:
     print("ready", file=sys.__stdout__, flush=True)
     for line in sys.stdin:
         group, tokens = map(int, line.split())
-        params = SamplingParams(n=group, max_tokens=tokens, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+        params = [
+            SamplingParams(
+                n=group, max_tokens=tokens, temperature=1.0, seed=i, ignore_eos=True, logprobs=0, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for i in range(SEQUENCES // group)
+        ]  # fmt: skip
         started = time.perf_counter()
         engine.generate(inputs[: SEQUENCES // group], params, use_tqdm=False)
         print(json.dumps(time.perf_counter() - started), file=sys.__stdout__, flush=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray._common.utils import reset_ray_address
+from ray._common.utils import get_default_ray_temp_dir, reset_ray_address
 from ray._private import utils as ray_utils
 from ray.actor import ActorHandle
 from ray.util.placement_group import get_placement_group, remove_placement_group
@@ -104,6 +104,11 @@ def join_ray() -> None:
 def ray_address() -> str | None:
     """Where `ray start` left its cluster's address on this machine."""
     return ray_utils.read_ray_address()
+
+
+def ray_folder() -> str:
+    """Where Ray keeps its sessions on this machine."""
+    return get_default_ray_temp_dir()
 
 
 def forget_ray_address() -> None:

@@ -105,6 +105,7 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
         undo.callback(lambda: ray_session() != before and end_ray_session(ray_marks()))
         done = cluster.ray_command(
             "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+            "--dashboard-agent-listen-port=0",  # another Ray of this machine may have the usual one, and jobs come through it
             f"--num-cpus={cpus}", f"--object-store-memory={cluster.OBJECT_STORE_BYTES}", environment=environment,
         )  # fmt: skip
         if done.returncode != 0:
@@ -312,7 +313,7 @@ def _joined() -> bool:
 
 def ray_session() -> str:
     """The folder of the Ray session that started last on this machine."""
-    return str(Path("/tmp/ray/session_latest").resolve())
+    return str(Path(cluster.ray_folder(), "session_latest").resolve())
 
 
 def ray_marks() -> list[str]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Awaitable
 from typing import Literal, TypeVar
 
-from skyrl_actors.engines.interface import EngineReport, EngineSpec, EngineStatus
+from skyrl_actors.engines.interface import CHECK, EngineReport, EngineSpec, EngineStatus
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
@@ -69,11 +69,12 @@ class EngineActor:
         version: str,
     ) -> SampleOutput:
         self._fence(epoch)
-        named(request_id, version)
+        asked = request_id.removesuffix(CHECK).rpartition(".")[0]  # behind it stands which attempt this is
+        named(asked, version)
         task = asyncio.ensure_future(self.engine.sample(request_id, prompt, params, adapter, version))
         self._samples.add(task)
         task.add_done_callback(self._samples.discard)
-        with SPANS.sent(f"{self!r} sample", repr(self), [request_id], version=version, prompt_tokens=len(prompt)):
+        with SPANS.sent(f"{self!r} sample", repr(self), [asked], version=version, prompt_tokens=len(prompt)):
             return await self._lost_if_dead(task)
 
     async def partial(self, epoch: int, request_id: str, have: int, timeout_s: float) -> PartialSample:

@@ -8,6 +8,7 @@ from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 BASE_VERSION = "base"
+CHECK = ".check"  # behind the id of the sample for which an engine is compared with the trainer
 
 
 @dataclass(frozen=True, slots=True)

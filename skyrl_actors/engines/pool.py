@@ -24,7 +24,7 @@ from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.engines.agreement import SCORING, Agreement
 from skyrl_actors.engines.engine import DROPPED, Engine, EngineSite
 from skyrl_actors.engines.external import ExternalMember
-from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
+from skyrl_actors.engines.interface import BASE_VERSION, CHECK, EngineSpec, EngineStatus
 from skyrl_actors.engines.member import Member
 from skyrl_actors.engines.routing import EngineLoad, affinity_key, choose
 from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, StateLost
@@ -152,9 +152,7 @@ class EnginePool:
         if version not in engine.agreed:
 
             async def check() -> None:
-                scored = await engine.ask(
-                    "sample", f"{request_id}.check", self.agreement.prompt, SCORING, weights.adapter, version
-                )
+                scored = await engine.ask("sample", request_id + CHECK, self.agreement.prompt, SCORING, weights.adapter, version)
                 self.agreement.compare(engine.name, version, scored)
 
             task = engine.agreed[version] = asyncio.ensure_future(check())

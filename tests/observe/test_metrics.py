@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+from ray._common.utils import get_default_ray_temp_dir
 from tinker import types
 
 from skyrl_actors.controller.ledger import Op, Outcome
@@ -91,7 +92,7 @@ def test_docs_and_dashboard_are_those_of_the_registry():
 
 def exported() -> str:
     """Of all agents of this machine's Ray, as Prometheus would ask them."""
-    session = Path("/tmp/ray/session_latest").resolve()
+    session = Path(get_default_ray_temp_dir(), "session_latest").resolve()
     targets = json.loads((session.parent / "prom_metrics_service_discovery.json").read_text())
     addresses = [address for group in targets for address in group["targets"]]
     texts = []
@@ -104,7 +105,7 @@ def exported() -> str:
 @contextmanager
 def real_prometheus(folder: Path) -> Iterator[str]:
     """Reads what Ray's agents say of themselves, each second."""
-    found = Path("/tmp/ray/session_latest").resolve().parent / "prom_metrics_service_discovery.json"
+    found = Path(get_default_ray_temp_dir(), "session_latest").resolve().parent / "prom_metrics_service_discovery.json"
     config = {"scrape_configs": [{"job_name": "ray", "scrape_interval": "1s", "file_sd_configs": [{"files": [str(found)]}]}]}
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     address = f"127.0.0.1:{free_port()}"
