@@ -8,7 +8,7 @@ from skyrl_actors.messages.paths import owner_of
 
 TO_ALL = (
     "name", "ready", "epoch", "uptime_s", "sessions", "samplers", "open_requests", "recoveries", "counts", "phase", "seconds_in_phase",
-    "phase_timeline", "groups", "controller_rss_bytes", "logprob_differences", "weight_load_seconds",
+    "phase_timeline", "controller_rss_bytes", "logprob_differences", "weight_load_seconds",
 )  # fmt: skip
 
 
@@ -36,6 +36,12 @@ def _engine(engine: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     return shown
 
 
+def _group(group: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
+    """Why it is down, its processes' last lines may say; those of one machine have process ids."""
+    shown = {key: value for key, value in group.items() if viewer.all or key != "pids"}
+    return shown | ({} if viewer.all or group.get("state") == "up" else {"state": "down"})
+
+
 def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     """`status` as the controller answers it; `queued` is the number of all requests in line, `models` those of the viewer."""
     shown = {key: status[key] for key in TO_ALL if key in status}
@@ -45,6 +51,7 @@ def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     return {
         **shown,
         "engines": [_engine(engine, viewer) for engine in status.get("engines", [])],
+        "groups": {role: _group(group, viewer) for role, group in status.get("groups", {}).items()},
         "fault": status.get("fault") if viewer.all or not status.get("fault") else "something is being made anew",
         "queued": sum(queued.values()),
         "num_models": len(models),

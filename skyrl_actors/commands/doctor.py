@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
 from skyrl_actors.commands.terminal import console
@@ -107,12 +108,30 @@ def _ports(ports: tuple[int, ...]) -> Iterator[Finding]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
-                yield Finding(True, f"port {port} is free")
+                yield Finding(True, f"port {port} is free: nothing of ours runs there")
             except OSError:
+                if known := _known(port):
+                    yield Finding(True, f"port {port}: {known}")
+                    continue
                 owner = _safe(lambda port=port: _owner(port))
                 yield Finding(
                     False, f"port {port} is taken{owner}", "end that program (skyrl-actors stop?) or choose http.port=…"
                 )
+
+
+def _known(port: int) -> str | None:
+    """What answers there, if it is a service of ours or Ray's dashboard."""
+    for path, words in (("healthz", "a service runs there"), ("api/version", "Ray's dashboard runs there")):
+        try:
+            answer = httpx.get(f"http://127.0.0.1:{port}/{path}", timeout=1, trust_env=False)
+            found = answer.json()
+        except (httpx.HTTPError, ValueError):
+            continue
+        if path == "healthz" and isinstance(found, dict) and found.get("status") in ("ok", "unavailable"):
+            return words + ("" if found["status"] == "ok" else f", and is not ready: {found.get('reason')}")
+        if path == "api/version" and isinstance(found, dict) and "ray_version" in found:
+            return words
+    return None
 
 
 def _owner(port: int) -> str:

@@ -17,4 +17,5 @@ def show(folder: Path, as_json: bool) -> None:
 
 
 def report(run: Path) -> None:
-    note(f"written: {write_page(run).resolve()}")
+    page = write_page(run).resolve()
+    note(f"written: {page} and {page.with_suffix('.png').name} beside it")

@@ -22,12 +22,14 @@ from skyrl_actors.api.client import ControllerClient, find_controller
 from skyrl_actors.commands import cluster, haproxy
 from skyrl_actors.commands.terminal import console, note, show_rows
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
-from skyrl_actors.config.load import load
+from skyrl_actors.config.keys import masked
+from skyrl_actors.config.load import differing, load, to_yaml
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.observe.spans import Span
 
 READY_TIMEOUT_S = 60.0
+SETTINGS_S = 30.0
 ONGOING_PER_REPLICA = 400  # long polls among them; a replica takes ten times as many
 PROJECT = Path(__file__).parent.parent.parent
 STATE_FOLDER = Path("/tmp/skyrl-actors-services")
@@ -212,14 +214,28 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
     path = named if named.is_absolute() or named.exists() else PROJECT / named
     config = at_home(load(path, arguments.get("overrides", ())))
     try:
-        find_controller(config.name)
+        running = find_controller(config.name)
     except ValueError:
         base_folder = cluster.prepare_base_model(config)
         with ExitStack() as undo:
             undo.callback(lambda: ray.kill(find_controller(config.name)))  # else the next deploy would find it and serve nothing
             asyncio.run(_start_controller(config, base_folder))
             undo.pop_all()
+    else:
+        settings: Any = ray.get(running.settings.remote(), timeout=SETTINGS_S)
+        refuse_other_config(settings, config)
     return TinkerApi.options(**scaling(config.http)).bind(config)
+
+
+def refuse_other_config(running: ClusterConfig, wanted: ClusterConfig) -> None:
+    """A deploy makes new ingress processes; what the controller, ranks and engines were started with stays. Raises ConfigError
+    naming what would be ignored."""
+    keys = [key for key in differing(to_yaml(running), to_yaml(wanted)) if not key.startswith("http.")]
+    if keys:
+        raise ConfigError(
+            f"service {running.name!r} runs with another config, of which a deploy changes only http: {masked('; '.join(keys[:8]))}. "
+            "End it (skyrl-actors stop, or delete the RayService) and deploy again: its journal keeps everything"
+        )
 
 
 def read_status(name: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.commands import cluster
 from skyrl_actors.commands.terminal import RunView, bar, closing_table, console, note
 from skyrl_actors.config.job import JobConfig, RlConfig
+from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.config.supervised import RewardModelConfig
 from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
@@ -44,7 +45,7 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
     base_folder = cluster.prepare_base_model(config.cluster)
     start = build(_with_reference(config), str(base_folder), cluster.context_tokens(config.cluster, base_folder))
     started = time.perf_counter()
-    folder = open_run(config.run.folder, config.run.name, to_yaml(config), config.run.resume == "auto")
+    folder = open_run(config.run.folder, config.run.name, masked(to_yaml(config)), config.run.resume == "auto")
     try:
         _say(folder)
         if folder.left_by:  # exported weights in shared memory, of a process that was killed
@@ -67,8 +68,8 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
 
 
 def _without_secrets(config: JobConfig) -> dict[str, Any]:
-    """For trackers, which many read: neither keys nor the password in a database's address."""
-    return config.model_dump(mode="json", exclude={"cluster": {"http": True, "journal": {"url"}}})
+    """For trackers, which many read: neither keys nor the passwords in addresses."""
+    return json.loads(masked(json.dumps(config.model_dump(mode="json", exclude={"cluster": {"http"}}))))
 
 
 def _with_reference(config: JobConfig) -> JobConfig:
@@ -174,7 +175,6 @@ def _keep_weights(outcome: Outcome, path: Path) -> None:
 def _write_results(config: JobConfig, outcome: Outcome, recorder: Recorder, seconds: float, peak_bytes: int) -> None:
     peak_gib, path, best = peak_bytes / 2**30, recorder.path, outcome.best
     resumed = recorder.folder.state
-    recorder.report(f"{config.run.name} ({config.job.type}): {outcome.metric} {outcome.before:.3f} → {outcome.after:.3f}")
     recorder.summary(
         {
             "job": config.job.type,

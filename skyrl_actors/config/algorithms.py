@@ -111,7 +111,8 @@ class Reduction(FrozenConfig):
     """How the tokens of a minibatch become one number.
 
     token_mean: every token weighs the same. sequence_mean: the mean of the answers' means (GRPO). fixed: the sum over an answer's
-    tokens divided by max_tokens, and the mean of those (Dr. GRPO; Liu et al., 2025): no answer's length changes its tokens' weight.
+    tokens divided by max_tokens · env.max_turns, and the mean of those (Dr. GRPO; Liu et al., 2025): no answer's length changes its
+    tokens' weight.
     """
 
     type: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
@@ -231,7 +232,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "advantage": _GROUP,
         "policy_loss": {"type": "ppo", "clip_high_threshold": 1.28},
         "filter": {"type": "varied"},
-        "overlong": {"cut_answers": "score", "buffer_tokens": 4},
+        "overlong": {"cut_answers": "score"},
     },
     "cispo": {"advantage": _GROUP, "policy_loss": {"type": "cispo"}},  # MiniMax-M1, 2025
     "gspo": {"advantage": _GROUP, "policy_loss": {"type": "gspo"}, "reduction": {"type": "sequence_mean"}},  # Zheng et al., 2025
@@ -239,6 +240,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+DAPO_TOKENS = 12  # RlConfig.max_tokens where none is given
 # Samples of older weights: the ratio is clipped around the policy as it is when they are learned from, and min(r, high) weighs what
 # lies between that and their own (decoupled PPO; Hilton et al., 2022; Fu et al., 2025).
 STALE_CORRECTION = {"type": "truncated"}
@@ -252,7 +254,12 @@ def with_preset(given: dict[str, Any]) -> dict[str, Any]:
         if isinstance(own, dict):
             own = cast("dict[str, Any]", own)
             other = "type" in own and own["type"] != preset.get("type", own["type"])
-            merged[part] = own if other else {**preset, **own}
+            off = part == "kl" and own.get("place") == "none"
+            merged[part] = own if other or off else {**preset, **own}
+    if given.get("type") == "dapo" and isinstance(merged.get("overlong"), dict):
+        longest = given.get("max_tokens", DAPO_TOKENS)
+        buffer = max(1, longest // 5) if isinstance(longest, int) else 1  # of 20,480 tokens the paper's has 4,096
+        merged["overlong"] = {"buffer_tokens": buffer, **cast("dict[str, Any]", merged["overlong"])}
     schedule: Any = given.get("schedule", {})
     if isinstance(schedule, dict) and cast("dict[str, Any]", schedule).get("type", "on_policy") != "on_policy":
         merged.setdefault("correction", STALE_CORRECTION)

@@ -39,7 +39,15 @@ class EnvLimits(FrozenConfig):
     )
 
 
-class ReverseEnv(EnvLimits):
+class OneTurn(EnvLimits):
+    @model_validator(mode="after")
+    def _one(self) -> "OneTurn":
+        if self.max_turns != 1:
+            raise ValueError(f"max_turns {self.max_turns}: an episode of this environment is one answer; set 1, or leave it out")
+        return self
+
+
+class ReverseEnv(OneTurn):
     """Write a short word backwards. Reward 1 for the exact answer, else 0. Evaluation words are never trained on."""
 
     type: Literal["reverse"] = "reverse"
@@ -54,7 +62,7 @@ class ReverseEnv(EnvLimits):
         return self
 
 
-class RewardEnv(EnvLimits):
+class RewardEnv(OneTurn):
     """A dataset of prompts and a function `(prompt, completion, row) -> float`, plain or async.
 
     The prompt column holds a text or a list of {role, content}; `completion` is the answer's text.

@@ -35,11 +35,18 @@ class RlConfig(AdamFields):
     env: Environment = ReverseEnv()
     seed: int = Field(default=0, ge=0)
     iterations: int = Field(default=40, ge=1)
-    stop_at_accuracy: float = Field(default=1.01, description="end early once the held-out greedy score reaches this")
+    stop_at_accuracy: float | None = Field(
+        default=None,
+        description="end early once the mean reward of greedy answers to held-out prompts reaches this; none = never",
+    )
     eval_every: int = Field(default=5, ge=1)
     prompts: int = Field(default=64, ge=1, description="prompts of an iteration")
     samples_per_prompt: int = Field(default=4, ge=1)
     max_tokens: int = Field(default=12, ge=1, description="of one answer; of each turn where there are several")
+    stop: tuple[str, ...] = Field(
+        default=(),
+        description="texts with which an answer ends, beside the model's own end; </search>, where an environment has tools",
+    )
     temperature: float = Field(
         default=1.0, gt=0, le=1.0, description="logprobs are those of temperature 1; keep 1 for on-policy ratios"
     )
@@ -98,6 +105,12 @@ class RlConfig(AdamFields):
         ]
         if idle and not self.uses_critic:
             raise ValueError(f"{', '.join(idle)} do nothing without a critic: advantage is {self.advantage.type}, not gae")
+        if self.stop and isinstance(self.schedule, Asynchronous) and self.schedule.in_flight == "update":
+            raise ValueError("stop could lie across two slices of an answer: set schedule.in_flight to finish, or leave stop out")
+        if self.uses_critic and self.critic_warmup >= self.iterations:
+            raise ValueError(
+                f"the policy would never learn: critic_warmup {self.critic_warmup} takes all of {self.iterations} iterations"
+            )
         if self.schedule.type != "on_policy" and self.mismatch_stop is not None:
             raise ValueError(
                 f"mismatch_stop compares samples with the very weights that made them, and schedule {self.schedule.type} learns from "
@@ -134,6 +147,12 @@ class RunConfig(FrozenConfig):
     keep_checkpoints: int = Field(default=2, ge=1, description="the newest so many")
     keep_best: bool = Field(default=True, description="the weights of the best evaluation too")
     trackers: tuple[Tracker, ...] = Field(default=(), description="W&B and MLflow, beside metrics.jsonl and TensorBoard")
+
+    @model_validator(mode="after")
+    def _used(self) -> "RunConfig":
+        if not self.checkpoint_every and self.keep_checkpoints != type(self).model_fields["keep_checkpoints"].default:
+            raise ValueError("keep_checkpoints does nothing while checkpoint_every is 0")
+        return self
 
 
 class JobConfig(FrozenConfig):
@@ -173,6 +192,8 @@ class JobConfig(FrozenConfig):
         job, lora = self.job, self.cluster.lora
         if self.cluster.checkpoint_mirror is not None:
             raise ValueError("a job keeps its checkpoints in its run's folder: set run.folder, not cluster.checkpoint_mirror")
+        if self.cluster.journal.url is not None:
+            raise ValueError("a job's journal lives and ends with it, in its run's folder: leave out cluster.journal.url")
         critic = job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)
         if critic and self.cluster.critic is None:
             raise ValueError(f"{job.type} needs a critic group: set cluster.critic")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SHORTEST = 8
@@ -19,6 +20,11 @@ OWNER_DIGITS = 10
 class KnownKey:
     owner: str  # hex; part of every id that is made for its holder
     digest: str
+
+
+def masked(text: str) -> str:
+    """Without user names and passwords of addresses: what is written into files that are handed on."""
+    return IN_URL.sub("***", text)
 
 
 def digest_of(key: str) -> str:

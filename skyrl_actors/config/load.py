@@ -117,6 +117,24 @@ def to_yaml(config: FrozenConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
+def differing(before: str, now: str, leave: Sequence[str] = ()) -> list[str]:
+    """Keys of two configs as YAML, dotted, whose values differ, with both values; `leave` and what is below them aside."""
+    found: list[str] = []
+
+    def compare(a: Any, b: Any, key: str) -> None:
+        if key in leave:
+            return
+        if isinstance(a, dict) and isinstance(b, dict):
+            one, other = cast("dict[str, Any]", a), cast("dict[str, Any]", b)
+            for part in sorted({*one, *other}):
+                compare(one.get(part), other.get(part), f"{key}.{part}" if key else part)
+        elif a != b:
+            found.append(f"{key} ({a!r}, now {b!r})")
+
+    compare(OmegaConf.to_container(OmegaConf.create(before)), OmegaConf.to_container(OmegaConf.create(now)), "")
+    return found
+
+
 def top_level_keys(path: str | Path) -> set[str]:
     """Which kind of config a file is, before it is validated."""
     return set(_read(Path(path), ()))

@@ -188,6 +188,10 @@ class ControllerActor:
             self._starting = asyncio.create_task(self._start())
         return self.controller.fault()
 
+    def settings(self) -> ClusterConfig:
+        """What it was started with."""
+        return self._parts[0]
+
     async def spans(self) -> list[Span]:
         """What was done lately, oldest first."""
         return list(SPANS.recent)

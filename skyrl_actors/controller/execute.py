@@ -52,10 +52,10 @@ class Executor:
         return await self._verbs[type(request)](op, request)
 
     async def create_model(self, op: Op, request: rq.CreateModel) -> Outcome:
-        await self.backend.create_model(request.spec, Turn(op.number))
+        await self.backend.create_model(request.spec, Turn(op.number, None, op.request_id))
         result: rs.Result = rs.ModelCreated(request.model_id)
         if request.from_path:
-            result = await self._fill(request.spec, op.number, request.from_path, request.with_optimizer)
+            result = await self._fill(request.spec, op, request.from_path, request.with_optimizer)
         await self.on_disk(self.folders.note_run, request.spec, request.session_id, request.user_metadata)
         self.tenants.models[request.model_id].ready = True
         return Outcome(result, "applied")
@@ -67,27 +67,28 @@ class Executor:
         except OSError as error:
             raise Unavailable(f"the checkpoint folder can not be written: {error}") from None
 
-    async def _fill(self, spec: ModelSpec, number: int, path: str, with_optimizer: bool) -> rs.Loaded:
+    async def _fill(self, spec: ModelSpec, op: Op, path: str, with_optimizer: bool) -> rs.Loaded:
         """Load a checkpoint, or a past step, into a model that was just made; one that can not be filled does not stay."""
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.backend.delete_model, spec)
             try:
-                loaded = await self._loaded(spec, number, path, with_optimizer)
+                loaded = await self._loaded(spec, op, path, with_optimizer)
             except StateLost:
                 undo.pop_all()  # it is made anew
                 raise
             undo.pop_all()
             return loaded
 
-    async def _loaded(self, spec: ModelSpec, number: int, path: str, with_optimizer: bool) -> rs.Loaded:
+    async def _loaded(self, spec: ModelSpec, op: Op, path: str, with_optimizer: bool) -> rs.Loaded:
         where = parse_path(path)
         if where.kind == "steps":
-            await self._fork(spec, path, number, with_optimizer)
+            await self._fork(spec, path, op.number, with_optimizer)
             return rs.Loaded(spec.model_id, path)
         refuse_export(where)
         folder = self.folders.existing(where)
         check_fits(spec, self.folders.spec(where), path, with_optimizer)
-        await self.backend.load_checkpoint(spec, Turn(number, number), str(folder), with_optimizer)
+        turn = Turn(op.number, op.number, op.request_id)
+        await self.backend.load_checkpoint(spec, turn, str(folder), with_optimizer)
         return rs.Loaded(spec.model_id, path, self.folders.version(where))
 
     async def forward_backward(self, op: Op, request: rq.ForwardBackward) -> Outcome:

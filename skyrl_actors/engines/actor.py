@@ -74,7 +74,7 @@ class EngineActor:
         task = asyncio.ensure_future(self.engine.sample(request_id, prompt, params, adapter, version))
         self._samples.add(task)
         task.add_done_callback(self._samples.discard)
-        with SPANS.sent(f"{self!r} sample", repr(self), [asked], version=version, prompt_tokens=len(prompt)):
+        with SPANS.sent(f"{self!r} sample", repr(self), asked, version=version, prompt_tokens=len(prompt)):
             return await self._lost_if_dead(task)
 
     async def partial(self, epoch: int, request_id: str, have: int, timeout_s: float) -> PartialSample:
@@ -110,6 +110,7 @@ class EngineActor:
 
     async def stop(self) -> None:
         await self.engine.stop()
+        await asyncio.to_thread(SPANS.close)
 
     async def _change(self, epoch: int, work: Awaitable[T]) -> T:
         async with self._changes:

@@ -277,9 +277,7 @@ class EnginePool:
         await engine.ask("load_full", version, parts, streams)
         took = time.perf_counter() - started
         self.load_seconds = [*self.load_seconds[-99:], took]
-        SPANS.add(Span(f"{version} to {engine.name}", "transfers", time.time() - took, took))
-        COUNTS.add("transfers")
-        COUNTS.add("transfer_seconds", took)
+        _counted(f"{version} to {engine.name}", took, sum(part.num_bytes for part in parts))
 
     async def _delivered_to(self, engine: Member, manifest: WeightManifest) -> WeightStream | None:
         """Many samples of a new version start together; one delivery serves them all. A stream serves one load."""
@@ -287,6 +285,9 @@ class EnginePool:
         if manifest.version not in deliveries:
             delivery = deliveries[manifest.version] = asyncio.ensure_future(self._deliver(manifest, engine.actor, engine.place))
             delivery.add_done_callback(lambda done: _forget_failed(deliveries, manifest.version, done))
+            if manifest.kind == "lora":
+                began, name = time.perf_counter(), f"{manifest.version} to {engine.name}"
+                delivery.add_done_callback(lambda done: _came(done, name, time.perf_counter() - began, manifest.num_bytes))
         stream = await asyncio.shield(deliveries[manifest.version])
         if stream is not None:
             deliveries.pop(manifest.version, None)
@@ -356,6 +357,19 @@ def external_members(config: ClusterConfig, say: Callable[[str], None]) -> list[
             )
         found.append(ExternalMember(f"external[{number}]", asked, key, config.engine, config.restart, say))
     return found
+
+
+def _counted(what: str, took: float, num_bytes: int) -> None:
+    SPANS.add(Span(what, "transfers", time.time() - took, took, attributes={"bytes": num_bytes}))
+    COUNTS.add("transfers")
+    COUNTS.add("transfer_seconds", took)
+    COUNTS.add("transfer_bytes", num_bytes)
+
+
+def _came(done: asyncio.Future[Any], what: str, took: float, num_bytes: int) -> None:
+    """An adapter, where the engine reads it; vLLM loads it with its first sample."""
+    if not done.cancelled() and done.exception() is None:
+        _counted(what, took, num_bytes)
 
 
 def _forget_failed(tasks: dict[str, asyncio.Task[T]], version: str, task: asyncio.Task[T]) -> None:

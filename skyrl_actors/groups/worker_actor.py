@@ -5,6 +5,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.process import observed
-from skyrl_actors.observe.spans import SPANS
+from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.workers.interface import BaseModelInfo, PartCall, RankStatus, WorkerSpec
 
 
@@ -96,16 +97,24 @@ class TrainWorkerActor:
     ) -> list[Any]:  # fmt: skip
         """Of several models, each applied once for its turn."""
         calls = [PartCall(model_id, rows, columns, loss) for (model_id, _, rows, loss), columns in zip(parts, data, strict=True)]
-        turns = [turn for _, turn, _, _ in parts]
+        turns, began = [turn for _, turn, _, _ in parts], time.time()
         named(" ".join(turn.request_id for turn in turns), " ".join(call.model_id for call in calls))
-        tokens = sum(columns.num_tokens for columns in data)
-        with SPANS.sent(
-            f"{self!r} forward_backward", repr(self), [turn.request_id for turn in turns], models=len(calls), tokens=tokens
-        ):
-            return self._once.forward_backward(epoch, turns, calls, forward_only)
+        outcomes = self._once.forward_backward(epoch, turns, calls, forward_only)
+        if SPANS.sends:
+            for turn, call, outcome in zip(turns, calls, outcomes, strict=True):
+                self._sent("forward" if forward_only else "forward_backward", turn, call, outcome, began, len(calls))
+        return outcomes
+
+    def _sent(self, what: str, turn: Turn, call: PartCall, outcome: Any, began: float, together: int) -> None:
+        """To the trace of one part's request; `together`: parts that were computed at once, and took as long."""
+        if turn.request_id:
+            said = type(outcome).__name__ if isinstance(outcome, Exception) else "ok"
+            tokens = int(call.columns.lengths[list(call.rows)].sum())  # of this rank's rows
+            about = {"outcome": said, "model_id": call.model_id, "tokens": tokens, "together": together}
+            SPANS.send(Span(f"{self!r} {what}", repr(self), began, time.time() - began, turn.request_id, about))
 
     def apply(self, epoch: int, model_id: str, turn: Turn, method: str, *args: Any) -> Any:
         """A verb of a model, applied once for each turn."""
         named(turn.request_id, model_id)
-        with SPANS.sent(f"{self!r} {method}", repr(self), [turn.request_id], model_id=model_id):
+        with SPANS.sent(f"{self!r} {method}", repr(self), turn.request_id, model_id=model_id):
             return self._once.apply(epoch, model_id, turn, method, *args)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_actors.config.environments import CustomEnv, GymEnv, RewardEnv
-from skyrl_actors.jobs.datasets import Row, in_row, read, split_off
+from skyrl_actors.jobs.datasets import Part, Row, in_row, read, split_off
 from skyrl_actors.jobs.environment import Environment, Message, Step, TaskSet, in_thread
 from skyrl_actors.messages.errors import ConfigError
 
@@ -98,6 +98,8 @@ class GymEpisode:
 
     async def step(self, answer: str) -> Step:
         done = await in_thread(self._env.step, answer)
+        if done.get("postprocessed_action") not in (None, answer):
+            raise ValueError("its postprocessed_action is another answer than was sampled, and what was sampled is learned from")
         return Step(float(done["reward"]), bool(done["done"]), tuple(done["observations"]))
 
     async def close(self) -> None:
@@ -176,7 +178,7 @@ def _gym_maker(config: GymEnv) -> Callable[[Row], Any]:
     kind = load_function(config.id) if ":" in config.id else None
 
     def make(row: Row) -> Any:
-        extras = dict(row)
+        extras = {"max_turns": config.max_turns, **row}
         try:
             if kind is not None:
                 return kind(env_config=settings, extras=extras)
@@ -194,8 +196,8 @@ def _gym_maker(config: GymEnv) -> Callable[[Row], Any]:
 def _task_set(config: RewardEnv | GymEnv, needed: Sequence[str], task: Callable[[Row], DatasetTask], seed: int) -> DatasetTasks:
     train, held_out = split_off(read(config.data, needed), config.eval_data, needed, config.eval_prompts, config.data.path)
 
-    def tasks(rows: Sequence[Row]) -> list[DatasetTask]:
-        return [in_row(number, lambda: task(row), config.data.path) for number, row in enumerate(rows, 1)]  # noqa: B023
+    def tasks(part: Part) -> list[DatasetTask]:
+        return [in_row(number, lambda: task(row), part.source) for number, row in part.numbered()]  # noqa: B023
 
     return DatasetTasks(tasks(train), tasks(held_out), seed)
 

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,23 +32,33 @@ def read(config: DatasetConfig, needed: Sequence[str]) -> list[Row]:
                 raise ConfigError(
                     f"dataset {config.path}, row {number}: no column {column!r}; it has {', '.join(sorted(row)) or 'none'}"
                 )
-            if row[column] in (None, "", []):
+            if row[column] in (None, "", []) or (isinstance(row[column], str) and not row[column].strip()):
                 raise ConfigError(f"dataset {config.path}, row {number}: column {column!r} is empty")
     return rows
 
 
-def split_off(
-    rows: list[Row], config: DatasetConfig | None, needed: Sequence[str], count: int, source: str
-) -> tuple[list[Row], list[Row]]:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring rows of a dataset; the first is number `first` of it."""
+
+    rows: list[Row]
+    source: str
+    first: int = 1
+
+    def numbered(self) -> Iterator[tuple[int, Row]]:
+        return enumerate(self.rows, self.first)
+
+
+def split_off(rows: list[Row], config: DatasetConfig | None, needed: Sequence[str], count: int, source: str) -> tuple[Part, Part]:
     """Rows to train on and rows to evaluate on: all of `config`, else the last `count` of `rows`."""
     if config is not None:
-        return rows, read(config, needed)
+        return Part(rows, source), Part(read(config, needed), config.path)
     if len(rows) <= count:
         raise ConfigError(
             f"dataset {source} has {len(rows)} rows and {count} of them are kept for evaluation, which leaves none to train on; "
             "give eval_data, or keep fewer"
         )
-    return rows[:-count], rows[-count:]
+    return Part(rows[:-count], source), Part(rows[-count:], source, len(rows) - count + 1)
 
 
 def in_row(number: int, make: Callable[[], T], source: str) -> T:

@@ -23,6 +23,12 @@ class Found:
     metrics: dict[str, float]
 
 
+def params_of(config: RlConfig, num_samples: int, temperature: float) -> SamplingParams:
+    return SamplingParams(
+        config.max_tokens, num_samples, temperature, stop=config.stop or None, stop_at_end_too=bool(config.stop)
+    )
+
+
 class Tally:
     """What was played since the last batch."""
 
@@ -53,14 +59,18 @@ class Draws:
         self.tasks = tasks
         self._player = player
         self._warn = warn
-        self._params = SamplingParams(config.max_tokens, config.samples_per_prompt, config.temperature)
+        self._unclosed: set[str] = set()  # said already
+        self._params = params_of(config, config.samples_per_prompt, config.temperature)
 
     async def play(self, weights: Newest, tasks: Sequence[Task], number: int) -> Drawn:
         """`number` of what is drawn: its seed."""
         drawn = await self._player.play(weights, tasks, self._params, self.config.seed * 100_003 + number)
         for text, count in drawn.failures.items():
-            if count:
-                self._warn(f"{count} episode(s) dropped: {text}")
+            self._warn(f"{count} episode(s) dropped: {text}")
+        for text, count in drawn.unclosed.items():
+            if text not in self._unclosed:
+                self._warn(f"{count} environment(s) did not close: {text}; their episodes count, and this is said once")
+        self._unclosed |= set(drawn.unclosed)
         return drawn
 
     def check(self, drawn: Drawn) -> None:
@@ -77,7 +87,8 @@ class Draws:
         if self.config.filter.type == "none" or not rollouts:
             return rollouts
         groups = np.asarray([r.group for r in rollouts])
-        kept = varied(np.asarray([r.reward for r in rollouts]), groups)
+        # What the answers are worth: two wrong ones of unlike length teach nothing.
+        kept = varied(np.asarray([r.reward - r.overlong for r in rollouts]), groups)
         tally.counts["prompts_without_spread"] += len(set(groups.tolist())) - len(kept)
         return [r for r in rollouts if r.group in kept]
 

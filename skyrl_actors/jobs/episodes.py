@@ -36,18 +36,20 @@ class Drawn:
 
     rollouts: list[Rollout] = field(default_factory=list[Rollout])
     failures: Counter[str] = field(default_factory=Counter[str])
+    unclosed: Counter[str] = field(default_factory=Counter[str])  # environments of episodes that are whole
     long_prompts: int = 0
     episodes: int = 0
 
     def add(self, other: "Drawn") -> None:
         self.rollouts += other.rollouts
         self.failures += other.failures
+        self.unclosed += other.unclosed
         self.long_prompts += other.long_prompts
         self.episodes += other.episodes
 
     def said(self) -> str:
         """The commonest reasons."""
-        reasons = [f"{text} ({count}×)" for text, count in self.failures.most_common(3) if count]
+        reasons = [f"{text} ({count}×)" for text, count in self.failures.most_common(3)]
         return "; ".join([*reasons, *([f"{self.long_prompts} prompt(s) too long"] if self.long_prompts else [])])
 
     def check(self, limits: EnvLimits) -> None:
@@ -86,6 +88,7 @@ class _Course:
     texts: list[str] = field(default_factory=list[str])
     pieces: list[Piece] = field(default_factory=list[Piece])
     cut: bool = False
+    overlong: float = 0.0
 
     def answered(self, answer: Answer, text: str) -> None:
         self.tokens += answer.tokens
@@ -225,7 +228,9 @@ class Sampler:
             except EpisodeFailed as error:
                 drawn.failures[str(error)] += 1
                 return None
-            course.rewards[-1] += step.reward + overlong_penalty(self._overlong, len(answer.tokens), params.max_tokens)
+            penalty = overlong_penalty(self._overlong, len(answer.tokens), params.max_tokens)
+            course.rewards[-1] += step.reward + penalty
+            course.overlong += penalty
             if ends:
                 break
             if len(prompt) + len(course.tokens) + len(told) + params.max_tokens > self._context_tokens:
@@ -238,7 +243,7 @@ class Sampler:
         return Rollout(
             task, group, prompt, np.asarray(course.tokens, np.int32), np.asarray(course.sampled, bool),
             np.asarray(course.logprobs, np.float32), np.asarray(course.rewards, np.float64), "\n".join(course.texts), course.cut,
-            turn, tuple(course.pieces),
+            turn, tuple(course.pieces), course.overlong,
         )  # fmt: skip
 
     async def _stepped(self, environment: Environment, text: str, cut: bool) -> Step:
@@ -257,7 +262,7 @@ class Sampler:
         try:
             await self._guarded("close", environment.close())
         except EpisodeFailed as error:
-            drawn.failures[str(error)] += 0  # its rollout is whole; it is named where the others are
+            drawn.unclosed[str(error)] += 1
 
     async def _guarded(self, what: str, call: Awaitable[T]) -> T:
         """Raises EpisodeFailed for whatever the environment raises, or when it takes too long."""

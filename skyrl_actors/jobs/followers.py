@@ -6,6 +6,7 @@ Rows wait, so many as ROWS, until the tracker answers again; metrics.jsonl has a
 import importlib.util
 import json
 import logging
+import os
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ ROWS = 10_000
 RETRY_S, CLOSE_S = 30.0, 20.0
 PARAMS_AT_ONCE, PARAM_CHARACTERS = 100, 500  # what MLflow takes
 IDS = "trackers.json"  # in the run's folder: under which ids trackers know it
+_IDS_LOCK = threading.Lock()
 MODULES = {"wandb": "wandb", "mlflow": "mlflow"}
 for _loud in ("wandb", "mlflow"):
     logging.getLogger(_loud).setLevel(logging.ERROR)
@@ -141,9 +143,14 @@ class Follower:
             log.debug("given up: %s", error)
 
     def _open(self) -> None:
-        known: dict[str, str] = json.loads(self._ids.read_text()) if self._ids.exists() else {}
-        run_id = self._sink.open(known.get(self._kind))
-        self._ids.write_text(json.dumps({**known, self._kind: run_id}) + "\n")
+        run_id = self._sink.open(self._known().get(self._kind))
+        with _IDS_LOCK:  # another tracker may have begun meanwhile
+            staging = self._ids.with_name(f".{IDS}.partial")
+            staging.write_text(json.dumps({**self._known(), self._kind: run_id}) + "\n")
+            os.replace(staging, self._ids)
+
+    def _known(self) -> dict[str, str]:
+        return json.loads(self._ids.read_text()) if self._ids.exists() else {}
 
     def _tried(self, what: str, call: Callable[[], None]) -> None:
         """Until it works or the run is over; the first fault of each call is said."""

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def curves(title: str, history: Sequence[Row]) -> bytes:
 
 
 def write_page(run: Path) -> Path:
-    """report.html of a run, finished or not. Raises ConfigError for a folder that holds none."""
+    """report.html and report.png of a run, finished or not. Raises ConfigError for a folder that holds none."""
     if not (run / CONFIG).exists():
         raise ConfigError(f"{run} holds no run: no {CONFIG} is there")
     history, status = rows_in(run / METRICS), content_of(run / "status.json")
@@ -79,10 +80,13 @@ def write_page(run: Path) -> Path:
         samples.setdefault(row["step"], []).append(row)
     means = {part: [row[part] for row in history if part in row] for part in PARTS}
     total = sum(sum(values) for values in means.values())
+    summary = content_of(run / SUMMARY)
+    picture = curves(_title(run, summary), history)
+    _write(run / "report.png", picture)
     page = Environment(autoescape=True).from_string(PAGE).render(
         name=run.name,
-        summary=content_of(run / SUMMARY) or {"state": state_of(run, history)},
-        picture=base64.b64encode(curves(run.name, history)).decode(),
+        summary=summary or {"state": state_of(run, history)},
+        picture=base64.b64encode(picture).decode(),
         shares=[(part.partition("/")[2], sum(values) / total) for part, values in means.items() if values] if total else [],
         phases=status.get("phase_seconds", {}),
         samples=samples,
@@ -91,8 +95,20 @@ def write_page(run: Path) -> Path:
         config=(run / CONFIG).read_text(),
     )  # fmt: skip
     target = run / "report.html"
-    target.write_text(page)
+    _write(target, page.encode())
     return target
+
+
+def _title(run: Path, summary: Mapping[str, Any]) -> str:
+    if not summary:
+        return run.name
+    return f"{run.name} ({summary['job']}): {summary['metric']} {summary['metric_before']:.3f} → {summary['metric_after']:.3f}"
+
+
+def _write(file: Path, content: bytes) -> None:
+    staging = file.with_name(f".{file.name}.partial")
+    staging.write_bytes(content)
+    os.replace(staging, file)
 
 
 def _ends(history: Sequence[Row]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from skyrl_actors.jobs import advantages as adv
 from skyrl_actors.jobs import kl as divergence
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.checkpoints import Checkpoints
-from skyrl_actors.jobs.draws import Draws
+from skyrl_actors.jobs.draws import Draws, params_of
 from skyrl_actors.jobs.environment import TaskSet
 from skyrl_actors.jobs.episodes import Sampler
 from skyrl_actors.jobs.rollout import Rollout, Weights, answers_only, rows_of
@@ -31,7 +31,6 @@ from skyrl_actors.jobs.watcher import Outcome, Watcher
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import LoraSpec, LossCall, Role
-from skyrl_actors.messages.requests import SamplingParams
 
 METRIC = "eval/accuracy"
 
@@ -125,7 +124,10 @@ class RlJob:
 
     async def _iterations(self, step: int, before: float, accuracy: float) -> tuple[int, float]:
         config = self.config
-        while step < config.iterations and accuracy < config.stop_at_accuracy:
+        while step < config.iterations:
+            if config.stop_at_accuracy is not None and accuracy >= config.stop_at_accuracy:
+                self.watcher.warned(f"ends behind step {step}: the score {accuracy:.4g} reached stop_at_accuracy")
+                break
             step += 1
             metrics = await self._iteration(step)
             if step % config.eval_every == 0 or step == config.iterations:
@@ -144,7 +146,7 @@ class RlJob:
 
     async def evaluate(self, step: int) -> float:
         """Mean reward of greedy answers to held-out prompts."""
-        params = SamplingParams(self.config.max_tokens, temperature=0.0)
+        params = params_of(self.config, 1, 0.0)
         asked = self._weights
         drawn = await self._judge.play(lambda: asked, self.tasks.evaluation, params, 0)
         drawn.check(self.config.env)

@@ -42,6 +42,7 @@ class Rollout:
     cut: bool = False  # the last answer ended at max_tokens, or the context did
     turns: int = 1
     pieces: tuple[Piece, ...] = ()  # of what was sampled, in order
+    overlong: float = 0.0  # the part of the rewards that is for length alone
 
     @property
     def reward(self) -> float:

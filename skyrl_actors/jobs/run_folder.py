@@ -17,9 +17,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from skyrl_actors.config.keys import masked
+from skyrl_actors.config.load import differing
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.observe.runs import CONFIG, METRICS, SAMPLES, STATE, SUMMARY, rows_in
+from skyrl_actors.observe.runs import CONFIG, METRICS, SAMPLES, STATE, SUMMARY, content_of, rows_in
 
+ENVIRONMENT = "environment.json"
+REVISION = "SKYRL_ACTORS_REVISION"  # of the code, where it comes without its repository
 OF_THE_RUN = ("run", "cluster.name")  # may differ when a run is resumed
 PACKAGES = (
     "skyrl-actors",
@@ -77,7 +81,10 @@ class RunFolder:
 
 def open_run(parent: Path, name: str, config_yaml: str, resume: bool) -> RunFolder:
     """Raises ConfigError when an unfinished run of this name has another config, naming the keys that differ."""
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.folder {parent} can not be made: {error.strerror}") from None
     number = 1
     while True:
         path = parent / (name if number == 1 else f"{name}-{number}")
@@ -91,9 +98,10 @@ def open_run(parent: Path, name: str, config_yaml: str, resume: bool) -> RunFold
         if not fresh and not (unfinished and resume):
             os.close(lock)
             continue
-        state, left_by = _state(path) if unfinished else None, None
+        state, left_by = None, None
         if unfinished:
             try:
+                state = _state(path)
                 _refuse_other(path, config_yaml, state)
             except ConfigError:
                 os.close(lock)
@@ -103,25 +111,8 @@ def open_run(parent: Path, name: str, config_yaml: str, resume: bool) -> RunFold
                 _truncate(path / rows, state.step if state else -1)
         folder = RunFolder(path, lock, state, left_by)
         folder.write(CONFIG, config_yaml)
-        folder.write("environment.json", json.dumps(environment(), indent=2) + "\n")
+        folder.write(ENVIRONMENT, json.dumps(environment() | _earlier(path / ENVIRONMENT), indent=2) + "\n")
         return folder
-
-
-def differing(before: str, now: str) -> list[str]:
-    """Keys, dotted, whose values differ, those of the run itself aside."""
-    found: list[str] = []
-
-    def compare(a: Any, b: Any, key: str) -> None:
-        if key in OF_THE_RUN:
-            return
-        if isinstance(a, dict) and isinstance(b, dict):
-            for part in sorted({*a, *b}):
-                compare(a.get(part), b.get(part), f"{key}.{part}" if key else part)
-        elif a != b:
-            found.append(f"{key} ({a!r}, now {b!r})")
-
-    compare(OmegaConf.to_container(OmegaConf.create(before)), OmegaConf.to_container(OmegaConf.create(now)), "")
-    return found
 
 
 def environment() -> dict[str, Any]:
@@ -133,18 +124,34 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "command": sys.argv, "git": _git(), "packages": versions, "python": platform.python_version(), "host": platform.node(),
+        "command": [masked(word) for word in sys.argv], "git": _git(), "packages": versions, "python": platform.python_version(), "host": platform.node(),
         "machine": platform.platform(), "cpus": os.cpu_count(),
     }  # fmt: skip
 
 
+def _earlier(file: Path) -> dict[str, Any]:
+    """What earlier starts of a run that goes on were made with, oldest first."""
+    if not file.exists():
+        return {}
+    last: dict[str, Any] = content_of(file)
+    return {"earlier": [*last.pop("earlier", []), last]}
+
+
 def _git() -> dict[str, Any] | None:
-    """Of the working directory; None where it is no checkout, or there is no git."""
-    try:
-        ask = lambda *a: subprocess.run(["git", *a], capture_output=True, text=True, timeout=10, check=True).stdout.strip()  # noqa: E731
-        return {"revision": ask("rev-parse", "HEAD"), "changed_files": len(ask("status", "--porcelain").splitlines())}
-    except (OSError, subprocess.SubprocessError):
-        return None
+    """Of the working directory, else of this package; None where neither is a checkout and REVISION is not set."""
+    if told := os.environ.get(REVISION):
+        return {"revision": told}
+
+    def ask(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    for place in (Path.cwd(), Path(__file__).parent):
+        try:
+            revision = ask("-C", str(place), "rev-parse", "HEAD")
+            return {"revision": revision, "changed_files": len(ask("-C", str(place), "status", "--porcelain").splitlines())}
+        except (OSError, subprocess.SubprocessError):
+            continue
+    return None
 
 
 def _locked(path: Path) -> int | None:
@@ -160,14 +167,18 @@ def _locked(path: Path) -> int | None:
 
 def _state(path: Path) -> State | None:
     file = path / STATE
-    return State(**json.loads(file.read_text())) if file.exists() else None
+    try:
+        return State(**json.loads(file.read_text())) if file.exists() else None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} can not be read: {error}. Remove it to begin this run anew, or set run.resume=never") from None
 
 
 def _refuse_other(path: Path, config_yaml: str, state: State | None) -> None:
-    keys = differing((path / CONFIG).read_text(), config_yaml)
-    if keys and state is not None:
+    keys = differing((path / CONFIG).read_text(), config_yaml, OF_THE_RUN)
+    if keys and (state is not None or rows_in(path / METRICS)):
+        at = f"step {state.step}" if state else "no checkpoint, but rows of metrics"
         raise ConfigError(
-            f"{path} holds an unfinished run (step {state.step}) of another config; it differs in {'; '.join(keys[:8])}. Start it with its own "
+            f"{path} holds an unfinished run ({at}) of another config; it differs in {'; '.join(keys[:8])}. Start it with its own "
             "config to go on with it, or choose another run.name, or run.resume=never to start beside it"
         )
 

@@ -100,15 +100,15 @@ def _prepared(
     train, held_out = split_off(read(config.data, needed), config.eval_data, needed, config.eval_rows, config.data.path)
     most = min(config.max_row_tokens or longest, longest)
     prepared = Prepared[T]()
-    for rows, target in ((train, prepared.train), (held_out, prepared.held_out)):
-        for number, row in enumerate(rows, 1):
-            texts = in_row(number, lambda: make(row), config.data.path)  # noqa: B023
+    for part, target in ((train, prepared.train), (held_out, prepared.held_out)):
+        for number, row in part.numbered():
+            texts = in_row(number, lambda: make(row), part.source)  # noqa: B023
             length = max(len(text.tokens) for text in texts)
             if length <= most:
                 target.append(join(texts))
             elif config.long_rows == "refuse":
                 raise ConfigError(
-                    f"row {number} has {length} tokens, {most} are allowed (job.max_row_tokens; job.long_rows: refuse)"
+                    f"dataset {part.source}, row {number} has {length} tokens, {most} are allowed (job.max_row_tokens; job.long_rows: refuse)"
                 )
             else:
                 prepared.too_long += 1

@@ -4,7 +4,6 @@ Files are written whole under another name and renamed; metrics.jsonl grows by w
 """
 
 import json
-import os
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,7 +13,6 @@ import psutil
 
 from skyrl_actors.jobs.followers import Follower
 from skyrl_actors.jobs.metrics import checked
-from skyrl_actors.jobs.report import curves
 from skyrl_actors.jobs.run_folder import RunFolder
 from skyrl_actors.observe.runs import METRICS, SAMPLES, SUMMARY, rows_in
 
@@ -51,12 +49,6 @@ class Recorder:
         with (self.path / SAMPLES).open("a") as file:
             for row in rows[:SAMPLES_KEPT]:
                 file.write(json.dumps({"step": step, **dict(zip(SAMPLE_KEYS, row, strict=True))}) + "\n")
-
-    def report(self, title: str) -> None:
-        """report.png: the curves of the run."""
-        staging = self.path / ".report.partial.png"
-        staging.write_bytes(curves(title, self.history))
-        os.replace(staging, self.path / "report.png")
 
     def summary(self, content: dict[str, Any]) -> None:
         self.folder.write(SUMMARY, json.dumps(content, indent=2) + "\n")

@@ -87,7 +87,8 @@ class Updates:
         }
         options: dict[str, float | str] = {key: value for key, value in config.policy_loss if key != "type"}
         if config.entropy_coef:
-            options["entropy_coef"] = config.entropy_coef / self.tokens(part)
+            counted = sum(int(np.count_nonzero(w)) for w in fields["weights"])  # a correction may leave tokens out
+            options["entropy_coef"] = config.entropy_coef / max(counted, 1)
         if config.kl.place == "loss":
             assert batch.reference is not None
             fields["reference_logprobs"] = [batch.reference[i] for i in part]
@@ -128,7 +129,7 @@ def metrics_of(role: Role, done: list[tuple[rs.LossOutput, rs.StepDone]], tokens
                 "critic_grad_norm": norm}  # fmt: skip
     found = {"policy_loss": sums["loss:sum"] / len(done), "policy_grad_norm": norm}
     if "clipped_tokens:sum" in sums:
-        found["clip_fraction"] = sums["clipped_tokens:sum"] / tokens
+        found["clip_fraction"] = sums["clipped_tokens:sum"] / (sums.get("counted_tokens:sum") or tokens)
     if sums.get("counted_tokens:sum"):
         found["entropy"] = sums["entropy:sum"] / sums["counted_tokens:sum"]
     return found

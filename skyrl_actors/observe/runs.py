@@ -51,4 +51,8 @@ def state_of(run: Path, history: Sequence[Mapping[str, Any]]) -> str:
 
 
 def content_of(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.exists() else {}
+    """Nothing where there is no such file, or one that was broken off."""
+    try:
+        return json.loads(file.read_text()) if file.exists() else {}
+    except ValueError:
+        return {}

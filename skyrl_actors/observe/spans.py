@@ -7,13 +7,15 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 log = logging.getLogger(__name__)
 RECENT = 2000
+EVERY_MS = 1000  # what a process that is killed takes with it
+SAID_EVERY_S = 300.0
 NANOSECONDS = 10**9
 
 
@@ -50,8 +52,8 @@ class Spans:
         self.send(span)
 
     @contextmanager
-    def sent(self, name: str, row: str, request_ids: Sequence[str], **attributes: str | int | float) -> Iterator[None]:
-        """What runs within, to the trace of each of these requests, however it ends."""
+    def sent(self, name: str, row: str, request_id: str, **attributes: str | int | float) -> Iterator[None]:
+        """What runs within, to the trace of this request, however it ends."""
         began, said = time.time(), "ok"
         try:
             yield
@@ -59,10 +61,8 @@ class Spans:
             said = type(error).__name__
             raise
         finally:
-            if self.sends:
-                took = time.time() - began
-                for request_id in filter(None, request_ids):
-                    self.send(Span(name, row, began, took, request_id, {"outcome": said, **attributes}))
+            if self.sends and request_id:
+                self.send(Span(name, row, began, time.time() - began, request_id, {"outcome": said, **attributes}))
 
     def send(self, span: Span, first: bool = False) -> None:
         """To the collector only, where there is one. `first`: the whole request, which the others of its trace lie below."""
@@ -80,6 +80,28 @@ class Spans:
 
 SPANS = Spans()
 """Of this process."""
+
+
+class _Seldom(logging.Filter):
+    """A collector that is away is told of now and then: the last lines of a process must say why it died."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + SAID_EVERY_S
+        return True
+
+
+SAYING = (
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.sdk._shared_internal",
+    "opentelemetry.sdk.trace.export",
+)
+_SELDOM = _Seldom()
 
 
 class _Sender:
@@ -104,7 +126,10 @@ class _Sender:
         self._ids = Given()
         named = Resource.create({"service.name": f"skyrl-actors {part}", "service.instance.id": service})
         self._provider = TracerProvider(id_generator=self._ids, resource=named, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{url.rstrip('/')}/v1/traces", timeout=5)))
+        exporter = OTLPSpanExporter(f"{url.rstrip('/')}/v1/traces", timeout=5)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EVERY_MS))
+        for name in SAYING:
+            logging.getLogger(name).addFilter(_SELDOM)
         self._tracer = self._provider.get_tracer("skyrl_actors")
 
     def send(self, span: Span, first: bool) -> None:

@@ -24,6 +24,7 @@ STATUS = {
     "queued": {"s1kaaaaaaaaaa:train:0": 2, "s2kbbbbbbbbbb:train:0": 3}, "tenants": {"aaaaaaaaaa": {"trained_tokens": 5.0}, "bbbbbbbbbb": {}}, "url": "secret",
     "fault": "s1kaaaaaaaaaa:train:0 is rebuilt", "engines": [{"name": "engine[0]", "state": "HEALTHY", "version": "s1kaaaaaaaaaa:train:0@3"},
     {"name": "engine[1]", "state": "s2kbbbbbbbbbb did not answer", "version": "base"}],
+    "groups": {"policy": {"state": "up", "ranks": 1, "pids": [7]}, "critic": {"state": "died of s2kbbbbbbbbbb; last lines: …", "ranks": 1, "pids": []}},
 }  # fmt: skip
 
 
@@ -36,6 +37,8 @@ def test_each_viewer_sees_totals_and_his_own():
     assert [e.get("version") for e in ann["engines"]] == ["s1kaaaaaaaaaa:train:0@3", "base"] and everything["engines"] == STATUS[
         "engines"
     ]
+    assert everything["groups"] == STATUS["groups"]
+    assert nobody["groups"] == {"policy": {"state": "up", "ranks": 1}, "critic": {"state": "down", "ranks": 1}}
     for shown in (everything, nobody, ann):
         assert shown["queued"] == 5 and shown["num_models"] == 2 and "url" not in shown
 

@@ -1,4 +1,6 @@
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from skyrl_actors.commands import doctor
 
@@ -19,6 +21,26 @@ def test_a_taken_port_is_named_with_a_cure():
         assert not finding.good and f"port {port} is taken by" in finding.what and "http.port" in finding.cure
     (finding,) = doctor._ports((port,))
     assert finding.good
+
+
+def test_a_port_of_ours_is_no_fault():
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/healthz" else 404)
+            self.end_headers()
+            self.wfile.write(b'{"status": "ok"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        (finding,) = doctor._ports((server.server_port,))
+        assert finding.good and finding.what == f"port {server.server_port}: a service runs there"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_wrong_version_is_named_with_a_cure(monkeypatch):

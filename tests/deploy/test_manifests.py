@@ -14,7 +14,7 @@ from ray.scripts.scripts import start as ray_start
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
-from skyrl_actors.commands.serve import scaling
+from skyrl_actors.commands.serve import refuse_other_config, scaling
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load
@@ -70,6 +70,18 @@ def test_the_service_that_kuberay_deploys_is_one_that_serves(monkeypatch: pytest
     monkeypatch.delenv("JOURNAL_URL")
     with pytest.raises(ConfigError, match="JOURNAL_URL"):
         load(ROOT / application.args["config"], overrides)
+
+
+def test_a_deploy_that_would_be_half_ignored_is_refused():
+    running = load(ROOT / "configs/cpu_tiny.yaml")
+    refuse_other_config(running, load(ROOT / "configs/cpu_tiny.yaml", ["http.port=9000", "http.api_keys=[tml-0123456789]"]))
+    with pytest.raises(
+        ConfigError,
+        match=r"changes only http: engine.max_num_seqs \(\d+, now 7\); journal.snapshot_operations \(\d+, now 9\)\. End it",
+    ):
+        refuse_other_config(
+            running, load(ROOT / "configs/cpu_tiny.yaml", ["engine.max_num_seqs=7", "journal.snapshot_operations=9"])
+        )
 
 
 def test_the_job_that_kuberay_submits_is_one_that_trains():

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_actors.config.environments import DatasetConfig, RewardEnv
 from skyrl_actors.jobs.dataset_tasks import answer_of, load_function, messages_of, reward_tasks
-from skyrl_actors.jobs.datasets import read, split_off
+from skyrl_actors.jobs.datasets import Part, read, split_off
 from skyrl_actors.messages.errors import ConfigError
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
@@ -55,12 +55,16 @@ def test_what_can_not_be_used_is_named(tmp_path: Path, name, content, said):
 def test_held_out_rows_are_not_trained_on(tmp_path: Path):
     config = jsonl(tmp_path / "d.jsonl", ROWS)
     train, held_out = split_off(read(config, []), None, [], 3, "d")
-    assert train == ROWS[:7] and held_out == ROWS[7:]
+    assert train.rows == ROWS[:7] and held_out.rows == ROWS[7:]
+    assert [number for number, _ in train.numbered()][-1] == 7 and [number for number, _ in held_out.numbered()] == [8, 9, 10]
     with pytest.raises(ConfigError, match="leaves none to train on"):
         split_off(ROWS, None, [], 10, "d")
     other = jsonl(tmp_path / "e.jsonl", [{"prompt": "q"}])
-    assert split_off(ROWS, other, ["prompt"], 3, "d") == (ROWS, [{"prompt": "q"}])
-    assert len(split_off(ROWS, config, [], 3, "d")[1]) == 10  # all of a set of its own
+    assert split_off(ROWS, other, ["prompt"], 3, "d") == (Part(ROWS, "d"), Part([{"prompt": "q"}], other.path))
+    assert len(split_off(ROWS, config, [], 3, "d")[1].rows) == 10  # all of a set of its own
+    bad = jsonl(tmp_path / "f.jsonl", [*ROWS[:9], {"prompt": 7, "answer": "a"}])
+    with pytest.raises(ConfigError, match=r"f.jsonl, row 10: .*a prompt is a text"):
+        reward_tasks(RewardEnv(data=bad, reward="math:copysign", eval_prompts=2), 1)
 
 
 def test_each_row_comes_up_once_an_epoch_in_an_order_of_the_seed(tmp_path: Path):

@@ -180,7 +180,7 @@ def test_chats_that_no_template_takes_cost_their_episode(chat: Chat):
 
 def test_one_that_can_not_be_closed_has_been_played(chat: Chat):
     drawn, _ = play(chat, [Made(failing(ValueError("x"), where="close"))])
-    assert len(drawn.rollouts) == 1 and drawn.failures.total() == 0 and "close raised ValueError: x" in drawn.failures
+    assert len(drawn.rollouts) == 1 and not drawn.failures and drawn.unclosed == {"close raised ValueError: x": 1}
 
 
 def test_long_prompts_are_counted_or_refused(chat: Chat):

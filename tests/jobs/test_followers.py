@@ -48,6 +48,29 @@ def test_wandb_offline_leaves_its_files(tmp_path: Path):
     assert json.loads((tmp_path / IDS).read_text())["wandb"]
 
 
+def test_two_trackers_keep_both_their_ids(tmp_path: Path):
+    class Slow:
+        def __init__(self, seconds: float):
+            self.seconds, self.given = seconds, list[str | None]()
+
+        def open(self, run_id: str | None) -> str:
+            self.given.append(run_id)
+            time.sleep(self.seconds)
+            return f"id{self.seconds}"
+
+        def log(self, step: int, metrics: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    one, other = Slow(0.05), Slow(0.15)
+    for _ in range(2):
+        both = [Follower("wandb", one, tmp_path, print), Follower("mlflow", other, tmp_path, print)]
+        for follower in both:
+            follower.close()
+    assert json.loads((tmp_path / IDS).read_text()) == {"wandb": "id0.05", "mlflow": "id0.15"}
+    assert one.given == [None, "id0.05"] and other.given == [None, "id0.15"]
+
+
 def test_who_can_not_be_reached_is_said_and_waited_for_no_longer_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(followers, "CLOSE_S", 2.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

@@ -109,6 +109,12 @@ def test_the_parts_of_a_preset_take_single_values():
     made = job(type="dapo", policy_loss={"clip_low_threshold": 0.7}).job
     assert isinstance(made, RlConfig)
     assert dict(made.policy_loss) == {"type": "ppo", "clip_low_threshold": 0.7, "clip_high_threshold": 1.28}
+    assert (made.overlong.buffer_tokens, made.overlong.cut_answers) == (2, "score")  # a fifth of max_tokens
+    longer = job(type="dapo", max_tokens=400, overlong={"cut_answers": "mask"}).job
+    assert isinstance(longer, RlConfig) and (longer.overlong.buffer_tokens, longer.overlong.cut_answers) == (80, "mask")
+    for name in ("ppo", "grpo"):  # a divergence is turned off by one word
+        off = job(type=name, kl={"place": "none"}).job
+        assert isinstance(off, RlConfig) and (off.kl.place, off.kl.coef) == ("none", 0)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +124,7 @@ def test_the_parts_of_a_preset_take_single_values():
         ("job.samples_per_prompt=1", "compares the answers to one prompt: set samples_per_prompt to 2"),
         ("job.kl.estimator=k1", "k1 has no gradient in expectation"),
         ("job.kl.coef=0", "with coef 0 does nothing"),
-        ("job.kl.place=none", "coef and target do nothing while place is none"),
+        ("job.kl={place: none, coef: 0.1}", "coef and target do nothing while place is none"),
         ("job.kl.horizon=5", "horizon belongs to target"),
         ("job.correction.high=3", "do nothing while type is none"),
         ("job.filter.max_batches=3", "belongs to type varied"),
@@ -133,6 +139,10 @@ def test_the_parts_of_a_preset_take_single_values():
         ("job.overlong.buffer_tokens=99", "buffer_tokens 99 is above max_tokens 12"),
         ("job.reference.type=checkpoint", "path belongs to type checkpoint"),
         ("job.advantage.type=gae", "grpo needs a critic group: set cluster.critic"),
+        ("job={type: ppo, critic_warmup: 40}", "the policy would never learn: critic_warmup 40 takes all of 40 iterations"),
+        ("job.env={type: reverse, max_turns: 3}", "max_turns 3: an episode of this environment is one answer"),
+        ("run={checkpoint_every: 0, keep_checkpoints: 9}", "keep_checkpoints does nothing while checkpoint_every is 0"),
+        ("cluster.journal.url=postgresql://ann:word@host/db", "a job's journal lives and ends with it"),
         ("job.lora_rank=64", "job.lora_rank 64 is above cluster.lora.max_rank 32"),
     ],
 )

@@ -135,6 +135,14 @@ def test_prompts_whose_answers_are_all_alike_are_left_out():
     }
 
 
+def test_two_wrong_answers_of_unlike_length_teach_nothing():
+    draws, tally = Draws(job(type="dapo").config, cast(Any, None), cast(Any, None), print), Tally()
+    first, second = batch().rollouts[:2]
+    wrong = [replace(r, rewards=np.zeros(len(r.answer)), overlong=0.0) for r in (first, second)]
+    longer = replace(wrong[1], rewards=np.append(np.zeros(len(second.answer) - 1), -0.5), overlong=-0.5)
+    assert draws.useful([wrong[0], longer], tally) == [] and tally.counts["prompts_without_spread"] == 1
+
+
 def test_samples_of_older_weights_are_told_apart():
     b = batch()
     ages = (0, 2, 1, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_actors.config.job import RunConfig
 from skyrl_actors.jobs.checkpoints import Checkpoints
-from skyrl_actors.jobs.run_folder import State, open_run
+from skyrl_actors.jobs.run_folder import State, environment, open_run
 from skyrl_actors.jobs.trackers import Recorder
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.results import Saved
@@ -66,7 +66,13 @@ def test_an_unfinished_run_goes_on_behind_its_checkpoint(tmp_path: Path):
 def test_another_config_is_refused_by_its_keys(tmp_path: Path):
     first = open_run(tmp_path, "r", YAML, True)
     first.close()
-    anew = open_run(tmp_path, "r", OTHER, True)  # nothing was kept of it yet
+    (first.path / METRICS).write_text('{"step": 0}\n')
+    with pytest.raises(
+        ConfigError, match=r"unfinished run \(no checkpoint, but rows of metrics\) of another config; it differs in job.seed"
+    ):
+        open_run(tmp_path, "r", OTHER, True)
+    (first.path / METRICS).unlink()
+    anew = open_run(tmp_path, "r", OTHER, True)  # nothing was made of it yet
     assert anew.path == first.path and anew.state is None
     anew.keep(State(3, {}, {}))
     anew.close()
@@ -76,7 +82,23 @@ def test_another_config_is_refused_by_its_keys(tmp_path: Path):
         open_run(tmp_path, "r", YAML, True)
     again = open_run(tmp_path, "r", OTHER, True)
     assert again.state is not None
+    assert len(json.loads((again.path / "environment.json").read_text())["earlier"]) == 2  # it was started three times
     again.close()
+    (again.path / "state.json").write_text('{"step": 3')
+    with pytest.raises(ConfigError, match=r"state.json can not be read: .* Remove it to begin this run anew"):
+        open_run(tmp_path, "r", OTHER, True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run.folder .*file/runs can not be made"):
+        open_run(tmp_path / "file/runs", "r", OTHER, True)
+
+
+def test_what_a_run_was_made_with_bears_no_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["skyrl-actors", "train", "run.trackers=[{type: mlflow, uri: 'http://ann:secret@host/x'}]"])
+    monkeypatch.setenv("SKYRL_ACTORS_REVISION", "abc123")
+    made = environment()
+    assert (
+        "secret" not in json.dumps(made) and "http://***@host/x" in made["command"][2] and made["git"] == {"revision": "abc123"}
+    )
 
 
 class FakeSession:

@@ -1,15 +1,24 @@
 """One request as one trace, as an OpenTelemetry collector hears of it; and log lines with ids."""
 
+import contextvars
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
+from skyrl_actors.groups.worker_actor import TrainWorkerActor
+from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.errors import StateLost
+from skyrl_actors.messages.turn import Turn
 from skyrl_actors.observe.log import Json, named
 from skyrl_actors.observe.spans import SPANS, Span, ids_of
+from skyrl_actors.workers.interface import PartCall, WorkerSpec
 from tests.api.local import MODEL, config_for, edge, posted
 from tests.collector import collector, of_request
 from tests.conftest import free_port
@@ -44,6 +53,35 @@ async def test_a_request_is_followed_from_ingress_to_result(tmp_path: Path):
     assert {a.key: a.value.string_value for a in run.attributes}["outcome"] == "ok"
 
 
+def test_a_part_that_a_rank_refuses_says_so():
+    """Of two parts of one call the second is of a model that this rank does not hold; each counts its own rows on this rank."""
+
+    class Worker:
+        def forward_backward(self, calls: Sequence[PartCall], forward_only: bool) -> list[str]:
+            return ["done" for _ in calls]
+
+    spec = WorkerSpec("policy", 1, 2, "", "float32", "cpu", 1, 256, 30.0)
+    actor = TrainWorkerActor(None)
+    actor.spec, actor._once = spec, ExactlyOnce(Worker())
+    actor._once._applied["m"] = Applied(1, "create_model", None)
+    data = columns_from([Example(np.zeros(n, np.int32), {TARGETS: np.zeros(n, np.int32)}) for n in (3, 5)])
+    with collector() as (url, heard):
+        SPANS.send_to(url, "s", "policy[1]")
+        try:
+            parts = [("m", Turn(2, 1, "r1"), (1,), None), ("gone", Turn(4, 3, "r2"), (0, 1), None)]
+            outcomes = contextvars.copy_context().run(actor.forward_backward, 0, [data, data], parts, False)
+            SPANS.close()
+        finally:
+            SPANS.send_to(None, "s", "test")
+    assert outcomes[0] == "done" and isinstance(outcomes[1], StateLost)
+    said = []
+    for request_id in ("r1", "r2"):
+        (span,) = of_request(heard, request_id)
+        about = {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
+        said.append((span.name, about["outcome"], about["tokens"], about["together"]))
+    assert said == [("policy[1] forward_backward", "ok", 5, 2), ("policy[1] forward_backward", "StateLost", 8, 2)]
+
+
 def test_a_collector_that_is_away_costs_no_caller_anything(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.CRITICAL)
     SPANS.send_to(f"http://127.0.0.1:{free_port()}", "s", "test")
@@ -67,7 +105,6 @@ def test_json_lines_bear_ids():
         and plain["service"] == "s"
         and "request_id" not in plain
     )
-    import contextvars
 
     def within() -> dict[str, Any]:
         named("r1", "m:train:0")
