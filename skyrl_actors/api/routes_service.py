@@ -50,8 +50,10 @@ async def healthz(request: Request) -> JSONResponse:
 
 
 async def health(state: ApiState) -> JSONResponse:
-    """200 only when a request would be served."""
+    """200 only when a request would be served. With keys configured anybody may ask still, and last lines of a process are not for anybody."""
     reason = await state.fault()
+    if reason is not None and state.owners:
+        reason = reason.partition("\n")[0]
     return JSONResponse({"status": "ok"}) if reason is None else JSONResponse({"status": "unavailable", "reason": reason}, 503)
 
 

@@ -5,12 +5,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import jwt
 import pytest
 
+from skyrl_actors.api.routes_service import health
+from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, LimitsConfig
 from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.messages.errors import ConfigError
@@ -186,3 +188,14 @@ def test_the_key_command_makes_a_line_that_knows_its_key(tmp_path: Path):
     assert key.startswith("tml-") and line.startswith("alice=sha256:") and key not in line
     assert HttpConfig(api_keys=(line,)).api_keys == HttpConfig(api_keys=(f"alice={key}",)).api_keys
     assert CliRunner().invoke(app, ["key", "a b"]).exit_code != 0
+
+
+@pytest.mark.parametrize(("keys", "said"), [((), "rank 0 died\nlast lines of its log"), ((f"alice={ALICE}",), "rank 0 died")])
+async def test_what_a_process_said_last_is_for_who_holds_a_key(tmp_path: Path, keys: tuple[str, ...], said: str):
+    class Down:
+        async def fault(self) -> str:
+            return "rank 0 died\nlast lines of its log"
+
+    state = ApiState(config_for(tmp_path, http=HttpConfig(api_keys=keys)), cast(Any, Down()))
+    answer = await health(state)
+    assert answer.status_code == 503 and json.loads(bytes(answer.body))["reason"] == said
