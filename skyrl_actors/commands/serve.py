@@ -30,7 +30,7 @@ from skyrl_actors.observe.spans import Span
 
 READY_TIMEOUT_S = 60.0
 SETTINGS_S = 30.0
-ONGOING_PER_REPLICA = 400  # long polls among them; a replica takes ten times as many
+ONGOING_PER_REPLICA = 100  # long polls among them
 PROJECT = Path(__file__).parent.parent.parent
 STATE_FOLDER = Path("/tmp/skyrl-actors-services")
 
@@ -165,6 +165,8 @@ def scaling(http: HttpConfig) -> dict[str, Any]:
         "min_replicas": http.replicas,
         "max_replicas": http.max_replicas,
         "target_ongoing_requests": ONGOING_PER_REPLICA,
+        "upscale_delay_s": 5.0,
+        "look_back_period_s": 10.0,
     }
     return {"autoscaling_config": autoscaling}
 
