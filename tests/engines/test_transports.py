@@ -63,7 +63,9 @@ async def sampled(backend: RayBackend, weights: SamplerWeights, number: int, tim
     """Logprobs of TOKENS; so many at once that both engines take part."""
     params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
     prompt = tuple(TOKENS.tolist())
-    outputs = await asyncio.gather(*(backend.sample(f"r{number}-{i}", prompt, params, weights) for i in range(times)))
+    asked = [asyncio.ensure_future(backend.sample(f"r{number}-{i}", prompt, params, weights)) for i in range(times)]
+    await asyncio.wait(asked)  # none is under way any more when one of them failed
+    outputs = [each.result() for each in asked]
     assert {output.version for output in outputs} == {weights.version}
     found = [output.prompt_logprobs[1:] for output in outputs if output.prompt_logprobs is not None]
     assert len(found) == times and max(float(np.abs(found[0] - other).max()) for other in found) < 1e-4
