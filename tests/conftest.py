@@ -92,5 +92,6 @@ def service(tmp_path_factory: pytest.TempPathFactory, random_base: Path) -> Iter
     yield made
     stopped = run_cli("stop", "--name", name)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    daemons = ("raylet", "gcs_server", "haproxy")  # one that is ending has no command line any more
-    assert not [p.info for p in psutil.process_iter(["name", "cmdline"]) if p.info["name"] in daemons and p.info["cmdline"]]
+    daemons = [p for p in psutil.process_iter(["name"]) if p.info["name"] in ("raylet", "gcs_server", "haproxy")]
+    _, alive = psutil.wait_procs(daemons, timeout=3)  # one may be ending just now
+    assert not alive

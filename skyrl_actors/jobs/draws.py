@@ -87,8 +87,8 @@ class Draws:
         if self.config.filter.type == "none" or not rollouts:
             return rollouts
         groups = np.asarray([r.group for r in rollouts])
-        # What the answers are worth: two wrong ones of unlike length teach nothing.
-        kept = varied(np.asarray([r.reward - r.overlong for r in rollouts]), groups)
+        # What the answers are worth: two wrong ones of unlike length teach nothing. 0.3 - 0.9 + 0.9 is not quite 0.3.
+        kept = varied(np.round([r.reward - r.overlong for r in rollouts], 9), groups)
         tally.counts["prompts_without_spread"] += len(set(groups.tolist())) - len(kept)
         return [r for r in rollouts if r.group in kept]
 

@@ -141,6 +141,9 @@ def test_two_wrong_answers_of_unlike_length_teach_nothing():
     wrong = [replace(r, rewards=np.zeros(len(r.answer)), overlong=0.0) for r in (first, second)]
     longer = replace(wrong[1], rewards=np.append(np.zeros(len(second.answer) - 1), -0.5), overlong=-0.5)
     assert draws.useful([wrong[0], longer], tally) == [] and tally.counts["prompts_without_spread"] == 1
+    for penalty in np.linspace(0, 1, 1001):  # and two of like worth, whatever rounding leaves of the penalty
+        right = [replace(r, rewards=np.asarray([0.3 - p]), overlong=-p) for r, p in zip(wrong, (0.0, penalty), strict=True)]
+        assert draws.useful(right, tally) == []
 
 
 def test_samples_of_older_weights_are_told_apart():
