@@ -1,20 +1,29 @@
 """Sampled tokens a second through SDK and service, against vLLM's offline LLM.generate with the same engine settings.
 
 Rounds alternate in one run. The prompts, lengths, temperature, dtype, threads, KV bytes and LoRA setting are the same;
-both sample the base model, both return logprobs, and both draw each sample from a seed of its own, as the service does always. Three loads of 64 sequences: one sample of 384 tokens for each of 64
-prompts (`service_ratio`), groups of 8 samples for each of 8 prompts, as RL draws them (`group_ratio`), and 64 short samples of 128
-tokens, where what a request costs by itself weighs most (`short_ratio`).
+both sample the base model, both return logprobs, and both draw each sample from a seed of its own, as the service does always.
+Three loads of 64 sequences: one sample of 384 tokens for each of 64 prompts (`service_ratio`), groups of 8 samples for each of 8
+prompts, as RL draws them (`group_ratio`), and 64 short samples of 128 tokens, where what a request costs by itself weighs most
+(`short_ratio`).
+
+The baseline is measured in two layouts. `offline` has vLLM's processes of the service's engine: the core in a process of its
+own, as vLLM ships it, and the model in the core; the ratios above are to it. `in_process` has the core in the caller's own
+process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), which nothing that answers requests while it generates can have: its ratios are
+`in_process_*_ratio`, and also hold what vLLM itself loses between its processes (`layout_ratio`).
 """
 
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 
 import numpy as np
 import tinker
+from rich.progress import track
 from tinker import types
 
 from bench.harness import ROOT, base_folder, emit, service
@@ -22,6 +31,7 @@ from bench.harness import ROOT, base_folder, emit, service
 ROUNDS, SEQUENCES = 5, 64
 TOKENS, SHORT, GROUP = 384, 128, 8
 LOADS = {"service": (1, TOKENS), "group": (GROUP, TOKENS), "short": (1, SHORT)}  # samples of a prompt, tokens of a sample
+BASELINES = ("offline", "in_process")
 
 
 def prompts() -> list[list[int]]:
@@ -29,11 +39,15 @@ def prompts() -> list[list[int]]:
     return [rng.integers(0, 256, 16).tolist() for _ in range(SEQUENCES)]
 
 
-def offline() -> None:
+def offline(layout: str) -> None:
     """The child process: one round for each line on standard input, seconds on standard output."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.llm_engine import LLMEngine
 
+    if layout == "offline":
+        # vLLM's variable for this would also give the worker a process, which the service's engine has not.
+        LLMEngine.from_engine_args = functools.partial(LLMEngine.from_engine_args, enable_multiprocessing=True)
     engine = LLM(
         str(base_folder()), dtype="float32", max_model_len=512, max_num_seqs=128, max_num_batched_tokens=4096,
         kv_cache_memory_bytes=128 * 2**20, enforce_eager=True, enable_lora=True, max_loras=4, max_lora_rank=32,
@@ -55,12 +69,12 @@ def offline() -> None:
         print(json.dumps(time.perf_counter() - started), file=sys.__stdout__, flush=True)
 
 
-def start_offline() -> subprocess.Popen[str]:
+def start_offline(layout: str) -> subprocess.Popen[str]:
     environment = {
         **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
     }  # fmt: skip
-    command = [sys.executable, "-m", "bench.sampling", "offline"]
+    command = [sys.executable, "-m", "bench.sampling", layout]
     child = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -99,37 +113,40 @@ def service_round(sampler: tinker.SamplingClient, group: int, tokens: int) -> fl
     return count / (time.perf_counter() - started)
 
 
+def measure(sampler: tinker.SamplingClient, adapted: tinker.SamplingClient) -> dict[str, dict[str, float]]:
+    """Median tokens a second: of whom, and of which load."""
+    rates: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in ("service", *BASELINES)}
+    children = {name: start_offline(name) for name in BASELINES}
+    try:
+        for i in range(ROUNDS + 1):  # the first one warms up
+            for load in track(LOADS, description=f"round {i} of {ROUNDS}"):
+                rates["service"][load].append(service_round(sampler, *LOADS[load]))
+                for name, child in children.items():
+                    rates[name][load].append(offline_round(child, *LOADS[load]))
+            rates["service"]["lora"].append(service_round(adapted, *LOADS["service"]))
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+    return {name: {load: statistics.median(values[1:]) for load, values in of.items()} for name, of in rates.items()}
+
+
 def main() -> None:
-    ours: dict[str, list[float]] = {name: [] for name in (*LOADS, "lora")}
-    theirs: dict[str, list[float]] = {name: [] for name in LOADS}
     with service("base_model.warmup_steps=0"), tinker.ServiceClient() as client:
         sampler = client.create_sampling_client(base_model="skyrl-actors/tiny").result()
         model = client.create_lora_training_client("skyrl-actors/tiny", rank=8).result()
-        with_adapter = model.save_weights_and_get_sampling_client().result()
-        child = start_offline()
-        try:
-            for i in range(ROUNDS + 1):  # the first one warms up
-                for name, load in LOADS.items():
-                    here, there = service_round(sampler, *load), offline_round(child, *load)
-                    if i:
-                        ours[name].append(here)
-                        theirs[name].append(there)
-                adapted = service_round(with_adapter, *LOADS["service"])
-                if i:
-                    ours["lora"].append(adapted)
-        finally:
-            child.kill()
-            child.wait()
-    median = {name: statistics.median(values) for name, values in ours.items()}
-    offline_median = {name: statistics.median(values) for name, values in theirs.items()}
+        rates = measure(sampler, model.save_weights_and_get_sampling_client().result())
+    ours, apart, inside = rates["service"], rates["offline"], rates["in_process"]
     emit("sampling", {
-        **{f"{name}_tokens_per_s": round(rate) for name, rate in median.items()},
-        **{f"offline_{name}_tokens_per_s": round(rate) for name, rate in offline_median.items()},
-        **{f"{name}_ratio": round(median[name] / offline_median[name], 3) for name in LOADS},
-        "lora_ratio": round(median["lora"] / median["service"], 3),
+        **{f"{load}_tokens_per_s": round(rate) for load, rate in ours.items()},
+        **{f"{name}_{load}_tokens_per_s": round(rates[name][load]) for name in BASELINES for load in LOADS},
+        **{f"{load}_ratio": round(ours[load] / apart[load], 3) for load in LOADS},
+        **{f"in_process_{load}_ratio": round(ours[load] / inside[load], 3) for load in LOADS},
+        "layout_ratio": round(apart["service"] / inside["service"], 3),
+        "lora_ratio": round(ours["lora"] / ours["service"], 3),
         "sequences": SEQUENCES, "group": GROUP, "tokens": TOKENS, "short_tokens": SHORT, "rounds": ROUNDS,
     })  # fmt: skip
 
 
 if __name__ == "__main__":
-    offline() if sys.argv[1:] == ["offline"] else main()
+    offline(sys.argv[1]) if sys.argv[1:] else main()
