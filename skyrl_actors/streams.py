@@ -4,8 +4,9 @@ Broadcast (gloo, NCCL) from rank 0; or (ipc) by two buckets in the memory of the
 of in turn: while one is read the other is filled.
 
 The sender has a thread of its own, so that its rank goes on with other work, and gives up at its deadline when somebody does not
-join. The file is a frozen version: what arrives is what was asked for, whatever has been trained since. A group of
-processes is made for each stream, so nothing that broke is ever used again.
+join. It reads a file, which is a frozen version whatever has been trained since, or the weights that are that version still (`live`):
+then whoever changes them waits for the thread first. A group of processes is made for each stream, so nothing that broke is ever used
+again.
 """
 
 import logging
@@ -34,10 +35,10 @@ Fill = Callable[[Tensor, range], None]  # a bucket, with these tensors of the ma
 
 def open_stream(
     manifest: WeightManifest, asked: WeightStream, device: torch.device, live: Mapping[str, Tensor] | None = None
-) -> WeightStream:
-    """Begin to send; answers with the port that was free. `live`: the tensors of that version where they were trained, to be had
-    faster than its file. Raises FileNotFoundError when the version is gone."""
-    source = _mapped(manifest)
+) -> tuple[WeightStream, threading.Thread]:
+    """Begin to send; answers with the port that was free, and who sends. `live`: the tensors of that version where they were trained,
+    else they are read from its file. Raises InternalError when the version is gone."""
+    fill = _from_live(manifest.tensors, live) if live else _from_file(manifest)
     listening = socket.create_server((asked.host, 0))  # at this address only
     port = listening.getsockname()[1]
     store = TCPStore(
@@ -45,16 +46,22 @@ def open_stream(
         master_listen_fd=listening.detach(),
     )  # fmt: skip
     found = replace(asked, port=port)
-    arguments: tuple[Any, ...] = (source, manifest, found, store, _place(asked, device))
+    largest = max(_size(manifest.tensors, wanted) for wanted in _buckets(manifest.tensors, asked))
+    arguments: tuple[Any, ...] = (
+        fill,
+        manifest,
+        found,
+        store,
+        torch.empty(largest, dtype=torch.uint8, device=_place(asked, device)),
+    )
     if asked.backend == "ipc":
-        largest = max(_size(manifest.tensors, wanted) for wanted in _buckets(manifest.tensors, asked))
         memory, handle = shareable(2 * largest, device)
         found = replace(found, handle=handle)
-        fill = _from_live(manifest.tensors, live) if live else _from_file(manifest.tensors, source)
         arguments = (fill, manifest, found, store, memory.view(2, largest))
     work = _lend if asked.backend == "ipc" else _send
-    threading.Thread(target=work, args=arguments, daemon=True, name=f"stream-{manifest.version}").start()
-    return found
+    sender = threading.Thread(target=work, args=arguments, daemon=True, name=f"stream-{manifest.version}")
+    sender.start()
+    return found, sender
 
 
 def _buckets(tensors: Sequence[TensorEntry], stream: WeightStream) -> Iterator[range]:
@@ -65,7 +72,14 @@ def _size(tensors: Sequence[TensorEntry], wanted: range) -> int:
     return tensors[wanted[-1]].offset_bytes + tensors[wanted[-1]].num_bytes - tensors[wanted[0]].offset_bytes
 
 
-def _from_file(tensors: Sequence[TensorEntry], source: Tensor) -> Fill:
+def _from_file(manifest: WeightManifest) -> Fill:
+    try:
+        with open(manifest.path, "rb"):  # torch.from_file would make a missing one
+            pass
+    except FileNotFoundError:
+        raise InternalError(f"{manifest.version} was not written, and the weights are another version by now") from None
+    source, tensors = torch.from_file(manifest.path, shared=False, size=manifest.num_bytes, dtype=torch.uint8), manifest.tensors
+
     def fill(bucket: Tensor, wanted: range) -> None:
         start = tensors[wanted[0]].offset_bytes
         bucket.copy_(source[start : start + bucket.numel()])
@@ -78,7 +92,7 @@ def _from_live(tensors: Sequence[TensorEntry], live: Mapping[str, Tensor]) -> Fi
         for entry in (tensors[i] for i in wanted):
             start = entry.offset_bytes - tensors[wanted[0]].offset_bytes
             own = bucket[start : start + entry.num_bytes].view(getattr(torch, entry.dtype))
-            own.copy_(live[entry.name].detach().reshape(-1), non_blocking=True)
+            own.copy_(live[entry.name].detach().reshape(-1), non_blocking=bucket.is_cuda)
 
     return fill
 
@@ -106,22 +120,17 @@ def _place(stream: WeightStream, device: torch.device) -> torch.device:
     return torch.device("cpu") if stream.backend == "gloo" else device
 
 
-def _mapped(manifest: WeightManifest) -> Tensor:
-    with open(manifest.path, "rb"):  # torch.from_file would make a missing one
-        pass
-    return torch.from_file(manifest.path, shared=False, size=manifest.num_bytes, dtype=torch.uint8)
-
-
-def _send(source: Tensor, manifest: WeightManifest, stream: WeightStream, store: TCPStore, device: torch.device) -> None:
+def _send(fill: Fill, manifest: WeightManifest, stream: WeightStream, store: TCPStore, memory: Tensor) -> None:
+    """One bucket serves them all: a broadcast that was waited for has read it, or (NCCL) comes before what fills it next."""
     try:
         # A group is made when all are there: to make one with NCCL waits without end for who does not come.
         store.wait([f"here/{rank}" for rank in range(1, stream.world_size)], timedelta(seconds=stream.timeout_s))
         group = _group(store, stream, 0, stream.host)
         for wanted in _buckets(manifest.tensors, stream):
-            start = manifest.tensors[wanted[0]].offset_bytes
-            bucket = source[start : start + _size(manifest.tensors, wanted)].to(device)
+            bucket = memory[: _size(manifest.tensors, wanted)]
+            fill(bucket, wanted)
             group.broadcast([bucket], _from_first()).wait()
-        _finished(device)
+        _finished(memory.device)
         # The group and the store end with this thread, so not before everybody has all.
         store.wait([f"done/{rank}" for rank in range(1, stream.world_size)], timedelta(seconds=stream.timeout_s))
     except (RuntimeError, ValueError) as error:  # the other end tells whoever waits for these weights

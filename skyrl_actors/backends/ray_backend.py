@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -14,11 +15,12 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from skyrl_actors.backends.base import Capabilities, Mixture
 from skyrl_actors.backends.environment import actor_environment
+from skyrl_actors.backends.moves import Mover
 from skyrl_actors.backends.site import reserved_site
 from skyrl_actors.backends.vitals import Vitals
 from skyrl_actors.colocation.in_flight import in_sample_phase
 from skyrl_actors.colocation.keeper import Keeper, PhaseKeeper, SplitKeeper
-from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase
+from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.pool import NO_FULL_WEIGHTS, EnginePool, build_pool
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
@@ -41,7 +43,6 @@ T = TypeVar("T")
 STOP_TIMEOUT_S = 20.0
 SHOWN_PHASES = 200
 CROSS_ENTROPY = LossCall("cross_entropy", {})
-TRAIN_PARTS = {Part.TRAIN_WEIGHTS: "weights", Part.GRADIENTS: "gradients", Part.OPTIMIZER: "optimizer"}
 
 
 class RayBackend:
@@ -60,6 +61,7 @@ class RayBackend:
         self._standby: Standby | None = None
         self._keeper: Keeper = SplitKeeper()
         self._vitals: Vitals | None = None
+        self._in_use: Counter[str] = Counter()  # samples under way, by version
 
     async def start(self, epoch: int) -> Capabilities:
         """Reserve the slots, take over or start groups and engines, and leave the engines asleep where they share devices."""
@@ -100,7 +102,12 @@ class RayBackend:
     def _new_keeper(self) -> Keeper:
         if self.config.placement.layout == "split" or not self.engines.has_own:
             return SplitKeeper()
-        return PhaseKeeper(self, Phase.TRAIN, 2 * self.config.engine.call_timeout_s)
+        return PhaseKeeper(self._mover(), Phase.TRAIN, 2 * self.config.engine.call_timeout_s)
+
+    def _mover(self) -> Mover:
+        shares = self.config.placement.shares
+        sharing = [group for role, group in self._groups.items() if shares(role)]
+        return Mover(self.config.placement.device, sharing, self.engines)
 
     async def _took_over(self) -> bool:
         """Go on with the parts that run, if any do; what is missing starts in the background."""
@@ -112,9 +119,7 @@ class RayBackend:
             return False
         if self.config.placement.shares("engine") and self.engines.has_own:
             await self.engines.sleep()
-            for part in ("weights", "gradients"):
-                await self._move_groups(part, "device")
-            await self._move_groups("optimizer", "host")
+            await self._mover().as_in_train()
         self._keeper = self._new_keeper()
         for part, runs in (*zip(supervisors, groups, strict=True), *zip(self.engines.engines, engines, strict=True)):
             if not runs:
@@ -179,14 +184,21 @@ class RayBackend:
                     found |= await supervisor.guarded(supervisor.group.residents())
         return found
 
-    async def _on(self, spec: ModelSpec, phase: Phase, work: Callable[[ActorGroup], Awaitable[T]]) -> T:
-        """A verb of a model on its group, in its phase. A group that is being made anew is StateLost at once."""
+    async def _on(self, spec: ModelSpec, phase: Phase, work: Callable[[ActorGroup], Awaitable[T]], changes: bool = False) -> T:
+        """A verb of a model on its group, in its phase. A group that is being made anew is StateLost at once. `changes`: its weights
+        change or go, so versions that they still are may have to be written."""
         supervisor = self._groups[spec.role]
+
+        async def prepared(group: ActorGroup) -> T:
+            if changes and spec.lora is None and spec.role == "policy" and self._transfer.freeze == "when_needed":
+                await group.write_versions(spec.model_id, self.engines.needless([v for v, uses in self._in_use.items() if uses]))
+            return await work(group)
+
         async with self._keeper.hold(phase) if self.config.placement.shares(spec.role) else nullcontext():
             group = supervisor.group
             if group is None or supervisor.down is not None:
                 raise StateLost(f"the {spec.role} group is being made anew: {supervisor.down}")
-            return await supervisor.guarded(work(group))
+            return await supervisor.guarded(prepared(group))
 
     async def create_model(self, spec: ModelSpec, turn: Turn) -> None:
         async def work(group: ActorGroup) -> None:
@@ -199,10 +211,16 @@ class RayBackend:
                     raise
                 undo.pop_all()
 
-        await self._on(spec, Phase.TRAIN, work)
+        await self._on(spec, Phase.TRAIN, work, changes=True)
 
     async def delete_model(self, spec: ModelSpec) -> None:
-        await self._on(spec, Phase.TRAIN, lambda group: group.delete_model(spec.model_id))
+        """Nobody can compute its versions anew."""
+
+        async def work(group: ActorGroup) -> None:
+            await group.write_versions(spec.model_id, ())
+            await group.delete_model(spec.model_id)
+
+        await self._on(spec, Phase.TRAIN, work)
 
     async def forward_backward(
         self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
@@ -216,7 +234,9 @@ class RayBackend:
 
     async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
         model_id = spec.model_id
-        return (await self._on(spec, Phase.STEP, lambda g: g.apply(model_id, turn, TrainWorker.optim_step, model_id, adam)))[0]
+        return (
+            await self._on(spec, Phase.STEP, lambda g: g.apply(model_id, turn, TrainWorker.optim_step, model_id, adam), True)
+        )[0]
 
     async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
         arguments = (spec.model_id, folder, form, mark)
@@ -224,7 +244,7 @@ class RayBackend:
 
     async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
         arguments = (spec.model_id, folder, with_optimizer, mix)
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.load_checkpoint, *arguments))
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.load_checkpoint, *arguments), True)
 
     async def copy_state(self, spec: ModelSpec, turn: Turn) -> tuple[ActorGroup, list[int]]:
         """Every rank has a number of its own for its copy."""
@@ -240,7 +260,7 @@ class RayBackend:
         await group.write_state(handles, folder)
 
     async def restore(self, spec: ModelSpec, turn: Turn, folder: str) -> None:
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.restore_state, spec, folder))
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.restore_state, spec, folder), True)
 
     async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
         arguments = (spec.model_id, keep_optimizer)
@@ -271,6 +291,7 @@ class RayBackend:
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         await self.engines.drop(weights)
+        self._in_use.pop(weights.version, None)
         exports = str(self.config.transfer.folder)
         for part in weights.parts:
             if part.path.startswith(exports):
@@ -291,9 +312,11 @@ class RayBackend:
     ) -> SampleOutput:
         """Run again, with the same seed, when an engine dies under it: elsewhere, or after the restart. No phase is held
         while it waits for an engine, as an engine needs one to join."""
+        self._in_use[weights.version] += 1
         try:
             return await self._sampled(request_id, prompt, params, weights)
         finally:
+            self._in_use[weights.version] -= 1
             self.end_stream(request_id)
 
     async def _sampled(
@@ -325,29 +348,6 @@ class RayBackend:
 
     def end_stream(self, request_id: str) -> None:
         self.engines.end_stream(request_id)
-
-    async def move(self, move: Move, to: Phase) -> int:
-        """One move of the phase keeper. What is being made anew comes up as the phase wants it."""
-        if move.part in TRAIN_PARTS:
-            if self.config.placement.device == "cpu":
-                return 0  # one memory
-            return await self._move_groups(TRAIN_PARTS[move.part], "device" if move.action == "load" else "host")
-        if move.action == "load":
-            return await self.engines.wake("weights" if move.part is Part.ENGINE_WEIGHTS else "kv_cache")
-        if move.part is Part.ENGINE_WEIGHTS:
-            return await self.engines.sleep()  # frees the KV cache in the same breath
-        return await self.engines.release_kv() if Part.ENGINE_WEIGHTS in RESIDENT[to] else 0
-
-    async def _move_groups(self, part: Any, direction: Any) -> int:
-        """Those that share their devices with engines."""
-        sharing = [group for role, group in self._groups.items() if self.config.placement.shares(role)]
-        return sum(await asyncio.gather(*(self._move_group(supervisor, part, direction) for supervisor in sharing)))
-
-    async def _move_group(self, supervisor: GroupSupervisor, part: Any, direction: Any) -> int:
-        if supervisor.group is not None and supervisor.down is None:
-            with suppress(StateLost):  # the supervisor makes it anew
-                return await supervisor.guarded(supervisor.group.move((part,), direction))
-        return 0
 
     def fault(self) -> str | None:
         """What can not be served now."""

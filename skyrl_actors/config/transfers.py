@@ -6,7 +6,13 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from skyrl_actors.config.base import FrozenConfig
+from skyrl_actors.messages.weights import Freeze
 
+FREEZE = (
+    "full weights: always = a version is written as it is saved; when_needed = it is sent from the weights, and written only before they "
+    "change while it was in no engine yet or samples from it are under way; one that was not written and is asked for again is computed "
+    "anew from the journal"
+)
 CHECKSUMS = "crc32 of every tensor of full weights where it leaves, compared where it arrives"
 
 
@@ -56,6 +62,7 @@ class GlooTransfer(WithFolder):
 
     type: Literal["gloo"] = "gloo"
     folder: Path = Path("/dev/shm/skyrl-actors")
+    freeze: Freeze = Field(default="when_needed", description=FREEZE)
     bucket_bytes: int = Field(default=64 * 2**20, ge=1)
     timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
     checksums: bool = Field(default=True, description=CHECKSUMS)
@@ -66,6 +73,7 @@ class NcclTransfer(WithFolder):
 
     type: Literal["nccl"] = "nccl"
     folder: Path = Path("/dev/shm/skyrl-actors")
+    freeze: Freeze = Field(default="when_needed", description=FREEZE)
     bucket_bytes: int = Field(default=2**30, ge=1)
     timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
     checksums: bool = Field(default=True, description=CHECKSUMS)
@@ -76,6 +84,7 @@ class IpcTransfer(WithFolder):
 
     type: Literal["ipc"] = "ipc"
     folder: Path = Path("/dev/shm/skyrl-actors")
+    freeze: Freeze = Field(default="when_needed", description=FREEZE)
     bucket_bytes: int = Field(default=2**28, ge=1, description="of each of two buckets, of which one is filled and one is read")
     timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
     checksums: bool = Field(default=False, description=CHECKSUMS)

@@ -198,8 +198,13 @@ class Engine(Member):
             raise StateLost(f"{self.name} died before it could join: {self.reason}")
         self._step("started")
         if self.wanted != self.gate.state:
-            async with self.gate.hold(self.wanted):
-                pass
+            try:
+                async with self.gate.hold(self.wanted):
+                    pass
+            except StateLost:
+                raise
+            except InternalError as error:  # its weights are gone, and it is not: who asks for them has them made anew
+                self._say(f"{self.name} runs without weights: {error}")
         if self.health == "DEAD":
             raise StateLost(f"{self.name} died while it joined: {self.reason}")
         self._step("ready")

@@ -8,7 +8,7 @@ it but time: its samples raise StateLost, and the caller asks again.
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -53,6 +53,7 @@ class EnginePool:
         self._base_folder = base_folder
         self._deliver = deliver
         self._full: dict[str, tuple[WeightManifest, ...]] = {}
+        self._loaded: set[str] = set()  # full versions that were in an engine, now or earlier
         self._changed = asyncio.Event()
         self._awake = asyncio.Event()  # engines have memory for weights
         self._awake.set()
@@ -191,6 +192,12 @@ class EnginePool:
                 async with engine.gate.hold(wanted):
                     pass
 
+    def needless(self, in_use: Collection[str]) -> tuple[str, ...]:
+        """Full versions of which no copy need be kept when their weights change: all engines hold it, or one did and nobody asks for it
+        any more."""
+        held = {engine.gate.state for engine in self._living(ours=True)}
+        return tuple(version for version in self._loaded if version not in in_use or held == {version})
+
     def needs_weights(self) -> bool:
         return any(engine.gate.state == DROPPED and not engine.gate.busy for engine in self._living(ours=True))
 
@@ -229,6 +236,7 @@ class EnginePool:
     async def drop(self, weights: SamplerWeights) -> None:
         """Forget a version; the caller frees its files."""
         self._full.pop(weights.version, None)
+        self._loaded.discard(weights.version)
         self.agreement.forget(weights.version)
         for engine in self.engines:
             engine.delivered.pop(weights.version, None)
@@ -275,6 +283,7 @@ class EnginePool:
             parts = self._full[version]
             streams = tuple([await self._delivered_to(engine, part) for part in parts])
         await engine.ask("load_full", version, parts, streams)
+        self._loaded.add(version)
         took = time.perf_counter() - started
         self.load_seconds = [*self.load_seconds[-99:], took]
         _counted(f"{version} to {engine.name}", took, sum(part.num_bytes for part in parts))

@@ -23,7 +23,7 @@ from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import LossCall, Role
 from skyrl_actors.messages.results import LossOutput
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 from skyrl_actors.workers.interface import BaseModelInfo, Part, RankStatus, RowOutput, TrainWorker, WorkerSpec
 
 VITALS_TIMEOUT_S = 10.0
@@ -136,8 +136,13 @@ class ActorGroup:
         calls = zip(self.actors, handles, strict=True)
         await self._gather([actor.write_state.remote(self.epoch, handle, folder) for actor, handle in calls], "write_state")
 
-    async def export_weights(self, model_id: str, turn: Turn, path: str, version: str, checksums: bool) -> WeightManifest:
-        return (await self.apply(model_id, turn, TrainWorker.export_weights, model_id, path, version, checksums))[0]
+    async def export_weights(
+        self, model_id: str, turn: Turn, path: str, version: str, checksums: bool, freeze: Freeze = "always"
+    ) -> WeightManifest:
+        return (await self.apply(model_id, turn, TrainWorker.export_weights, model_id, path, version, checksums, freeze))[0]
+
+    async def write_versions(self, model_id: str, needless: Sequence[str]) -> list[str]:
+        return (await self.broadcast(TrainWorker.write_versions, model_id, needless))[0]
 
     async def open_stream(self, manifest: WeightManifest, stream: WeightStream, rank: int = 0) -> WeightStream:
         return (await self._call(TrainWorker.open_stream, [(manifest, stream)], actors=self.actors[rank : rank + 1]))[0]
@@ -154,7 +159,7 @@ class ActorGroup:
         return self.actors[0].call.remote(self.epoch, TrainWorker.read_files.__name__, path)
 
     async def discard_export(self, path: str) -> None:
-        await self._call(TrainWorker.discard_export, [(path,)], actors=self.actors[:1])
+        await self.broadcast(TrainWorker.discard_export, path)
 
     async def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> int:
         """Bytes, of all ranks."""

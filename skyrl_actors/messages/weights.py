@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+Freeze = Literal["always", "when_needed"]
+"""When a version of full weights is written: as it is saved, or before the weights change while somebody may still need it."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
@@ -19,7 +22,7 @@ class TensorEntry:
 class WeightManifest:
     """One version of a policy's weights, complete and never changed again.
 
-    kind "full": `path` is one flat file of all tensors, for the engine's weight update.
+    kind "full": `path` is one flat file of all tensors, for the engine's weight update, once it is written.
     kind "lora": `path` is a folder in peft's format, for the engine's adapter table.
     """
 

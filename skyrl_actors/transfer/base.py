@@ -1,8 +1,9 @@
 """Moving a version of a policy's weights from its trainers to the engines.
 
-`publish` freezes the weights as they are now: what it writes is never changed again, so a sampler stays what it was.
-`deliver` makes them readable where an engine runs, or opens a stream from which that engine will take them. The caller
-holds the phase in which both may happen.
+`publish` names the weights as they are now: a version, which never changes again. What streams need not be written for that, while
+the weights are that version still; before they change, `ActorGroup.write_versions` writes what somebody may need. `deliver` makes
+a version readable where an engine runs, or opens a stream from which that engine will take it. The caller holds the phase in which
+both may happen.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from ray.actor import ActorHandle
 
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class Transfer(Protocol):
     @property
     def needs_group(self) -> bool:
         """Whether trainers must be there when weights are delivered."""
+        ...
+
+    @property
+    def freeze(self) -> Freeze:
+        """When full weights are written."""
         ...
 
     async def prove(self, group: ActorGroup, engines: list[ActorHandle]) -> None:

@@ -13,9 +13,9 @@ def build_transfer(config: ClusterConfig) -> Transfer:
     asked = config.transfer
     folder = asked.folder / config.name
     if isinstance(asked, GlooTransfer | NcclTransfer):
-        return StreamTransfer(folder, asked.checksums, asked.type, asked.bucket_bytes, asked.timeout_s)
+        return StreamTransfer(folder, asked.checksums, asked.type, asked.bucket_bytes, asked.timeout_s, asked.freeze)
     if isinstance(asked, IpcTransfer):
-        return SharedDeviceTransfer(folder, asked.checksums, asked.bucket_bytes, asked.timeout_s)
+        return SharedDeviceTransfer(folder, asked.checksums, asked.bucket_bytes, asked.timeout_s, asked.freeze)
     if asked.type == "object_store":
         return ObjectStoreTransfer(folder, asked.checksums)
     return FileTransfer(folder, asked.checksums)

@@ -12,7 +12,7 @@ from skyrl_actors import remote
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 from skyrl_actors.transfer.base import EnginePlace, export_path
 
 PROBE_TIMEOUT_S = 60.0
@@ -20,6 +20,7 @@ PROBE_TIMEOUT_S = 60.0
 
 class FileTransfer:
     needs_group = False
+    freeze: Freeze = "always"
 
     def __init__(self, folder: Path, checksums: bool):
         self.folder = folder
@@ -38,7 +39,7 @@ class FileTransfer:
         await group.discard_export(probe)
 
     async def publish(self, group: ActorGroup, model_id: str, turn: Turn, version: str) -> WeightManifest:
-        return await group.export_weights(model_id, turn, export_path(self.folder, version), version, self.checksums)
+        return await group.export_weights(model_id, turn, export_path(self.folder, version), version, self.checksums, self.freeze)
 
     async def deliver(
         self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace

@@ -1,8 +1,7 @@
 """Trainers and engines on the same GPUs: weights go from one process's memory of a device to another's, one bucket at a time.
 
-A version is frozen in a file all the same, which is what a sampler is pinned to. Each engine is given the weights by the rank on
-its first device: from where they were trained while they are that version still, from the file when they are not, or when ranks
-hold shards of them.
+Each engine is given the weights by the rank on its first device: from where they were trained while they are that version still,
+from a file when they are not, or when ranks hold shards of them.
 """
 
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from ray.actor import ActorHandle
 
 from skyrl_actors.groups.actor_group import ActorGroup
-from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.files import FileTransfer
 
@@ -18,8 +17,9 @@ from skyrl_actors.transfer.files import FileTransfer
 class SharedDeviceTransfer(FileTransfer):
     needs_group = True
 
-    def __init__(self, folder: Path, checksums: bool, bucket_bytes: int, timeout_s: float):
+    def __init__(self, folder: Path, checksums: bool, bucket_bytes: int, timeout_s: float, freeze: Freeze):
         super().__init__(folder, checksums)
+        self.freeze: Freeze = freeze
         self.bucket_bytes = bucket_bytes
         self.timeout_s = timeout_s
 

@@ -10,14 +10,17 @@ from typing import Literal
 from ray.actor import ActorHandle
 
 from skyrl_actors.groups.actor_group import ActorGroup
-from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.object_store import ObjectStoreTransfer
 
 
 class StreamTransfer(ObjectStoreTransfer):
-    def __init__(self, folder: Path, checksums: bool, backend: Literal["gloo", "nccl"], bucket_bytes: int, timeout_s: float):
+    def __init__(
+        self, folder: Path, checksums: bool, backend: Literal["gloo", "nccl"], bucket_bytes: int, timeout_s: float, freeze: Freeze
+    ):
         super().__init__(folder, checksums)
+        self.freeze: Freeze = freeze
         self.backend: Literal["gloo", "nccl"] = backend
         self.bucket_bytes = bucket_bytes
         self.timeout_s = timeout_s

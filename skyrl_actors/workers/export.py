@@ -1,5 +1,6 @@
 """One version of a policy's weights where an engine can map it: a peft folder, or a flat file of all tensors."""
 
+import math
 import os
 import time
 import zlib
@@ -15,6 +16,7 @@ from skyrl_actors.messages.weights import TensorEntry, WeightManifest
 from skyrl_actors.workers import checkpoint
 from skyrl_actors.workers.checkpoint import BaseFiles
 from skyrl_actors.workers.models import TrainedModel
+from skyrl_actors.workers.state import TrainState
 from skyrl_actors.workers.tensor_files import Shape
 
 
@@ -32,6 +34,20 @@ def export(
     checkpoint.save(model, base, path, "weights")
     size = sum(file.stat().st_size for file in path.iterdir())
     return WeightManifest(version, "lora", str(path), size, write_s=time.perf_counter() - started)
+
+
+def described(state: TrainState, path: Path, version: str, checksums: bool, dtype: torch.dtype) -> WeightManifest:
+    """Full weights as `export_flat` would write them. Called on every rank, as checksums may need what others hold; the one that has
+    them answers with checksums."""
+    started = time.perf_counter()
+    sums = {n: zlib.crc32(_content(t, dtype)) for n, t in state.tensors("weights") if t is not None} if checksums else {}
+    entries: list[TensorEntry] = []
+    size = 0
+    for name, shape in state.shapes.items():
+        num_bytes = math.prod(shape) * dtype.itemsize
+        entries.append(TensorEntry(name, tuple(shape), _named(dtype), size, num_bytes, sums.get(name)))
+        size += num_bytes
+    return WeightManifest(version, "full", str(path), size, tuple(entries), time.perf_counter() - started)
 
 
 def export_flat(
@@ -66,9 +82,17 @@ def _written(
 ) -> TensorEntry | None:
     if file is None or tensor is None:
         return None
-    content = tensor.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
+    content = _content(tensor, dtype)
     start, left = file.tell(), content
     while left:
         left = left[file.write(left) :]
     checksum = zlib.crc32(content) if checksums else None
-    return TensorEntry(name, tuple(shape), str(dtype).removeprefix("torch."), start, len(content), checksum)
+    return TensorEntry(name, tuple(shape), _named(dtype), start, len(content), checksum)
+
+
+def _content(tensor: Tensor, dtype: torch.dtype) -> memoryview:
+    return tensor.detach().to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -3,6 +3,7 @@
 All methods are collective: every rank of a group gets the same calls in the same order. Only rows differ.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -13,7 +14,7 @@ from skyrl_actors.config.strategies import ReplicaStrategy, StrategyConfig
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
-from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 
 Part = Literal["weights", "gradients", "optimizer"]
 Activations = Literal["keep", "recompute", "offload"]
@@ -119,8 +120,15 @@ class TrainWorker(Protocol):
         """`mixed`: the folder of another checkpoint, and which share `folder` has of the weights; the rest is the other's."""
         ...
 
-    def export_weights(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
-        """Rank 0 writes and answers; the others answer None."""
+    def export_weights(
+        self, model_id: str, path: str, version: str, checksums: bool, freeze: Freeze = "always"
+    ) -> WeightManifest | None:
+        """Rank 0 answers, and writes unless full weights may be read from where they are (`freeze`); the others answer None."""
+        ...
+
+    def write_versions(self, model_id: str, needless: Collection[str]) -> list[str]:
+        """The weights are about to change: write the versions that they still are, but for `needless`; returns those written. Nothing
+        to do on a rank that does not hold the model."""
         ...
 
     def copy_state(self, model_id: str) -> int:
@@ -140,7 +148,7 @@ class TrainWorker(Protocol):
         ...
 
     def exists(self, path: str) -> bool:
-        """Whether something that this rank exported is still there."""
+        """Whether something that this rank exported is still there: as a file, or as the weights of a model."""
         ...
 
     def read_files(self, path: str) -> dict[str, bytes]:
@@ -148,11 +156,14 @@ class TrainWorker(Protocol):
         ...
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
-        """Begin to broadcast an exported file to the workers that will join; answers where, with the port that was free."""
+        """Begin to send a version to the workers that will join; answers where, with the port that was free. Raises InternalError
+        when it was not written and the weights have changed."""
         ...
 
     def write_probe(self, path: str, content: str) -> None: ...
 
-    def discard_export(self, path: str) -> None: ...
+    def discard_export(self, path: str) -> None:
+        """On every rank: a version of no use any more."""
+        ...
 
     def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> int: ...

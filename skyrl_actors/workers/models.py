@@ -10,6 +10,7 @@ from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.network import ATTENTION_LAYERS, MLP_LAYERS, UNEMBED, VALUE_BIAS, VALUE_WEIGHT, Network, Segment
 from skyrl_actors.workers.state import TrainState
+from skyrl_actors.workers.versions import LiveVersions
 
 
 class TrainedModel:
@@ -20,7 +21,7 @@ class TrainedModel:
         self.spec = spec
         self.network = network
         self.state = state
-        self.frozen_as: str | None = None  # the version that its weights are still
+        self.versions = LiveVersions()
 
     @property
     def shares_network(self) -> bool:

@@ -4,7 +4,7 @@ import gc
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from skyrl_actors import streams
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
-from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 from skyrl_actors.workers import checkpoint, export, snapshot
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.flat import FlatState
@@ -175,7 +175,7 @@ class TorchWorker:
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         model = self._model(model_id)
-        model.frozen_as = None
+        model.versions.end()
         norm = collective(self.spec, lambda: model.state.step(adam))
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
@@ -185,16 +185,36 @@ class TorchWorker:
         self._gathering(model_id, lambda model: checkpoint.save(model, base, Path(folder), form, mark, writes))
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mixed: tuple[str, float] | None = None) -> None:
-        self._model(model_id).frozen_as = None
+        self._model(model_id).versions.end()
         other = None if mixed is None else (Path(mixed[0]), mixed[1])
         self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer, other))
 
-    def export_weights(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
+    def export_weights(
+        self, model_id: str, path: str, version: str, checksums: bool, freeze: Freeze = "always"
+    ) -> WeightManifest | None:
+        model, writes = self._model(model_id), self.holding.writes
+        lives = freeze == "when_needed" and model.spec.lora is None and isinstance(model.state, FlatState)
+        if lives:
+            dtype = getattr(torch, self.spec.export_dtype)
+            made = self._gathering(model_id, lambda m: export.described(m.state, Path(path), version, checksums, dtype))
+        else:
+            made = self._written(model_id, path, version, checksums)
+        model.versions.note(version, path, written=not lives)
+        return made if writes else None
+
+    def _written(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
         writes, dtype = self.holding.writes, getattr(torch, self.spec.export_dtype)
-        made = self._gathering(model_id, lambda model: export.export(model, base, Path(path), version, writes, checksums, dtype))
-        self._model(model_id).frozen_as = version
-        return made
+        return self._gathering(model_id, lambda m: export.export(m, base, Path(path), version, writes, checksums, dtype))
+
+    def write_versions(self, model_id: str, needless: Collection[str]) -> list[str]:
+        model = self.models.get(model_id)
+        wanted = model.versions.unwritten(needless) if model else []
+        for version in wanted:
+            assert model is not None
+            self._written(model_id, model.versions.paths[version], version, checksums=False)
+            model.versions.written.add(version)
+        return wanted
 
     def copy_state(self, model_id: str) -> int:
         self._forget_copies(model_id)  # one that was never written, because its controller died
@@ -229,19 +249,29 @@ class TorchWorker:
             state.load_moments({}, 0)
 
     def exists(self, path: str) -> bool:
-        return Path(path).exists()
+        return Path(path).exists() or any(path in model.versions.paths.values() for model in self.models.values())
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
-        same = (m.state for m in self.models.values() if m.frozen_as == manifest.version and isinstance(m.state, FlatState))
-        state = next(same, None)
-        live = state.split(state.weights) if isinstance(state, FlatState) else None
-        return streams.open_stream(manifest, replace(stream, host=self._address), self.device, live)
+        """From where it was trained, if it is that version still and was not written or is near: a file can be read while training goes
+        on."""
+        version, live = manifest.version, None
+        model = next((m for m in self.models.values() if version in m.versions.paths and isinstance(m.state, FlatState)), None)
+        if model and isinstance(model.state, FlatState) and (stream.backend == "ipc" or version not in model.versions.written):
+            live = model.state.split(model.state.weights)
+        found, sender = streams.open_stream(manifest, replace(stream, host=self._address), self.device, live)
+        if model and live:
+            model.versions.readers.append(sender)
+        return found
 
     def write_probe(self, path: str, content: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         Path(path).write_text(content)
 
     def discard_export(self, path: str) -> None:
+        for model in self.models.values():
+            model.versions.drop(path)
+        if not self.holding.writes:
+            return
         if Path(path).is_dir():
             shutil.rmtree(path)
         else:

@@ -109,10 +109,31 @@ async def main(folder: str, devices: int, work: Path) -> None:
     await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
     await engine.load_full("full@1", (manifest,), (worker.open_stream(manifest, lent),))
     said["lent sums"] = await checksums() == mapped_sums  # from the file: the model has been trained since
-    newer = worker.export_weights("full", str(work / "full@2"), "full@2", True)
-    Path(newer.path).write_bytes(bytes(newer.num_bytes))  # from where it was trained, so nobody looks at the file
+    newer = worker.export_weights("full", str(work / "full@2"), "full@2", True, "when_needed")
+    said["not written"] = [not Path(newer.path).exists(), worker.exists(newer.path), newer.num_bytes == manifest.num_bytes]
     await engine.load_full("full@2", (newer,), (worker.open_stream(newer, lent),))
     said["lent"] = [of_trainer("full"), await of_engine("full@2")]
+    lent_sums = await checksums()
+    await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
+    sent = worker.open_stream(newer, asked)
+    loading = asyncio.create_task(engine.load_full("full@2", (newer,), (sent,)))
+    # Another thread, as in its actor: the step waits until the stream has read the weights.
+    said["before a step"] = await asyncio.to_thread(worker.write_versions, "full", ())
+    await asyncio.to_thread(trained, spec, 1)
+    await loading
+    said["live sums"] = await checksums() == lent_sums
+    said["written"] = [Path(newer.path).exists(), worker.exists(newer.path)]
+    await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
+    await engine.load_full("full@2", (newer,), (worker.open_stream(newer, asked),))
+    said["file sums"] = await checksums() == lent_sums
+    left = worker.export_weights("full", str(work / "full@3"), "full@3", False, "when_needed")
+    said["needless"] = worker.write_versions("full", ("full@3",))
+    trained(spec, 1)
+    said["left"] = worker.exists(left.path)
+    try:
+        worker.open_stream(left, asked)
+    except InternalError as error:
+        said["left says"] = str(error)
 
     await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
     adapters = {}
@@ -215,6 +236,9 @@ def test_weights_arrive_exactly(runs: dict[str, subprocess.Popen[str]], name: st
     moved = max(abs(a - b) for a, b in zip(said["base"][0], said["mapped"][0], strict=True))
     assert moved > 0.1  # or equality would say nothing
     assert said["base sums return"] and said["streamed sums"] and said["lent sums"]
+    assert said["not written"] == [True, True, True] and said["before a step"] == ["full@2"] and said["written"] == [True, True]
+    assert said["live sums"] and said["file sums"]  # the step waited for the stream, and the file is what was streamed
+    assert said["needless"] == [] and not said["left"] and "was not written" in said["left says"]
     assert "adapter" in said["truncated"] and said["alive"], said["truncated"]
     assert "can not be read on this engine's host" in said["gone"] and said["still alive"]
     assert "arrived with other bytes" in said["other bytes"] and said["dead"]
