@@ -5,7 +5,8 @@
 One JSON line, medians. shm_s: freezing the version in shared memory, and the engine's load of it. repack_s: the engine loading again what
 it has mapped already, which is vLLM's own work on its layers. shm_ratio: shm_s against repack_s and a
 plain copy of the same bytes into new memory (copy_s; warm_copy_s into memory that was used before). Deleting versions is not counted: it
-happens when they are no longer wanted. gloo_s: freezing, and a broadcast by TCP in buckets. lora_ms: an adapter of rank 16 written and added.
+happens when they are no longer wanted. gloo_s: freezing, and a broadcast by TCP in buckets; live_s: the
+same from the weights themselves, with nothing written. lora_ms: an adapter of rank 16 written and added.
 Checksums are off here; with them: shm_checked_s.
 """
 
@@ -87,6 +88,12 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
         asked = WeightStream("", 0, 2, "gloo", 64 * 2**20, 60.0)
         await engine.load_full(manifest.version, (manifest,), (worker.open_stream(manifest, asked),))
 
+    async def live(number: int) -> None:
+        manifest = worker.export_weights("full", str(work / f"full@{number}"), f"full@{number}", False, "when_needed")
+        assert manifest is not None
+        asked = WeightStream("", 0, 2, "gloo", 64 * 2**20, 60.0)
+        await engine.load_full(manifest.version, (manifest,), (worker.open_stream(manifest, asked),))
+
     async def repack(number: int) -> None:
         await engine.load_full("kept", (kept,))
 
@@ -106,10 +113,12 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
     shm_s, repack_s = await seconds(shm, discard), await seconds(repack)
     copy_s, warm_copy_s = await seconds(copy), await seconds(warm_copy)
     checked_s, gloo_s, lora_s = await seconds(lambda n: shm(n, True), discard), await seconds(gloo, discard), await seconds(lora)
+    live_s = await seconds(live, discard)
     await engine.stop()
     return {
         "bytes": kept.num_bytes, "shm_ratio": round(shm_s / (repack_s + copy_s), 2), "shm_s": round(shm_s, 3), "repack_s": round(repack_s, 3),
-        "copy_s": round(copy_s, 3), "warm_copy_s": round(warm_copy_s, 3), "shm_checked_s": round(checked_s, 3), "gloo_s": round(gloo_s, 3), "lora_ms": round(lora_s * 1000, 1), "rounds": ROUNDS,
+        "copy_s": round(copy_s, 3), "warm_copy_s": round(warm_copy_s, 3), "shm_checked_s": round(checked_s, 3), "gloo_s": round(gloo_s, 3),
+        "live_s": round(live_s, 3), "lora_ms": round(lora_s * 1000, 1), "rounds": ROUNDS,
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -30,15 +30,16 @@ from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStr
 log = logging.getLogger(__name__)
 
 
-Fill = Callable[[Tensor, range], None]  # a bucket, with these tensors of the manifest
+Take = Callable[[range], Tensor]  # the bytes of a bucket with these tensors of the manifest
 
 
 def open_stream(
-    manifest: WeightManifest, asked: WeightStream, device: torch.device, live: Mapping[str, Tensor] | None = None
+    manifest: WeightManifest, asked: WeightStream, device: torch.device, live: Tensor | None = None
 ) -> tuple[WeightStream, threading.Thread]:
-    """Begin to send; answers with the port that was free, and who sends. `live`: the tensors of that version where they were trained,
-    else they are read from its file. Raises InternalError when the version is gone."""
-    fill = _from_live(manifest.tensors, live) if live else _from_file(manifest)
+    """Begin to send; answers with the port that was free, and who sends. `live`: all weights of that version where they were trained,
+    one behind the other as in the file ([num_parameters], of any dtype); else they are read from its file. Raises InternalError when
+    the version is gone."""
+    take = _from_file(manifest) if live is None else _from_live(manifest.tensors, live.detach())
     listening = socket.create_server((asked.host, 0))  # at this address only
     port = listening.getsockname()[1]
     store = TCPStore(
@@ -46,19 +47,12 @@ def open_stream(
         master_listen_fd=listening.detach(),
     )  # fmt: skip
     found = replace(asked, port=port)
-    largest = max(_size(manifest.tensors, wanted) for wanted in _buckets(manifest.tensors, asked))
-    arguments: tuple[Any, ...] = (
-        fill,
-        manifest,
-        found,
-        store,
-        torch.empty(largest, dtype=torch.uint8, device=_place(asked, device)),
-    )
+    work, arguments = _send, (take, manifest, found, store, _place(asked, device))
     if asked.backend == "ipc":
+        largest = max(_size(manifest.tensors, wanted) for wanted in _buckets(manifest.tensors, asked))
         memory, handle = shareable(2 * largest, device)
         found = replace(found, handle=handle)
-        arguments = (fill, manifest, found, store, memory.view(2, largest))
-    work = _lend if asked.backend == "ipc" else _send
+        work, arguments = _lend, (take, manifest, found, store, memory.view(2, largest))
     sender = threading.Thread(target=work, args=arguments, daemon=True, name=f"stream-{manifest.version}")
     sender.start()
     return found, sender
@@ -72,7 +66,7 @@ def _size(tensors: Sequence[TensorEntry], wanted: range) -> int:
     return tensors[wanted[-1]].offset_bytes + tensors[wanted[-1]].num_bytes - tensors[wanted[0]].offset_bytes
 
 
-def _from_file(manifest: WeightManifest) -> Fill:
+def _from_file(manifest: WeightManifest) -> Take:
     try:
         with open(manifest.path, "rb"):  # torch.from_file would make a missing one
             pass
@@ -80,31 +74,31 @@ def _from_file(manifest: WeightManifest) -> Fill:
         raise InternalError(f"{manifest.version} was not written, and the weights are another version by now") from None
     source, tensors = torch.from_file(manifest.path, shared=False, size=manifest.num_bytes, dtype=torch.uint8), manifest.tensors
 
-    def fill(bucket: Tensor, wanted: range) -> None:
+    def take(wanted: range) -> Tensor:
         start = tensors[wanted[0]].offset_bytes
-        bucket.copy_(source[start : start + bucket.numel()])
+        return source[start : start + _size(tensors, wanted)]
 
-    return fill
-
-
-def _from_live(tensors: Sequence[TensorEntry], live: Mapping[str, Tensor]) -> Fill:
-    def fill(bucket: Tensor, wanted: range) -> None:
-        for entry in (tensors[i] for i in wanted):
-            start = entry.offset_bytes - tensors[wanted[0]].offset_bytes
-            own = bucket[start : start + entry.num_bytes].view(getattr(torch, entry.dtype))
-            own.copy_(live[entry.name].detach().reshape(-1), non_blocking=bucket.is_cuda)
-
-    return fill
+    return take
 
 
-def _lend(fill: Fill, manifest: WeightManifest, stream: WeightStream, store: TCPStore, memory: Tensor) -> None:
+def _from_live(tensors: Sequence[TensorEntry], live: Tensor) -> Take:
+    dtype: torch.dtype = getattr(torch, tensors[0].dtype)
+
+    def take(wanted: range) -> Tensor:
+        start = tensors[wanted[0]].offset_bytes // dtype.itemsize
+        return live[start : start + _size(tensors, wanted) // dtype.itemsize].to(dtype).view(torch.uint8)
+
+    return take
+
+
+def _lend(take: Take, manifest: WeightManifest, stream: WeightStream, store: TCPStore, memory: Tensor) -> None:
     """Bucket k lies in half k mod 2, once everybody has read bucket k - 2 there."""
     deadline, readers, number = timedelta(seconds=stream.timeout_s), range(1, stream.world_size), 0
     try:
         for number, wanted in enumerate(_buckets(manifest.tensors, stream)):
             if number >= 2:
                 store.wait([f"read/{number - 2}/{rank}" for rank in readers], deadline)
-            fill(memory[number % 2, : _size(manifest.tensors, wanted)], wanted)
+            memory[number % 2, : _size(manifest.tensors, wanted)].copy_(take(wanted), non_blocking=memory.is_cuda)
             _finished(memory.device)
             store.set(f"full/{number}", "1")
         store.wait([f"done/{rank}" for rank in readers], deadline)
@@ -120,17 +114,14 @@ def _place(stream: WeightStream, device: torch.device) -> torch.device:
     return torch.device("cpu") if stream.backend == "gloo" else device
 
 
-def _send(fill: Fill, manifest: WeightManifest, stream: WeightStream, store: TCPStore, memory: Tensor) -> None:
-    """One bucket serves them all: a broadcast that was waited for has read it, or (NCCL) comes before what fills it next."""
+def _send(take: Take, manifest: WeightManifest, stream: WeightStream, store: TCPStore, device: torch.device) -> None:
     try:
         # A group is made when all are there: to make one with NCCL waits without end for who does not come.
         store.wait([f"here/{rank}" for rank in range(1, stream.world_size)], timedelta(seconds=stream.timeout_s))
         group = _group(store, stream, 0, stream.host)
         for wanted in _buckets(manifest.tensors, stream):
-            bucket = memory[: _size(manifest.tensors, wanted)]
-            fill(bucket, wanted)
-            group.broadcast([bucket], _from_first()).wait()
-        _finished(memory.device)
+            group.broadcast([take(wanted).to(device)], _from_first()).wait()
+        _finished(device)
         # The group and the store end with this thread, so not before everybody has all.
         store.wait([f"done/{rank}" for rank in range(1, stream.world_size)], timedelta(seconds=stream.timeout_s))
     except (RuntimeError, ValueError) as error:  # the other end tells whoever waits for these weights

@@ -257,9 +257,9 @@ class TorchWorker:
         version, live = manifest.version, None
         model = next((m for m in self.models.values() if version in m.versions.paths and isinstance(m.state, FlatState)), None)
         if model and isinstance(model.state, FlatState) and (stream.backend == "ipc" or version not in model.versions.written):
-            live = model.state.split(model.state.weights)
+            live = model.state.weights
         found, sender = streams.open_stream(manifest, replace(stream, host=self._address), self.device, live)
-        if model and live:
+        if model and live is not None:
             model.versions.readers.append(sender)
         return found
 
