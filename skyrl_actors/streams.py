@@ -4,8 +4,8 @@ Broadcast (gloo, NCCL) from rank 0; or (ipc) by two buckets in the memory of the
 of in turn: while one is read the other is filled.
 
 The sender has a thread of its own, so that its rank goes on with other work, and gives up at its deadline when somebody does not
-join. It reads a file, which is a frozen version whatever has been trained since, or the weights that are that version still (`live`):
-then whoever changes them waits for the thread first. A group of processes is made for each stream, so nothing that broke is ever used
+join. It reads a file, which is a frozen version whatever has been trained since, or the weights that are that version still: then
+whoever changes them waits for the thread first. A group of processes is made for each stream, so nothing that broke is ever used
 again.
 """
 
@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +35,10 @@ Take = Callable[[range], Tensor]  # the bytes of a bucket with these tensors of 
 
 
 def open_stream(
-    manifest: WeightManifest, asked: WeightStream, device: torch.device, live: Tensor | None = None
+    manifest: WeightManifest, asked: WeightStream, device: torch.device, take: Take, ended: Callable[[], None] = lambda: None
 ) -> tuple[WeightStream, threading.Thread]:
-    """Begin to send; answers with the port that was free, and who sends. `live`: all weights of that version where they were trained,
-    one behind the other as in the file ([num_parameters], of any dtype); else they are read from its file. Raises InternalError when
-    the version is gone."""
-    take = _from_file(manifest) if live is None else _from_live(manifest.tensors, live.detach())
+    """Begin to send what `take` gives; answers with the port that was free, and who sends. `ended` is called behind the last bucket,
+    also when the stream broke."""
     listening = socket.create_server((asked.host, 0))  # at this address only
     port = listening.getsockname()[1]
     store = TCPStore(
@@ -47,13 +46,21 @@ def open_stream(
         master_listen_fd=listening.detach(),
     )  # fmt: skip
     found = replace(asked, port=port)
-    work, arguments = _send, (take, manifest, found, store, _place(asked, device))
     if asked.backend == "ipc":
-        largest = max(_size(manifest.tensors, wanted) for wanted in _buckets(manifest.tensors, asked))
+        largest = max(size_of(manifest.tensors, wanted) for wanted in _buckets(manifest.tensors, asked))
         memory, handle = shareable(2 * largest, device)
         found = replace(found, handle=handle)
-        work, arguments = _lend, (take, manifest, found, store, memory.view(2, largest))
-    sender = threading.Thread(target=work, args=arguments, daemon=True, name=f"stream-{manifest.version}")
+        work = partial(_lend, take, manifest, found, store, memory.view(2, largest))
+    else:
+        work = partial(_send, take, manifest, found, store, _place(asked, device))
+
+    def send() -> None:
+        try:
+            work()
+        finally:
+            ended()
+
+    sender = threading.Thread(target=send, daemon=True, name=f"stream-{manifest.version}")
     sender.start()
     return found, sender
 
@@ -62,11 +69,12 @@ def _buckets(tensors: Sequence[TensorEntry], stream: WeightStream) -> Iterator[r
     return buckets([t.num_bytes for t in tensors], stream.bucket_bytes)
 
 
-def _size(tensors: Sequence[TensorEntry], wanted: range) -> int:
+def size_of(tensors: Sequence[TensorEntry], wanted: range) -> int:
     return tensors[wanted[-1]].offset_bytes + tensors[wanted[-1]].num_bytes - tensors[wanted[0]].offset_bytes
 
 
-def _from_file(manifest: WeightManifest) -> Take:
+def from_file(manifest: WeightManifest) -> Take:
+    """Raises InternalError when the version is gone."""
     try:
         with open(manifest.path, "rb"):  # torch.from_file would make a missing one
             pass
@@ -76,17 +84,18 @@ def _from_file(manifest: WeightManifest) -> Take:
 
     def take(wanted: range) -> Tensor:
         start = tensors[wanted[0]].offset_bytes
-        return source[start : start + _size(tensors, wanted)]
+        return source[start : start + size_of(tensors, wanted)]
 
     return take
 
 
-def _from_live(tensors: Sequence[TensorEntry], live: Tensor) -> Take:
+def from_live(tensors: Sequence[TensorEntry], live: Tensor) -> Take:
+    """Weights where they were trained, one behind the other as in the file: [num_parameters], of any dtype."""
     dtype: torch.dtype = getattr(torch, tensors[0].dtype)
 
     def take(wanted: range) -> Tensor:
         start = tensors[wanted[0]].offset_bytes // dtype.itemsize
-        return live[start : start + _size(tensors, wanted) // dtype.itemsize].to(dtype).view(torch.uint8)
+        return live.detach()[start : start + size_of(tensors, wanted) // dtype.itemsize].to(dtype).view(torch.uint8)
 
     return take
 
@@ -98,7 +107,7 @@ def _lend(take: Take, manifest: WeightManifest, stream: WeightStream, store: TCP
         for number, wanted in enumerate(_buckets(manifest.tensors, stream)):
             if number >= 2:
                 store.wait([f"read/{number - 2}/{rank}" for rank in readers], deadline)
-            memory[number % 2, : _size(manifest.tensors, wanted)].copy_(take(wanted), non_blocking=memory.is_cuda)
+            memory[number % 2, : size_of(manifest.tensors, wanted)].copy_(take(wanted), non_blocking=memory.is_cuda)
             _finished(memory.device)
             store.set(f"full/{number}", "1")
         store.wait([f"done/{rank}" for rank in readers], deadline)
@@ -155,7 +164,7 @@ def _broadcast(
     group = _group(store, stream, rank, _own_address(stream))
     for wanted in _buckets(tensors, stream):
         # A new one: layers hold theirs until they are whole.
-        bucket = torch.empty(_size(tensors, wanted), dtype=torch.uint8, device=device)
+        bucket = torch.empty(size_of(tensors, wanted), dtype=torch.uint8, device=device)
         group.broadcast([bucket], _from_first()).wait()
         yield bucket
 
@@ -165,11 +174,11 @@ def _borrowed(
 ) -> Iterator[Tensor]:
     shared = opened(stream.handle, device)
     store.set(f"opened/{rank}", "1")
-    half = max(_size(tensors, wanted) for wanted in _buckets(tensors, stream))
+    half = max(size_of(tensors, wanted) for wanted in _buckets(tensors, stream))
     for number, wanted in enumerate(_buckets(tensors, stream)):
         store.wait([f"full/{number}"], timedelta(seconds=stream.timeout_s))
         start = number % 2 * half
-        bucket = shared[start : start + _size(tensors, wanted)].to(device, copy=True)
+        bucket = shared[start : start + size_of(tensors, wanted)].to(device, copy=True)
         _finished(device)
         store.set(f"read/{number}/{rank}", "1")
         yield bucket

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from skyrl_actors.backends.base import Capabilities, Mixture
+from skyrl_actors.backends.deliveries import Deliveries
 from skyrl_actors.backends.environment import actor_environment
 from skyrl_actors.backends.moves import Mover
 from skyrl_actors.backends.site import reserved_site
@@ -61,6 +62,7 @@ class RayBackend:
         self._standby: Standby | None = None
         self._keeper: Keeper = SplitKeeper()
         self._vitals: Vitals | None = None
+        self._deliveries: Deliveries | None = None
         self._in_use: Counter[str] = Counter()  # samples under way, by version
 
     async def start(self, epoch: int) -> Capabilities:
@@ -80,6 +82,7 @@ class RayBackend:
             )  # fmt: skip
             lost = lambda role: self.on_lost(role)  # noqa: E731
             self._groups[role] = GroupSupervisor(builder, config.restart, self._say, self._settled, lost)
+        self._deliveries = Deliveries(self._groups["policy"], str(config.transfer.folder))
         self._engines = build_pool(
             config, self.base_folder, plan, self._reserved, devices, environment, self._deliver, epoch, self._detached, self._say
         )  # fmt: skip
@@ -299,13 +302,8 @@ class RayBackend:
                 await self._transfer.discard(part, group, self.engines.actors)
 
     async def _deliver(self, manifest: WeightManifest, engine: ActorHandle | None, place: EnginePlace) -> WeightStream | None:
-        """Called in a phase, so it waits for no group: one that is made anew may need another phase."""
-        if engine is None or not self._transfer.needs_group or not manifest.path.startswith(str(self.config.transfer.folder)):
-            return None  # the engine maps the file where it is
-        policy = self._groups["policy"]
-        if policy.group is None or policy.down is not None:
-            raise StateLost(f"the policy group is being made anew: {policy.down}")
-        return await self._transfer.deliver(manifest, policy.group, engine, place)
+        assert self._deliveries is not None
+        return await self._deliveries.deliver(self._transfer, manifest, engine, place)
 
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
@@ -375,7 +373,7 @@ class RayBackend:
     async def detach(self) -> None:
         if self._vitals is not None:
             self._vitals.close()
-        parts = [*self._groups.values(), *(self._engines.engines if self._engines else ()), self._standby]
+        parts = [self._deliveries, *self._groups.values(), *(self._engines.engines if self._engines else ()), self._standby]
         await asyncio.gather(*(part.detach() for part in parts if part is not None))
 
     async def close(self) -> None:
@@ -386,6 +384,8 @@ class RayBackend:
                 await self._engines.stop(STOP_TIMEOUT_S)
         except InternalError as error:
             self._say(f"engines did not stop in order: {error}")
+        if self._deliveries is not None:
+            await self._deliveries.detach()
         for supervisor in self._groups.values():
             try:
                 await supervisor.close()

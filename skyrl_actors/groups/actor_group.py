@@ -137,15 +137,19 @@ class ActorGroup:
         await self._gather([actor.write_state.remote(self.epoch, handle, folder) for actor, handle in calls], "write_state")
 
     async def export_weights(
-        self, model_id: str, turn: Turn, path: str, version: str, checksums: bool, freeze: Freeze = "always"
+        self, model_id: str, turn: Turn, path: str, version: str, checksums: bool, freeze: Freeze = "always", shards: bool = False
     ) -> WeightManifest:
-        return (await self.apply(model_id, turn, TrainWorker.export_weights, model_id, path, version, checksums, freeze))[0]
+        arguments = (model_id, path, version, checksums, freeze, shards)
+        return (await self.apply(model_id, turn, TrainWorker.export_weights, *arguments))[0]
 
     async def write_versions(self, model_id: str, needless: Sequence[str]) -> list[str]:
         return (await self.broadcast(TrainWorker.write_versions, model_id, needless))[0]
 
     async def open_stream(self, manifest: WeightManifest, stream: WeightStream, rank: int = 0) -> WeightStream:
         return (await self._call(TrainWorker.open_stream, [(manifest, stream)], actors=self.actors[rank : rank + 1]))[0]
+
+    async def feed(self, version: str) -> None:
+        await self.broadcast(TrainWorker.feed, version)
 
     async def write_probe(self, path: str, content: str) -> None:
         await self._call(TrainWorker.write_probe, [(path, content)], actors=self.actors[:1])

@@ -46,6 +46,7 @@ class WeightStream:
     bucket_bytes: int
     timeout_s: float
     handle: tuple[Any, ...] = ()  # ipc: of two buckets, one behind the other
+    fed: bool = False  # the ranks must gather for it, by `feed`
 
 
 def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:

@@ -21,6 +21,7 @@ PROBE_TIMEOUT_S = 60.0
 class FileTransfer:
     needs_group = False
     freeze: Freeze = "always"
+    shards = False  # can be sent without being written
 
     def __init__(self, folder: Path, checksums: bool):
         self.folder = folder
@@ -39,7 +40,9 @@ class FileTransfer:
         await group.discard_export(probe)
 
     async def publish(self, group: ActorGroup, model_id: str, turn: Turn, version: str) -> WeightManifest:
-        return await group.export_weights(model_id, turn, export_path(self.folder, version), version, self.checksums, self.freeze)
+        return await group.export_weights(
+            model_id, turn, export_path(self.folder, version), version, self.checksums, self.freeze, self.shards
+        )
 
     async def deliver(
         self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace

@@ -16,6 +16,8 @@ from skyrl_actors.transfer.object_store import ObjectStoreTransfer
 
 
 class StreamTransfer(ObjectStoreTransfer):
+    shards = True
+
     def __init__(
         self, folder: Path, checksums: bool, backend: Literal["gloo", "nccl"], bucket_bytes: int, timeout_s: float, freeze: Freeze
     ):

@@ -121,9 +121,10 @@ class TrainWorker(Protocol):
         ...
 
     def export_weights(
-        self, model_id: str, path: str, version: str, checksums: bool, freeze: Freeze = "always"
+        self, model_id: str, path: str, version: str, checksums: bool, freeze: Freeze = "always", shards: bool = False
     ) -> WeightManifest | None:
-        """Rank 0 answers, and writes unless full weights may be read from where they are (`freeze`); the others answer None."""
+        """Rank 0 answers, and writes unless full weights may be read from where they are: with `freeze` when_needed those that each rank
+        holds whole, with `shards` also others. The other ranks answer None."""
         ...
 
     def write_versions(self, model_id: str, needless: Collection[str]) -> list[str]:
@@ -158,6 +159,10 @@ class TrainWorker(Protocol):
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
         """Begin to send a version to the workers that will join; answers where, with the port that was free. Raises InternalError
         when it was not written and the weights have changed."""
+        ...
+
+    def feed(self, version: str) -> None:
+        """On every rank, behind `open_stream` of a version that ranks hold in shards: gather it for the one that sends."""
         ...
 
     def write_probe(self, path: str, content: str) -> None: ...

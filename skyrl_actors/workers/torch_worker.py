@@ -19,6 +19,7 @@ from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
 from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 from skyrl_actors.workers import checkpoint, export, snapshot
 from skyrl_actors.workers.base_model import BaseModel
+from skyrl_actors.workers.feed import Feed
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.holding import Holding, collective, info_of
 from skyrl_actors.workers.interface import BaseModelInfo, Part, PartCall, Refused, RowOutput, WorkerSpec
@@ -190,10 +191,10 @@ class TorchWorker:
         self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer, other))
 
     def export_weights(
-        self, model_id: str, path: str, version: str, checksums: bool, freeze: Freeze = "always"
+        self, model_id: str, path: str, version: str, checksums: bool, freeze: Freeze = "always", shards: bool = False
     ) -> WeightManifest | None:
         model, writes = self._model(model_id), self.holding.writes
-        lives = freeze == "when_needed" and model.spec.lora is None and isinstance(model.state, FlatState)
+        lives = freeze == "when_needed" and model.spec.lora is None and (shards or isinstance(model.state, FlatState))
         if lives:
             dtype = getattr(torch, self.spec.export_dtype)
             made = self._gathering(model_id, lambda m: export.described(m.state, Path(path), version, checksums, dtype))
@@ -213,7 +214,7 @@ class TorchWorker:
         for version in wanted:
             assert model is not None
             self._written(model_id, model.versions.paths[version], version, checksums=False)
-            model.versions.written.add(version)
+            model.versions.was_written(version)
         return wanted
 
     def copy_state(self, model_id: str) -> int:
@@ -252,16 +253,37 @@ class TorchWorker:
         return Path(path).exists() or any(path in model.versions.paths.values() for model in self.models.values())
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
-        """From where it was trained, if it is that version still and was not written or is near: a file can be read while training goes
-        on."""
-        version, live = manifest.version, None
-        model = next((m for m in self.models.values() if version in m.versions.paths and isinstance(m.state, FlatState)), None)
-        if model and isinstance(model.state, FlatState) and (stream.backend == "ipc" or version not in model.versions.written):
-            live = model.state.weights
-        found, sender = streams.open_stream(manifest, replace(stream, host=self._address), self.device, live)
-        if model and live is not None:
+        """From the weights if they are that version still, and it was not written or an engine shares their device; else from its
+        file, which can be read while training goes on."""
+        asked, version = replace(stream, host=self._address), manifest.version
+        model = next((m for m in self.models.values() if version in m.versions.paths), None)
+        state = model.state if model else None
+        if model and isinstance(state, FlatState) and (stream.backend == "ipc" or version not in model.versions.written):
+            take = streams.from_live(manifest.tensors, state.weights)
+            found, sender = streams.open_stream(manifest, asked, self.device, take)
             model.versions.readers.append(sender)
+        elif model and version not in model.versions.written:
+            feed = Feed(manifest, stream.bucket_bytes, min(stream.timeout_s, self.spec.collective_timeout_s / 2))
+            found, _ = streams.open_stream(manifest, replace(asked, fed=True), self.device, feed.take, feed.close)
+            model.versions.feeds.setdefault(version, []).append(feed)
+        else:
+            found, _ = streams.open_stream(manifest, asked, self.device, streams.from_file(manifest))
         return found
+
+    def feed(self, version: str) -> None:
+        model = next((m for m in self.models.values() if version in m.versions.paths), None)
+        if model is None:
+            return  # they changed meanwhile; it was written before that and is read from there
+        waiting = model.versions.feeds.get(version)
+        feed = waiting.pop(0) if waiting else None
+        dtype = getattr(torch, self.spec.export_dtype)
+
+        def gather(model: TrainedModel) -> None:
+            for _, tensor in model.state.tensors("weights"):
+                if feed is not None and tensor is not None:
+                    feed.put(tensor.detach().to(dtype))
+
+        self._gathering(model.spec.model_id, gather)
 
     def write_probe(self, path: str, content: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -13,6 +13,7 @@ from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers.state import adam_group
 from skyrl_actors.workers.tensor_files import TensorFiles, whole
 from tests.workers import strategy_runs as runs
+from tests.workers import stream_runs
 from tests.workers.ranks import Ranks
 from tests.workers.references import Reference, batch, inputs_of, relative
 from tests.workers.tiny_models import make
@@ -268,3 +269,14 @@ def test_what_one_rank_refuses_leaves_the_model_torn_on_it(
 def test_a_rank_reads_its_own_part_of_the_base_model(ranks: dict[int, Ranks], base: Path, strategy: str):
     found = ranks[2].run(runs.elements_read, str(base), STRATEGIES[strategy])
     assert sum(read for read, _ in found) == found[0][1] and all(read <= 0.51 * size for read, size in found)
+
+
+@pytest.mark.parametrize("strategy", ["replica", "zero2", "zero3", "fsdp2"])
+def test_a_version_is_sent_from_the_weights_and_written_when_they_change(
+    ranks: dict[int, Ranks], base: Path, tmp_path: Path, strategy: str
+):
+    """Where ranks hold shards, they gather while one of them sends."""
+    for said in ranks[2].run(
+        stream_runs.sent_from_the_weights, str(base), STRATEGIES[strategy], batch(5, (9, 4, 17)), str(tmp_path)
+    ):
+        assert all(said.values()), said

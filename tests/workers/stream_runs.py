@@ -1,0 +1,98 @@
+"""What the ranks run in the tests of versions that are sent from the weights: functions of (rank, world_size, port, …)."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_actors.config.strategies import StrategyConfig
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.model import AdamParams, ModelSpec
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.streams import received
+from skyrl_actors.workers.torch_worker import TorchWorker
+from tests.workers.strategy_runs import gathered, one, worker_of
+
+BUCKET = 20_000  # bytes: a few tensors a bucket, and some tensors larger than one
+
+
+class Receiver(threading.Thread):
+    """An engine's end of a stream."""
+
+    def __init__(self, worker: TorchWorker, manifest: WeightManifest, timeout_s: float = 30.0):
+        super().__init__(daemon=True)
+        self.stream = worker.open_stream(manifest, WeightStream("", 0, 2, "gloo", BUCKET, timeout_s))
+        self.manifest, self.tensors, self.error = manifest, dict[str, torch.Tensor](), ""
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for name, tensor in received(self.stream, list(self.manifest.tensors), 1, torch.device("cpu")):
+                self.tensors[name] = tensor.clone()
+        except InternalError as error:
+            self.error = str(error)
+
+    def equals(self, wanted: dict[str, torch.Tensor]) -> bool:
+        self.join(30)
+        return (
+            not self.error and list(self.tensors) == list(wanted) and all(torch.equal(self.tensors[n], wanted[n]) for n in wanted)
+        )
+
+
+def sent_from_the_weights(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, folder: str
+) -> dict[str, Any]:
+    worker, said = worker_of(rank, world, port, base, strategy), dict[str, Any]()
+    worker.create_model(ModelSpec("m", "tiny"))
+
+    def train() -> None:
+        one(worker, "m", columns, "cross_entropy")
+        worker.optim_step("m", AdamParams(1e-2))
+
+    def save(number: int) -> WeightManifest:
+        made = worker.export_weights("m", f"{folder}/{number}", f"m@{number}", True, "when_needed", True)
+        return made or WeightManifest(f"m@{number}", "full", f"{folder}/{number}", 0)
+
+    first = rank == 0
+    train()
+    manifest, wanted = save(1), gathered(worker, "m", "weights")
+    said["nothing was written"] = not Path(manifest.path).exists()
+    said["it is there"] = worker.exists(manifest.path)
+    receivers = [Receiver(worker, manifest) for _ in range(2)] if first else []
+    for _ in range(2):
+        worker.feed("m@1")
+    said["sent"] = all(receiver.equals(wanted) for receiver in receivers)
+
+    late = Receiver(worker, manifest) if first else None
+    said["written before a step"] = worker.write_versions("m", ()) == ["m@1"]
+    train()
+    worker.feed("m@1")  # too late: it came from the file
+    said["sent from the file"] = late is None or late.equals(wanted)
+    said["the file is whole"] = not first or Path(manifest.path).stat().st_size == manifest.num_bytes
+    said["other weights now"] = not first or not torch.equal(
+        next(iter(gathered(worker, "m", "weights").values())), next(iter(wanted.values()))
+    )
+    if not first:
+        gathered(worker, "m", "weights")
+
+    left = save(2)
+    said["left unwritten"] = worker.write_versions("m", ("m@2",)) == []
+    nobody = worker.open_stream(left, WeightStream("", 0, 2, "gloo", BUCKET, 0.5)) if first else None
+    started = time.monotonic()
+    worker.feed("m@2")
+    said["nobody came"] = time.monotonic() - started < 20 and (nobody is None or nobody.fed == (strategy.type != "replica"))
+    train()
+    said["gone"] = not worker.exists(left.path)
+    if first:
+        try:
+            worker.open_stream(left, WeightStream("", 0, 2, "gloo", BUCKET, 0.5))
+        except InternalError as error:
+            said["gone"] = "was not written" in str(error)
+
+    dropped = save(3)
+    worker.discard_export(dropped.path)
+    said["dropped"] = not worker.exists(dropped.path) and worker.write_versions("m", ()) == []
+    return said
