@@ -72,11 +72,11 @@ class Service:
     journal: Path
 
 
-def start_service(service: Service) -> None:
+def start_service(service: Service, *more: str) -> None:
     started = run_cli(
         "serve", "configs/cpu_tiny.yaml", f"name={service.name}", f"http.port={service.url.rsplit(':', 1)[1]}",
         f"checkpoint_dir={service.checkpoints}", f"journal.folder={service.journal}", "journal.snapshot_operations=5",
-        "base_model.type=pretrained", "base_model.name=tiny", f"base_model.path={service.base}",
+        "base_model.type=pretrained", "base_model.name=tiny", f"base_model.path={service.base}", *more,
     )  # fmt: skip
     assert started.returncode == 0, started.stdout + started.stderr
 

@@ -146,14 +146,14 @@ class Controller:
         return asyncio.get_running_loop().time()
 
     async def finish_session(self, session_id: str, how: str | None = None, detail: str | None = None) -> None:
-        """Free the models and samplers of a session; what it had queued fails. Finishing twice is fine. `how` the client says
-        that it ended."""
+        """Free a session's models and samplers; what it had queued fails. Finishing twice is fine. `how`: the client says it ended."""
         if how is not None:
             await self._executor.on_disk(self._sessions.finished, session_id, how, detail)
         if session_id in self.tenants.sessions:
             await self._ledger.insist(SessionEnded(session_id, self.wall()))
             self.tenants.sessions.pop(session_id, None)
-        unloads = []
+        unloads: list[str] = []
+        await self._lanes.retire_samplers_of(session_id)  # first: weights that somebody may sample are written before they go
         for model in self.tenants.models_of(session_id):
             model_id = model.spec.model_id
             for request_id in self.queue.drain(model_id):
@@ -167,10 +167,9 @@ class Controller:
         for request_id in unloads:
             if request_id in self.results:  # else it was answered a while ago
                 await self.results.wait(request_id, self.config.policy.call_timeout_s)
-        # Only now: a save that was running when the session ended has left its sampler too.
-        for sampler in self.tenants.samplers_of(session_id):
-            self.queue.forget(sampler.sampler_id)
-            await self._lanes.retire(sampler)
+        await self._lanes.retire_samplers_of(
+            session_id
+        )  # again: a save that was running when the session ended has left its sampler too
         self.tenants.forget_expired(session_id)
 
     async def _accepted_unload(self, model_id: str, session_id: str) -> Op:

@@ -257,6 +257,11 @@ class Lanes:
                 await self.recovery.restore(model)
         return True
 
+    async def retire_samplers_of(self, session_id: str) -> None:
+        for sampler in self.tenants.samplers_of(session_id):
+            self.queue.forget(sampler.sampler_id)
+            await self.retire(sampler)
+
     async def retire(self, sampler: Sampler) -> None:
         """No new samples from it; what it holds is freed when the last accepted one was answered."""
         self.tenants.remove_sampler(sampler.sampler_id)

@@ -287,6 +287,9 @@ async def test_weights_stay_until_the_last_accepted_sample_is_answered(controlle
     backend.go.set()
     await finishing
     assert isinstance(await done(controller, sample_id), rs.SampleOutput)
+    async with asyncio.timeout(5):
+        while ("drop_sampler", f"{model_id}@1") not in backend.calls:  # noqa: ASYNC110  behind the answer
+            await asyncio.sleep(0)
     assert backend.calls.index(("sample", f"{model_id}@1")) < backend.calls.index(("drop_sampler", f"{model_id}@1"))
 
 

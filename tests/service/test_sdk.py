@@ -274,7 +274,7 @@ def test_a_critic_learns_values(client: tinker.ServiceClient, service: Service, 
     critic = (
         client.create_lora_training_client("tiny", rank=8, seed=3, user_metadata={"model_role": "critic"}).result()
         if lora
-        else full_model(client, service, "critic")
+        else full_model(client, "critic")
     )
     n = 6
     goal = [0.5] * n
@@ -299,13 +299,13 @@ def test_a_critic_learns_values(client: tinker.ServiceClient, service: Service, 
         critic.save_weights_and_get_sampling_client().result()
 
 
-def full_model(client: tinker.ServiceClient, service: Service, role: str) -> tinker.TrainingClient:
+def full_model(client: tinker.ServiceClient, role: str) -> tinker.TrainingClient:
     """rank 0 = full fine-tune; the SDK's own call asks for rank >= 1 nowhere but sends what it is given."""
     return client.create_lora_training_client("tiny", rank=0, user_metadata={"model_role": role}).result()
 
 
 def test_full_fine_tune_is_sampled_version_by_version(client: tinker.ServiceClient, service: Service):
-    model = full_model(client, service, "policy")
+    model = full_model(client, "policy")
     row = tokens(20, seed=12)
     data = [datum(19, seed=12, weights=[1.0] * 19)]
     samplers, expected = [], []

@@ -5,13 +5,15 @@ The last test that uses the service, as it starts it anew.
 
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import tinker
 from tinker import types
 
 from bench import faults
 from tests.conftest import Service, run_cli, start_service
-from tests.service.test_sdk import datum
+from tests.service.test_sdk import datum, full_model, logprobs_of, tokens
 
 
 def test_a_power_cut_changes_nothing_and_a_stop_neither(service: Service):
@@ -42,7 +44,7 @@ def test_a_power_cut_changes_nothing_and_a_stop_neither(service: Service):
         if step == 4:
             stopped = run_cli("stop", "--name", service.name)
             assert stopped.returncode == 0, stopped.stderr
-            threading.Thread(target=start_service, args=(service,), daemon=True).start()
+            threading.Thread(target=start_service, args=(service, "transfer.type=gloo"), daemon=True).start()
 
     sampled = threading.Event()
     with tinker.ServiceClient() as client:
@@ -52,3 +54,36 @@ def test_a_power_cut_changes_nothing_and_a_stop_neither(service: Service):
         assert run(client, cut) == expected
         print(f"the client went on after {time.monotonic() - started:.0f} s")
         assert run(client, stop) == expected
+        full_weights_are_written_when_they_are_needed(client, Path("/dev/shm/skyrl-actors") / service.name)
+
+
+def full_weights_are_written_when_they_are_needed(client: tinker.ServiceClient, folder: Path) -> None:
+    """Streams (gloo) send a version from the weights that it is. One that was let go is computed anew from the journal."""
+    model, row = full_model(client, "policy"), tokens(20, seed=12)
+    data = [datum(19, seed=12, weights=[1.0] * 19)]
+
+    def step() -> np.ndarray:
+        model.forward_backward(data, "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        return logprobs_of(model.forward(data, "cross_entropy").result())[0]
+
+    def equals(sampler: tinker.SamplingClient, expected: np.ndarray) -> None:
+        values = sampler.compute_logprobs(types.ModelInput.from_ints(row)).result()
+        np.testing.assert_allclose(np.asarray(values[1:], np.float64), expected, atol=1e-4)
+
+    def written() -> set[str]:
+        return {file.name for file in folder.glob("*") if file.is_file()}
+
+    before, first = written(), step()
+    used = model.save_weights_and_get_sampling_client().result()
+    equals(used, first)
+    second = step()
+    assert written() == before  # it was sampled, and is not under way
+    waiting = model.save_weights_and_get_sampling_client().result()
+    third = step()
+    assert len(written() - before) == 1  # nobody had it yet
+    equals(waiting, second)
+    equals(used, first)
+    assert len(written() - before) == 2
+    equals(model.save_weights_and_get_sampling_client().result(), third)
+    assert float(np.abs(first - third).max()) > 0.001

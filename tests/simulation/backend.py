@@ -7,6 +7,7 @@ everything that was ever done to it, so that nothing can be done twice, left out
 import asyncio
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -172,6 +173,8 @@ class SimBackend:
         self.on_lost: Callable[[str], None] = lambda role: None
         self.dead = False
         self.epoch = 0
+        self.sampled: set[str] = set()
+        self.in_use: Counter[str] = Counter()  # samples under way, by the path of their weights
         self._together = Together(self._compute, 8)  # tokens: some wait for the next
 
     async def _send(self, work: Callable[[ExactlyOnce], Any]) -> Any:
@@ -210,9 +213,17 @@ class SimBackend:
         epoch = self.epoch
         phase = Phase.TRAIN if method in ("create_model", "forward_backward", "drop_gradients", "export") else Phase.STEP
         async with self.keeper.hold(phase):
+            if method in ("optim_step", "load", "restore_state"):
+                self._let_go(spec.model_id)
             result = await self._send(lambda rank: rank.apply(epoch, spec.model_id, turn, method, *args))
             assert self.devices.resident >= RESIDENT[phase], f"{method} in {self.devices.resident}"
             return result
+
+    def _let_go(self, model_id: str) -> None:
+        """Versions that were sampled, and are not now, need not be written before their weights change."""
+        for path in sorted(self.sampled):
+            if path.startswith(f"export {model_id}@") and not self.in_use[path] and self.chance.random() < 0.3:
+                self.machines.exports.pop(path, None)
 
     async def start(self, epoch: int) -> Capabilities:
         self.epoch = epoch
@@ -303,6 +314,14 @@ class SimBackend:
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
     ) -> SampleOutput:
+        path = weights.parts[0].path
+        self.in_use[path] += 1
+        try:
+            return await self._sampled(prompt, params, weights)
+        finally:
+            self.in_use[path] -= 1
+
+    async def _sampled(self, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights) -> SampleOutput:
         async with self.keeper.hold(Phase.SAMPLE):
             await asyncio.sleep(self.chance.random() * 0.05)
             assert self.devices.resident == RESIDENT[Phase.SAMPLE], f"sampled in {self.devices.resident}"
@@ -311,6 +330,7 @@ class SimBackend:
         found = self.machines.exports.get(weights.parts[0].path)
         if found is None:
             raise InternalError(f"no adapter found for {weights.version}")
+        self.sampled.add(weights.parts[0].path)
         drawn = np.frombuffer(bytes.fromhex(chained(found, prompt, params.seed)), np.uint8)[: params.max_tokens]
         one = Sequence(drawn.astype(np.int32), drawn.astype(np.float32), "length")
         return SampleOutput((one,), weights.version)

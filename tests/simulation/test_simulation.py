@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.recovery import Recovery
 from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
@@ -58,6 +59,10 @@ async def _leaves_out_the_replay(self, spec, operation, turn):
     pass
 
 
+async def _lets_lost_weights_be(self, sampler):
+    return False
+
+
 def _torn_counts_as_whole(self, model_id, number, method, args):
     result = None
     try:
@@ -75,6 +80,7 @@ def _torn_counts_as_whole(self, model_id, number, method, args):
         (ExactlyOnce, "_apply", _torn_counts_as_whole),
         (Ledger, "answer", _answers_before_it_is_written),
         (Recovery, "_replay", _leaves_out_the_replay),
+        (Lanes, "_frozen_again", _lets_lost_weights_be),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -146,6 +146,7 @@ class Tenant:
         self.truth = SimWorker({})
         self.seq = 0
         self.samplers = 0
+        self.saved: list[tuple[str, str]] = []  # samplers and their weights
 
     async def live(self, operations: int) -> None:
         await self.world.call(lambda c: c.create_session(self.session))
@@ -168,9 +169,12 @@ class Tenant:
         for request, request_id, expected in sent:
             result = await self.world.answer(request_id)
             if isinstance(result, rs.SamplerSaved):
-                await self._sample(str(result.sampler_id), expected)
+                self.saved.append((str(result.sampler_id), expected))
+                await self._sample(*self.saved[-1])
             else:
                 assert encode(result) == encode(expected), f"{request}: {result} instead of {expected}"
+        if self.saved and self.chance.random() < 0.3:  # whatever was trained since
+            await self._sample(*self.chance.choice(self.saved[-3:]))
         return len(sent)
 
     def _next(self) -> int:
@@ -203,7 +207,7 @@ class Tenant:
 
     async def _sample(self, sampler_id: str, weights: str) -> None:
         params = rq.SamplingParams(4, seed=self.chance.randint(0, 99))
-        result = await self.world.run(rq.Sample(sampler_id, (1, 2), params, seq_id=0))
+        result = await self.world.run(rq.Sample(sampler_id, (1, 2), params, seq_id=self._next()))
         assert isinstance(result, rs.SampleOutput), result
         drawn = np.frombuffer(bytes.fromhex(chained(weights, (1, 2), params.seed)), np.uint8)[:4]
         assert result.sequences[0].tokens.tolist() == drawn.tolist(), "a sampler did not answer from its own weights"
