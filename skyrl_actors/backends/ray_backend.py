@@ -14,7 +14,6 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from skyrl_actors.backends.base import Capabilities, Mixture
-from skyrl_actors.backends.deliveries import Deliveries
 from skyrl_actors.backends.environment import actor_environment
 from skyrl_actors.backends.moves import Mover
 from skyrl_actors.backends.site import reserved_site
@@ -37,6 +36,7 @@ from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.build import build_transfer
+from skyrl_actors.transfer.deliveries import Deliveries
 from skyrl_actors.transfer.folders import adapter_manifest, full_manifests
 from skyrl_actors.workers.interface import TrainWorker
 
