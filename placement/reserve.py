@@ -53,6 +53,10 @@ async def reserve(
         return before
     lifetime = "detached" if detached else None
     ids = {node.name: node.ray_id for node in cluster_nodes()}
+    if pinned and (gone := sorted({slot.node for slot in plan.slots} - set(ids))):
+        raise DoesNotFit(
+            f"placement group {name}: gone since they were planned: {', '.join(gone)}; start again for a plan without"
+        )
     group = placement_group(
         [slot.resources for slot in plan.slots], strategy="PACK", name=name, lifetime=lifetime,
         bundle_label_selector=[{NODE_ID: ids[slot.node]} for slot in plan.slots] if pinned else None,  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.multiprocessing as multiprocessing
@@ -26,7 +26,11 @@ from torch import Tensor
 
 from skyrl_actors.device_memory import placed
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStream
-from skyrl_actors.streams import open_stream, received
+from skyrl_actors.streams import from_live, open_stream, received
+
+if TYPE_CHECKING:  # with torch alone the rest must run
+    from skyrl_actors.engines.vllm_engine import VllmEngine
+    from skyrl_actors.workers.torch_worker import TorchWorker
 
 ROUNDS = 3
 ASIDE = ("write_s", "mapped_file_s")  # what a switch does without: the version written, and loaded from there
@@ -65,7 +69,13 @@ class Bench:
         there = placed(here, torch.device("cpu"))
         down = self.seconds(lambda: placed(here, torch.device("cpu")))
         up = self.seconds(lambda: placed(there, self.device))
-        return {"offload_gb_per_s": self._rate(down), "onload_gb_per_s": self._rate(up)}
+        pinned = torch.empty(here.shape, pin_memory=self.on_gpu)  # what the link between them gives
+        link_down, link_up = self.seconds(lambda: pinned.copy_(here)), self.seconds(lambda: here.copy_(pinned))
+        return {
+            "offload_gb_per_s": self._rate(down), "onload_gb_per_s": self._rate(up),
+            "link_down_gb_per_s": self._rate(link_down), "link_up_gb_per_s": self._rate(link_up),
+            "offload_ratio": round(link_down / down, 3), "onload_ratio": round(link_up / up, 3),
+        }  # fmt: skip
 
     def packing(self) -> dict[str, float]:
         """GB/s of laying tensors of a layer side by side in one bucket."""
@@ -103,7 +113,7 @@ class Bench:
 
         def once() -> None:
             asked = WeightStream("127.0.0.1", 0, 2, "ipc", max(self.bytes // 16, size), 120.0)
-            to_child.put((open_stream(manifest, asked, self.device, live)[0], entries))
+            to_child.put((open_stream(manifest, asked, self.device, from_live(entries, live))[0], entries))
             assert from_child.get(timeout=120) == self.bytes
 
         took = self.seconds(once)
@@ -218,13 +228,43 @@ async def engine(name: str, bench: Bench, work: Path) -> dict[str, Any]:
         sampled = await served.sample(f"r{number}", tuple(tokens.tolist()), params, None, manifest.version)
         assert sampled.prompt_logprobs is not None
         difference = float(np.abs(sampled.prompt_logprobs[1:] - output.values).mean())
+    adapter = await lora_switches(served, worker, work, tokens.tolist())
     await served.stop()
     medians = {what: round(statistics.median(values), 4) for what, values in found.items()}
     return {
         **medians,
         "switch_s": round(sum(took for what, took in medians.items() if what not in ASIDE), 4),
         "mean_logprob_difference": float(f"{difference:.3g}"),
+        **adapter,
     }
+
+
+async def lora_switches(served: "VllmEngine", worker: "TorchWorker", work: Path, prompt: list[int]) -> dict[str, float]:
+    """From a step of an adapter to its first token: the engine sleeps at level 1, so the base stays; the adapter is written, added, used.
+    `lora_switch_s` is all but the first token, `lora_wake_s` of it the engine's."""
+    from skyrl_actors.engines.interface import BASE_VERSION
+    from skyrl_actors.messages.model import LoraSpec, ModelSpec
+    from skyrl_actors.messages.requests import SamplingParams
+    from skyrl_actors.transfer.folders import full_manifests
+
+    worker.create_model(ModelSpec("lora", "b", lora=LoraSpec(16, train_unembed=False)))
+    await served.load_full(BASE_VERSION, full_manifests(Path(worker.spec.base_folder), BASE_VERSION))
+    found: dict[str, list[float]] = {"lora_switch_s": [], "lora_wake_s": [], "lora_first_token_s": []}
+    for number in range(ROUNDS):
+        await served.sleep(1)
+        started = time.perf_counter()
+        manifest = worker.export_weights("lora", str(work / f"lora@{number}"), f"lora@{number}", False)
+        assert manifest is not None
+        waking = time.perf_counter()
+        await served.wake("weights")
+        await served.wake("kv_cache")
+        found["lora_wake_s"].append(time.perf_counter() - waking)
+        await served._lora_request(manifest)
+        done = time.perf_counter()
+        found["lora_switch_s"].append(done - started)
+        await served.sample(f"lora{number}", tuple(prompt), SamplingParams(1, temperature=0.0), manifest, manifest.version)
+        found["lora_first_token_s"].append(time.perf_counter() - done)
+    return {what: round(statistics.median(values), 4) for what, values in found.items()}
 
 
 def main() -> None:

@@ -276,6 +276,7 @@ class EnginePool:
 
     async def _load(self, engine: Member, version: str) -> None:
         started = time.perf_counter()
+        engine.agreed.pop(version, None)  # what arrives anew is compared anew
         self._loaded.discard(version)  # if it was let go it is wanted again, and must be written when it is computed anew
         streams: tuple[WeightStream | None, ...] = ()
         if version == BASE_VERSION:

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from ray.util.placement_group import get_placement_group
 
 from placement.planner import plan
 from placement.reserve import reserve
@@ -148,3 +149,10 @@ async def test_placement_that_never_comes_is_said_with_numbers(local_ray):
     made = plan([[Demand("policy", 9)]], [Node("here", 9, 0)], "CPU")
     with pytest.raises(DoesNotFit, match=r"9 bundles .* were not placed within 1 s; .*CPU: .* free of 8"):
         await reserve(made, "too-many", 1, print)
+    with pytest.raises(ValueError, match="too-many"):  # nothing is held
+        get_placement_group("too-many")
+    gone = plan([[Demand("policy", 1)]], [Node("elsewhere", 9, 0)], "CPU")
+    with pytest.raises(DoesNotFit, match="gone since they were planned: elsewhere"):
+        await reserve(gone, "on-a-lost-node", 1, print, pinned=True)
+    with pytest.raises(ValueError, match="on-a-lost-node"):
+        get_placement_group("on-a-lost-node")

@@ -1,5 +1,6 @@
 """An unmodified SDK client trains while processes of the service are killed: it sees no exception, and the same numbers."""
 
+import json
 import random
 import shutil
 import threading
@@ -94,11 +95,15 @@ def test_a_sample_outlives_its_engine(service: Service):
         future = sampler.sample(prompt, 2, params)
         time.sleep(0.5)
         assert faults.kill(service.name, "engine actor", random.Random(0))
+        time.sleep(0.5)
+        assert not future.done()  # it was under way
         answer = future.result()
     assert [s.tokens for s in answer.sequences] == [s.tokens for s in expected.sequences]
     healthy(service)
     status = run_cli("status", "--name", service.name, "--json")
-    assert status.returncode == 0 and '"state": "HEALTHY"' in status.stdout
+    assert status.returncode == 0
+    (engine,) = json.loads(status.stdout)["engines"]
+    assert engine["state"] == "HEALTHY" and engine["restarts"] > 0
 
 
 def test_a_past_step_becomes_a_new_model(service: Service):
