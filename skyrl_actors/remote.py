@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.experimental import internal_kv
 
-from skyrl_actors.messages.errors import CollectiveFailed, InternalError, SkyrlActorsError, StateLost
+from skyrl_actors.messages.errors import CollectiveFailed, InternalError, SkyrlActorsError, StateLost, WeightsGone
 
 log = logging.getLogger(__name__)
 NAMESPACE = "skyrl-actors"
@@ -85,7 +85,7 @@ def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:
     if len(kinds) == 1 and isinstance(first, SkyrlActorsError) and first.category == "user":
         return first
     text = "; ".join(f"{what} on {', '.join(names)}: {text}" for text, names in kinds.items())
-    for kind in (CollectiveFailed, ActorDied, StateLost):
+    for kind in (CollectiveFailed, ActorDied, StateLost, WeightsGone):
         if any(isinstance(error, kind) for error in errors.values()):
             return kind(text)
     return InternalError(text)

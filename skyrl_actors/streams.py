@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[reportPrivateImportUsage]
 
 from skyrl_actors.device_memory import abandoned, given_back, opened, shareable
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import InternalError, WeightsGone
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStream, buckets
 
 log = logging.getLogger(__name__)
@@ -74,12 +74,12 @@ def size_of(tensors: Sequence[TensorEntry], wanted: range) -> int:
 
 
 def from_file(manifest: WeightManifest) -> Take:
-    """Raises InternalError when the version is gone."""
+    """Raises WeightsGone when it was not written."""
     try:
         with open(manifest.path, "rb"):  # torch.from_file would make a missing one
             pass
     except FileNotFoundError:
-        raise InternalError(f"{manifest.version} was not written, and the weights are another version by now") from None
+        raise WeightsGone(f"{manifest.version} was not written, and the weights are another version by now") from None
     source, tensors = torch.from_file(manifest.path, shared=False, size=manifest.num_bytes, dtype=torch.uint8), manifest.tensors
 
     def take(wanted: range) -> Tensor:
@@ -107,7 +107,9 @@ def _lend(take: Take, manifest: WeightManifest, stream: WeightStream, store: TCP
         for number, wanted in enumerate(_buckets(manifest.tensors, stream)):
             if number >= 2:
                 store.wait([f"read/{number - 2}/{rank}" for rank in readers], deadline)
-            memory[number % 2, : size_of(manifest.tensors, wanted)].copy_(take(wanted), non_blocking=memory.is_cuda)
+            bucket = take(wanted)
+            memory[number % 2, : bucket.numel()].copy_(bucket, non_blocking=memory.is_cuda)
+            _note_checksum(stream, store, number, bucket)
             _finished(memory.device)
             store.set(f"full/{number}", "1")
         store.wait([f"done/{rank}" for rank in readers], deadline)
@@ -128,8 +130,10 @@ def _send(take: Take, manifest: WeightManifest, stream: WeightStream, store: TCP
         # A group is made when all are there: to make one with NCCL waits without end for who does not come.
         store.wait([f"here/{rank}" for rank in range(1, stream.world_size)], timedelta(seconds=stream.timeout_s))
         group = _group(store, stream, 0, stream.host)
-        for wanted in _buckets(manifest.tensors, stream):
-            group.broadcast([take(wanted).to(device)], _from_first()).wait()
+        for number, wanted in enumerate(_buckets(manifest.tensors, stream)):
+            bucket = take(wanted)
+            _note_checksum(stream, store, number, bucket)
+            group.broadcast([bucket.to(device)], _from_first()).wait()
         _finished(device)
         # The group and the store end with this thread, so not before everybody has all.
         store.wait([f"done/{rank}" for rank in range(1, stream.world_size)], timedelta(seconds=stream.timeout_s))
@@ -146,7 +150,9 @@ def received(stream: WeightStream, tensors: list[TensorEntry], rank: int, device
             stream.host, stream.port, stream.world_size, is_master=False, timeout=timedelta(seconds=stream.timeout_s)
         )
         arriving = (_borrowed if stream.backend == "ipc" else _broadcast)(stream, tensors, rank, device, store)
-        for wanted, bucket in zip(_buckets(tensors, stream), arriving, strict=True):
+        for number, (wanted, bucket) in enumerate(zip(_buckets(tensors, stream), arriving, strict=True)):
+            if stream.checksums and int(store.get(f"crc32/{number}")) != _checksum(bucket):
+                raise InternalError(f"tensors {wanted.start} to {wanted.stop - 1} arrived with other bytes than they left with")
             for entry in (tensors[i] for i in wanted):
                 yield entry.name, tensor_in(bucket, entry, tensors[wanted[0]].offset_bytes)
         _finished(device)
@@ -155,6 +161,15 @@ def received(stream: WeightStream, tensors: list[TensorEntry], rank: int, device
         raise InternalError(
             f"the trainer's stream from {stream.host}:{stream.port} broke, or was not there within {stream.timeout_s:.0f} s: {error}"
         ) from error
+
+
+def _note_checksum(stream: WeightStream, store: TCPStore, number: int, bucket: Tensor) -> None:
+    if stream.checksums:
+        store.set(f"crc32/{number}", str(_checksum(bucket)))
+
+
+def _checksum(content: Tensor) -> int:
+    return zlib.crc32(content.cpu().numpy().data)
 
 
 def _broadcast(
@@ -203,7 +218,7 @@ def tensor_in(content: Tensor, entry: TensorEntry, start: int = 0) -> Tensor:
     """One tensor of a file's bytes (`content` [n] uint8, from byte `start` on). Raises InternalError when its checksum differs."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
     own = content[entry.offset_bytes - start :][: torch.Size(entry.shape).numel() * dtype.itemsize]
-    if entry.checksum is not None and zlib.crc32(own.cpu().numpy().data) != entry.checksum:
+    if entry.checksum is not None and _checksum(own) != entry.checksum:
         raise InternalError(f"tensor {entry.name} arrived with other bytes than it left with")
     return own.view(dtype).view(entry.shape)
 

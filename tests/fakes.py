@@ -94,7 +94,7 @@ class FakeBackend:
     async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
         self.calls.append(("renumber", spec.model_id))
 
-    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
+    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str, written: bool = False) -> SamplerWeights:
         await self._call(f"save_for_sampler {version}", spec.model_id)
         return SamplerWeights(version, (WeightManifest(version, "lora", f"/dev/shm/{version}", 1),))
 

@@ -81,8 +81,8 @@ class Backend(Protocol):
         """End of a fork: its state counts as operation `number`; pending gradients are dropped."""
         ...
 
-    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
-        """Freeze the model's weights as they are, for sampling."""
+    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str, written: bool = False) -> SamplerWeights:
+        """Make the model's weights as they are a version, for sampling. `written`: it must outlast them."""
         ...
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:

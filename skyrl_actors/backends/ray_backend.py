@@ -5,9 +5,8 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -36,13 +35,11 @@ from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.build import build_transfer
-from skyrl_actors.transfer.deliveries import Deliveries
 from skyrl_actors.transfer.folders import adapter_manifest, full_manifests
 from skyrl_actors.workers.interface import TrainWorker
 
 T = TypeVar("T")
 STOP_TIMEOUT_S = 20.0
-SHOWN_PHASES = 200
 CROSS_ENTROPY = LossCall("cross_entropy", {})
 
 
@@ -62,7 +59,6 @@ class RayBackend:
         self._standby: Standby | None = None
         self._keeper: Keeper = SplitKeeper()
         self._vitals: Vitals | None = None
-        self._deliveries: Deliveries | None = None
         self._in_use: Counter[str] = Counter()  # samples under way, by version
 
     async def start(self, epoch: int) -> Capabilities:
@@ -82,7 +78,6 @@ class RayBackend:
             )  # fmt: skip
             lost = lambda role: self.on_lost(role)  # noqa: E731
             self._groups[role] = GroupSupervisor(builder, config.restart, self._say, self._settled, lost)
-        self._deliveries = Deliveries(self._groups["policy"], str(config.transfer.folder))
         self._engines = build_pool(
             config, self.base_folder, plan, self._reserved, devices, environment, self._deliver, epoch, self._detached, self._say
         )  # fmt: skip
@@ -123,6 +118,10 @@ class RayBackend:
         if self.config.placement.shares("engine") and self.engines.has_own:
             await self.engines.sleep()
             await self._mover().as_in_train()
+        if self._transfer.freeze == "always":  # an earlier config may have left versions to be read from the weights
+            for model_id in await self.residents():
+                if (group := self._groups["policy"].group) is not None:
+                    await group.write_versions(model_id, ())
         self._keeper = self._new_keeper()
         for part, runs in (*zip(supervisors, groups, strict=True), *zip(self.engines.engines, engines, strict=True)):
             if not runs:
@@ -187,21 +186,33 @@ class RayBackend:
                     found |= await supervisor.guarded(supervisor.group.residents())
         return found
 
-    async def _on(self, spec: ModelSpec, phase: Phase, work: Callable[[ActorGroup], Awaitable[T]], changes: bool = False) -> T:
-        """A verb of a model on its group, in its phase. A group that is being made anew is StateLost at once. `changes`: its weights
-        change or go, so versions that they still are may have to be written."""
+    async def _on(
+        self,
+        spec: ModelSpec,
+        phase: Phase,
+        work: Callable[[ActorGroup], Awaitable[T]],
+        leaves: Literal["", "weights", "model"] = "",
+    ) -> T:
+        """A verb of a model on its group, in its phase. A group that is being made anew is StateLost at once. `leaves`: what it ends,
+        weights that are versions still or all that the ranks hold of the model."""
         supervisor = self._groups[spec.role]
-
-        async def prepared(group: ActorGroup) -> T:
-            if changes and spec.lora is None and spec.role == "policy" and self._transfer.freeze == "when_needed":
-                await group.write_versions(spec.model_id, self.engines.needless([v for v, uses in self._in_use.items() if uses]))
-            return await work(group)
-
         async with self._keeper.hold(phase) if self.config.placement.shares(spec.role) else nullcontext():
             group = supervisor.group
             if group is None or supervisor.down is not None:
                 raise StateLost(f"the {spec.role} group is being made anew: {supervisor.down}")
-            return await supervisor.guarded(prepared(group))
+            if leaves and spec.lora is None and spec.role == "policy" and self._transfer.freeze == "when_needed":
+                await self._write_versions(supervisor, group, spec.model_id, leaves == "model")
+            return await supervisor.guarded(work(group))
+
+    async def _write_versions(self, supervisor: GroupSupervisor, group: ActorGroup, model_id: str, all_of_them: bool) -> None:
+        """One that can not be written is computed anew if it is asked for."""
+        in_use = [version for version, uses in self._in_use.items() if uses]
+        try:
+            await supervisor.guarded(group.write_versions(model_id, () if all_of_them else self.engines.needless(in_use)))
+        except StateLost:
+            raise
+        except InternalError as error:
+            self._say(f"versions of {model_id} were not written: {error}")
 
     async def create_model(self, spec: ModelSpec, turn: Turn) -> None:
         async def work(group: ActorGroup) -> None:
@@ -214,16 +225,10 @@ class RayBackend:
                     raise
                 undo.pop_all()
 
-        await self._on(spec, Phase.TRAIN, work, changes=True)
+        await self._on(spec, Phase.TRAIN, work, "model")
 
     async def delete_model(self, spec: ModelSpec) -> None:
-        """Nobody can compute its versions anew."""
-
-        async def work(group: ActorGroup) -> None:
-            await group.write_versions(spec.model_id, ())
-            await group.delete_model(spec.model_id)
-
-        await self._on(spec, Phase.TRAIN, work)
+        await self._on(spec, Phase.TRAIN, lambda group: group.delete_model(spec.model_id), "model")
 
     async def forward_backward(
         self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
@@ -238,7 +243,7 @@ class RayBackend:
     async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
         model_id = spec.model_id
         return (
-            await self._on(spec, Phase.STEP, lambda g: g.apply(model_id, turn, TrainWorker.optim_step, model_id, adam), True)
+            await self._on(spec, Phase.STEP, lambda g: g.apply(model_id, turn, TrainWorker.optim_step, model_id, adam), "weights")
         )[0]
 
     async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
@@ -247,7 +252,9 @@ class RayBackend:
 
     async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
         arguments = (spec.model_id, folder, with_optimizer, mix)
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.load_checkpoint, *arguments), True)
+        await self._on(
+            spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.load_checkpoint, *arguments), "weights"
+        )
 
     async def copy_state(self, spec: ModelSpec, turn: Turn) -> tuple[ActorGroup, list[int]]:
         """Every rank has a number of its own for its copy."""
@@ -263,13 +270,13 @@ class RayBackend:
         await group.write_state(handles, folder)
 
     async def restore(self, spec: ModelSpec, turn: Turn, folder: str) -> None:
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.restore_state, spec, folder), True)
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.restore_state, spec, folder), "model")
 
     async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
         arguments = (spec.model_id, keep_optimizer)
         await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.renumber, *arguments))
 
-    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
+    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str, written: bool = False) -> SamplerWeights:
         agreement = self.engines.agreement
         if spec.lora is None and not self.engines.has_own:
             raise InvalidRequest(NO_FULL_WEIGHTS)
@@ -278,7 +285,10 @@ class RayBackend:
             if agreement.check.action != "off":
                 scored = await group.forward_backward(spec.model_id, turn, agreement.rows, CROSS_ENTROPY, True)
                 agreement.expect(version, scored.fields["logprobs"])
-            return await self._transfer.publish(group, spec.model_id, turn, version)
+            made = await self._transfer.publish(group, spec.model_id, turn, version)
+            if written:
+                await group.write_versions(spec.model_id, ())
+            return made
 
         return SamplerWeights(version, (await self._on(spec, Phase.TRAIN, work),))
 
@@ -302,8 +312,13 @@ class RayBackend:
                 await self._transfer.discard(part, group, self.engines.actors)
 
     async def _deliver(self, manifest: WeightManifest, engine: ActorHandle | None, place: EnginePlace) -> WeightStream | None:
-        assert self._deliveries is not None
-        return await self._deliveries.deliver(self._transfer, manifest, engine, place)
+        """Called in a phase, so it waits for no group: one that is made anew may need another phase."""
+        if engine is None or not self._transfer.needs_group or not manifest.path.startswith(str(self.config.transfer.folder)):
+            return None  # the engine maps the file where it is
+        policy = self._groups["policy"]
+        if policy.group is None or policy.down is not None:
+            raise StateLost(f"the policy group is being made anew: {policy.down}")
+        return await self._transfer.deliver(manifest, policy.group, engine, place)
 
     async def sample(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
@@ -349,31 +364,16 @@ class RayBackend:
 
     def fault(self) -> str | None:
         """What can not be served now."""
-        if self._keeper.phase == "BROKEN":
-            return "phase BROKEN"
-        for role, supervisor in self._groups.items():
-            if supervisor.down is not None:
-                return f"the {role} group restarts: {supervisor.down}"
-        if self._engines is not None and not self._engines.healthy():
-            return "; ".join(f"{e.name} is {e.health}: {e.reason}" for e in self._engines.engines)
-        return None
+        return self._vitals.fault() if self._vitals else None
 
     async def status(self) -> dict[str, Any]:
         assert self._vitals is not None
-        return {
-            "phase": self._keeper.phase,
-            "phase_seconds": {name: round(s, 3) for name, s in self._keeper.move_seconds.items()},
-            "seconds_in_phase": {name: round(s, 3) for name, s in self._keeper.seconds_in().items()},
-            "phase_timeline": [asdict(entered) for entered in list(self._keeper.timeline)[-SHOWN_PHASES:]],
-            "weight_load_seconds": [round(s, 4) for s in self.engines.load_seconds[-20:]],
-            "logprob_differences": [float(f"{d:.3g}") for d in list(self.engines.agreement.differences)[-20:]],
-            **await self._vitals.read(),
-        }
+        return await self._vitals.status()
 
     async def detach(self) -> None:
         if self._vitals is not None:
             self._vitals.close()
-        parts = [self._deliveries, *self._groups.values(), *(self._engines.engines if self._engines else ()), self._standby]
+        parts = [*self._groups.values(), *(self._engines.engines if self._engines else ()), self._standby]
         await asyncio.gather(*(part.detach() for part in parts if part is not None))
 
     async def close(self) -> None:
@@ -384,8 +384,6 @@ class RayBackend:
                 await self._engines.stop(STOP_TIMEOUT_S)
         except InternalError as error:
             self._say(f"engines did not stop in order: {error}")
-        if self._deliveries is not None:
-            await self._deliveries.detach()
         for supervisor in self._groups.values():
             try:
                 await supervisor.close()

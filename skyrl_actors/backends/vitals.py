@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from skyrl_actors.observe.counts import COUNTS
 
 log = logging.getLogger(__name__)
 EVERY_S = 15.0
+SHOWN_PHASES = 200
 OF_ENGINES = ("running", "waiting", "kv_usage", "prefix_hit_rate", "weight_version")
 
 
@@ -25,6 +27,29 @@ class Vitals:
         self._keeper = keeper
         self._exporter = Exporter(service)
         self._task = asyncio.create_task(self._report())
+
+    def fault(self) -> str | None:
+        """What can not be served now."""
+        if self._keeper.phase == "BROKEN":
+            return "phase BROKEN"
+        for supervisor in self._groups:
+            if supervisor.down is not None:
+                return f"the {supervisor.role} group restarts: {supervisor.down}"
+        if not self._engines.healthy():
+            return "; ".join(f"{e.name} is {e.health}: {e.reason}" for e in self._engines.engines)
+        return None
+
+    async def status(self) -> dict[str, Any]:
+        keeper, engines = self._keeper, self._engines
+        return {
+            "phase": keeper.phase,
+            "phase_seconds": {name: round(s, 3) for name, s in keeper.move_seconds.items()},
+            "seconds_in_phase": {name: round(s, 3) for name, s in keeper.seconds_in().items()},
+            "phase_timeline": [asdict(entered) for entered in list(keeper.timeline)[-SHOWN_PHASES:]],
+            "weight_load_seconds": [round(s, 4) for s in engines.load_seconds[-20:]],
+            "logprob_differences": [float(f"{d:.3g}") for d in list(engines.agreement.differences)[-20:]],
+            **await self.read(),
+        }
 
     async def read(self) -> dict[str, Any]:
         groups = {}

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.errors import InternalError, StateLost, WeightsGone
 
 K = TypeVar("K")
 
@@ -41,6 +41,11 @@ class Gate(Generic[K]):
     def busy(self) -> bool:
         """Somebody holds its state, waits for one, or it changes."""
         return bool(self.num_holders or self._waiters or self._changing)
+
+    @property
+    def settled(self) -> bool:
+        """Its state does not change, and nobody waits for another one."""
+        return self._changing is None and not self._waiters
 
     @property
     def num_waiting(self) -> int:
@@ -110,7 +115,7 @@ class Gate(Generic[K]):
     def _fail(self, wanted: K, error: Exception) -> None:
         self._changing = None
         text = f"{wanted}: {error}"
-        kind = StateLost if isinstance(error, StateLost) else InternalError
+        kind = next((kind for kind in (StateLost, WeightsGone) if isinstance(error, kind)), InternalError)
         if self._after_failure is None:
             self.broken = text
         else:

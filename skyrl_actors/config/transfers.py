@@ -13,7 +13,7 @@ FREEZE = (
     "change while it was in no engine yet or samples from it are under way; one that was not written and is asked for again is computed "
     "anew from the journal"
 )
-CHECKSUMS = "crc32 of every tensor of full weights where it leaves, compared where it arrives"
+CHECKSUMS = "crc32 of every tensor of full weights, and of the file of an adapter, where it leaves, compared where it arrives"
 
 
 class WithFolder(FrozenConfig):
@@ -54,7 +54,7 @@ class LoraTransfer(WithFolder):
 
     type: Literal["lora"] = "lora"
     folder: Path = Path("/dev/shm/skyrl-actors")
-    checksums: Literal[False] = False
+    checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
 class GlooTransfer(WithFolder):

@@ -153,14 +153,15 @@ class Controller:
             await self._ledger.insist(SessionEnded(session_id, self.wall()))
             self.tenants.sessions.pop(session_id, None)
         unloads: list[str] = []
-        await self._lanes.retire_samplers_of(session_id)  # first: weights that somebody may sample are written before they go
-        for model in self.tenants.models_of(session_id):
-            model_id = model.spec.model_id
+        models = [model.spec.model_id for model in self.tenants.models_of(session_id)]
+        for model_id in models:
             for request_id in self.queue.drain(model_id):
                 text = f"session {session_id} was finished before this ran"
                 op = self._ledger.ops[request_id]
                 # Its line is another's by now: it only leaves the open ones.
                 await self._ledger.answer(replace(op, line=None), Outcome(Failure(text, "user")))
+        await self._lanes.retire_samplers_of(session_id)  # weights that somebody may sample are written before they go
+        for model_id in models:
             op = await self._accepted_unload(model_id, session_id)
             self._lanes.start_next(model_id)
             unloads.append(op.request_id)

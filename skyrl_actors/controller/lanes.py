@@ -21,7 +21,7 @@ from skyrl_actors.controller.tally import tally, traced
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, Unavailable, UserError
+from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, Unavailable, UserError, WeightsGone
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.results import Failure, SampleOutput
 from skyrl_actors.observe.counts import COUNTS
@@ -111,6 +111,8 @@ class Lanes:
             try:
                 if attempts or faults or progress.suspect:
                     await self._bring_back(op, request, progress)
+                if isinstance(request, rq.Unload) and (model := self.tenants.models.get(request.model_id)) and model.ready:
+                    await self.recovery.keep_samplers(model)
                 op.after = progress.position
                 outcome = await self.executor.run(op, request)
                 if isinstance(request, rq.LoadWeights) or (isinstance(request, rq.CreateModel) and request.from_path):
@@ -238,7 +240,8 @@ class Lanes:
             try:
                 return await self.executor.sample(op.request_id, request, sampler)
             except InternalError as error:
-                if not await self._frozen_again(sampler):
+                # One that another sample had computed anew meanwhile is there now.
+                if not await self._frozen_again(sampler) and not isinstance(error, WeightsGone):
                     raise
                 log.warning("sample %s is run again with weights that were lost: %s", op.request_id, error)
         return await self.executor.sample(op.request_id, request, sampler)
@@ -254,7 +257,7 @@ class Lanes:
             return True
         async with self.recovery.progress[model.spec.model_id].lock:
             if not await backend.has_sampler(sampler.weights):
-                await self.recovery.restore(model)
+                await self.recovery.restore(model, (sampler.weights.version,))
         return True
 
     async def retire_samplers_of(self, session_id: str) -> None:

@@ -7,7 +7,7 @@ same order. Answers that were given stay as they are. Also takes the snapshots, 
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,15 +69,17 @@ class Recovery:
         self.recovery_s: list[float] = []  # seconds of the newest restorations
         self.snapshot_s: list[float] = []
 
-    async def restore(self, model: Model) -> None:
-        """Its lock is held. Raises InternalError when it fails as often as `restart.attempts`, Corrupt when files are gone."""
+    async def restore(self, model: Model, wanted: Collection[str] = ()) -> None:
+        """Its lock is held. `wanted`: versions that were lost and are asked for; those of adapters, which are small, come all. Raises
+        InternalError when it fails as often as `restart.attempts`, Corrupt when files are gone."""
         started = asyncio.get_running_loop().time()
         spec, progress = model.spec, self.progress[model.spec.model_id]
         attempts = 0
         while True:
             await self.backend.ready(spec.role)
             try:
-                exports = {s.number: s.weights.version for s in await self._lost_samplers(spec.model_id) if s.number is not None}
+                lost = [s for s in await self.lost_samplers(spec.model_id) if spec.lora or s.users or s.weights.version in wanted]
+                exports = {s.number: s.weights.version for s in lost if s.number is not None}
                 replayed = await self._rebuilt(spec, progress.position, exports)
                 break
             except (Corrupt, Unavailable):
@@ -101,7 +103,13 @@ class Recovery:
             log.error("samplers of %s can not be frozen again: %s", spec.model_id, error)
             return await self._rebuild(spec, spec.model_id, position, {})
 
-    async def _lost_samplers(self, model_id: str) -> list:
+    async def keep_samplers(self, model: Model) -> None:
+        """Its lock is held, and it is about to go: its lost versions can be computed anew now, and never again."""
+        lost = await self.lost_samplers(model.spec.model_id) if model.spec.lora is None else []
+        if lost:
+            await self.restore(model, [s.weights.version for s in lost])
+
+    async def lost_samplers(self, model_id: str) -> list:
         mine = [s for s in self.tenants.samplers.values() if s.owner == model_id]
         return [s for s in mine if not await self.backend.has_sampler(s.weights)]
 
@@ -115,7 +123,7 @@ class Recovery:
                 await self._replay(spec, operation, Turn(operation.number, at))
                 replayed, at = replayed + 1, operation.number
             if operation.number in exports:
-                await self.backend.save_for_sampler(spec, Turn(None, at), exports[operation.number])
+                await self.backend.save_for_sampler(spec, Turn(None, at), exports[operation.number], written=True)
         return replayed
 
     async def _from_snapshot(self, spec: ModelSpec, source: str, upto: int) -> int:

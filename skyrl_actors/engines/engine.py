@@ -18,7 +18,7 @@ from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineReport, EngineSpec, EngineStatus
 from skyrl_actors.engines.member import Member
-from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.errors import InternalError, StateLost, WeightsGone
 from skyrl_actors.transfer.base import EnginePlace
 
 VITALS_TIMEOUT_S = 10.0
@@ -201,9 +201,7 @@ class Engine(Member):
             try:
                 async with self.gate.hold(self.wanted):
                     pass
-            except StateLost:
-                raise
-            except InternalError as error:  # its weights are gone, and it is not: who asks for them has them made anew
+            except WeightsGone as error:  # its weights are gone, and it is not: who asks for them has them made anew
                 self._say(f"{self.name} runs without weights: {error}")
         if self.health == "DEAD":
             raise StateLost(f"{self.name} died while it joined: {self.reason}")

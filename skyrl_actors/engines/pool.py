@@ -195,8 +195,9 @@ class EnginePool:
     def needless(self, in_use: Collection[str]) -> tuple[str, ...]:
         """Full versions of which no copy need be kept when their weights change: all engines hold it, or one did and nobody asks for it
         any more."""
-        held = {engine.gate.state for engine in self._living(ours=True)}
-        return tuple(version for version in self._loaded if version not in in_use or held == {version})
+        own = [engine for engine in self.engines if engine.ours]
+        staying = {e.gate.state if e.health == "HEALTHY" and e.gate.settled else DROPPED for e in own}
+        return tuple(version for version in self._loaded if version not in in_use or staying == {version})
 
     def needs_weights(self) -> bool:
         return any(engine.gate.state == DROPPED and not engine.gate.busy for engine in self._living(ours=True))

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import astuple
@@ -29,7 +30,7 @@ from skyrl_actors.engines.vllm_stats import LastStats
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
-from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.messages.weights import ADAPTER_FILE, WeightManifest, WeightStream
 
 LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
 
@@ -295,11 +296,14 @@ def _remove(target: Path) -> None:
 
 
 def _check_adapter(manifest: WeightManifest) -> None:
-    """Raises InvalidRequest when its files are not whole."""
+    """Raises InvalidRequest when its files are not whole, or not what the trainer wrote."""
+    file = Path(manifest.path) / ADAPTER_FILE
     try:
         json.loads((Path(manifest.path) / "adapter_config.json").read_text())
-        with safe_open(Path(manifest.path) / "adapter_model.safetensors", "np") as tensors:
+        with safe_open(file, "np") as tensors:
             tensors.keys()
+        if any(zlib.crc32(file.read_bytes()) != entry.checksum for entry in manifest.tensors):
+            raise ValueError(f"{file.name} arrived with other bytes than it left with")
     except (OSError, ValueError, SafetensorError) as error:
         raise InvalidRequest(f"adapter {manifest.version} can not be loaded from {manifest.path}: {error}") from error
 

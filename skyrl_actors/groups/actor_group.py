@@ -1,6 +1,10 @@
 """Many training ranks as one: the verbs of a model, spread over ranks and gathered in the caller's order."""
 
+import asyncio
+import logging
+import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,13 +23,14 @@ from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.groups.standby import Standby, worker_class
 from skyrl_actors.groups.together import Call, Together
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.model import LossCall, Role
 from skyrl_actors.messages.results import LossOutput
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 from skyrl_actors.workers.interface import BaseModelInfo, Part, RankStatus, RowOutput, TrainWorker, WorkerSpec
 
+log = logging.getLogger(__name__)
 VITALS_TIMEOUT_S = 10.0
 
 
@@ -42,6 +47,7 @@ class ActorGroup:
         self.pids: list[int] = []
         self.log_files: list[str] = []
         limit = config.microbatch_tokens * max(1, len(actors)) if config.share_passes else 0
+        self._feeding: set[asyncio.Task[None]] = set()
         self._together = Together(self._compute, limit)
 
     @property
@@ -145,11 +151,26 @@ class ActorGroup:
     async def write_versions(self, model_id: str, needless: Sequence[str]) -> list[str]:
         return (await self.broadcast(TrainWorker.write_versions, model_id, needless))[0]
 
-    async def open_stream(self, manifest: WeightManifest, stream: WeightStream, rank: int = 0) -> WeightStream:
-        return (await self._call(TrainWorker.open_stream, [(manifest, stream)], actors=self.actors[rank : rank + 1]))[0]
+    async def open_stream(
+        self, manifest: WeightManifest, stream: WeightStream, rank: int = 0, gathers: bool = False
+    ) -> WeightStream:
+        """`gathers`: the ranks may hold shards, which they gather while that one sends. They are asked in the same breath, so nothing
+        comes between."""
+        asked = replace(stream, id=uuid.uuid4().hex)
+        opened = self.actors[rank].call.remote(self.epoch, TrainWorker.open_stream.__name__, manifest, asked)
+        if gathers:
+            name = TrainWorker.feed.__name__
+            refs = [actor.call.remote(self.epoch, name, manifest.version, asked.id) for actor in self.actors]
+            task = asyncio.create_task(self._fed(refs))
+            self._feeding.add(task)
+            task.add_done_callback(self._feeding.discard)
+        return (await self._gather([opened], "open_stream"))[0]
 
-    async def feed(self, version: str) -> None:
-        await self.broadcast(TrainWorker.feed, version)
+    async def _fed(self, refs: Sequence[ray.ObjectRef]) -> None:
+        try:
+            await self._gather(refs, "feed")
+        except InternalError as error:  # the engine hears of it at its end of the stream, and the supervisor with the next verb
+            log.warning("weights were not gathered: %s", error)
 
     async def write_probe(self, path: str, content: str) -> None:
         await self._call(TrainWorker.write_probe, [(path, content)], actors=self.actors[:1])

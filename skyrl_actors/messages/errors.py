@@ -10,6 +10,7 @@ SkyrlActorsError
 └── InternalError         our fault or the machine's; the request itself was right
     ├── StateLost         the ranks that held a model's state died, hang, or stopped half-way: restore it and ask again
     │   └── CollectiveFailed   the ranks can not reach each other any more: they must be made anew
+    ├── WeightsGone       a version that was not written, and is no model's weights any more: compute it anew and ask again
     ├── Unavailable       passing: the journal can not write, a part restarts; the same request later is right
     └── Corrupt           a file is missing or not what was written
 """
@@ -61,6 +62,10 @@ class StateLost(InternalError):
 
 
 class CollectiveFailed(StateLost):
+    pass
+
+
+class WeightsGone(InternalError):
     pass
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+ADAPTER_FILE = "adapter_model.safetensors"
 Freeze = Literal["always", "when_needed"]
 """When a version of full weights is written: as it is saved, or before the weights change while somebody may still need it."""
 
@@ -23,7 +24,8 @@ class WeightManifest:
     """One version of a policy's weights, complete and never changed again.
 
     kind "full": `path` is one flat file of all tensors, for the engine's weight update, once it is written.
-    kind "lora": `path` is a folder in peft's format, for the engine's adapter table.
+    kind "lora": `path` is a folder in peft's format, for the engine's adapter table; `tensors` has its file of weights as one entry,
+    where the transfer asks for checksums.
     """
 
     version: str  # unique for ever, e.g. "s1:train:0@7"
@@ -46,7 +48,8 @@ class WeightStream:
     bucket_bytes: int
     timeout_s: float
     handle: tuple[Any, ...] = ()  # ipc: of two buckets, one behind the other
-    fed: bool = False  # the ranks must gather for it, by `feed`
+    checksums: bool = False  # crc32 of every bucket travels too
+    id: str = ""  # which `feed` it is for
 
 
 def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:

@@ -13,7 +13,9 @@ def build_transfer(config: ClusterConfig) -> Transfer:
     asked = config.transfer
     folder = asked.folder / config.name
     if isinstance(asked, GlooTransfer | NcclTransfer):
-        return StreamTransfer(folder, asked.checksums, asked.type, asked.bucket_bytes, asked.timeout_s, asked.freeze)
+        # Trainers beside engines on GPUs: while those load, shards lie in host memory, where NCCL can not gather them.
+        shards = not (config.placement.device == "gpu" and config.placement.shares("engine"))
+        return StreamTransfer(folder, asked.checksums, asked.type, asked.bucket_bytes, asked.timeout_s, asked.freeze, shards)
     if isinstance(asked, IpcTransfer):
         return SharedDeviceTransfer(folder, asked.checksums, asked.bucket_bytes, asked.timeout_s, asked.freeze)
     if asked.type == "object_store":

@@ -28,5 +28,6 @@ class SharedDeviceTransfer(FileTransfer):
     ) -> WeightStream | None:
         if manifest.kind == "lora":
             return None
-        asked = WeightStream("", 0, 1 + place.num_workers, "ipc", self.bucket_bytes, self.timeout_s)
+        checked = self.checksums and self.freeze == "when_needed"  # else they are in the manifest
+        asked = WeightStream("", 0, 1 + place.num_workers, "ipc", self.bucket_bytes, self.timeout_s, checksums=checked)
         return await group.open_stream(manifest, asked, place.beside)

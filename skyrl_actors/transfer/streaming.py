@@ -16,13 +16,13 @@ from skyrl_actors.transfer.object_store import ObjectStoreTransfer
 
 
 class StreamTransfer(ObjectStoreTransfer):
-    shards = True
-
     def __init__(
-        self, folder: Path, checksums: bool, backend: Literal["gloo", "nccl"], bucket_bytes: int, timeout_s: float, freeze: Freeze
-    ):
+        self, folder: Path, checksums: bool, backend: Literal["gloo", "nccl"], bucket_bytes: int, timeout_s: float, freeze: Freeze,
+        shards: bool,
+    ):  # fmt: skip
         super().__init__(folder, checksums)
         self.freeze: Freeze = freeze
+        self.shards = shards
         self.backend: Literal["gloo", "nccl"] = backend
         self.bucket_bytes = bucket_bytes
         self.timeout_s = timeout_s
@@ -32,5 +32,6 @@ class StreamTransfer(ObjectStoreTransfer):
     ) -> WeightStream | None:
         if manifest.kind == "lora":
             return await super().deliver(manifest, group, engine, place)
-        asked = WeightStream("", 0, 1 + place.num_workers, self.backend, self.bucket_bytes, self.timeout_s)
-        return await group.open_stream(manifest, asked)
+        checked = self.checksums and self.freeze == "when_needed"  # else they are in the manifest
+        asked = WeightStream("", 0, 1 + place.num_workers, self.backend, self.bucket_bytes, self.timeout_s, checksums=checked)
+        return await group.open_stream(manifest, asked, gathers=self.shards and self.freeze == "when_needed")

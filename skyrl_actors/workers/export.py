@@ -4,6 +4,7 @@ import math
 import os
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from io import FileIO
@@ -12,11 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from skyrl_actors.messages.weights import TensorEntry, WeightManifest
+from skyrl_actors.messages.weights import ADAPTER_FILE, TensorEntry, WeightManifest
 from skyrl_actors.workers import checkpoint
 from skyrl_actors.workers.checkpoint import BaseFiles
 from skyrl_actors.workers.models import TrainedModel
-from skyrl_actors.workers.state import TrainState
 from skyrl_actors.workers.tensor_files import Shape
 
 
@@ -33,21 +33,24 @@ def export(
         return None  # every rank has the whole adapter
     checkpoint.save(model, base, path, "weights")
     size = sum(file.stat().st_size for file in path.iterdir())
-    return WeightManifest(version, "lora", str(path), size, write_s=time.perf_counter() - started)
+    entries = (_whole_file(path / ADAPTER_FILE),) if checksums else ()
+    return WeightManifest(version, "lora", str(path), size, entries, time.perf_counter() - started)
 
 
-def described(state: TrainState, path: Path, version: str, checksums: bool, dtype: torch.dtype) -> WeightManifest:
-    """Full weights as `export_flat` would write them. Called on every rank, as checksums may need what others hold; the one that has
-    them answers with checksums."""
-    started = time.perf_counter()
-    sums = {n: zlib.crc32(_content(t, dtype)) for n, t in state.tensors("weights") if t is not None} if checksums else {}
+def _whole_file(file: Path) -> TensorEntry:
+    content = file.read_bytes()
+    return TensorEntry(file.name, (len(content),), "uint8", 0, len(content), zlib.crc32(content))
+
+
+def described(shapes: Mapping[str, Shape], path: Path, version: str, dtype: torch.dtype) -> WeightManifest:
+    """Full weights as `export_flat` would write them."""
     entries: list[TensorEntry] = []
     size = 0
-    for name, shape in state.shapes.items():
+    for name, shape in shapes.items():
         num_bytes = math.prod(shape) * dtype.itemsize
-        entries.append(TensorEntry(name, tuple(shape), _named(dtype), size, num_bytes, sums.get(name)))
+        entries.append(TensorEntry(name, tuple(shape), _named(dtype), size, num_bytes))
         size += num_bytes
-    return WeightManifest(version, "full", str(path), size, tuple(entries), time.perf_counter() - started)
+    return WeightManifest(version, "full", str(path), size, tuple(entries))
 
 
 def export_flat(
@@ -62,10 +65,15 @@ def export_flat(
     """Tensor behind tensor, in `dtype`. Plain writes: a full disk is an error, and new pages of shared memory cost half of what
     they do through a mapping."""
     started = time.perf_counter()
+    tensors = iter(tensors)
     staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with staging.open("wb", buffering=0) if writes else nullcontext() as file:
-            entries = [_written(file, name, shapes[name], tensor, dtype, checksums) for name, tensor in tensors]
+            try:
+                entries = [_written(file, name, shapes[name], tensor, dtype, checksums) for name, tensor in tensors]
+            except OSError:
+                deque(tensors, maxlen=0)  # the other ranks gather on
+                raise
         if not writes:
             return None
         os.replace(staging, path)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skyrl_actors.messages.weights import WeightManifest
-from skyrl_actors.streams import Take, from_file, size_of
+from skyrl_actors.streams import size_of
 
 
 class Feed:
@@ -23,7 +23,6 @@ class Feed:
         self._changed = threading.Condition()
         self._gathered: deque[Tensor] = deque()
         self._closed = False
-        self._file: Take | None = None
 
     def put(self, tensor: Tensor) -> None:
         """The next tensor of the manifest. Dropped when nobody sends it: ranks gather together, so none may stop half-way."""
@@ -44,29 +43,17 @@ class Feed:
         start = 0
         for _ in wanted:
             tensor = self._next()
-            if tensor is None:
-                assert self._file is not None
-                return self._file(wanted)
             bucket[start : start + tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
             start += tensor.nbytes
         return bucket
 
-    def _next(self) -> Tensor | None:
-        """None: it is in the file."""
+    def _next(self) -> Tensor:
         with self._changed:
-            ready = self._changed.wait_for(lambda: self._gathered or self._closed or self._file, self._patience_s)
-            if self._file is not None:
-                return None
-            if not ready or not self._gathered:
+            self._changed.wait_for(lambda: self._gathered or self._closed, self._patience_s)
+            if not self._gathered:
                 raise RuntimeError(f"the ranks did not gather {self._manifest.version}")
             self._changed.notify_all()
             return self._gathered.popleft()
-
-    def was_written(self) -> None:
-        """Before anything was gathered the version was written: it is read from there."""
-        with self._changed:
-            self._file = from_file(self._manifest)
-            self._changed.notify_all()
 
     def close(self) -> None:
         """Nobody sends any more, or nobody gathers."""

@@ -157,12 +157,13 @@ class TrainWorker(Protocol):
         ...
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
-        """Begin to send a version to the workers that will join; answers where, with the port that was free. Raises InternalError
+        """Begin to send a version to the workers that will join; answers where, with the port that was free. Raises WeightsGone
         when it was not written and the weights have changed."""
         ...
 
-    def feed(self, version: str) -> None:
-        """On every rank, behind `open_stream` of a version that ranks hold in shards: gather it for the one that sends."""
+    def feed(self, version: str, stream_id: str) -> None:
+        """On every rank, right behind `open_stream` on one: gather what ranks hold in shards for the one that sends. Nothing to do for
+        other versions."""
         ...
 
     def write_probe(self, path: str, content: str) -> None: ...

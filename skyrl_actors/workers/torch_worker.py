@@ -70,6 +70,11 @@ class TorchWorker:
             raise InternalError("the worker was not set up")
         return self._holding
 
+    @property
+    def _patience_s(self) -> float:
+        """Of a rank whose peers may wait for it in a collective."""
+        return self.spec.collective_timeout_s / 2
+
     def _model(self, model_id: str) -> TrainedModel:
         if model_id not in self.models:
             raise InternalError(f"rank {self.spec.rank} does not hold model {model_id}")
@@ -176,7 +181,7 @@ class TorchWorker:
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         model = self._model(model_id)
-        model.versions.end()
+        model.versions.end(self._patience_s)
         norm = collective(self.spec, lambda: model.state.step(adam))
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
@@ -186,7 +191,7 @@ class TorchWorker:
         self._gathering(model_id, lambda model: checkpoint.save(model, base, Path(folder), form, mark, writes))
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mixed: tuple[str, float] | None = None) -> None:
-        self._model(model_id).versions.end()
+        self._model(model_id).versions.end(self._patience_s)
         other = None if mixed is None else (Path(mixed[0]), mixed[1])
         self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer, other))
 
@@ -197,7 +202,7 @@ class TorchWorker:
         lives = freeze == "when_needed" and model.spec.lora is None and (shards or isinstance(model.state, FlatState))
         if lives:
             dtype = getattr(torch, self.spec.export_dtype)
-            made = self._gathering(model_id, lambda m: export.described(m.state, Path(path), version, checksums, dtype))
+            made = export.described(model.state.shapes, Path(path), version, dtype)
         else:
             made = self._written(model_id, path, version, checksums)
         model.versions.note(version, path, written=not lives)
@@ -214,7 +219,7 @@ class TorchWorker:
         for version in wanted:
             assert model is not None
             self._written(model_id, model.versions.paths[version], version, checksums=False)
-            model.versions.was_written(version)
+            model.versions.written.add(version)
         return wanted
 
     def copy_state(self, model_id: str) -> int:
@@ -250,7 +255,7 @@ class TorchWorker:
             state.load_moments({}, 0)
 
     def exists(self, path: str) -> bool:
-        return Path(path).exists() or any(path in model.versions.paths.values() for model in self.models.values())
+        return Path(path).exists() or any(model.versions.lives_only_as(path) for model in self.models.values())
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
         """From the weights if they are that version still, and it was not written or an engine shares their device; else from its
@@ -263,19 +268,18 @@ class TorchWorker:
             found, sender = streams.open_stream(manifest, asked, self.device, take)
             model.versions.readers.append(sender)
         elif model and version not in model.versions.written:
-            feed = Feed(manifest, stream.bucket_bytes, min(stream.timeout_s, self.spec.collective_timeout_s / 2))
-            found, _ = streams.open_stream(manifest, replace(asked, fed=True), self.device, feed.take, feed.close)
-            model.versions.feeds.setdefault(version, []).append(feed)
+            feed = Feed(manifest, stream.bucket_bytes, min(stream.timeout_s, self._patience_s))
+            found, _ = streams.open_stream(manifest, asked, self.device, feed.take, feed.close)
+            model.versions.feeds[stream.id] = feed
         else:
             found, _ = streams.open_stream(manifest, asked, self.device, streams.from_file(manifest))
         return found
 
-    def feed(self, version: str) -> None:
+    def feed(self, version: str, stream_id: str) -> None:
         model = next((m for m in self.models.values() if version in m.versions.paths), None)
-        if model is None:
-            return  # they changed meanwhile; it was written before that and is read from there
-        waiting = model.versions.feeds.get(version)
-        feed = waiting.pop(0) if waiting else None
+        if model is None or version in model.versions.written or isinstance(model.state, FlatState):
+            return  # nothing is gathered for that stream
+        feed = model.versions.feeds.pop(stream_id, None)
         dtype = getattr(torch, self.spec.export_dtype)
 
         def gather(model: TrainedModel) -> None:

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 KV_BYTES = 256 * 2**20
 SCRIPT = """
-import asyncio, json, sys
+import asyncio, json, shutil, sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,7 +140,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
     for i in range(3):
         lora = ModelSpec(f"a{i}", "tiny", lora=LoraSpec(8), seed=i)
         trained(lora, 2 + i)
-        adapters[f"a{i}"] = worker.export_weights(f"a{i}", str(work / f"a{i}@1"), f"a{i}@1", False)
+        adapters[f"a{i}"] = worker.export_weights(f"a{i}", str(work / f"a{i}@1"), f"a{i}@1", True)
     wanted = {name: of_trainer(name) for name in adapters} | {"base": said["base"][0]}
     trained(ModelSpec("a0", "tiny", lora=LoraSpec(8)), 2)
 
@@ -162,6 +162,15 @@ async def main(folder: str, devices: int, work: Path) -> None:
         await of_engine("cut@1", replace(adapters["a1"], version="cut@1", path=str(cut)))
     except Exception as error:
         said["truncated"] = str(error)
+    flipped = work / "flipped"
+    shutil.copytree(adapters["a1"].path, flipped)
+    content = bytearray((flipped / "adapter_model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (flipped / "adapter_model.safetensors").write_bytes(content)
+    try:
+        await of_engine("flipped@1", replace(adapters["a1"], version="flipped@1", path=str(flipped)))
+    except Exception as error:
+        said["flipped"] = str(error)
     said["alive"] = await of_engine("a1@1", adapters["a1"]) == found[2] and not engine.dead.is_set()
     try:
         await engine.load_full("gone@1", (replace(manifest, path=str(work / "gone")),))
@@ -240,5 +249,6 @@ def test_weights_arrive_exactly(runs: dict[str, subprocess.Popen[str]], name: st
     assert said["live sums"] and said["file sums"]  # the step waited for the stream, and the file is what was streamed
     assert said["needless"] == [] and not said["left"] and "was not written" in said["left says"]
     assert "adapter" in said["truncated"] and said["alive"], said["truncated"]
+    assert "adapter flipped@1" in said["flipped"] and "arrived with other bytes" in said["flipped"]
     assert "can not be read on this engine's host" in said["gone"] and said["still alive"]
     assert "arrived with other bytes" in said["other bytes"] and said["dead"]

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import tinker
 from tinker import types
@@ -54,10 +55,10 @@ def test_a_power_cut_changes_nothing_and_a_stop_neither(service: Service):
         assert run(client, cut) == expected
         print(f"the client went on after {time.monotonic() - started:.0f} s")
         assert run(client, stop) == expected
-        full_weights_are_written_when_they_are_needed(client, Path("/dev/shm/skyrl-actors") / service.name)
+        full_weights_are_written_when_they_are_needed(client, service.url, Path("/dev/shm/skyrl-actors") / service.name)
 
 
-def full_weights_are_written_when_they_are_needed(client: tinker.ServiceClient, folder: Path) -> None:
+def full_weights_are_written_when_they_are_needed(client: tinker.ServiceClient, url: str, folder: Path) -> None:
     """Streams (gloo) send a version from the weights that it is. One that was let go is computed anew from the journal."""
     model, row = full_model(client, "policy"), tokens(20, seed=12)
     data = [datum(19, seed=12, weights=[1.0] * 19)]
@@ -85,5 +86,15 @@ def full_weights_are_written_when_they_are_needed(client: tinker.ServiceClient, 
     equals(waiting, second)
     equals(used, first)
     assert len(written() - before) == 2
-    equals(model.save_weights_and_get_sampling_client().result(), third)
+    last = model.save_weights_and_get_sampling_client().result()
+    equals(last, third)
+    step()
+    # What was let go can be computed anew as long as its model is there.
+    unloaded = httpx.post(f"{url}/api/v1/unload_model", json={"model_id": model.model_id}, headers={"X-Api-Key": "tml-test"})
+    assert unloaded.status_code == 200
+    deadline = time.monotonic() + 60
+    while len(written() - before) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    equals(last, third)
     assert float(np.abs(first - third).max()) > 0.001

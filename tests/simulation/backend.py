@@ -297,7 +297,7 @@ class SimBackend:
     async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
         await self._apply(spec, turn, "renumber", spec.model_id, keep_optimizer)
 
-    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str) -> SamplerWeights:
+    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str, written: bool = False) -> SamplerWeights:
         await self._apply(spec, turn, "export", spec.model_id, version)
         return SamplerWeights(version, (WeightManifest(version, "lora", f"export {version}", 1),))
 

@@ -9,7 +9,7 @@ import torch
 
 from skyrl_actors.config.strategies import StrategyConfig
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import InternalError, WeightsGone
 from skyrl_actors.messages.model import AdamParams, ModelSpec
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.streams import received
@@ -22,9 +22,10 @@ BUCKET = 20_000  # bytes: a few tensors a bucket, and some tensors larger than o
 class Receiver(threading.Thread):
     """An engine's end of a stream."""
 
-    def __init__(self, worker: TorchWorker, manifest: WeightManifest, timeout_s: float = 30.0):
+    def __init__(self, worker: TorchWorker, manifest: WeightManifest, stream_id: str):
         super().__init__(daemon=True)
-        self.stream = worker.open_stream(manifest, WeightStream("", 0, 2, "gloo", BUCKET, timeout_s))
+        asked = WeightStream("", 0, 2, "gloo", BUCKET, 30.0, checksums=True, id=stream_id)
+        self.stream = worker.open_stream(manifest, asked)
         self.manifest, self.tensors, self.error = manifest, dict[str, torch.Tensor](), ""
         self.start()
 
@@ -61,15 +62,16 @@ def sent_from_the_weights(
     manifest, wanted = save(1), gathered(worker, "m", "weights")
     said["nothing was written"] = not Path(manifest.path).exists()
     said["it is there"] = worker.exists(manifest.path)
-    receivers = [Receiver(worker, manifest) for _ in range(2)] if first else []
-    for _ in range(2):
-        worker.feed("m@1")
+    receivers = []
+    for number in range(2):
+        receivers += [Receiver(worker, manifest, f"stream {number}")] if first else []
+        worker.feed("m@1", f"stream {number}")
     said["sent"] = all(receiver.equals(wanted) for receiver in receivers)
 
-    late = Receiver(worker, manifest) if first else None
     said["written before a step"] = worker.write_versions("m", ()) == ["m@1"]
     train()
-    worker.feed("m@1")  # too late: it came from the file
+    late = Receiver(worker, manifest, "late") if first else None
+    worker.feed("m@1", "late")  # nothing to gather: it comes from the file
     said["sent from the file"] = late is None or late.equals(wanted)
     said["the file is whole"] = not first or Path(manifest.path).stat().st_size == manifest.num_bytes
     said["other weights now"] = not first or not torch.equal(
@@ -80,16 +82,17 @@ def sent_from_the_weights(
 
     left = save(2)
     said["left unwritten"] = worker.write_versions("m", ("m@2",)) == []
-    nobody = worker.open_stream(left, WeightStream("", 0, 2, "gloo", BUCKET, 0.5)) if first else None
+    if first:
+        worker.open_stream(left, WeightStream("", 0, 2, "gloo", BUCKET, 0.5, id="nobody"))
     started = time.monotonic()
-    worker.feed("m@2")
-    said["nobody came"] = time.monotonic() - started < 20 and (nobody is None or nobody.fed == (strategy.type != "replica"))
+    worker.feed("m@2", "nobody")
+    said["nobody came"] = time.monotonic() - started < 20
     train()
     said["gone"] = not worker.exists(left.path)
     if first:
         try:
             worker.open_stream(left, WeightStream("", 0, 2, "gloo", BUCKET, 0.5))
-        except InternalError as error:
+        except WeightsGone as error:
             said["gone"] = "was not written" in str(error)
 
     dropped = save(3)

@@ -1,0 +1,113 @@
+"""Which engines a pool makes, and whom it asks; without processes."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from placement.types import Node
+from skyrl_actors.backends.demands import plan_for
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PlacementConfig, RestartConfig
+from skyrl_actors.config.transfers import NcclTransfer
+from skyrl_actors.engines.agreement import Agreement
+from skyrl_actors.engines.engine import Engine
+from skyrl_actors.engines.pool import EnginePool, build_pool
+from skyrl_actors.messages.errors import StateLost
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.weights import SamplerWeights
+from tests.engines.test_health import Silent
+
+
+async def nobody(*_: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "gpus", "over_nodes"), [(2, 1, 4, False), (2, 2, 8, False), (4, 2, 4, True), (1, 1, 4, False)]
+)
+def test_an_engine_of_several_gpus_is_told_which(tensor: int, pipeline: int, gpus: int, over_nodes: bool):
+    """On one node it is one actor with the ids of its slots' GPUs; over several, vLLM makes its workers in their bundles."""
+    config = ClusterConfig(
+        policy=GroupConfig(num_ranks=2), critic=None, transfer=NcclTransfer(), placement=PlacementConfig(device="gpu", layout="split"),
+        engine=EngineConfig(num_engines=1, tensor_parallel=tensor, pipeline_parallel=pipeline), lora=LoraConfig(max_full_models=1),
+    )  # fmt: skip
+    plan = plan_for(config, [Node(f"n{i}", 64, gpus, {}) for i in range(4)])
+    reserved: Any = None
+    devices = {slot.index: f"gpu-of-{slot.index}" for slot in plan.slots}
+    pool = build_pool(config, Path("/base"), plan, reserved, devices, {}, nobody, 1, False, print)
+    (engine,) = pool.engines
+    assert isinstance(engine, Engine)
+    spec, site, slots = engine.site.spec, engine.site, plan.actors_of("engine")[0]
+    assert (spec.tensor_parallel, spec.pipeline_parallel, engine.place.num_workers) == (tensor, pipeline, tensor * pipeline)
+    assert (spec.over_nodes, site.over_nodes) == (over_nodes, over_nodes) and site.bundle == slots[0].index
+    assert len({slot.node for slot in slots}) == (2 if over_nodes else 1)
+    ids = () if over_nodes else tuple(devices[slot.index] for slot in slots)
+    assert spec.device_ids == ids and site.on_gpu == (len(slots) == 1)
+    bundles = site.environment.get("VLLM_RAY_BUNDLE_INDICES")
+    assert bundles == (",".join(str(slot.index) for slot in slots) if over_nodes else None)
+
+
+def pool_of(count: int) -> EnginePool:
+    pool = EnginePool("s", EngineConfig(), Path("/base"), nobody, Agreement(ClusterConfig().logprob_check, 1e-4, print))
+    pool.engines = [Answering(f"engine[{i}]", RestartConfig(), print) for i in range(count)]
+    return pool
+
+
+class Answering(Silent):
+    """Says which samples it was given, and answers when it is told to."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.given: list[str] = []
+        self.asked = asyncio.Event()
+        self.go = asyncio.Event()
+        self.gate = Engine._new_gate(self, "base")  # type: ignore[arg-type]
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        self.given.append(arguments[0])
+        self.asked.set()
+        await self.go.wait()
+
+
+async def test_who_drains_ends_what_it_has_and_is_given_no_more():
+    pool = pool_of(2)
+    first, second = pool.engines
+    assert isinstance(first, Answering) and isinstance(second, Answering)
+    await pool.start()
+    base, params = SamplerWeights("base"), SamplingParams(1)
+    running = [asyncio.create_task(pool.sample(f"r{i}", (i,), params, base)) for i in range(8)]
+    await asyncio.gather(first.asked.wait(), second.asked.wait())
+    assert first.given and second.given
+    draining, had = asyncio.create_task(first.drain(30)), list(first.given)
+    await asyncio.sleep(0)
+    assert first.health == "DRAINING" and not draining.done()
+    later = [asyncio.create_task(pool.sample(f"s{i}", (i,), params, base)) for i in range(8)]
+    second.asked.clear()
+    await second.asked.wait()
+    first.go.set()
+    await draining
+    second.go.set()
+    await asyncio.gather(*running, *later)
+    assert first.given == had and len(second.given) == 16 - len(had)
+    hangs = asyncio.create_task(pool.sample("last", (1,), params, base))
+    second.go.clear()
+    await asyncio.sleep(0)
+    await second.drain(0.01)  # its deadline
+    with pytest.raises(StateLost, match="no engine runs now"):
+        await pool.sample("none", (1,), params, base)
+    second.go.set()
+    await hangs
+
+
+async def test_a_stale_engine_is_given_nothing():
+    pool = pool_of(2)
+    await pool.start()
+    stale, other = pool.engines
+    assert isinstance(stale, Answering) and isinstance(other, Answering)
+    other.go.set()
+    for event in ("died", "again", "started"):
+        stale._step(event)  # type: ignore[arg-type]
+    assert stale.health == "STALE"
+    for i in range(8):
+        await pool.sample(f"r{i}", (i,), SamplingParams(1), SamplerWeights("base"))
+    assert not stale.given and len(other.given) == 8
