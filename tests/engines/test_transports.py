@@ -49,7 +49,7 @@ class Tenant:
     async def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             await self.backend.forward_backward(self.spec, self.change(), ROWS, CALL, False)
-            await self.backend.optim_step(self.spec, self.change(), AdamParams(0.01))
+            await self.backend.optim_step(self.spec, self.change(), AdamParams(0.005))
 
     async def logprobs(self, rows: Columns = ROWS) -> np.ndarray:
         output = await self.backend.forward_backward(self.spec, self.here, rows, CALL, True)
