@@ -7,8 +7,8 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
@@ -27,10 +27,11 @@ from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatu
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import ADAPTER_FILE, WeightManifest, WeightStream
+from skyrl_actors.transfer.folders import full_manifests
 
 LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
 
@@ -42,6 +43,7 @@ class VllmEngine:
         self._loaded: str | None = None
         self._adapters: dict[str, int] = {}  # version -> vLLM's integer id; never reused
         self._next_adapter = 1
+        self._base_shapes = _shapes_in(Path(spec.base_folder))
         self._adapter_lock = asyncio.Lock()  # an adapter changes; and it goes to sleep, which none may meet half-way
         self._awake = {"weights", "kv_cache"}
         self._woken = asyncio.Event()
@@ -153,7 +155,7 @@ class VllmEngine:
         """An adapter is loaded before its first use, under an id and a path of its own version: never replaced."""
         if manifest.version not in self._adapters:
             number, self._next_adapter = self._next_adapter, self._next_adapter + 1
-            await asyncio.to_thread(_check_adapter, manifest)
+            await asyncio.to_thread(_check_adapter, manifest, self._base_shapes)
             try:
                 await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))
             except EngineDeadError:
@@ -295,13 +297,24 @@ def _remove(target: Path) -> None:
         target.unlink(missing_ok=True)
 
 
-def _check_adapter(manifest: WeightManifest) -> None:
-    """Raises InvalidRequest when its files are not whole, or not what the trainer wrote."""
+def _shapes_in(base_folder: Path) -> dict[str, tuple[int, ...]]:
+    with suppress(NotFound):  # files of another kind: vLLM itself says what does not match
+        return {t.name: t.shape for part in full_manifests(base_folder, BASE_VERSION) for t in part.tensors}
+    return {}
+
+
+def _check_adapter(manifest: WeightManifest, base_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises InvalidRequest when its files are not whole, not what the trainer wrote, or not for this base model."""
     file = Path(manifest.path) / ADAPTER_FILE
     try:
         json.loads((Path(manifest.path) / "adapter_config.json").read_text())
         with safe_open(file, "np") as tensors:
-            tensors.keys()
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  it is no mapping
+        for name, shape in shapes.items():
+            layer, _, half = name.removeprefix("base_model.model.").partition(".lora_")
+            base = base_shapes.get(f"{layer}.weight")
+            if base is not None and ((half[:1] == "A" and shape[1] != base[1]) or (half[:1] == "B" and shape[0] != base[0])):
+                raise ValueError(f"{name} {list(shape)} does not match the base model's {layer} {list(base)}")
         if any(zlib.crc32(file.read_bytes()) != entry.checksum for entry in manifest.tensors):
             raise ValueError(f"{file.name} arrived with other bytes than it left with")
     except (OSError, ValueError, SafetensorError) as error:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 KV_BYTES = 256 * 2**20
 
@@ -171,6 +173,17 @@ async def main(folder: str, devices: int, work: Path) -> None:
         await of_engine("flipped@1", replace(adapters["a1"], version="flipped@1", path=str(flipped)))
     except Exception as error:
         said["flipped"] = str(error)
+    narrow = work / "narrow"
+    shutil.copytree(adapters["a1"].path, narrow)
+    with safe_open(narrow / "adapter_model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    odd = next(name for name in tensors if "q_proj.lora_A" in name)
+    tensors[odd] = tensors[odd][:, :-2].contiguous()
+    save_file(tensors, narrow / "adapter_model.safetensors")
+    try:
+        await of_engine("narrow@1", replace(adapters["a1"], version="narrow@1", path=str(narrow), tensors=()))
+    except Exception as error:
+        said["of another base"] = str(error)
     said["alive"] = await of_engine("a1@1", adapters["a1"]) == found[2] and not engine.dead.is_set()
     try:
         await engine.load_full("gone@1", (replace(manifest, path=str(work / "gone")),))
@@ -185,6 +198,11 @@ async def main(folder: str, devices: int, work: Path) -> None:
         said["other bytes"] = str(error)
     said["dead"] = engine.dead.is_set()
     await engine.stop()
+    from skyrl_actors.engines import vllm_patches
+
+    said["in range"] = vllm_patches.AFFECTED
+    vllm_patches.AFFECTED = False  # another release: nothing is touched
+    said["outside"] = [vllm_patches.apply(None), vllm_patches.repack_tied_heads(torch.nn.Linear(2, 2))]
     print(json.dumps(said))
 
 if __name__ == "__main__":
@@ -250,5 +268,7 @@ def test_weights_arrive_exactly(runs: dict[str, subprocess.Popen[str]], name: st
     assert said["needless"] == [] and not said["left"] and "was not written" in said["left says"]
     assert "adapter" in said["truncated"] and said["alive"], said["truncated"]
     assert "adapter flipped@1" in said["flipped"] and "arrived with other bytes" in said["flipped"]
+    assert "does not match the base model's" in said["of another base"]
     assert "can not be read on this engine's host" in said["gone"] and said["still alive"]
+    assert said["in range"] and said["outside"] == [[], 0]
     assert "arrived with other bytes" in said["other bytes"] and said["dead"]
