@@ -17,7 +17,8 @@ K = TypeVar("K")
 
 class Gate(Generic[K]):
     """`enter(old, new)` changes the state. If it raises, the gate is broken and says so to everybody from then on; with
-    `after_failure` only those who wanted that state hear of it, and the gate goes on from that other state."""
+    `after_failure` only those who wanted that state hear of it, and the gate goes on from that other state, or from the one it has
+    when there was nothing to enter (WeightsGone)."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class Gate(Generic[K]):
         kind = next((kind for kind in (StateLost, WeightsGone) if isinstance(error, kind)), InternalError)
         if self._after_failure is None:
             self.broken = text
-        else:
+        elif kind is not WeightsGone:
             self.state = self._after_failure
         staying: deque[tuple[K, asyncio.Future[None]]] = deque()
         for key, ticket in self._waiters:

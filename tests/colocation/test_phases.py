@@ -9,7 +9,7 @@ from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.colocation.in_flight import InFlight, in_sample_phase
 from skyrl_actors.colocation.keeper import PhaseKeeper
 from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase, plan_moves, serves
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import InternalError, WeightsGone
 
 PAIRS = list(itertools.product(Phase, Phase))
 BYTES = {Part.TRAIN_WEIGHTS: 4, Part.GRADIENTS: 4, Part.OPTIMIZER: 8, Part.ENGINE_WEIGHTS: 4, Part.KV_CACHE: 16}
@@ -153,6 +153,8 @@ async def test_a_gate_that_recovers_fails_only_those_who_wanted_the_failing_stat
         await asyncio.sleep(0)
         if new == "bad":
             raise InternalError("no such weights")
+        if new == "gone":
+            raise WeightsGone("nobody has them")
 
     gate = Gate("a", enter, after_failure="nothing")
 
@@ -165,6 +167,12 @@ async def test_a_gate_that_recovers_fails_only_those_who_wanted_the_failing_stat
     assert results[0] == "a" and results[2] == "b"
     assert all(isinstance(r, InternalError) and "no such weights" in str(r) for r in (results[1], results[3]))
     assert await hold("a") == "a"
+    with pytest.raises(WeightsGone, match="could not enter gone: nobody has them"):
+        await hold("gone")
+    assert gate.state == "a" and await hold("a") == "a"  # nothing was touched
+    with pytest.raises(InternalError, match="no such weights"):
+        await hold("bad")
+    assert gate.state == "nothing"
 
 
 @pytest.mark.parametrize(("policy", "order"), [

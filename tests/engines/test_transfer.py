@@ -164,6 +164,10 @@ async def main(folder: str, devices: int, work: Path) -> None:
         await of_engine("cut@1", replace(adapters["a1"], version="cut@1", path=str(cut)))
     except Exception as error:
         said["truncated"] = str(error)
+    for i in range(9):  # more than vLLM keeps: what was used longest ago is loaded from its folder again
+        other = worker.export_weights("a2", str(work / f"other@{i}"), f"other@{i}", False)
+        await of_engine(f"other@{i}", other)
+    said["adapters"].append([wanted["a1"], await of_engine("a1@1", adapters["a1"])])
     flipped = work / "flipped"
     shutil.copytree(adapters["a1"].path, flipped)
     content = bytearray((flipped / "adapter_model.safetensors").read_bytes())

@@ -1,5 +1,9 @@
 """The official openai client, unmodified, against the same engines."""
 
+import ast
+import subprocess
+import sys
+
 import openai
 import pytest
 import tinker
@@ -94,3 +98,12 @@ def test_what_is_not_served_is_said_in_openais_way(openai_client: openai.OpenAI)
         openai_client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
     with pytest.raises(openai.UnprocessableEntityError, match="Extra inputs are not permitted"):
         openai_client.completions.create(model="tiny", prompt="x", extra_body={"min_p": 0.1})
+
+
+def test_where_samples_can_be_had_is_known_in_the_whole_cluster(service: Service):
+    """As docs/engines.md shows it, from another process of the Ray cluster."""
+    asked = f'import ray; from skyrl_actors import remote; ray.init("auto", log_to_driver=False); print(remote.published("{service.name}"))'
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    said = ast.literal_eval(found.stdout.strip().splitlines()[-1])
+    assert said == {"url": service.url, "openai_url": f"{service.url}/v1", "base_model": "tiny"}
