@@ -20,8 +20,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from contextlib import suppress
 
 import numpy as np
+import psutil
 import tinker
 from rich.progress import track
 from tinker import types
@@ -91,6 +93,17 @@ def start_offline(layout: str) -> subprocess.Popen[str]:
     return child
 
 
+def end(child: subprocess.Popen[str]) -> None:
+    """With vLLM's core, which would outlive it."""
+    below = psutil.Process(child.pid).children(recursive=True)
+    child.kill()
+    for process in below:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    child.wait()
+    psutil.wait_procs(below, timeout=10)
+
+
 def offline_round(child: subprocess.Popen[str], group: int, tokens: int) -> float:
     """Tokens a second."""
     assert child.stdin is not None and child.stdout is not None
@@ -126,8 +139,7 @@ def measure(sampler: tinker.SamplingClient, adapted: tinker.SamplingClient) -> d
             rates["service"]["lora"].append(service_round(adapted, *LOADS["service"]))
     finally:
         for child in children.values():
-            child.kill()
-            child.wait()
+            end(child)
     return {name: {load: values[1:] for load, values in of.items()} for name, of in rates.items()}
 
 
