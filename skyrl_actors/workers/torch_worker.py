@@ -266,7 +266,7 @@ class TorchWorker:
         if model and isinstance(state, FlatState) and (stream.backend == "ipc" or version not in model.versions.written):
             take = streams.from_live(manifest.tensors, state.weights)
             found, sender = streams.open_stream(manifest, asked, self.device, take)
-            model.versions.readers.append(sender)
+            model.versions.read_by(sender)
         elif model and version not in model.versions.written:
             feed = Feed(manifest, stream.bucket_bytes, min(stream.timeout_s, self._patience_s))
             found, _ = streams.open_stream(manifest, asked, self.device, feed.take, feed.close)

@@ -16,13 +16,17 @@ from skyrl_actors.workers.feed import Feed
 class LiveVersions:
     paths: dict[str, str] = field(default_factory=dict)  # by version: its file
     written: set[str] = field(default_factory=set)
-    readers: list[threading.Thread] = field(default_factory=list)  # each gives up at its stream's deadline
+    readers: list[threading.Thread] = field(default_factory=list)
     feeds: dict[str, Feed] = field(default_factory=dict)  # by the stream's id: their weights are gathered in the rank's next verb
 
     def note(self, version: str, path: str, written: bool) -> None:
         self.paths[version] = path
         if written:
             self.written.add(version)
+
+    def read_by(self, reader: threading.Thread) -> None:
+        """Samplers may load versions for ever without a step: those that have ended are let go."""
+        self.readers = [*(each for each in self.readers if each.is_alive()), reader]
 
     def unwritten(self, needless: Collection[str] = ()) -> list[str]:
         """In the order in which they were saved, which is the same on every rank."""

@@ -68,6 +68,9 @@ def sent_from_the_weights(
         worker.feed("m@1", f"stream {number}")
     said["sent"] = all(receiver.equals(wanted) for receiver in receivers)
 
+    for number in range(3 if first else 0):
+        said["sent"] &= strategy.type != "replica" or Receiver(worker, manifest, f"more {number}").equals(wanted)
+    said["few are remembered"] = len(worker.models["m"].versions.readers) <= 2  # the last, and one that was ending
     said["written before a step"] = worker.write_versions("m", ()) == ["m@1"]
     train()
     late = Receiver(worker, manifest, "late") if first else None
