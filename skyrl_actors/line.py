@@ -16,13 +16,14 @@ from functools import partial
 from typing import Any
 
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError
-from skyrl_actors.remote import ActorDied, ended
+from skyrl_actors.remote import ActorDied, ended, node_address
 
 log = logging.getLogger(__name__)
 HEAD_BYTES, TOKEN_BYTES = 8, 32
 LONGEST_FRAME = 2**31
 HELLO_S = 10.0
 READ_AHEAD = 2**20
+GIVEN_UP = ""  # in a method's place: who called under this number no longer waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,13 @@ async def _read(reader: asyncio.StreamReader) -> Any:
 
 
 class LineServer:
-    """In the actor: answers calls of `methods` on `target`, many at once, on the loop that started it."""
+    """In the actor: answers calls of `methods` on `target`, many at once, on the loop that started it. Calls of `abandoned` are
+    cancelled when their caller gives them up; others are done to their end all the same."""
 
-    def __init__(self, target: Any, methods: Collection[str]):
+    def __init__(self, target: Any, methods: Collection[str], abandoned: Collection[str] = ()):
         self._target = target
         self._methods = frozenset(methods)
+        self._abandoned = frozenset(abandoned)
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._servers: dict[str, asyncio.Server] = {}
         self._opening = asyncio.Lock()
@@ -63,17 +66,31 @@ class LineServer:
                 self._servers[host] = await asyncio.start_server(self._serve, host, 0, limit=READ_AHEAD)
         return Address(host, self._servers[host].sockets[0].getsockname()[1], self._token)
 
+    async def address_for(self, caller: str) -> Address:
+        """Where a process on that machine calls. The network is listened to only for other machines."""
+        own = node_address()
+        return await self.address("127.0.0.1" if caller == own else own)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        abandoned: dict[int, asyncio.Task[Any]] = {}  # what ends with its caller's interest
         try:
             shown = await asyncio.wait_for(reader.readexactly(TOKEN_BYTES), HELLO_S)
             while hmac.compare_digest(shown, self._token):
                 number, method, arguments = await _read(reader)
+                if method == GIVEN_UP:
+                    if (given_up := abandoned.get(number)) is not None:
+                        given_up.cancel()
+                    continue
                 call = asyncio.create_task(self._called(method, arguments))
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
                 call.add_done_callback(partial(self._reply, writer, number, method))
+                if method in self._abandoned:
+                    abandoned[number] = call
+                    call.add_done_callback(lambda _, number=number: abandoned.pop(number))
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            pass  # the caller is gone; what it asked for is done to its end all the same, and not half
+            for call in abandoned.values():  # the caller is gone; what else it asked for is done to its end, and not half
+                call.cancel()
         finally:
             writer.close()
 
@@ -84,9 +101,7 @@ class LineServer:
 
     @staticmethod
     def _reply(writer: asyncio.StreamWriter, number: int, method: str, call: asyncio.Task[Any]) -> None:
-        if call.cancelled():
-            return
-        error = call.exception()
+        error = InternalError(f"{method} was cancelled there") if call.cancelled() else call.exception()
         if error is not None and not isinstance(error, SkyrlActorsError):
             log.error("%s failed", method, exc_info=error)
             error = InternalError(f"{method}: {type(error).__name__}: {error}")
@@ -118,6 +133,11 @@ class Line:
             self._loop, self._opening = loop, loop.create_task(_Open.to(self._find))
         assert self._opening is not None
         return await asyncio.shield(self._opening)
+
+    def hang_up(self) -> None:
+        """The actor is known to be gone, also if its machine says nothing: calls that are under way raise ActorDied."""
+        if self._opening is not None and self._opening.done() and not _is_broken(self._opening):
+            self._opening.result().hang_up()
 
     async def close(self) -> None:
         if self._opening is not None and self._loop is asyncio.get_running_loop():
@@ -161,6 +181,10 @@ class _Open:
         self._writer.write(_frame((number, method, arguments)))
         try:
             return await answer
+        except asyncio.CancelledError:
+            if not self.broken:
+                self._writer.write(_frame((number, GIVEN_UP, ())))
+            raise
         finally:
             self._waiting.pop(number, None)
 
@@ -184,6 +208,10 @@ class _Open:
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(ActorDied(f"the line to the actor broke: {reason}"))
+
+    def hang_up(self) -> None:
+        self.broken = True
+        self._reading.cancel()
 
     async def close(self) -> None:
         await ended(self._reading)

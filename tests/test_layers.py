@@ -23,7 +23,7 @@ ROOMS = {
     "journal": {"files", "messages", "config", "migrations"},
     "groups": {"messages", "config", "workers", "remote", "restarts", "placement", "observe"},
     "transfer": {"messages", "config", "groups", "remote"},
-    "engines": {"messages", "config", "colocation", "transfer", "remote", "restarts", "placement", "streams", "observe"},
+    "engines": {"messages", "config", "colocation", "transfer", "remote", "line", "restarts", "placement", "streams", "observe"},
     "backends": {
         "messages",
         "config",

@@ -15,7 +15,8 @@ from skyrl_actors.remote import ActorDied
 class Target:
     def __init__(self) -> None:
         self.waits, self.done = asyncio.Event(), asyncio.Event()
-        self.hold = asyncio.Event()
+        self.hold, self.ended = asyncio.Event(), asyncio.Event()
+        self.cancelled = 0
 
     async def add(self, a: int, b: int) -> int:
         await asyncio.sleep(0.01 * (a % 3))
@@ -35,6 +36,15 @@ class Target:
         await self.hold.wait()
         self.done.set()
 
+    async def sample(self) -> None:
+        try:
+            await self.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.ended.set()
+
     async def secret(self) -> str:
         return "not to be called"
 
@@ -42,7 +52,7 @@ class Target:
 class Served:
     def __init__(self) -> None:
         self.target = Target()
-        self.server = LineServer(self.target, ("add", "echo", "refuse", "break_", "wait"))
+        self.server = LineServer(self.target, ("add", "echo", "refuse", "break_", "wait", "sample"), abandoned=("sample",))
         self.found = 0
 
     async def find(self) -> Address:
@@ -124,4 +134,50 @@ async def test_a_call_that_is_given_up_leaves_the_line_whole(served: Served):
         await asyncio.wait_for(line.call("wait"), 0.05)
     served.target.hold.set()
     assert await line.call("add", 2, 2) == 4
+    await line.close()
+
+
+@pytest.mark.parametrize("how", ["given up", "line broken", "not given up"])
+async def test_what_nobody_waits_for_is_cancelled_where_it_runs(served: Served, how: str):
+    """Of the methods of which this is wanted."""
+    line = Line(served.find)
+    call = asyncio.create_task(line.call("sample"))
+    other = asyncio.create_task(line.call("wait"))
+    await asyncio.wait_for(served.target.waits.wait(), 10)
+    if how == "given up":
+        call.cancel()
+    elif how == "line broken":
+        (await line._opened())._writer.transport.abort()
+    else:
+        served.target.hold.set()
+    await asyncio.wait_for(served.target.ended.wait(), 10)
+    assert served.target.cancelled == (how != "not given up")
+    served.target.hold.set()
+    await asyncio.wait_for(served.target.done.wait(), 10)
+    await asyncio.gather(call, other, return_exceptions=True)
+    await line.close()
+
+
+async def test_a_line_to_an_actor_that_is_known_to_be_gone(served: Served):
+    """Its machine may have said nothing."""
+    line = Line(served.find)
+    line.hang_up()
+    call = asyncio.create_task(line.call("wait"))
+    await asyncio.wait_for(served.target.waits.wait(), 10)
+    line.hang_up()
+    with pytest.raises(ActorDied):
+        await asyncio.wait_for(call, 10)
+    assert await line.call("add", 1, 2) == 3 and served.found == 2
+    await line.close()
+    served.target.hold.set()
+
+
+async def test_who_still_waits_hears_that_it_was_cancelled(served: Served):
+    line = Line(served.find)
+    call = asyncio.create_task(line.call("wait"))
+    await asyncio.wait_for(served.target.waits.wait(), 10)
+    for running in served.server._calls:
+        running.cancel()
+    with pytest.raises(InternalError, match="wait was cancelled there"):
+        await asyncio.wait_for(call, 10)
     await line.close()

@@ -26,6 +26,8 @@ from skyrl_actors.api.tokens import owner_of_credential
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 
 log = logging.getLogger(__name__)
+# Looked at before the other routes: called for every step and sample.
+HOT = {f"/api/v1/{path}" for path in ("retrieve_future", "asample", "forward_backward", "forward", "optim_step")}
 # The console's routes look at the key themselves: without one they show totals.
 OPEN_PATHS = ("/", "/healthz", "/api/v1/healthz", "/api/v1/client/config", "/api/v1/client/dynamic_config")
 
@@ -47,6 +49,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
         """200 when a request would be served now, else 503 with the reason."""
         return await routes_service.health(state_of(request))
 
+    app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in HOT)
     app.add_exception_handler(SkyrlActorsError, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(ClientDisconnect, _gone)

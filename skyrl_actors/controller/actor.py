@@ -111,9 +111,8 @@ class ControllerActor:
             raise Unavailable(f"the service does not start: {error}") from None
 
     async def get_line(self, caller: str) -> Address:
-        """Where a process on that machine calls the rest directly. The network is listened to only for other machines."""
-        own = remote.node_address()
-        return await self._line.address("127.0.0.1" if caller == own else own)
+        """Where a process on that machine calls the rest directly."""
+        return await self._line.address_for(caller)
 
     async def get_progress(self) -> list[str]:
         return self.progress

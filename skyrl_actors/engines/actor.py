@@ -10,7 +10,8 @@ import os
 from collections.abc import Awaitable
 from typing import Literal, TypeVar
 
-from skyrl_actors.engines.interface import CHECK, EngineReport, EngineSpec, EngineStatus
+from skyrl_actors.engines.interface import CHECK, ON_LINE, EngineReport, EngineSpec, EngineStatus
+from skyrl_actors.line import Address, LineServer
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
@@ -33,6 +34,7 @@ class EngineActor:
         self._epoch = 0
         self._samples: set[asyncio.Task] = set()
         self._changes = asyncio.Lock()
+        self._line = LineServer(self, ON_LINE, abandoned=ON_LINE)
 
     def __repr__(self) -> str:
         """In Ray's dashboard and before its lines of the log."""
@@ -49,6 +51,11 @@ class EngineActor:
             ready = self._started and not self.engine.dead.is_set()
             status = await self.engine.status() if ready else None
         return EngineReport(self.engine.spec, ready, status, self._log_file)
+
+    async def get_line(self, epoch: int, caller: str) -> Address:
+        """Where a process on that machine asks for samples directly."""
+        self._fence(epoch)
+        return await self._line.address_for(caller)
 
     async def watch(self) -> None:
         """Ends only by an error: the caller learns of the death of this process, or of vLLM's below it."""
@@ -109,6 +116,7 @@ class EngineActor:
         return await self.engine.status()
 
     async def stop(self) -> None:
+        await self._line.close()
         await self.engine.stop()
         await asyncio.to_thread(SPANS.close)
 

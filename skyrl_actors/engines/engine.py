@@ -16,8 +16,9 @@ from skyrl_actors import remote
 from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.engines import EngineConfig
-from skyrl_actors.engines.interface import BASE_VERSION, EngineReport, EngineSpec, EngineStatus
+from skyrl_actors.engines.interface import BASE_VERSION, ON_LINE, EngineReport, EngineSpec, EngineStatus
 from skyrl_actors.engines.member import Member
+from skyrl_actors.line import Address, Line
 from skyrl_actors.messages.errors import InternalError, StateLost, WeightsGone
 from skyrl_actors.transfer.base import EnginePlace
 
@@ -75,6 +76,7 @@ class Engine(Member):
         self._load = load
         self._log_file = ""
         self._watching: asyncio.Task[None] | None = None
+        self._line = Line(self._find)
         self.gate = self._new_gate(BASE_VERSION)
 
     def _new_gate(self, version: str) -> Gate[str]:
@@ -141,26 +143,35 @@ class Engine(Member):
         actor = self.actor
         if actor is None or self.health == "DEAD":
             raise StateLost(f"{self.name} is {self.health}: {self.reason}")
-        ref = getattr(actor, method).remote(self.epoch, *arguments)
         try:
-            return await self._answer(ref, method)
-        except asyncio.CancelledError:
-            ray.cancel(ref)
-            raise
+            if method in ON_LINE:
+                return await self._on_line(method, *arguments)
+            ref = getattr(actor, method).remote(self.epoch, *arguments)
+            try:
+                return await self._ask([ref], method)
+            except asyncio.CancelledError:
+                ray.cancel(ref)
+                raise
         except StateLost as error:
             self.lost(actor, str(error))
             raise
 
-    async def _answer(self, ref: ray.ObjectRef, method: str) -> Any:
+    async def _on_line(self, method: str, *arguments: Any) -> Any:
         """A sample that may be frozen has its deadline in the engine, where it is known when it was; here it is seen that the engine
         answers at all."""
-        while True:
-            try:
-                return await self._ask([ref], method)
-            except remote.Overdue:
+        call = asyncio.ensure_future(self._line.call(method, self.epoch, *arguments))
+        try:
+            while not (await asyncio.wait((call,), timeout=self.config.call_timeout_s))[0]:
                 if method != "sample" or self.config.in_flight != "keep":
-                    raise
+                    raise remote.Overdue(f"{method}: no answer within {self.config.call_timeout_s:g} s from {self.name}")
                 await self.status()
+            return call.result()
+        finally:
+            call.cancel()
+
+    async def _find(self) -> Address:
+        assert self.actor is not None
+        return await self._ask([self.actor.get_line.remote(self.epoch, remote.node_address())], "line")
 
     async def status(self) -> EngineStatus:
         assert self.actor is not None
@@ -168,6 +179,7 @@ class Engine(Member):
 
     def lost(self, actor: ActorHandle, reason: str) -> None:
         if actor is self.actor:
+            self._line.hang_up()
             self.died(reason)
 
     def last_words(self) -> str:
@@ -210,6 +222,7 @@ class Engine(Member):
     async def detach(self) -> None:
         await self._no_more_restarts()
         await remote.ended(self._watching)
+        await self._line.close()
 
     async def close(self) -> None:
         await self.detach()

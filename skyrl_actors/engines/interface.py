@@ -9,6 +9,7 @@ from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 BASE_VERSION = "base"
 CHECK = ".check"  # behind the id of the sample for which an engine is compared with the trainer
+ON_LINE = ("sample", "partial")  # what is asked of an engine so often that its actor has a line for it
 
 
 @dataclass(frozen=True, slots=True)
