@@ -28,8 +28,8 @@ class Mover:
         if move.action == "load":
             return await self._engines.wake("weights" if move.part is Part.ENGINE_WEIGHTS else "kv_cache")
         if move.part is Part.ENGINE_WEIGHTS:
-            return await self._engines.sleep()  # frees the KV cache in the same breath
-        return await self._engines.release_kv() if Part.ENGINE_WEIGHTS in RESIDENT[to] else 0
+            return await self._engines.sleep()
+        return await self._engines.release_kv(Part.ENGINE_WEIGHTS in RESIDENT[to])
 
     async def as_in_train(self) -> None:
         """Trainers have what the phase TRAIN gives them; the caller has put the engines to sleep."""

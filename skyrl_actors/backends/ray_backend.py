@@ -35,7 +35,7 @@ from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.build import build_transfer
-from skyrl_actors.transfer.folders import adapter_manifest, full_manifests
+from skyrl_actors.transfer.folders import manifests
 from skyrl_actors.workers.interface import TrainWorker
 
 T = TypeVar("T")
@@ -241,20 +241,27 @@ class RayBackend:
         await self._on(spec, Phase.TRAIN, lambda g: g.apply(model_id, turn, TrainWorker.drop_gradients, model_id))
 
     async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
-        model_id = spec.model_id
-        return (
-            await self._on(spec, Phase.STEP, lambda g: g.apply(model_id, turn, TrainWorker.optim_step, model_id, adam), "weights")
-        )[0]
+        call = (TrainWorker.optim_step, spec.model_id, adam)
+        return (await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, *call), "weights"))[0]
 
     async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
-        arguments = (spec.model_id, folder, form, mark)
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.save_checkpoint, *arguments))
+        async def work(group: ActorGroup) -> None:
+            notes = self.engines.agreement.notes(await self._scored(group, spec, turn)) if form == "weights" else {}
+            await group.apply(spec.model_id, turn, TrainWorker.save_checkpoint, spec.model_id, folder, form, mark, notes)
+
+        await self._on(spec, Phase.STEP, work)
+
+    async def _scored(self, group: ActorGroup, spec: ModelSpec, turn: Turn) -> tuple[float, ...]:
+        """What engines are compared with."""
+        agreement = self.engines.agreement
+        if agreement.check.action == "off" or spec.role != "policy":
+            return ()
+        output = await group.forward_backward(spec.model_id, turn, agreement.rows, CROSS_ENTROPY, True)
+        return tuple(output.fields["logprobs"].tolist())
 
     async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
-        arguments = (spec.model_id, folder, with_optimizer, mix)
-        await self._on(
-            spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.load_checkpoint, *arguments), "weights"
-        )
+        call = (TrainWorker.load_checkpoint, spec.model_id, folder, with_optimizer, mix)
+        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, *call), "weights")
 
     async def copy_state(self, spec: ModelSpec, turn: Turn) -> tuple[ActorGroup, list[int]]:
         """Every rank has a number of its own for its copy."""
@@ -277,30 +284,24 @@ class RayBackend:
         await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.renumber, *arguments))
 
     async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str, written: bool = False) -> SamplerWeights:
-        agreement = self.engines.agreement
         if spec.lora is None and not self.engines.has_own:
             raise InvalidRequest(NO_FULL_WEIGHTS)
 
-        async def work(group: ActorGroup) -> WeightManifest:
-            if agreement.check.action != "off":
-                scored = await group.forward_backward(spec.model_id, turn, agreement.rows, CROSS_ENTROPY, True)
-                agreement.expect(version, scored.fields["logprobs"])
+        async def work(group: ActorGroup) -> SamplerWeights:
+            scored = await self._scored(group, spec, turn)
             made = await self._transfer.publish(group, spec.model_id, turn, version)
             if written:
                 await group.write_versions(spec.model_id, ())
-            return made
+            return SamplerWeights(version, (made,), scored)
 
-        return SamplerWeights(version, (await self._on(spec, Phase.TRAIN, work),))
+        return await self._on(spec, Phase.TRAIN, work)
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:
         supervisor = self._groups["policy"]
         return await supervisor.guarded((await supervisor.up()).exists([part.path for part in weights.parts]))
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
-        path = Path(folder)
-        if (path / "adapter_config.json").exists():
-            return SamplerWeights(version, (adapter_manifest(path, version),))
-        return SamplerWeights(version, full_manifests(path, version))
+        return SamplerWeights(version, manifests(Path(folder), version), self.engines.agreement.kept_in(Path(folder)))
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         await self.engines.drop(weights)

@@ -17,6 +17,7 @@ from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import Conflict, InternalError, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath
+from skyrl_actors.messages.weights import SCORED_FILE
 from skyrl_actors.storage import Mirror
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ RUN_FILE = "run.json"
 ABOUT_FILE = "about.json"
 SAVED_BY = "saved_by"
 DELETED = ".deleted"
-OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY)
+OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY, SCORED_FILE)
 
 
 class CheckpointFolders:

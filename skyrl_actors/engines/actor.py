@@ -109,6 +109,9 @@ class EngineActor:
     async def sleep(self, epoch: int, level: int) -> int:
         return await self._change(epoch, self.engine.sleep(level))
 
+    async def release_kv(self, epoch: int, weights_stay: bool) -> int:
+        return await self._change(epoch, self.engine.release_kv(weights_stay))
+
     async def wake(self, epoch: int, tag: Literal["weights", "kv_cache"]) -> int:
         return await self._change(epoch, self.engine.wake(tag))
 

@@ -1,21 +1,23 @@
-"""Do engine and trainer agree? One fixed prompt, scored by the trainer when a version is frozen and by each engine before it
-first answers from it.
+"""Do engine and trainer agree? One fixed prompt, scored by the trainer when a version is saved and by each engine before it
+first answers from it. What the trainer said stays with the version: in the journal, and in a named checkpoint's folder.
 
 What differs beyond the bound is weights that arrived wrong, or two programs that compute otherwise: ratios of new to old
 probabilities, which policy losses are made of, would be of noise then.
 """
 
+import json
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skyrl_actors.config.transfers import LogprobCheck
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
+from skyrl_actors.messages.weights import SCORED_FILE, SamplerWeights
 
 PROMPT_TOKENS = 32
 KEPT = 100
@@ -29,7 +31,6 @@ class Agreement:
         self.differences: deque[float] = deque(maxlen=KEPT)
         self.exceeded = 0
         self._say = say
-        self._expected: dict[str, NDArray[np.float32]] = {}  # [PROMPT_TOKENS - 1], by version
         self.prompt: tuple[int, ...] = ()
 
     def choose_prompt(self, vocab_size: int, max_model_len: int) -> None:
@@ -40,20 +41,28 @@ class Agreement:
         tokens = np.asarray(self.prompt, np.int32)
         return columns_from([Example(tokens[:-1], {TARGETS: tokens[1:]})])
 
-    def expect(self, version: str, logprobs: NDArray[np.float32]) -> None:
-        self._expected[version] = logprobs
+    def can_compare(self, weights: SamplerWeights) -> bool:
+        """Not what was saved without a score, or with that of another prompt, of engines with other lengths."""
+        return self.check.action != "off" and len(weights.scored) == len(self.prompt) - 1
 
-    def knows(self, version: str) -> bool:
-        return version in self._expected
+    def notes(self, scored: tuple[float, ...]) -> dict[str, str]:
+        """What is kept in a checkpoint's folder: texts by name of file."""
+        return {SCORED_FILE: json.dumps({"prompt": self.prompt, "logprobs": scored})} if scored else {}
 
-    def forget(self, version: str) -> None:
-        self._expected.pop(version, None)
+    def kept_in(self, folder: Path) -> tuple[float, ...]:
+        """Nothing where there is none, or of another prompt."""
+        try:
+            kept = json.loads((folder / SCORED_FILE).read_text())
+            return tuple(map(float, kept["logprobs"])) if tuple(kept["prompt"]) == self.prompt else ()
+        except (OSError, ValueError, KeyError, TypeError):
+            return ()
 
-    def compare(self, engine: str, version: str, output: SampleOutput) -> None:
+    def compare(self, engine: str, weights: SamplerWeights, output: SampleOutput) -> None:
         """Raises InternalError beyond the bound where the config says "refuse"."""
-        if version not in self._expected or output.prompt_logprobs is None:
+        if output.prompt_logprobs is None:
             return
-        difference = float(np.abs(output.prompt_logprobs[1:] - self._expected[version]).mean())
+        version = weights.version
+        difference = float(np.abs(output.prompt_logprobs[1:] - np.asarray(weights.scored)).mean())
         self.differences.append(difference)
         if difference <= self.bound:
             return

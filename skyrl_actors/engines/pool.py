@@ -148,13 +148,13 @@ class EnginePool:
     async def _agreed(self, engine: Member, request_id: str, weights: SamplerWeights) -> None:
         """Once for each engine and version, before its first answer; samples that come meanwhile wait for it too."""
         version = weights.version
-        if not self.agreement.knows(version):
+        if not self.agreement.can_compare(weights):
             return
         if version not in engine.agreed:
 
             async def check() -> None:
                 scored = await engine.ask("sample", request_id + CHECK, self.agreement.prompt, SCORING, weights.adapter, version)
-                self.agreement.compare(engine.name, version, scored)
+                self.agreement.compare(engine.name, weights, scored)
 
             task = engine.agreed[version] = asyncio.ensure_future(check())
             task.add_done_callback(lambda done: _forget_failed(engine.agreed, version, done))
@@ -218,16 +218,18 @@ class EnginePool:
         self._awake.clear()
         return sum(await self._each(one, ours=True))
 
-    async def release_kv(self) -> int:
-        """Free the KV cache and keep the weights."""
+    async def release_kv(self, weights_stay: bool) -> int:
+        """Free the KV cache; the weights stay, or leave next. Bytes, of all engines."""
 
         async def one(engine: Member) -> int:
             async with engine.moving:
-                return await engine.ask("sleep", 1)
+                return await engine.ask("release_kv", weights_stay)
 
         self._awake.clear()
         freed = sum(await self._each(one, ours=True))
-        return freed - await self.wake("weights")
+        if weights_stay:
+            self._awake.set()
+        return freed
 
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> int:
         taken = sum(await self._each(lambda engine: engine.ask("wake", tag), ours=True))
@@ -238,7 +240,6 @@ class EnginePool:
         """Forget a version; the caller frees its files."""
         self._full.pop(weights.version, None)
         self._loaded.discard(weights.version)
-        self.agreement.forget(weights.version)
         for engine in self.engines:
             engine.delivered.pop(weights.version, None)
             engine.agreed.pop(weights.version, None)

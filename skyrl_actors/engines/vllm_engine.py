@@ -237,6 +237,20 @@ class VllmEngine:
                 self._loaded = None
             return max(0, before - await self._used_bytes())
 
+    async def release_kv(self, weights_stay: bool) -> int:
+        """Free the KV cache alone; returns the bytes. vLLM can not while it keeps samples: where the weights stay it sleeps and wakes
+        without its cache then, and where they are to leave too nothing happens yet: `sleep` frees both."""
+        async with self._adapter_lock:
+            if self.asleep:
+                return 0
+            if not self._running:  # nor can one come: they pass this lock
+                before = await self._used_bytes()
+                await self.llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False)
+                await self.llm.engine_core.release_kv_cache_memory_async()
+                self._awake.discard("kv_cache")
+                return max(0, before - await self._used_bytes())
+        return await self.sleep(1) - await self.wake("weights") if weights_stay else 0
+
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> int:
         """Returns the bytes that it took; on a CPU pages come when they are touched."""
         if tag in self._awake:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 ADAPTER_FILE = "adapter_model.safetensors"
+SCORED_FILE = "scored.json"  # in a checkpoint: the trainer's logprobs of the prompt by which engines are compared
 Freeze = Literal["always", "when_needed"]
 """When a version of full weights is written: as it is saved, or before the weights change while somebody may still need it."""
 
@@ -66,10 +67,12 @@ def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:
 
 @dataclass(frozen=True, slots=True)
 class SamplerWeights:
-    """What a sampler is pinned to: the base (no parts), an adapter over it, or full weights in one or more files."""
+    """What a sampler is pinned to: the base (no parts), an adapter over it, or full weights in one or more files. `scored`: the
+    trainer's logprobs of a fixed prompt, nats, with which engines are compared; none where that is switched off."""
 
     version: str
     parts: tuple[WeightManifest, ...] = ()
+    scored: tuple[float, ...] = ()
 
     @property
     def adapter(self) -> WeightManifest | None:

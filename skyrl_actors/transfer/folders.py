@@ -10,9 +10,12 @@ from skyrl_actors.messages.weights import TensorEntry, WeightManifest
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def adapter_manifest(folder: Path, version: str) -> WeightManifest:
+def manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:
+    """Of an adapter in peft's format, or of full weights."""
+    if not (folder / "adapter_config.json").exists():
+        return full_manifests(folder, version)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    return WeightManifest(version, "lora", str(folder), size)
+    return (WeightManifest(version, "lora", str(folder), size),)
 
 
 def full_manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:

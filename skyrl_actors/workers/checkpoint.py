@@ -53,10 +53,15 @@ class BaseFiles:
 
 
 def save(
-    model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointForm, mark: str | None = None, writes: bool = True
+    model: TrainedModel,
+    base: BaseFiles,
+    folder: Path,
+    form: CheckpointForm,
+    notes: Mapping[str, str] | None = None,
+    writes: bool = True,
 ) -> None:
-    """Write the whole checkpoint, fsync it, and rename it into place (replacing what was there). `mark` says who asked. Called on
-    every rank; one writes."""
+    """Write the whole checkpoint, fsync it, and rename it into place (replacing what was there). `notes`: texts to write beside it,
+    by name of file. Called on every rank; one writes."""
     if not writes:
         for _ in model.state.tensors("weights"):
             pass
@@ -70,8 +75,8 @@ def save(
     staging.mkdir(parents=True)
     try:
         _write(model, base, staging, form)
-        if mark is not None:
-            (staging / SAVED_BY).write_text(mark)
+        for name, text in (notes or {}).items():
+            (staging / name).write_text(text)
         for file in staging.iterdir():
             fsync(file)
         _replace(staging, folder)

@@ -3,7 +3,7 @@
 All methods are collective: every rank of a group gets the same calls in the same order. Only rows differ.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -114,7 +114,11 @@ class TrainWorker(Protocol):
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]: ...
 
-    def save_checkpoint(self, model_id: str, folder: str, form: CheckpointForm, mark: str) -> None: ...
+    def save_checkpoint(
+        self, model_id: str, folder: str, form: CheckpointForm, mark: str, notes: Mapping[str, str] | None = None
+    ) -> None:
+        """`mark` says who asked; `notes`: texts that are kept beside the weights, by name of file."""
+        ...
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mixed: tuple[str, float] | None = None) -> None:
         """`mixed`: the folder of another checkpoint, and which share `folder` has of the weights; the rest is the other's."""

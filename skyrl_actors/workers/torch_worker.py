@@ -4,7 +4,7 @@ import gc
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -185,10 +185,13 @@ class TorchWorker:
         norm = collective(self.spec, lambda: model.state.step(adam))
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
-    def save_checkpoint(self, model_id: str, folder: str, form: CheckpointForm, mark: str) -> None:
+    def save_checkpoint(
+        self, model_id: str, folder: str, form: CheckpointForm, mark: str, notes: Mapping[str, str] | None = None
+    ) -> None:
+        notes = {**(notes or {}), checkpoint.SAVED_BY: mark}
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
         writes = self.holding.writes
-        self._gathering(model_id, lambda model: checkpoint.save(model, base, Path(folder), form, mark, writes))
+        self._gathering(model_id, lambda model: checkpoint.save(model, base, Path(folder), form, notes, writes))
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mixed: tuple[str, float] | None = None) -> None:
         self._model(model_id).versions.end(self._patience_s)

@@ -45,7 +45,9 @@ def test_a_power_cut_changes_nothing_and_a_stop_neither(service: Service):
         if step == 4:
             stopped = run_cli("stop", "--name", service.name)
             assert stopped.returncode == 0, stopped.stderr
-            threading.Thread(target=start_service, args=(service, "transfer.type=gloo"), daemon=True).start()
+            threading.Thread(
+                target=start_service, args=(service, "transfer.type=gloo", "engine.tensor_parallel=2"), daemon=True
+            ).start()
 
     sampled = threading.Event()
     with tinker.ServiceClient() as client:
