@@ -1,6 +1,7 @@
 """Sampled tokens a second through SDK and service, against vLLM's offline LLM.generate with the same engine settings.
 
-Rounds alternate in one run. The prompts, lengths, temperature, dtype, threads, KV bytes and LoRA setting are the same;
+Rounds alternate in one run; whose turn is first, and which load, moves on from round to round, as what ran before heats the
+machine. The prompts, lengths, temperature, dtype, threads, KV bytes and LoRA setting are the same;
 both sample the base model, both return logprobs, and both draw each sample from a seed of its own, as the service does always.
 Three loads of 64 sequences: one sample of 384 tokens for each of 64 prompts (`service_ratio`), groups of 8 samples for each of 8
 prompts, as RL draws them (`group_ratio`), and 64 short samples of 128 tokens, where what a request costs by itself weighs most
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -130,17 +132,25 @@ def measure(sampler: tinker.SamplingClient, adapted: tinker.SamplingClient) -> d
     """Tokens a second of each round: of whom, and of which load."""
     rates: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in ("service", *BASELINES)}
     children = {name: start_offline(name) for name in BASELINES}
+    runs: dict[str, Callable[[int, int], float]] = {"service": functools.partial(service_round, sampler)}
+    runs |= {name: functools.partial(offline_round, child) for name, child in children.items()}
     try:
         for i in range(ROUNDS + 1):  # the first one warms up
-            for load in track(LOADS, description=f"round {i} of {ROUNDS}"):
-                rates["service"][load].append(service_round(sampler, *LOADS[load]))
-                for name, child in children.items():
-                    rates[name][load].append(offline_round(child, *LOADS[load]))
-            rates["service"]["lora"].append(service_round(adapted, *LOADS["service"]))
+            for load in track(turned([*LOADS, "lora"], i // len(runs)), description=f"round {i} of {ROUNDS}"):
+                if load == "lora":
+                    rates["service"][load].append(service_round(adapted, *LOADS["service"]))
+                    continue
+                for name in turned(list(runs), i):
+                    rates[name][load].append(runs[name](*LOADS[load]))
     finally:
         for child in children.values():
             end(child)
     return {name: {load: values[1:] for load, values in of.items()} for name, of in rates.items()}
+
+
+def turned(names: list[str], by: int) -> list[str]:
+    by %= len(names)
+    return names[by:] + names[:by]
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:

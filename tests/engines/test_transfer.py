@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import ROOT
 
 KV_BYTES = 256 * 2**20
+VOCABULARY = 150_000  # of the untied model: its weights are more than the noise of RSS
 SCRIPT = """
 import asyncio, json, shutil, sys
 from dataclasses import replace
@@ -82,7 +83,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
     await engine.wake("weights")
     await engine.wake("kv_cache")
     said["after level 1"] = await of_engine(BASE_VERSION) == said["base"][1]
-    await engine.sleep(2)
+    said["freed at level 2"] = await engine.sleep(2)
     said["held at level 2"] = (await engine.status()).loaded_version
     await engine.wake("weights")
     await engine.wake("kv_cache")
@@ -99,6 +100,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
     said["mapped"] = [of_trainer("full"), await of_engine("full@1")]
     mapped_sums = await checksums()
     await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
+    said["hidden"] = manifest.tensors[0].shape[-1]
     said["base sums return"] = await checksums() == base_sums and mapped_sums != base_sums
 
     asked = WeightStream("", 0, 1 + devices, "gloo", 200_000, 30.0)
@@ -223,6 +225,7 @@ def untied(base: Path, folder: Path) -> Path:
     model.config.tie_word_embeddings = False
     torch.manual_seed(1)
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.05)
+    model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
     model.save_pretrained(folder)
     return folder
 
@@ -258,6 +261,8 @@ def test_weights_arrive_exactly(runs: dict[str, subprocess.Popen[str]], name: st
     said: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     assert said["rss awake"] - said["rss asleep"] > 0.8 * devices * KV_BYTES and said["freed"] > 0.8 * devices * KV_BYTES
     assert said["after level 1"] and said["held at level 2"] is None
+    if devices == 1:
+        assert said["freed at level 2"] > 0.8 * 2 * VOCABULARY * said["hidden"] * 4
     assert "holds None" in said["refused"]  # dropped weights are never sampled
     pairs = {name: said[name] for name in ("base", "after level 2", "mapped", "streamed", "lent")} | {
         f"adapter {i}": p for i, p in enumerate(said["adapters"])

@@ -16,6 +16,7 @@ from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PretrainedBase, RestartConfig
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.transfers import DiskTransfer, GlooTransfer, LogprobCheck, LoraTransfer, ObjectStoreTransfer, ShmTransfer
+from skyrl_actors.journal.encoding import decode, encode
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
@@ -58,6 +59,19 @@ class Tenant:
 
     async def freeze(self, version: str) -> SamplerWeights:
         return await self.backend.save_for_sampler(self.spec, self.here, version)
+
+
+async def compared_as_named_checkpoints(backend: RayBackend, tenant: Tenant, folder: Path) -> None:
+    """What the trainer said is kept with the weights, for controllers and services that come later."""
+    saved = str(folder / f"named-{tenant.spec.model_id}")
+    await backend.save_checkpoint(tenant.spec, tenant.here, saved, "weights", "r")
+    weights = await backend.open_sampler(saved, f"named {tenant.spec.model_id}")
+    assert weights.scored == (await tenant.freeze(f"{tenant.spec.model_id}@named")).scored and len(set(weights.scored)) > 20
+    assert decode(encode(weights)) == weights
+    done = list(backend.engines.agreement.differences)
+    np.testing.assert_allclose(await sampled(backend, weights, 300), await tenant.logprobs(), atol=1e-4)
+    assert list(backend.engines.agreement.differences)[: len(done)] == done  # none was forgotten meanwhile
+    assert len(backend.engines.agreement.differences) > len(done)
 
 
 async def sampled(backend: RayBackend, weights: SamplerWeights, number: int, times: int = 6) -> np.ndarray:
@@ -168,8 +182,12 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
         status = await backend.status()
         freed = [size for entered in status["phase_timeline"] for name, _, size in entered["moves"] if name == "free KV cache"]
         assert len(status["phase_timeline"]) >= 50 and status["seconds_in_phase"]["SAMPLE"] > 0 and max(freed) > 0
+        to_train = [entered for entered in status["phase_timeline"] if entered["phase"] == "TRAIN"]
+        assert max(size for entered in to_train for name, _, size in entered["moves"] if name == "free KV cache") > 0
         differences = status["logprob_differences"]
         assert len(differences) >= 2 * len(transports) and 0 < max(differences) < 1e-4
+        for tenant in (full, lora):
+            await compared_as_named_checkpoints(backend, tenant, tmp_path)
         wrong = await full.freeze("full@wrong")
         agreement, shifted = backend.engines.agreement, tuple(value + 0.01 for value in wrong.scored)
         wrong = replace(wrong, scored=shifted)

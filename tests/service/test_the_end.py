@@ -45,9 +45,8 @@ def test_a_power_cut_changes_nothing_and_a_stop_neither(service: Service):
         if step == 4:
             stopped = run_cli("stop", "--name", service.name)
             assert stopped.returncode == 0, stopped.stderr
-            threading.Thread(
-                target=start_service, args=(service, "transfer.type=gloo", "engine.tensor_parallel=2"), daemon=True
-            ).start()
+            wider = ("engine.tensor_parallel=2", "policy.num_ranks=2", "critic.num_ranks=2")
+            threading.Thread(target=start_service, args=(service, "transfer.type=gloo", *wider), daemon=True).start()
 
     sampled = threading.Event()
     with tinker.ServiceClient() as client:
