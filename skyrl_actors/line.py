@@ -88,10 +88,11 @@ class LineServer:
                 if method in self._abandoned:
                     abandoned[number] = call
                     call.add_done_callback(lambda _, number=number: abandoned.pop(number))
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            for call in abandoned.values():  # the caller is gone; what else it asked for is done to its end, and not half
-                call.cancel()
+        except (asyncio.IncompleteReadError, OSError, TimeoutError):
+            pass  # the caller is gone
         finally:
+            for call in abandoned.values():  # what else it asked for is done to its end, and not half
+                call.cancel()
             writer.close()
 
     async def _called(self, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -200,7 +201,7 @@ class _Open:
                     answer.set_result(content)
                 else:
                     answer.set_exception(content)
-        except (asyncio.IncompleteReadError, OSError) as error:
+        except (asyncio.IncompleteReadError, OSError, pickle.UnpicklingError) as error:
             reason = str(error) or reason
         finally:
             self.broken = True
@@ -211,6 +212,7 @@ class _Open:
 
     def hang_up(self) -> None:
         self.broken = True
+        self._writer.transport.abort()
         self._reading.cancel()
 
     async def close(self) -> None:

@@ -8,6 +8,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -251,13 +253,12 @@ class RayBackend:
 
         await self._on(spec, Phase.STEP, work)
 
-    async def _scored(self, group: ActorGroup, spec: ModelSpec, turn: Turn) -> tuple[float, ...]:
+    async def _scored(self, group: ActorGroup, spec: ModelSpec, turn: Turn) -> NDArray[np.float32] | None:
         """What engines are compared with."""
         agreement = self.engines.agreement
         if agreement.check.action == "off" or spec.role != "policy":
-            return ()
-        output = await group.forward_backward(spec.model_id, turn, agreement.rows, CROSS_ENTROPY, True)
-        return tuple(output.fields["logprobs"].tolist())
+            return None
+        return (await group.forward_backward(spec.model_id, turn, agreement.rows, CROSS_ENTROPY, True)).fields["logprobs"]
 
     async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
         call = (TrainWorker.load_checkpoint, spec.model_id, folder, with_optimizer, mix)
@@ -292,7 +293,7 @@ class RayBackend:
             made = await self._transfer.publish(group, spec.model_id, turn, version)
             if written:
                 await group.write_versions(spec.model_id, ())
-            return SamplerWeights(version, (made,), scored)
+            return self.engines.agreement.said(SamplerWeights(version, (made,)), scored)
 
         return await self._on(spec, Phase.TRAIN, work)
 
@@ -301,7 +302,7 @@ class RayBackend:
         return await supervisor.guarded((await supervisor.up()).exists([part.path for part in weights.parts]))
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
-        return SamplerWeights(version, manifests(Path(folder), version), self.engines.agreement.kept_in(Path(folder)))
+        return self.engines.agreement.remembered(SamplerWeights(version, manifests(Path(folder), version)), Path(folder))
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         await self.engines.drop(weights)

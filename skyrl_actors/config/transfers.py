@@ -97,7 +97,8 @@ TransferConfig = Annotated[
 
 
 class LogprobCheck(FrozenConfig):
-    """A fixed prompt is scored by the trainer when a version is frozen, and by each engine before it first answers from it."""
+    """A fixed prompt is scored by the trainer when a version or a checkpoint for sampling is saved, and by each engine before it first
+    answers from it. Not compared is what a trainer of another dtype saved."""
 
     action: Literal["off", "warn", "refuse"] = Field(default="warn", description="when they differ by more than the bound")
     bound: float | None = Field(

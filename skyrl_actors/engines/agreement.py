@@ -8,9 +8,11 @@ probabilities, which policy losses are made of, would be of noise then.
 import json
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_actors.config.transfers import LogprobCheck
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
@@ -25,8 +27,9 @@ SCORING = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
 
 
 class Agreement:
-    def __init__(self, check: LogprobCheck, bound: float, say: Callable[[str], None]):
+    def __init__(self, check: LogprobCheck, bound: float, dtype: str, say: Callable[[str], None]):
         self.check = check
+        self.dtype = dtype  # of the trainer, for which the bound was chosen
         self.bound = bound  # of the mean |Δ logprob|, nats
         self.differences: deque[float] = deque(maxlen=KEPT)
         self.exceeded = 0
@@ -42,20 +45,31 @@ class Agreement:
         return columns_from([Example(tokens[:-1], {TARGETS: tokens[1:]})])
 
     def can_compare(self, weights: SamplerWeights) -> bool:
-        """Not what was saved without a score, or with that of another prompt, of engines with other lengths."""
-        return self.check.action != "off" and len(weights.scored) == len(self.prompt) - 1
+        """Not what was saved without a score, or with that of another prompt, of engines with other lengths, or of a trainer that
+        computed in another dtype."""
+        return self.check.action != "off" and weights.scored_in == self.dtype and len(weights.scored) == len(self.prompt) - 1
 
-    def notes(self, scored: tuple[float, ...]) -> dict[str, str]:
+    def said(self, weights: SamplerWeights, logprobs: NDArray[np.float32] | None) -> SamplerWeights:
+        """With what the trainer said of them; without, where that is no number."""
+        if logprobs is None or not np.isfinite(logprobs).all():
+            return weights
+        return replace(weights, scored=tuple(logprobs.tolist()), scored_in=self.dtype)
+
+    def notes(self, logprobs: NDArray[np.float32] | None) -> dict[str, str]:
         """What is kept in a checkpoint's folder: texts by name of file."""
-        return {SCORED_FILE: json.dumps({"prompt": self.prompt, "logprobs": scored})} if scored else {}
+        said = self.said(SamplerWeights(""), logprobs)
+        kept = {"prompt": self.prompt, "logprobs": said.scored, "dtype": said.scored_in}
+        return {SCORED_FILE: json.dumps(kept)} if said.scored else {}
 
-    def kept_in(self, folder: Path) -> tuple[float, ...]:
-        """Nothing where there is none, or of another prompt."""
+    def remembered(self, weights: SamplerWeights, folder: Path) -> SamplerWeights:
+        """With what is kept in this folder, if that is of the same prompt."""
         try:
             kept = json.loads((folder / SCORED_FILE).read_text())
-            return tuple(map(float, kept["logprobs"])) if tuple(kept["prompt"]) == self.prompt else ()
+            if tuple(kept["prompt"]) != self.prompt:
+                return weights
+            return replace(weights, scored=tuple(map(float, kept["logprobs"])), scored_in=str(kept["dtype"]))
         except (OSError, ValueError, KeyError, TypeError):
-            return ()
+            return weights
 
     def compare(self, engine: str, weights: SamplerWeights, output: SampleOutput) -> None:
         """Raises InternalError beyond the bound where the config says "refuse"."""

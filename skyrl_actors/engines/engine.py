@@ -76,7 +76,7 @@ class Engine(Member):
         self._load = load
         self._log_file = ""
         self._watching: asyncio.Task[None] | None = None
-        self._line = Line(self._find)
+        self._line: Line | None = None
         self.gate = self._new_gate(BASE_VERSION)
 
     def _new_gate(self, version: str) -> Gate[str]:
@@ -93,7 +93,7 @@ class Engine(Member):
         if report is None or report.status is None:
             return False
         self._say(f"took over {self.name}")
-        self.actor, self._log_file = actor, report.log_file
+        self.actor, self._log_file, self._line = actor, report.log_file, self._line_to(actor)
         self.gate = self._new_gate(report.status.loaded_version or DROPPED)
         self._watch()
         self._step("started")
@@ -116,8 +116,9 @@ class Engine(Member):
 
     async def _make(self) -> None:
         started = time.perf_counter()
-        self.actor = self.site.make()
-        report: EngineReport = await self._ask([self.actor.adopt.remote(self.epoch)], "start", self.config.start_timeout_s)
+        actor = self.site.make()
+        self.actor, self._line = actor, self._line_to(actor)
+        report: EngineReport = await self._ask([actor.adopt.remote(self.epoch)], "start", self.config.start_timeout_s)
         self._log_file = report.log_file
         self._say(f"{self.name}: vLLM is imported ({time.perf_counter() - started:.1f} s), loading weights")
         await self._ask([self.actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
@@ -140,12 +141,12 @@ class Engine(Member):
         return (await remote.gather(refs, [self.name], what, timeout_s or self.config.call_timeout_s))[0]
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        actor = self.actor
-        if actor is None or self.health == "DEAD":
+        actor, line = self.actor, self._line
+        if actor is None or line is None or self.health == "DEAD":
             raise StateLost(f"{self.name} is {self.health}: {self.reason}")
         try:
             if method in ON_LINE:
-                return await self._on_line(method, *arguments)
+                return await self._on_line(line, method, *arguments)
             ref = getattr(actor, method).remote(self.epoch, *arguments)
             try:
                 return await self._ask([ref], method)
@@ -156,10 +157,10 @@ class Engine(Member):
             self.lost(actor, str(error))
             raise
 
-    async def _on_line(self, method: str, *arguments: Any) -> Any:
+    async def _on_line(self, line: Line, method: str, *arguments: Any) -> Any:
         """A sample that may be frozen has its deadline in the engine, where it is known when it was; here it is seen that the engine
         answers at all."""
-        call = asyncio.ensure_future(self._line.call(method, self.epoch, *arguments))
+        call = asyncio.ensure_future(line.call(method, self.epoch, *arguments))
         try:
             while not (await asyncio.wait((call,), timeout=self.config.call_timeout_s))[0]:
                 if method != "sample" or self.config.in_flight != "keep":
@@ -167,11 +168,14 @@ class Engine(Member):
                 await self.status()
             return call.result()
         finally:
-            call.cancel()
+            if not call.cancel() and not call.cancelled():
+                call.exception()  # it ended as its caller gave it up: nobody else asks
 
-    async def _find(self) -> Address:
-        assert self.actor is not None
-        return await self._ask([self.actor.get_line.remote(self.epoch, remote.node_address())], "line")
+    def _line_to(self, actor: ActorHandle) -> Line:
+        async def find() -> Address:
+            return await self._ask([actor.get_line.remote(self.epoch, remote.node_address())], "line")
+
+        return Line(find)
 
     async def status(self) -> EngineStatus:
         assert self.actor is not None
@@ -179,7 +183,8 @@ class Engine(Member):
 
     def lost(self, actor: ActorHandle, reason: str) -> None:
         if actor is self.actor:
-            self._line.hang_up()
+            if self._line is not None:
+                self._line.hang_up()
             self.died(reason)
 
     def last_words(self) -> str:
@@ -222,7 +227,8 @@ class Engine(Member):
     async def detach(self) -> None:
         await self._no_more_restarts()
         await remote.ended(self._watching)
-        await self._line.close()
+        if self._line is not None:
+            await self._line.close()
 
     async def close(self) -> None:
         await self.detach()

@@ -9,26 +9,32 @@ from skyrl_actors.messages.results import PartialSample
 class Partials:
     def __init__(self) -> None:
         self._growing: dict[str, PartialSample] = {}
-        self._changed: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, set[asyncio.Event]] = {}
 
     def grow(self, request_id: str, so_far: PartialSample) -> None:
         self._growing[request_id] = so_far
-        if request_id in self._changed:
-            self._changed.pop(request_id).set()
+        self._wake(request_id)
 
     def end(self, request_id: str) -> None:
         self._growing.pop(request_id, None)
-        if request_id in self._changed:
-            self._changed.pop(request_id).set()
+        self._wake(request_id)
+
+    def _wake(self, request_id: str) -> None:
+        for changed in self._waiting.get(request_id, ()):
+            changed.set()
 
     async def after(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
         """What came behind the first `have` tokens; empty when nothing did in time, or the sample has ended."""
         so_far = self._growing.get(request_id, PartialSample())
         if len(so_far.tokens) <= have:
-            changed = self._changed.setdefault(request_id, asyncio.Event())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), timeout_s)
-            if not changed.is_set():
-                self._changed.pop(request_id, None)  # it may have ended before anybody asked
+            changed, waiting = asyncio.Event(), self._waiting.setdefault(request_id, set())
+            waiting.add(changed)
+            try:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), timeout_s)
+            finally:
+                waiting.discard(changed)
+                if not waiting and self._waiting.get(request_id) is waiting:
+                    del self._waiting[request_id]
             so_far = self._growing.get(request_id, PartialSample())
         return PartialSample(so_far.tokens[have:], so_far.logprobs[have:])

@@ -334,7 +334,8 @@ def build_pool(
     """`devices`: ids of the GPUs of slots, where an engine has several."""
     engine = config.engine
     share = config.placement.colocated_share if config.placement.shares("engine") else 1.0
-    pool = EnginePool(config.name, engine, base_folder, deliver, Agreement(config.logprob_check, config.logprob_bound, say))
+    agreement = Agreement(config.logprob_check, config.logprob_bound, config.policy.dtype, say)
+    pool = EnginePool(config.name, engine, base_folder, deliver, agreement)
     for index, slots in enumerate(plan.actors_of("engine")):
         over_nodes = len({slot.node for slot in slots}) > 1
         ids = () if over_nodes else tuple(devices[slot.index] for slot in slots if slot.index in devices)

@@ -248,6 +248,8 @@ class VllmEngine:
                 await self.llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False)
                 await self.llm.engine_core.release_kv_cache_memory_async()
                 self._awake.discard("kv_cache")
+                if weights_stay:  # else its sleep follows, which does the same
+                    await self.llm.collective_rpc("skyrl_trim")
                 return max(0, before - await self._used_bytes())
         return await self.sleep(1) - await self.wake("weights") if weights_stay else 0
 

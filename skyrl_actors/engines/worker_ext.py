@@ -81,6 +81,14 @@ class Extension:
         free, total = torch.cuda.mem_get_info()
         return total - free
 
+    def skyrl_trim(self) -> None:
+        """Give back what allocators keep for later: vLLM's own sleep does, and letting go of the KV cache alone does not."""
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        else:
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
     def skyrl_patch(self) -> list[str]:
         """Apply the patches of this vLLM release to the running worker; returns their names."""
         return vllm_patches.apply(self.model_runner)

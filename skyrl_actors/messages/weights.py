@@ -68,11 +68,13 @@ def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:
 @dataclass(frozen=True, slots=True)
 class SamplerWeights:
     """What a sampler is pinned to: the base (no parts), an adapter over it, or full weights in one or more files. `scored`: the
-    trainer's logprobs of a fixed prompt, nats, with which engines are compared; none where that is switched off."""
+    logprobs of a fixed prompt, nats, that the trainer computed in `scored_in` (its dtype), with which engines are compared; none where
+    that is switched off."""
 
     version: str
     parts: tuple[WeightManifest, ...] = ()
     scored: tuple[float, ...] = ()
+    scored_in: str = ""
 
     @property
     def adapter(self) -> WeightManifest | None:

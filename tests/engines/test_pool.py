@@ -48,7 +48,9 @@ def test_an_engine_of_several_gpus_is_told_which(tensor: int, pipeline: int, gpu
 
 
 def pool_of(count: int) -> EnginePool:
-    pool = EnginePool("s", EngineConfig(), Path("/base"), nobody, Agreement(ClusterConfig().logprob_check, 1e-4, print))
+    pool = EnginePool(
+        "s", EngineConfig(), Path("/base"), nobody, Agreement(ClusterConfig().logprob_check, 1e-4, "float32", print)
+    )
     pool.engines = [Answering(f"engine[{i}]", RestartConfig(), print) for i in range(count)]
     return pool
 
