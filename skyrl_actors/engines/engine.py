@@ -90,7 +90,7 @@ class Engine(Member):
         """The engine of an earlier controller, if it runs and is what the config asks for, with whatever weights it holds."""
         actor = remote.named(self.site.name)
         report = await self._taken_over(actor) if actor else None
-        if report is None or report.status is None:
+        if actor is None or report is None or report.status is None:
             return False
         self._say(f"took over {self.name}")
         self.actor, self._log_file, self._line = actor, report.log_file, self._line_to(actor)
@@ -121,7 +121,7 @@ class Engine(Member):
         report: EngineReport = await self._ask([actor.adopt.remote(self.epoch)], "start", self.config.start_timeout_s)
         self._log_file = report.log_file
         self._say(f"{self.name}: vLLM is imported ({time.perf_counter() - started:.1f} s), loading weights")
-        await self._ask([self.actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
+        await self._ask([actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
         self._say(f"{self.name}: ready ({time.perf_counter() - started:.1f} s)")
         self.gate = self._new_gate(BASE_VERSION)
         self.delivered, self.agreed = {}, {}
