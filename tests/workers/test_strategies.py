@@ -145,11 +145,11 @@ TENANTS = [
 
 @pytest.fixture(scope="module")
 def of_tenants(ranks: dict[int, Ranks], base: Path) -> list[dict[str, torch.Tensor]]:
-    """Each alone, on one rank."""
+    """Each alone, on one rank, in float64: how float32 rounds differs from one kind of processor to the next."""
     found = []
     for i, spec in enumerate(TENANTS):
         data = [[calls[i]] for calls in tenant_data()]
-        found += ranks[1].run(runs.tenants, str(base), ReplicaStrategy(), [spec], data, {})[0]
+        found += ranks[1].run(runs.tenants, str(base), ReplicaStrategy(), [spec], data, {"dtype": "float64"})[0]
     return found
 
 
@@ -172,7 +172,7 @@ def test_adapters_over_a_frozen_base_however_it_is_held(
     """Many tenants together on two ranks, of which one has fewer passes: as each alone on one."""
     found = ranks[2].run(runs.tenants, str(base), STRATEGIES[strategy], TENANTS, tenant_data(), {"budget": budget})[0]
     for ours, alone in zip(found, of_tenants, strict=True):
-        assert relative(joined(ours), joined(alone)) < 1e-6
+        assert relative(joined(ours), joined(alone)) < 5e-6
 
 
 @pytest.mark.parametrize("strategy", ["replica", "fsdp2"])
@@ -195,7 +195,7 @@ def test_two_ranks_share_the_tokens_of_a_sequence(
                 assert outputs[0][2]["loss:sum"] == pytest.approx(totals[i], rel=1e-5, abs=1e-4)
     adapters = ranks[2].run(runs.tenants, str(base), STRATEGIES[strategy], TENANTS, tenant_data(), options)[0]
     for ours, alone in zip(adapters, of_tenants, strict=True):
-        assert relative(joined(ours), joined(alone)) < 1e-6
+        assert relative(joined(ours), joined(alone)) < 5e-6
 
 
 @pytest.mark.parametrize("strategy", ["replica", "fsdp2"])
