@@ -16,17 +16,15 @@ from typing import Any
 
 from skyrl_actors.backends.base import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller import admission, housekeeping, overview, restart
+from skyrl_actors.controller import admission, bounds, housekeeping, overview, restart
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.lanes import Lanes, seeded
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
-from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
-from skyrl_actors.controller.waiters import ResultTable
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SamplerOpened, SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
@@ -46,8 +44,8 @@ class Controller:
         self.backend = backend
         self.journal = journal
         self.tenants = TenantTable()
-        self.queue = RequestQueue(config.limits.open_requests, config.limits.open_requests_per_key)
-        self.results = ResultTable(config.limits.result_ttl_s)
+        self.queue = bounds.queue_of(config.limits)
+        self.results = bounds.results_of(config.limits)
         self.started_at = wall()
         self.capabilities: Capabilities | None = None
         self.epoch = 0
@@ -57,7 +55,8 @@ class Controller:
         self._making_room = asyncio.Lock()
         folders = CheckpointFolders(config.checkpoint_dir, mirror_url=config.checkpoint_mirror)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
-        self._ledger = Ledger(journal, self.queue, self.results, wall)
+        memory = bounds.payloads_of(config.limits)
+        self._ledger = Ledger(journal=journal, queue=self.queue, results=self.results, memory=memory, wall=wall)
         self._recovery = Recovery(config, backend, journal, self.tenants, folders)
         self._executor = Executor(config, backend, self.tenants, folders, self._recovery.fork)
         self.completions = Completions()
