@@ -9,6 +9,11 @@ class LimitsConfig(FrozenConfig):
     """What one client may ask. Over a bound the answer is 413, 422 or 429 and says what is allowed."""
 
     body_bytes: int = Field(default=64 * 2**20, ge=1024, description="of a request, also after decompression")
+    body_memory_bytes: int = Field(
+        default=512 * 2**20,
+        ge=1024,
+        description="of large bodies that one ingress process reads and decodes at once; more wait",
+    )
     datums: int = Field(default=1024, ge=1, description="of one forward or forward_backward")
     tokens: int = Field(default=2**22, ge=1, description="of all datums of one request together")
     num_samples: int = Field(default=256, ge=1, description="of one asample; max_tokens is bound by engine.max_model_len")

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
 import numpy as np
@@ -18,12 +18,19 @@ from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import ForwardBackward, Request, Sample
 
 MIN_TEMPERATURE = 0.0
+METADATA_BYTES = 16 * 2**10  # of a session, model or checkpoint
 LARGEST_INT = 2**62  # of numbers that only name something
 
 
 def check_seq_id(seq_id: int | None) -> None:
     if seq_id is not None and not 0 <= seq_id <= LARGEST_INT:
         raise InvalidRequest(f"seq_id {seq_id}: use 0 to 2^62")
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    num_bytes = sum(len(text.encode(errors="surrogatepass")) for pair in metadata.items() for text in pair)
+    if num_bytes > METADATA_BYTES:
+        raise InvalidRequest(f"user_metadata has {num_bytes} bytes of keys and values; at most {METADATA_BYTES} are taken")
 
 
 def check_count(ids: Iterable[str], new_id: str, limit: int, what: str) -> None:
