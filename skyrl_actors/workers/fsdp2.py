@@ -24,13 +24,21 @@ from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, c
 from skyrl_actors.workers.tensor_files import Shape, Source
 
 
+class ShardedNetwork(Network):
+    def end_pass(self) -> None:
+        """A backward pass drops the gathered weights by itself. After a forward pass alone the root's stay, and so do those of
+        every layer with `reshard_after_forward=False`: the next pass would compute with them although a step or a load has
+        changed the shards."""
+        cast(FSDPModule, self.whole).reset_iter_state()
+
+
 def sharded_network(
     strategy: Fsdp2Strategy, folder: str, dtype: torch.dtype, device: torch.device, activations: Activations,
     trained: bool, is_critic: bool = False,
 ) -> Network:  # fmt: skip
     """A trained one is kept in float32 and computes in `dtype`; a frozen one is kept in `dtype`."""
     module = shell(folder, torch.float32 if trained else dtype)
-    network = Network(module, device, activations, value_head_for(module, is_critic))
+    network = ShardedNetwork(module, device, activations, value_head_for(module, is_critic))
     if not trained:
         module.requires_grad_(False)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

@@ -137,6 +137,10 @@ class Network:
         """From the forward to the end of the backward pass, which may compute parts of the forward again."""
         return _InUse(self, segments)
 
+    def end_pass(self) -> None:
+        """Called after each pass, also after one without a backward and one that failed. The weights may change before the next
+        pass, so whatever was gathered from shards is dropped here."""
+
     def _predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
         with _offloading(self.device) if self.activations == "offload" else nullcontext():
             given = {"inputs_embeds": self._embedded(inputs.tokens)} if self.same_graph else {"input_ids": inputs.tokens[None]}
@@ -188,6 +192,7 @@ class _InUse(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._network._segments = ()
+        self._network.end_pass()
 
 
 def _offloading(device: torch.device) -> AbstractContextManager[Any]:

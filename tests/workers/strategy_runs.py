@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from skyrl_actors import losses
-from skyrl_actors.config.strategies import StrategyConfig
+from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy, StrategyConfig
 from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
@@ -14,6 +14,13 @@ from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpe
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 
+STRATEGIES: dict[str, StrategyConfig] = {
+    "replica": ReplicaStrategy(),
+    "zero1": DeepSpeedStrategy(stage=1),
+    "zero2": DeepSpeedStrategy(stage=2),
+    "zero3": DeepSpeedStrategy(stage=3),
+    "fsdp2": Fsdp2Strategy(),
+}
 READ_GRADIENT = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.9)  # exp_avg becomes the gradient, weights stay
 
 

@@ -1,6 +1,5 @@
 """Every strategy, at one and two ranks, against float64 transformers on one process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from skyrl_actors import losses
-from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy, StrategyConfig
+from skyrl_actors.config.strategies import ReplicaStrategy
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers.state import adam_group
 from skyrl_actors.workers.tensor_files import TensorFiles, whole
@@ -16,25 +15,11 @@ from tests.workers import strategy_runs as runs
 from tests.workers import stream_runs
 from tests.workers.ranks import Ranks
 from tests.workers.references import Reference, batch, inputs_of, relative
+from tests.workers.strategy_runs import STRATEGIES
 from tests.workers.tiny_models import make
 
-STRATEGIES: dict[str, StrategyConfig] = {
-    "replica": ReplicaStrategy(),
-    "zero1": DeepSpeedStrategy(stage=1),
-    "zero2": DeepSpeedStrategy(stage=2),
-    "zero3": DeepSpeedStrategy(stage=3),
-    "fsdp2": Fsdp2Strategy(),
-}
 POLICY_LOSSES = sorted(name for name, entry in losses.REGISTRY.items() if entry.role == "policy" and not entry.any_inputs)
 RAGGED = ((3, 30, 7, 7, 21, 2, 50), (40,), (5, 5, 5))  # the second leaves a rank of two without a row
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[dict[int, Ranks]]:
-    pools = {count: Ranks(count) for count in (1, 2)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.fixture(scope="module")

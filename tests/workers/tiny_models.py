@@ -20,6 +20,8 @@ SIZE = {
 }  # fmt: skip
 MODELS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZE, tie_word_embeddings=True),
+    # Tensors of more than 100,000 weights, which ZeRO stage 3 does not keep gathered.
+    "qwen3-wide": Qwen3Config(**{**SIZE, "vocab_size": 640, "hidden_size": 192, "intermediate_size": 640}, tie_word_embeddings=True),
     "qwen3-untied": Qwen3Config(**SIZE, tie_word_embeddings=False),
     "llama": LlamaConfig(**SIZE, tie_word_embeddings=False),
     "mistral": MistralConfig(**SIZE, sliding_window=8, tie_word_embeddings=False),
