@@ -34,8 +34,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_actors.config.strategies import DeepSpeedStrategy
 from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.interface import Activations
-from skyrl_actors.workers.network import Network
+from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import ATTENTION
 from skyrl_actors.workers.shells import own_names, trained_names, value_head_for, weights_of
 from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm
@@ -126,6 +127,7 @@ class ZeroState:
         self.parameters: dict[str, Any] = trained_names(network.whole)
         self.shapes: dict[str, Shape] = {name: full_shape(p) for name, p in self.parameters.items()}
         self.pending = False
+        self._has_own_gradient = False  # of this rank; in stage 1 a rank without rows has none although the model has
         self.num_steps = 0
 
     @property
@@ -134,11 +136,20 @@ class ZeroState:
 
     def backward(self, surrogate: Tensor) -> None:
         self._engine.backward(surrogate * dist.get_world_size(), scale_wrt_gas=False)
-        self.pending = True
+        self.pending = self._has_own_gradient = True
+
+    def _add_zeros(self) -> None:
+        """DeepSpeed fails in a step without a backward pass before it, so there is one whose gradient is zero."""
+        network, place = self._network, self._network.device
+        token = torch.zeros(1, dtype=torch.int64, device=place)
+        is_critic = hasattr(network.whole, "value_head")
+        inputs = PassInputs(token, token, (Block(0, 1, 1),), (Segment(1, {}, 1.0),), None if is_critic else token, None)
+        with network.in_use(inputs.segments):
+            self.backward((network.predict(inputs)[0] * 0.0).sum())
 
     def drop_gradients(self) -> None:
         """`zero_grad` of the optimizer is enough in stages 1 and 3; stage 2 keeps what it has reduced elsewhere."""
-        self.pending = False
+        self.pending = self._has_own_gradient = False
         self._optimizer.zero_grad()
         if self._stage == 2:
             for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
@@ -147,12 +158,14 @@ class ZeroState:
             self._engine.zero_grad()
 
     def step(self, adam: AdamParams) -> float:
+        if not self._has_own_gradient:
+            self._add_zeros()
         for group in self._optimizer.param_groups:
             group.update(adam_group(adam))
         self._optimizer.clip_grad = adam.grad_clip_norm
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
-        self.pending = False
+        self.pending = self._has_own_gradient = False
         check_norm(norm, self)
         self.num_steps += 1
         return norm

@@ -1,5 +1,6 @@
 """What the ranks run in the tests of strategies: functions of (rank, world_size, port, …)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -87,14 +88,16 @@ def set_value_head(worker: TorchWorker) -> None:
 
 
 def trajectory(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: list[Columns], adams: list[AdamParams],
-    options: dict[str, Any],
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: Sequence[Columns | None],
+    adams: list[AdamParams], options: dict[str, Any],
 ) -> tuple[dict[str, torch.Tensor], list[float]]:  # fmt: skip
+    """A step for each call, and for each None one without a call before it."""
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec("m", "tiny", options.get("role", "policy")))
     norms = []
     for columns, adam in zip(data, adams, strict=True):
-        one(worker, "m", columns, "cross_entropy")
+        if columns is not None:
+            one(worker, "m", columns, "cross_entropy")
         norms.append(worker.optim_step("m", adam)["skyrl.ai/grad_norm"])
     return gathered(worker, "m", "weights"), norms
 

@@ -90,6 +90,32 @@ def test_adamw_over_twenty_steps(ranks: dict[int, Ranks], base: Path, strategy: 
         assert relative(weights[name], parameter.detach()) < 1e-6, name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_without_a_gradient_is_one_with_zeros(ranks: dict[int, Ranks], base: Path, strategy: str, dtype: str):
+    """Moments and weight decay apply, as in float64. The call of one row leaves a rank of two without a gradient of its own."""
+    data = [None, batch(1, (9, 4, 17)), None, batch(2, (13,)), None, None]
+    adam = AdamParams(1e-3, eps=1.0, weight_decay=0.1)
+    reference = Reference(base)
+    optimizer = torch.optim.AdamW(reference.model.parameters(), **adam_group(adam))
+    norms = []
+    for columns in data:
+        reference.clear()
+        if columns is not None:
+            reference.backward("cross_entropy", columns)
+        for parameter in reference.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        norms.append(float(torch.nn.utils.clip_grad_norm_(reference.model.parameters(), torch.inf)))
+        optimizer.step()
+    arguments = (str(base), STRATEGIES[strategy], data, [adam] * len(data), {"dtype": dtype})
+    weights, found = ranks[2].run(runs.trajectory, *arguments)[0]
+    _, of_critic = ranks[2].run(runs.trajectory, *arguments[:2], [None], [adam], {"dtype": dtype, "role": "critic"})[0]
+    assert of_critic == [0.0]
+    assert found == pytest.approx(norms, rel=1e-5 if dtype == "float32" else 0.05)
+    for name, parameter in reference.model.named_parameters():
+        assert relative(weights[name], parameter.detach()) < (1e-6 if dtype == "float32" else 5e-4), name
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp2"])
 def test_bfloat16_computes_with_float32_master_weights(ranks: dict[int, Ranks], base: Path, strategy: str):
     """A step far below what bfloat16 can tell apart moves the weights."""
