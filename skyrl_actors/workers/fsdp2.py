@@ -19,6 +19,7 @@ from skyrl_actors.config.strategies import Fsdp2Strategy
 from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.network import Network
+from skyrl_actors.workers.pending_gradients import PendingGradients
 from skyrl_actors.workers.shells import own_names, shell, trained_names, value_head_for, weights_of
 from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm
 from skyrl_actors.workers.tensor_files import Shape, Source
@@ -99,6 +100,7 @@ class Fsdp2State:
         self.parameters = cast("dict[str, DTensor]", trained_names(network.whole))
         self.shapes: dict[str, Shape] = {name: tuple(p.shape) for name, p in self.parameters.items()}
         self.pending = False
+        self.gradients = PendingGradients(cast("list[nn.Parameter]", list(self.parameters.values())))
         self.optimizer = self._new_optimizer()
 
     def _new_optimizer(self) -> torch.optim.AdamW:
@@ -114,6 +116,7 @@ class Fsdp2State:
 
     def drop_gradients(self) -> None:
         self.pending = False
+        self.gradients.drop()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -172,9 +175,7 @@ class Fsdp2State:
         if part == "weights":
             self._network.whole.to(device)
         elif part == "gradients":
-            for parameter in self.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(device)
+            self.gradients.move(device)
         elif part == "optimizer":
             for state in self.optimizer.state.values():
                 state.update({key: value.to(device) for key, value in state.items()})

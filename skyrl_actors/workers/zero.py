@@ -19,6 +19,8 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Offloaded
 from deepspeed.utils import (
@@ -33,17 +35,30 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_actors.config.strategies import DeepSpeedStrategy
+from skyrl_actors.device_memory import placed
 from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import ATTENTION
+from skyrl_actors.workers.pending_gradients import PendingGradients
 from skyrl_actors.workers.shells import own_names, trained_names, value_head_for, weights_of
 from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm
 from skyrl_actors.workers.tensor_files import Shape, Source, whole
 
 # An operator for inference that every start on a CPU would compile, and that fails without a compiler.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+_check_optimizer = DeepSpeedEngine._do_optimizer_sanity_check
+
+
+def _same_class_for_every_dtype(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> str:
+    """In bfloat16, stage 1 would take a class of its own, whose state cannot leave the device."""
+    _check_optimizer(engine, optimizer)
+    return ZERO_OPTIMIZATION
+
+
+DeepSpeedEngine._do_optimizer_sanity_check = _same_class_for_every_dtype
 
 
 def settings(strategy: DeepSpeedStrategy, dtype: torch.dtype, trained: bool) -> dict[str, Any]:
@@ -81,7 +96,8 @@ def zero_network(
     with deepspeed.zero.Init(config_dict_or_path=config) if partitioned else nullcontext():
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=ATTENTION)
     module.to(device)
-    network = Network(module, device, activations, value_head_for(module, is_critic))
+    value_head = value_head_for(module, is_critic)  # of one dtype with the rest, as DeepSpeed wants it
+    network = Network(module, device, activations, value_head and value_head.to(dtype))
     parameters = own_names(network.whole)
     with weights_of(folder, dtype, {n: full_shape(p) for n, p in parameters.items()}) as source, torch.no_grad():
         for name, parameter in parameters.items():
@@ -129,6 +145,14 @@ class ZeroState:
         self.pending = False
         self._has_own_gradient = False  # of this rank; in stage 1 a rank without rows has none although the model has
         self.num_steps = 0
+        # Stage 1 in bfloat16 adds up in an attribute of float32; stage 2 in lists of its own.
+        in_attribute = getattr(self._optimizer, "use_grad_accum_attribute", False)
+        self.gradients = PendingGradients(self.parameters.values(), "grad_accum" if in_attribute else "grad")
+        self._away: set[str] = set()  # parts that left the device
+        self._moved_by_engine = {
+            "weights": {Offloaded.lp_params} if self._stage == 3 else {Offloaded.lp_params, Offloaded.hp_params},
+            "gradients": {Offloaded.contiguous_grad_buffer},
+        }
 
     @property
     def num_parameters(self) -> int:
@@ -150,6 +174,7 @@ class ZeroState:
     def drop_gradients(self) -> None:
         """`zero_grad` of the optimizer is enough in stages 1 and 3; stage 2 keeps what it has reduced elsewhere."""
         self.pending = self._has_own_gradient = False
+        self.gradients.drop()
         self._optimizer.zero_grad()
         if self._stage == 2:
             for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
@@ -230,16 +255,38 @@ class ZeroState:
         self._engine.destroy()
 
     def move(self, part: str, device: torch.device) -> None:
-        """Weights and gradients by DeepSpeed's own means, which in stage 3 know no moments but those of its own optimizer."""
+        """Where DeepSpeed can not: stage 3 moves no moments and no float32 weights but those of an optimizer of its own, stages
+        1 and 2 no gradients of which the step has not begun."""
+        there = device == self._network.device
+        leaves = part not in self._away and (not there or device.type == "cpu")
+        if not leaves and not (part in self._away and there):
+            return
+        (self._away.add if leaves else self._away.remove)(part)
         if part == "optimizer":
             for state in self._optimizer.optimizer.state.values():
-                state.update({kind: state[kind].to(device) for kind in MOMENTS})
-            return
-        if device.type != "cpu":
-            self._engine.reload_states(non_blocking=False)
-            return
-        kinds = {
-            "weights": [Offloaded.lp_params, *([Offloaded.hp_params] if self._stage != 3 else [])],
-            "gradients": [Offloaded.contiguous_grad_buffer if self._stage == 3 else Offloaded.lp_grads],
-        }
-        self._engine.offload_states(include=kinds[part], device=OffloadDeviceEnum.cpu, pin_memory=False, non_blocking=False)
+                state.update({kind: placed(state[kind], device) for kind in MOMENTS})
+        elif part == "gradients" and self._stage < 3:
+            self._move_gradients(device)
+        elif leaves:
+            self._engine.offload_states(self._moved_by_engine[part], OffloadDeviceEnum.cpu, pin_memory=False)
+        else:
+            self._reload(self._moved_by_engine[part])
+        if part == "weights" and self._stage == 3:
+            for held in self._optimizer.fp32_partitioned_groups_flat:
+                held.data = placed(held.data, device)
+
+    def _move_gradients(self, device: torch.device) -> None:
+        self.gradients.move(device)
+        for kept in (self._optimizer.averaged_gradients, self._optimizer.all_grad_tensors):
+            for key, tensors in kept.items():
+                if hasattr(tensors, "move_flat_partition"):  # views of one buffer
+                    tensors.move_flat_partition(device)
+                elif tensors is not None:
+                    kept[key] = [None if tensor is None else placed(tensor, device) for tensor in tensors]
+
+    def _reload(self, kinds: set[Offloaded]) -> None:
+        """DeepSpeed brings back all that is away: what belongs to other parts is kept from it."""
+        others = self._optimizer.offloaded_states - kinds
+        self._optimizer.offloaded_states -= others
+        self._engine.reload_states(non_blocking=False)
+        self._optimizer.offloaded_states |= others

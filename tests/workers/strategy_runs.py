@@ -1,5 +1,6 @@
 """What the ranks run in the tests of strategies: functions of (rank, world_size, port, …)."""
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
+from skyrl_actors.workers.state import MOMENTS
 from skyrl_actors.workers.torch_worker import TorchWorker
 
 STRATEGIES: dict[str, StrategyConfig] = {
@@ -156,18 +159,17 @@ def tenants(
 
 
 def moved_about(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: list[Columns], moves: bool
-) -> dict[str, torch.Tensor]:
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: list[Columns], moves: bool, options: dict[str, Any]
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Two steps of two calls; between all of them the parts leave and come back, as the phases make them."""
-    worker = worker_of(rank, world, port, base, strategy)
+    worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     state = worker.models["m"].state
+    gc.freeze()  # DeepSpeed collects garbage in each move
 
     def leave_and_return(*parts: str) -> None:
-        for part in parts if moves else ():
+        for part in (*parts, *reversed(parts)) if moves else ():
             state.move(part, torch.device("cpu"))
-        for part in reversed(parts if moves else ()):
-            state.move(part, torch.device("cpu") if not hasattr(state, "_engine") or part == "optimizer" else BACK)
 
     for step in range(2):
         for columns in data:
@@ -175,16 +177,43 @@ def moved_about(
             leave_and_return("gradients", "weights")
         worker.optim_step("m", AdamParams(1e-2 / (step + 1)))
         leave_and_return("optimizer")
+    gc.unfreeze()
     return gathered(worker, "m", "weights")
 
 
-class _Back:
-    """Stands for a device that is not the host, where there is none."""
+def moved_away(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, parts: list[str], options: dict[str, Any]
+) -> dict[str, list[str]]:  # fmt: skip
+    """The kinds of device of each of these parts, in the middle of an accumulation, after they left for one that is not the host."""
+    worker = worker_of(rank, world, port, base, strategy, **options)
+    worker.create_model(ModelSpec("m", "tiny"))
+    one(worker, "m", columns, "cross_entropy")
+    worker.optim_step("m", AdamParams(1e-3))
+    one(worker, "m", columns, "cross_entropy")
+    state: Any = worker.models["m"].state
+    for part in parts:
+        state.move(part, torch.device("meta"))
+    return {part: sorted({tensor.device.type for tensor in _held(state, part)}) for part in parts}
 
-    type = "device"
 
-
-BACK: Any = _Back()
+def _held(state: Any, part: str) -> list[torch.Tensor]:
+    if isinstance(state, FlatState):
+        moments = state.optimizer.moments() if state.optimizer else {}
+        gradients = [state.gradients, state._lower_gradients, *(view.grad for view in state.views.values())]
+        parts = {
+            "weights": [state.weights, state._lower, *state.views.values()],
+            "gradients": gradients,
+            "optimizer": [moments[kind] for kind in MOMENTS],
+        }
+        return [tensor for tensor in parts[part] if tensor is not None]
+    if part == "gradients":
+        kept = getattr(state._optimizer, "all_grad_tensors", {}) if hasattr(state, "_optimizer") else {}
+        sums = getattr(state._optimizer, "averaged_gradients", {}) if hasattr(state, "_optimizer") else {}
+        lists = [tensors for tensors in (*kept.values(), *sums.values()) if tensors is not None]
+        return [*state.gradients.tensors(), *(tensor for tensors in lists for tensor in tensors)]
+    if part == "weights":
+        return [tensor.to_local() for tensor in state.parameters.values()]
+    return [moments[kind].to_local() for moments in state.optimizer.state.values() for kind in MOMENTS]
 
 
 def gradients_that_are_not_finite(

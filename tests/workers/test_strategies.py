@@ -19,6 +19,7 @@ from tests.workers.strategy_runs import STRATEGIES
 from tests.workers.tiny_models import make
 
 POLICY_LOSSES = sorted(name for name, entry in losses.REGISTRY.items() if entry.role == "policy" and not entry.any_inputs)
+DTYPES = ("float32", "bfloat16")
 RAGGED = ((3, 30, 7, 7, 21, 2, 50), (40,), (5, 5, 5))  # the second leaves a rank of two without a row
 
 
@@ -90,7 +91,7 @@ def test_adamw_over_twenty_steps(ranks: dict[int, Ranks], base: Path, strategy: 
         assert relative(weights[name], parameter.detach()) < 1e-6, name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_without_a_gradient_is_one_with_zeros(ranks: dict[int, Ranks], base: Path, strategy: str, dtype: str):
     """Moments and weight decay apply, as in float64. The call of one row leaves a rank of two without a gradient of its own."""
@@ -224,12 +225,30 @@ def test_other_architectures_on_two_ranks(ranks: dict[int, Ranks], tmp_path: Pat
         assert relative(gradient, wanted[key]) < 1e-5, key
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parts_that_leave_and_come_back_change_no_number(ranks: dict[int, Ranks], base: Path, strategy: str):
+def test_parts_that_leave_and_come_back_change_no_number(ranks: dict[int, Ranks], base: Path, strategy: str, dtype: str):
     data = [batch(5 + i, (9, 4, 17)) for i in range(2)]
-    moved, stayed = (ranks[2].run(runs.moved_about, str(base), STRATEGIES[strategy], data, moves)[0] for moves in (True, False))
+    moved, stayed = (
+        ranks[2].run(runs.moved_about, str(base), STRATEGIES[strategy], data, moves, {"dtype": dtype})[0]
+        for moves in (True, False)
+    )
     for name, weight in moved.items():
         assert torch.equal(weight, stayed[name]), name
+
+
+# Torch's meta device is one more than the host. Parameters that are views can not go there, nor what DeepSpeed moves by itself.
+MOVED = {"replica": ["optimizer", "gradients"], "fsdp2": ["optimizer", "gradients", "weights"], "zero1": ["gradients"]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", MOVED)
+def test_pending_gradients_leave_for_a_device_that_is_not_the_host(
+    ranks: dict[int, Ranks], base: Path, strategy: str, dtype: str
+):
+    parts = MOVED[strategy]
+    for found in ranks[2].run(runs.moved_away, str(base), STRATEGIES[strategy], batch(5, (9, 4, 17)), parts, {"dtype": dtype}):
+        assert found == {part: ["meta"] for part in parts}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
