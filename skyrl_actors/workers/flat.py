@@ -16,7 +16,7 @@ from skyrl_actors.device_memory import placed
 from skyrl_actors.messages.model import AdamParams, OptimizerName
 from skyrl_actors.workers import optimizers
 from skyrl_actors.workers.optimizers import FlatOptimizer
-from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm
+from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm, sum_of_squares
 from skyrl_actors.workers.tensor_files import Source, whole
 
 Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place
@@ -103,7 +103,7 @@ class FlatState:
     def step(self, adam: AdamParams) -> float:
         gradients = self.ensure_gradients()
         self._reduce(gradients)
-        norm = float(torch.linalg.vector_norm(gradients, dtype=torch.float64))
+        norm = float(sum_of_squares(gradients).sqrt())
         check_norm(norm, self)
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             gradients.mul_(adam.grad_clip_norm / norm)

@@ -21,7 +21,7 @@ from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.pending_gradients import PendingGradients
 from skyrl_actors.workers.shells import own_names, shell, trained_names, value_head_for, weights_of
-from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm
+from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm, sum_of_squares
 from skyrl_actors.workers.tensor_files import Shape, Source
 
 
@@ -126,7 +126,7 @@ class Fsdp2State:
             if parameter.grad is None:  # as if it were zero: moments and weight decay still apply
                 parameter.grad = torch.zeros_like(parameter)
             local = cast(DTensor, parameter.grad).to_local()
-            squares += torch.linalg.vector_norm(local, dtype=torch.float64).to(squares.device) ** 2
+            squares += sum_of_squares(local).to(squares.device)
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
         check_norm(norm, self)

@@ -20,6 +20,7 @@ from skyrl_actors.workers.chunk_math import ChunkMath, Compiled, InPlace, wide
 
 CHUNK_LOGITS = 32 * 2**20  # logits that exist at a time, twice: as they are, and exponentiated
 KEPT_LOGITS = 8 * 2**20  # up to so many in a pass, probabilities are kept for the backward pass
+PRODUCT_NUMBERS = 16 * 2**20  # of the gradient of a trained head in a lower precision, before they are added up
 COMPILED_ON: tuple[str, ...] = ("cuda",)  # kinds of device; what is compiled there is tested on a CPU too
 
 
@@ -147,7 +148,8 @@ class _Score(torch.autograd.Function):
         hidden, weight, targets, log_sums, entropy, *rest = ctx.saved_tensors
         low_rank, kept = rest[: ctx.num_low_rank], rest[ctx.num_low_rank :]
         of_hidden = torch.zeros_like(hidden)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        # Added up in the precision of the sums: in bfloat16 each chunk would round all of it.
+        of_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
         of_low_rank = [torch.zeros_like(tensor) for tensor in low_rank]
         logits_of, math = _Logits(hidden, weight, ctx.chunks, low_rank), _math_for(hidden, ctx.chunks)
         if of_logprobs is None:
@@ -163,10 +165,21 @@ class _Score(torch.autograd.Function):
             slope = slope.to(weight.dtype)
             of_hidden[rows] = slope @ weight
             if of_weight is not None:
-                of_weight.addmm_(slope.t(), h)
+                _add_product(of_weight, slope, h)
             if chunk.low_rank >= 0:
                 _low_rank_slopes(chunk, slope, h, low_rank, of_low_rank, of_hidden)
-        return of_hidden, of_weight, None, None, None, None, None, *of_low_rank
+        given_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        return of_hidden, given_weight, None, None, None, None, None, *of_low_rank
+
+
+def _add_product(total: Tensor, slope: Tensor, h: Tensor) -> None:
+    """total [V, H] += slope [c, V]ᵀ · h [c, H]; of a product in a lower precision, a few rows exist at a time."""
+    if slope.dtype == total.dtype:
+        total.addmm_(slope.t(), h)
+        return
+    rows = max(1, PRODUCT_NUMBERS // h.size(1))
+    for own, part in zip(total.split(rows), slope.split(rows, dim=1), strict=True):
+        own += part.t() @ h
 
 
 def _math_for(hidden: Tensor, chunks: Sequence[Chunk]) -> ChunkMath:

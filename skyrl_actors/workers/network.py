@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.workers.activation_offload import offloading
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.head import HeadSegment, score
 from skyrl_actors.workers.interface import Activations
@@ -142,7 +143,7 @@ class Network:
         pass, so whatever was gathered from shards is dropped here."""
 
     def _predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
-        with _offloading(self.device) if self.activations == "offload" else nullcontext():
+        with offloading(self.device) if self.activations == "offload" else nullcontext():
             given = {"inputs_embeds": self._embedded(inputs.tokens)} if self.same_graph else {"input_ids": inputs.tokens[None]}
             output = self.module.model(
                 **given,
@@ -193,11 +194,6 @@ class _InUse(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         self._network._segments = ()
         self._network.end_pass()
-
-
-def _offloading(device: torch.device) -> AbstractContextManager[Any]:
-    """What the backward pass needs waits in host memory."""
-    return cast("AbstractContextManager[Any]", torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda"))
 
 
 def check_plain(module: Any) -> None:

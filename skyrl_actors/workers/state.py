@@ -16,6 +16,7 @@ from skyrl_actors.workers.tensor_files import Shape, Source
 
 Kind = Literal["weights", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
+NORM_PIECE = 2**22  # numbers that a norm holds in float64 at a time: 32 MiB
 
 
 class TrainState(Protocol):
@@ -71,6 +72,12 @@ def check_names(ours: Mapping[str, Shape], given: Mapping[str, Shape]) -> None:
     if dict(ours) != dict(given):
         odd = sorted({*ours.items()} ^ {*given.items()})[:4]
         raise InvalidRequest(f"the checkpoint's tensors are not this model's: {odd}")
+
+
+def sum_of_squares(vector: Tensor) -> Tensor:
+    """[] float64, on the vector's device. In pieces: a wider copy of the whole would take twice the memory of the vector."""
+    pieces = vector.detach().reshape(-1).split(NORM_PIECE)
+    return torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) ** 2 for p in pieces]).sum()
 
 
 def check_norm(norm: float, state: TrainState) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from skyrl_actors import losses
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy, StrategyConfig
@@ -13,6 +14,7 @@ from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.workers import activation_offload
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.state import MOMENTS
@@ -308,3 +310,32 @@ def elements_read(rank: int, world: int, port: int, base: str, strategy: Strateg
     finally:
         TensorFiles.range = whole_range  # type: ignore[method-assign]
     return sum(sizes), worker.models["m"].state.num_parameters
+
+
+def offloaded(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, lora: LoraSpec | None, options: dict[str, Any]
+) -> tuple[int, int, dict[str, torch.Tensor]]:  # fmt: skip
+    """Of one pass: bytes sent to the host, bytes of weights among them, and the gradient."""
+    worker = worker_of(rank, world, port, base, strategy, **options)
+    worker.create_model(ModelSpec("m", "tiny", lora=lora, seed=1))
+    whole: Any = worker.models["m"].network.whole
+    sent, placed = list[tuple[int, bool]](), activation_offload.placed
+
+    def counted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        weights = {_storage(parameter) for parameter in whole.parameters() if not isinstance(parameter, DTensor)}
+        sent.append((tensor.nbytes, _storage(tensor) in weights))
+        return placed(tensor, device)
+
+    activation_offload.placed = counted
+    try:
+        call = losses.find("cross_entropy").checked({})
+        worker.forward_backward((PartCall("m", tuple(range(columns.num_rows)), columns, call),), False)
+    finally:
+        activation_offload.placed = placed
+    worker.optim_step("m", READ_GRADIENT)
+    of_weights = sum(size for size, is_weight in sent if is_weight)
+    return sum(size for size, _ in sent), of_weights, gathered(worker, "m", "exp_avg")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -122,3 +122,25 @@ def test_a_nearly_certain_token_has_its_gradient_in_bfloat16_too():
     for row in (~beyond_float32).nonzero()[:, 0].tolist():
         assert float((found[row].double() - rounded[row]).norm() / rounded[row].norm()) < 0.05, float(again[row].detach().exp())
     assert wanted.isfinite().all()
+
+
+def test_the_gradient_of_a_trained_head_in_bfloat16_does_not_depend_on_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch):
+    """It is added up in float32: of many chunks it is as near to float64 as of one."""
+    torch.manual_seed(0)
+    tokens, width, words = 2048, 32, 1024
+    hidden, weight = torch.randn(tokens, width).bfloat16(), (torch.randn(words, width) * 0.3).bfloat16()
+    targets, slopes = torch.randint(0, words, (tokens,)), torch.randn(tokens)
+    monkeypatch.setattr(head, "KEPT_LOGITS", 0)
+    monkeypatch.setattr(head, "PRODUCT_NUMBERS", 300 * width)  # 1024 words are no multiple of it
+
+    def gradient(chunk: int, dtype: torch.dtype) -> torch.Tensor:
+        monkeypatch.setattr(head, "CHUNK_LOGITS", chunk * words)
+        leaf = weight.to(dtype).requires_grad_()
+        logprobs, _ = score(hidden.to(dtype), leaf, targets, [HeadSegment(tokens)])
+        (found,) = torch.autograd.grad((logprobs * slopes.to(logprobs.dtype)).sum(), leaf)
+        assert found.dtype == dtype
+        return found.double()
+
+    exact = gradient(tokens, torch.float64)
+    errors = [float((gradient(chunk, torch.bfloat16) - exact).norm() / exact.norm()) for chunk in (tokens, 16)]
+    assert errors[1] < 1.3 * errors[0] < 0.005, errors  # each product is rounded once

@@ -310,3 +310,19 @@ def test_a_version_is_sent_from_the_weights_and_written_when_they_change(
         stream_runs.sent_from_the_weights, str(base), STRATEGIES[strategy], batch(5, (9, 4, 17)), str(tmp_path)
     ):
         assert all(said.values()), said
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lora", [None, LoraSpec(4)], ids=["full", "lora"])
+@pytest.mark.parametrize("strategy", ["replica", "zero3", "fsdp2"])
+def test_activations_go_to_the_host_and_weights_do_not(
+    ranks: dict[int, Ranks], base: Path, strategy: str, lora: LoraSpec | None, dtype: str
+):
+    arguments = (str(base), STRATEGIES[strategy], batch(3, (30, 21)), lora)
+    options = {"dtype": dtype, "budget": 64}
+    sent, of_weights, gradients = ranks[2].run(runs.offloaded, *arguments, {**options, "activations": "offload"})[0]
+    assert sent > 0 and of_weights == 0
+    none, _, kept = ranks[2].run(runs.offloaded, *arguments, options)[0]
+    assert none == 0
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, kept[name]), name
