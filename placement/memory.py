@@ -15,6 +15,7 @@ TRAINED, STEPPED, ALL = frozenset({"TRAIN", "STEP", "SYNC"}), frozenset({"STEP"}
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2  # of one process on a GPU: CUDA context and libraries
 GRAPHS_BYTES = GIB  # CUDA graphs of an engine that captures them
+MADE_IN_A_PASS = ("activations", "head's gradient in a pass")
 HEAD_CHUNK_LOGITS = 32 * 2**20  # of workers/head
 
 
@@ -99,7 +100,7 @@ def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[Part]:
     def add(what: str, size: float, phases: frozenset[str], *settings: str) -> None:
         if size > 0:
             named = tuple(f"{ask.kind}.{s}" if s[0] != "*" else s[1:] for s in settings)
-            parts.append(Part(ask.kind, what, int(size), phases, named, kept=what != "activations"))
+            parts.append(Part(ask.kind, what, int(size), phases, named, kept=what not in MADE_IN_A_PASS))
 
     resident = TRAINED if ask.moves else ALL
     gradients = frozenset({"TRAIN", "STEP"}) if ask.moves else ALL
@@ -118,8 +119,15 @@ def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[Part]:
         where: frozenset[str] = frozenset() if ask.offloaded else optimizer
         add("full moments", full * moments, where, "full_strategy.offload_optimizer=true", "*lora.max_full_models")
     # Passes run in STEP too, where nothing is left of TRAIN to load.
+    if ask.full_models and ask.kind != "critic":
+        add("head's gradient in a pass", head_gradient_bytes(ask, shape), frozenset({"TRAIN", "STEP"}), "*lora.max_full_models")
     add("activations", activation_bytes(ask, shape), frozenset({"TRAIN", "STEP"}), "microbatch_tokens", "activations=recompute")
     return parts
+
+
+def head_gradient_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
+    """Of a trained head: the sum over chunks in float32, and the result in the dtype of the weights."""
+    return shape.vocab * shape.hidden * (4 + (ask.compute_bytes if ask.compute_bytes < 4 else 0))
 
 
 def activation_bytes(ask: TrainerAsk, shape: ModelShape) -> int:

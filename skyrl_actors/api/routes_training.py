@@ -92,7 +92,7 @@ def _from_json(body: bytes, forward_only: bool, limit: int) -> ForwardBackward:
 
 @router.post("/optim_step")
 async def optim_step(body: wire.OptimStep, request: Request) -> dict[str, Any]:
-    """AdamW on the gradients since the last step, with all its fields from the body."""
+    """AdamW on the gradients since the last step (zeros when there are none), with all its fields from the body."""
     return await _submitted(request, translate.optim_step(body))
 
 

@@ -82,7 +82,8 @@ class GroupConfig(FrozenConfig):
         "repeats them bit by bit and not to rounding",
     )
     activations: Literal["keep", "recompute", "offload"] = Field(
-        default="keep", description="of a pass, until its backward: kept, computed again layer by layer, or in host memory"
+        default="keep",
+        description="of a pass, until its backward: kept, computed again layer by layer, or in host memory (weights stay)",
     )
     sequence_parallel: int = Field(default=1, ge=1, description="ranks that share the tokens of a pass, for long rows")
     score_uncounted: bool = Field(

@@ -20,7 +20,7 @@ from skyrl_actors.workers.chunk_math import ChunkMath, Compiled, InPlace, wide
 
 CHUNK_LOGITS = 32 * 2**20  # logits that exist at a time, twice: as they are, and exponentiated
 KEPT_LOGITS = 8 * 2**20  # up to so many in a pass, probabilities are kept for the backward pass
-PRODUCT_NUMBERS = 16 * 2**20  # of the gradient of a trained head in a lower precision, before they are added up
+PRODUCT_NUMBERS = 4 * 2**20  # of a product in a lower precision that exist before they are added: 24 MiB
 COMPILED_ON: tuple[str, ...] = ("cuda",)  # kinds of device; what is compiled there is tested on a CPU too
 
 

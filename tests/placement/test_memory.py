@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,11 @@ from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, Rep
 from skyrl_actors.config.transfers import IpcTransfer
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers import head
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
+from tests.workers.measured_memory import peak_bytes
 from tests.workers.references import batch
 from tests.workers.tiny_models import make
 
@@ -79,6 +82,21 @@ def test_a_flat_full_fine_tune_has_the_bytes_of_the_plan(tmp_path: Path):
     assert planned["full moments"] == pytest.approx(
         sum(state.optimizer_tensors()[k].nbytes for k in ("exp_avg", "exp_avg_sq")), rel=0.002
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_a_trained_head_has_the_bytes_of_the_plan(monkeypatch: pytest.MonkeyPatch, dtype: str):
+    words, width, tokens = 4096, 512, 64
+    monkeypatch.setattr(head, "CHUNK_LOGITS", 8 * words)
+    monkeypatch.setattr(head, "KEPT_LOGITS", 0)
+    monkeypatch.setattr(head, "PRODUCT_NUMBERS", 32 * width)
+    hidden, weight = (torch.randn(n, width).to(getattr(torch, dtype)) for n in (tokens, words))
+    logprobs, _ = head.score(hidden, weight.requires_grad_(), torch.zeros(tokens, dtype=torch.int64), [head.HeadSegment(tokens)])
+    measured = peak_bytes(lambda: torch.autograd.grad(logprobs.sum(), weight))
+    shape = replace(QWEN3_8B, vocab=words, hidden=width)
+    ask = TrainerAsk("policy", 1, 4 if dtype == "float32" else 2, 1, 0, 8, 1, (4, 4, 8), False, tokens, "keep", False)
+    planned = {part.what: part.bytes for part in trainer_parts(ask, shape)}
+    assert measured == pytest.approx(planned["head's gradient in a pass"], rel=0.1)
 
 
 def ask_of(**changes: object) -> ClusterConfig:

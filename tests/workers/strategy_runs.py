@@ -108,9 +108,16 @@ def trajectory(
 
 
 def train_and_save(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: list[Columns], folder: str
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    data: list[Columns],
+    folder: str,
+    options: dict[str, Any],
 ) -> None:
-    worker = worker_of(rank, world, port, base, strategy)
+    worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     for columns in data:
         one(worker, "m", columns, "cross_entropy")
@@ -119,10 +126,11 @@ def train_and_save(
 
 
 def load_and_step(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, folder: str, own: list[Columns]
-) -> dict[str, torch.Tensor]:
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, folder: str, own: list[Columns],
+    options: dict[str, Any],
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """One step behind what was saved; `own` was trained before, to be forgotten."""
-    worker = worker_of(rank, world, port, base, strategy)
+    worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     for other in own:
         one(worker, "m", other, "cross_entropy")
@@ -219,10 +227,10 @@ def _held(state: Any, part: str) -> list[torch.Tensor]:
 
 
 def gradients_that_are_not_finite(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, options: dict[str, Any]
 ) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A step whose gradient is infinite although each loss was finite; then one that is right."""
-    worker = worker_of(rank, world, port, base, strategy)
+    worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     before = gathered(worker, "m", "weights")
     weights = columns.fields["weights"] * np.float32(1e37)
@@ -241,10 +249,11 @@ def gradients_that_are_not_finite(
 
 
 def dropped(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, first: Columns, second: Columns, drop: bool
-) -> float:
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, first: Columns, second: Columns, drop: bool,
+    options: dict[str, Any],
+) -> float:  # fmt: skip
     """The norm of the second call's gradient alone, also when a first was begun and given up."""
-    worker = worker_of(rank, world, port, base, strategy)
+    worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     if drop:
         one(worker, "m", first, "cross_entropy")
@@ -285,19 +294,28 @@ def apart(
 
 
 def refused_on_one(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, lora: LoraSpec | None
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    columns: Columns,
+    lora: LoraSpec | None,
+    options: dict[str, Any],
 ) -> list[tuple[str, bool]]:
-    worker = worker_of(rank, world, port, base, strategy)
+    worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny", lora=lora))
     outcomes = run(worker, [("m", columns, losses.find("importance_sampling").checked({}))])
     return [(str(o.error), o.clean) if isinstance(o, Refused) else ("", True) for o in outcomes]
 
 
-def elements_read(rank: int, world: int, port: int, base: str, strategy: StrategyConfig) -> tuple[int, int]:
+def elements_read(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, options: dict[str, Any]
+) -> tuple[int, int]:
     """From the base model's files while a full fine-tune is made, and the elements that there are."""
     from skyrl_actors.workers.tensor_files import TensorFiles
 
-    worker = worker_of(rank, world, port, base, strategy)
+    worker = worker_of(rank, world, port, base, strategy, **options)
     whole_range, sizes = TensorFiles.range, list[int]()
 
     def counted(files: TensorFiles, name: str, start: int, stop: int) -> torch.Tensor:

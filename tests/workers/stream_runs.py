@@ -44,9 +44,9 @@ class Receiver(threading.Thread):
 
 
 def sent_from_the_weights(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, folder: str
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, folder: str, options: dict[str, Any]
 ) -> dict[str, Any]:
-    worker, said = worker_of(rank, world, port, base, strategy), dict[str, Any]()
+    worker, said = worker_of(rank, world, port, base, strategy, **options), dict[str, Any]()
     worker.create_model(ModelSpec("m", "tiny"))
 
     def train() -> None:
