@@ -16,7 +16,7 @@ from skyrl_actors import remote
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.groups.last_words import last_words, stacks_of
-from skyrl_actors.messages.errors import CollectiveFailed, InternalError, UserError
+from skyrl_actors.messages.errors import CollectiveFailed, ConfigError, InternalError, UserError
 from skyrl_actors.restarts import RestartLimit
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class GroupSupervisor:
                 async with self._settle():
                     group = self.builder.make()
                     await group.start()
-            except InternalError as error:
+            except (ConfigError, InternalError) as error:
                 reason = self.down = str(error)
                 self._say(f"the {self.role} group did not start: {error}")
                 continue

@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
-from skyrl_actors.messages.errors import CollectiveFailed
+from skyrl_actors.messages.errors import CollectiveFailed, ConfigError
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import BaseModelInfo, WorkerSpec
+from skyrl_actors.workers.isolation import prove_isolated
 from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_tensors
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT, Network
 from skyrl_actors.workers.packing import prove_kernels
@@ -29,7 +30,16 @@ def info_of(folder: str) -> BaseModelInfo:
     config: Any = AutoConfig.from_pretrained(folder)
     with TensorFiles(Path(folder)) as files:
         size = sum(torch.Size(shape).numel() for shape in files.shapes.values())
-    return BaseModelInfo(size, int(config.vocab_size), int(config.max_position_embeddings), int(config.hidden_size))
+    return BaseModelInfo(size, int(config.vocab_size), longest_row(config), int(config.hidden_size))
+
+
+def longest_row(config: Any) -> int:
+    """The most tokens of a row. One beyond a long rope's original length would change the angles of all rows in its pass."""
+    longest = int(config.max_position_embeddings)
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        longest = min(longest, int(rope.get("original_max_position_embeddings") or longest))
+    return longest
 
 
 class Holding:
@@ -64,8 +74,11 @@ class Holding:
         network.sequence = self._sequence
         network.same_graph = sharded or self._sequence is not None
         network.score_uncounted = self.spec.score_uncounted
-        heads = int(network.config.num_attention_heads)
+        heads = getattr(network.config, "num_attention_heads", None)
+        if not isinstance(heads, int):
+            raise ConfigError(f"{type(network.module).__name__} can not be trained here: it has no attention layers")
         prove_kernels(self.device, self.dtype, int(getattr(network.config, "head_dim", None) or network.hidden_size // heads))
+        collective(self.spec, lambda: prove_isolated(network, self.dtype))
         return network
 
     def _frozen(self, strategy: StrategyConfig) -> Network:

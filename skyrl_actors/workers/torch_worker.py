@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from skyrl_actors import streams
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
 from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 from skyrl_actors.workers import checkpoint, export, snapshot
@@ -83,7 +83,10 @@ class TorchWorker:
     def create_model(self, spec: ModelSpec) -> int:
         self.holding.release()
         self._free(spec.model_id)  # one that is made anew
-        self.models[spec.model_id] = self.holding.make(spec)
+        try:
+            self.models[spec.model_id] = self.holding.make(spec)
+        except ConfigError as error:  # a network that this model alone has, or that is loaded with the first model
+            raise InvalidRequest(str(error)) from error
         return self.models[spec.model_id].state.num_parameters
 
     def delete_model(self, model_id: str) -> None:

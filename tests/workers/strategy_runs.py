@@ -17,6 +17,7 @@ from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpe
 from skyrl_actors.workers import activation_offload
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
+from skyrl_actors.workers.isolation import Differences, differences
 from skyrl_actors.workers.state import MOMENTS
 from skyrl_actors.workers.torch_worker import TorchWorker
 
@@ -357,3 +358,16 @@ def offloaded(
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def proved(rank: int, world: int, port: int, base: str, strategy: StrategyConfig, options: dict[str, Any]) -> str | Differences:
+    """What the proof of a frozen base and of a full fine-tune finds, or the refusal."""
+    worker = worker_of(rank, world, port, base, strategy, **options)
+    try:
+        worker.create_model(ModelSpec("l", "tiny", lora=LoraSpec(2, train_mlp=False)))
+        worker.create_model(ModelSpec("f", "tiny"))
+    except InvalidRequest as error:
+        return str(error)
+    found = differences(worker.models["f"].network)
+    worker.delete_model("f")
+    return found

@@ -9,6 +9,7 @@ import torch
 from skyrl_actors import losses
 from skyrl_actors.config.strategies import ReplicaStrategy
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers.isolation import ALLOWED
 from skyrl_actors.workers.state import adam_group
 from skyrl_actors.workers.tensor_files import TensorFiles, whole
 from tests.workers import strategy_runs as runs
@@ -375,3 +376,26 @@ def test_activations_go_to_the_host_and_weights_do_not(
     assert none == 0
     for name, gradient in gradients.items():
         assert torch.equal(gradient, kept[name]), name
+
+
+SHARDED = [
+    ("zero1", {}),
+    ("zero3", {}),
+    ("fsdp2", {}),
+    ("replica", {"sequence_parallel": 2}),
+    ("fsdp2", {"activations": "recompute"}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options"), SHARDED)
+def test_packed_rows_are_proved_isolated_on_all_ranks(
+    ranks: dict[int, Ranks], base: Path, tmp_path: Path, strategy: str, options: dict
+):
+    for dtype in ("float32", "bfloat16"):
+        asked = options | {"dtype": dtype}
+        for found in ranks[2].run(runs.proved, str(base), STRATEGIES[strategy], asked):
+            assert not isinstance(found, str), found
+            assert found.leak == 0 and found.gradients < ALLOWED[getattr(torch, dtype)].gradients / 4
+    wrong = str(make("lfm2", tmp_path / "lfm2"))
+    for found in ranks[2].run(runs.proved, wrong, STRATEGIES[strategy], options):
+        assert isinstance(found, str) and found.startswith("Lfm2ForCausalLM can not be trained here"), found
