@@ -7,6 +7,7 @@ from torch import Tensor
 
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.workers.coverage import check_covered
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.network import ATTENTION_LAYERS, MLP_LAYERS, UNEMBED, VALUE_BIAS, VALUE_WEIGHT, Network, Segment
 from skyrl_actors.workers.state import TrainState
@@ -45,6 +46,7 @@ def lora_tensors(lora: LoraSpec, seed: int, network: Network) -> dict[str, Tenso
         *(MLP_LAYERS if lora.train_mlp else ()),
         *([UNEMBED] if lora.train_unembed else []),
     }
+    check_covered(lora, network.module, network.linears)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, layer in network.linears.items():
@@ -57,5 +59,5 @@ def lora_tensors(lora: LoraSpec, seed: int, network: Network) -> dict[str, Tenso
         raise InvalidRequest("the LoRA spec trains nothing: set at least one of train_attn, train_mlp, train_unembed")
     for asked, names, flag in ((lora.train_attn, ATTENTION_LAYERS, "train_attn"), (lora.train_mlp, MLP_LAYERS, "train_mlp")):
         if asked and not any(name.rsplit(".", 2)[-2] in names for name in tensors):
-            raise InvalidRequest(f"this base model has no linear layers for {flag} (a mixture of experts?); set {flag}=false")
+            raise InvalidRequest(f"this base model has no linear layers for {flag}; set {flag}=false")
     return tensors

@@ -22,7 +22,7 @@ from skyrl_actors.workers.head import HeadSegment, score
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.sequence import SequenceGroup
 
-ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2")
 UNEMBED = "lm_head"
 UNEMBED_WEIGHT = f"{UNEMBED}.weight"
