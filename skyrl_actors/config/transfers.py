@@ -100,7 +100,11 @@ class LogprobCheck(FrozenConfig):
     """A fixed prompt is scored by the trainer when a version or a checkpoint for sampling is saved, and by each engine before it first
     answers from it. Not compared is what a trainer of another dtype saved."""
 
-    action: Literal["off", "warn", "refuse"] = Field(default="warn", description="when they differ by more than the bound")
+    action: Literal["off", "warn", "auto", "refuse"] = Field(
+        default="auto",
+        description="when they differ by more than the bound: warn in the log, or refuse to sample that version; auto = warn, and refuse "
+        "beyond ten times the bound",
+    )
     bound: float | None = Field(
         default=None, gt=0, description="of the mean |Δ logprob| in nats; none = 1e-4 where both compute in float32, else 0.05"
     )

@@ -6,6 +6,7 @@ probabilities, which policy losses are made of, would be of noise then.
 """
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from skyrl_actors.messages.weights import SCORED_FILE, SamplerWeights
 
 PROMPT_TOKENS = 32
 KEPT = 100
+FAR = 10  # times the bound: weights that are not the trainer's, and no rounding
 SCORING = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
 
 
@@ -72,7 +74,7 @@ class Agreement:
             return weights
 
     def compare(self, engine: str, weights: SamplerWeights, output: SampleOutput) -> None:
-        """Raises InternalError beyond the bound where the config says "refuse"."""
+        """Raise InternalError beyond what the config allows."""
         if output.prompt_logprobs is None:
             return
         version = weights.version
@@ -85,6 +87,11 @@ class Agreement:
             f"{engine} and the trainer differ by {difference:.2g} nats a token on {version} (logprob_check.bound {self.bound:g}): "
             "its weights did not arrive, or it computes otherwise"
         )
-        if self.check.action == "refuse":
-            raise InternalError(text)
+        if not difference <= self._most:
+            raise InternalError(f"{text}; sampling from it is refused (logprob_check.action {self.check.action})")
         self._say(text)
+
+    @property
+    def _most(self) -> float:
+        """What is no rounding any more: nats, beyond which nothing is sampled."""
+        return {"refuse": self.bound, "auto": FAR * self.bound}.get(self.check.action, math.inf)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,16 @@ def test_beyond_the_bound(capsys: pytest.CaptureFixture[str]):
     warning.compare("engine[0]", said, other)
     assert (agreement.exceeded, warning.exceeded) == (1, 1) and "differ by 0.5 nats" in capsys.readouterr().out
     assert json.loads(agreement.notes(logprobs(agreement))[SCORED_FILE])["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("off_by", "refused"), [(5e-5, False), (5e-4, False), (2e-3, True), (np.nan, True)])
+def test_by_default_what_is_no_rounding_is_refused(off_by: float, refused: bool, capsys: pytest.CaptureFixture[str]):
+    agreement = made(action=LogprobCheck().action)
+    said = agreement.said(WEIGHTS, logprobs(agreement))
+    scored = np.concatenate([[np.nan], logprobs(agreement) + off_by]).astype(np.float32)
+    with pytest.raises(InternalError, match=r"on m@1 .* sampling from it is refused") if refused else nullcontext():
+        agreement.compare("engine[0]", said, SampleOutput((), "m@1", prompt_logprobs=scored))
+    assert ("differ by" in capsys.readouterr().out) == (off_by == 5e-4)
 
 
 async def test_readers_of_a_growing_sample_leave_nothing_behind():
