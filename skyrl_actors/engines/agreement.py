@@ -28,6 +28,12 @@ FAR = 10  # times the bound: weights that are not the trainer's, and no rounding
 SCORING = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
 
 
+def fixed_prompt(vocab_size: int, max_model_len: int) -> tuple[int, ...]:
+    """The same in all processes."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, min(PROMPT_TOKENS, max_model_len - 1))
+    return tuple(tokens.tolist())
+
+
 class Agreement:
     def __init__(self, check: LogprobCheck, bound: float, dtype: str, say: Callable[[str], None]):
         self.check = check
@@ -39,7 +45,7 @@ class Agreement:
         self.prompt: tuple[int, ...] = ()
 
     def choose_prompt(self, vocab_size: int, max_model_len: int) -> None:
-        self.prompt = tuple(np.random.default_rng(0).integers(0, vocab_size, min(PROMPT_TOKENS, max_model_len - 1)).tolist())
+        self.prompt = fixed_prompt(vocab_size, max_model_len)
 
     @property
     def rows(self) -> Columns:

@@ -34,6 +34,7 @@ class EngineSpec:
     device_ids: tuple[str, ...] = ()  # of its GPUs, where it has several on one node
     over_nodes: bool = False
     keeps_in_flight: bool = False  # samples are frozen, and not waited for, when it goes to sleep
+    takes_full_weights: bool = True  # live updates, which are proved at its start
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class EngineStatus:
     kv_usage: float = 0.0  # part of the KV cache in use, 0 to 1
     prefix_queries: int = 0  # prompt tokens so far, and those of them that the cache had
     prefix_hits: int = 0
+    adapts_head: bool = True  # takes adapters that reach the output layer
 
 
 @dataclass(frozen=True, slots=True)

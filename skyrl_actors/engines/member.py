@@ -14,7 +14,7 @@ from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.engines.health import Event, Health, after
 from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.weights import WeightStream
 from skyrl_actors.restarts import RestartLimit
 from skyrl_actors.transfer.base import EnginePlace
@@ -116,7 +116,7 @@ class Member(ABC):
                     await self._come_back()
                     self.restarts += 1
                     return
-                except InternalError as error:
+                except (ConfigError, InternalError) as error:
                     self.reason = str(error)
                     self._say(f"{self.name} did not start: {error}")
                     if self.health != "DEAD":

@@ -248,6 +248,10 @@ class EnginePool:
         if weights.adapter:
             await self._each(lambda engine: engine.ask("drop_adapters", (weights.version,)))
 
+    async def adapts_head(self) -> bool:
+        """As its own engines that live say; where none does, it shows at the first sample."""
+        return all([(await engine.status()).adapts_head for engine in self._living(ours=True)])
+
     async def status(self) -> list[EngineStatus]:
         return [await engine.status() for engine in self._living()]
 
@@ -344,6 +348,7 @@ def build_pool(
             engine.max_num_seqs, engine.max_num_batched_tokens, engine.kv_cache_bytes, engine.max_loras,
             config.lora.max_rank, config.lora.max_adapters * 4, engine.enforce_eager, engine.call_timeout_s,
             engine.tensor_parallel, engine.pipeline_parallel, ids, over_nodes, engine.in_flight == "keep",
+            takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",
         )  # fmt: skip
         own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
         if over_nodes:  # vLLM makes its workers as Ray actors in these bundles

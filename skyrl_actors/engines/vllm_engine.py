@@ -23,8 +23,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from skyrl_actors.engines.agreement import fixed_prompt
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
 from skyrl_actors.engines.partials import Partials
+from skyrl_actors.engines.reload_proof import prove_reload
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
@@ -41,9 +43,10 @@ class VllmEngine:
         self.spec = spec
         self._llm: AsyncLLM | None = None
         self._loaded: str | None = None
+        self._adapts_head = True
         self._adapters: dict[str, int] = {}  # version -> vLLM's integer id; never reused
         self._next_adapter = 1
-        self._base_shapes = _shapes_in(Path(spec.base_folder))
+        self._base_shapes = {t.name: t.shape for part in _base_parts(spec) for t in part.tensors}
         self._adapter_lock = asyncio.Lock()  # an adapter changes; and it goes to sleep, which none may meet half-way
         self._awake = {"weights", "kv_cache"}
         self._woken = asyncio.Event()
@@ -57,13 +60,22 @@ class VllmEngine:
     async def start(self) -> None:
         self._llm = AsyncLLM.from_engine_args(_engine_args(self.spec), stat_loggers=[self._stats])
         await self._llm.collective_rpc("skyrl_patch")
+        self._adapts_head = all(await self._llm.collective_rpc("skyrl_adapts_head"))
         await self._llm.update_weight_version(BASE_VERSION)
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._loaded = BASE_VERSION
+        await self._prove()
         loop = asyncio.get_running_loop()
         self._processes = psutil.Process().children(recursive=True)
         for child in psutil.Process().children():
             threading.Thread(target=self._wait_for_end, args=(child, loop), daemon=True, name=f"watch-{child.pid}").start()
+
+    async def _prove(self) -> None:
+        """Raise ConfigError for a model that vLLM does not compute, or not after a live update."""
+        config = self.llm.model_config
+        prompt = fixed_prompt(config.get_vocab_size(), self.spec.max_model_len)
+        parts = _base_parts(self.spec) if self.spec.takes_full_weights else ()
+        await prove_reload(self, config.architecture, self.spec.dtype, prompt, parts)
 
     def _wait_for_end(self, process: psutil.Process, loop: asyncio.AbstractEventLoop) -> None:
         process.wait()
@@ -276,7 +288,7 @@ class VllmEngine:
         stats = self._stats
         return EngineStatus(
             self._loaded, tuple(self._adapters), self.asleep, rss, self._running, stats.waiting, stats.kv_usage,
-            stats.prefix_queries, stats.prefix_hits,
+            stats.prefix_queries, stats.prefix_hits, self._adapts_head,
         )  # fmt: skip
 
     async def stop(self) -> None:
@@ -313,10 +325,10 @@ def _remove(target: Path) -> None:
         target.unlink(missing_ok=True)
 
 
-def _shapes_in(base_folder: Path) -> dict[str, tuple[int, ...]]:
+def _base_parts(spec: EngineSpec) -> tuple[WeightManifest, ...]:
     with suppress(NotFound):  # files of another kind: vLLM itself says what does not match
-        return {t.name: t.shape for part in full_manifests(base_folder, BASE_VERSION) for t in part.tensors}
-    return {}
+        return full_manifests(Path(spec.base_folder), BASE_VERSION)
+    return ()
 
 
 def _check_adapter(manifest: WeightManifest, base_shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from skyrl_actors.engines import vllm_patches
@@ -57,11 +59,29 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
         self.model.load_weights(arriving)  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
+        if missing := left_out(self.model):
+            raise RuntimeError(f"a weight update left out {len(missing)} layer(s): {', '.join(missing[:5])}")
         finalize_layerwise_reload(self.model, self.model_config)
         vllm_patches.repack_tied_heads(self.model)
 
     def shutdown(self) -> None:
         pass
+
+
+def left_out(model: torch.nn.Module) -> list[str]:
+    """Layers with weights of which the update brought none: vLLM would keep the old ones, and log it. Asked before it ends."""
+    waiting: dict[str, list[torch.Tensor]] = {}
+    arrived: set[int] = set()
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        kept = info.kernel_tensors[0] if info.can_load() and info.kernel_tensors else dict(layer.named_parameters(recurse=False))
+        weights = [weight for weight in kept.values() if weight is not None]
+        if info.can_load() and not info.load_numel and weights and not is_deferred_attention_layer(layer):
+            waiting[name] = weights
+        else:
+            arrived |= {weight.data_ptr() for weight in weights if weight.numel()}  # packed elsewhere, it is empty
+    # A tied head shares its weight with the embedding, which has arrived.
+    return [name for name, weights in waiting.items() if not all(weight.data_ptr() in arrived for weight in weights)]
 
 
 def _mapped_tensors(update: FileUpdate, entries: list[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,6 +108,11 @@ class Extension:
             torch.cuda.empty_cache()
         else:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+    def skyrl_adapts_head(self) -> bool:
+        """Whether the class of this model takes an adapter on its output layer; others reject the file when it is loaded."""
+        manager = getattr(self.model_runner, "lora_manager", None)
+        return manager is None or "lm_head" in manager._adapter_manager.supported_lora_modules
 
     def skyrl_patch(self) -> list[str]:
         """Apply the patches of this vLLM release to the running worker; returns their names."""
