@@ -40,7 +40,7 @@ class SessionRef(Body):
 class LoraConfig(Body):
     rank: int = Field(default=32, ge=0)
     seed: int | None = None
-    train_unembed: bool = True
+    train_unembed: bool | None = None  # SDKs always name it
     train_mlp: bool = True
     train_attn: bool = True
 

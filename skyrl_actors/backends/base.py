@@ -27,6 +27,7 @@ class Capabilities:
     max_context_tokens: int  # of training rows
     max_sample_tokens: int  # prompt and answer of a sample
     roles: tuple[Role, ...]
+    adapts_head: bool = True  # engines sample adapters that reach the output layer
 
 
 class Backend(Protocol):

@@ -96,7 +96,7 @@ class RayBackend:
         self._engines.agreement.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
         return Capabilities(
             self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
-            min(self.config.engine.max_model_len, info.max_context_tokens), self._roles,
+            min(self.config.engine.max_model_len, info.max_context_tokens), self._roles, await self.engines.adapts_head(),
         )  # fmt: skip
 
     def _new_keeper(self) -> Keeper:

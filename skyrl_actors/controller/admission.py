@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -40,6 +41,14 @@ def check_count(ids: Iterable[str], new_id: str, limit: int, what: str) -> None:
         raise CapacityError(f"{limit} {what} of this API key are alive, the most one may have; finish a session first")
 
 
+def settled(spec: ModelSpec, capabilities: Capabilities) -> ModelSpec:
+    """With what the client left open: an adapter reaches the output layer unless engines could not sample it then."""
+    if spec.lora is None or spec.lora.train_unembed is not None:
+        return spec
+    reaches = spec.role == "critic" or capabilities.adapts_head
+    return replace(spec, lora=replace(spec.lora, train_unembed=reaches))
+
+
 def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities, alive: list[ModelSpec]) -> None:
     if spec.base_model != capabilities.base_model:
         raise InvalidRequest(f"unknown base model {spec.base_model!r}; this service has {capabilities.base_model!r}")
@@ -59,6 +68,11 @@ def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilitie
     if spec.lora and not 1 <= spec.lora.rank <= config.lora.max_rank:
         raise InvalidRequest(
             f"lora rank {spec.lora.rank}: this service takes 1 to {config.lora.max_rank}, or 0 for a full fine-tune"
+        )
+    if spec.lora and spec.lora.train_unembed and spec.role == "policy" and not capabilities.adapts_head:
+        raise InvalidRequest(
+            f"train_unembed true: vLLM takes no adapter on the output layer of {capabilities.base_model}, so this model could not be "
+            "sampled; set train_unembed=False, train_attn and train_mlp are allowed"
         )
     same_kind = [other for other in alive if other.kind == spec.kind]
     limit, what = (

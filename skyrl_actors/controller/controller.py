@@ -218,7 +218,7 @@ class Controller:
         digest = admission.digest_of(request)
         if (known := self.queue.known(model_id, 0, digest)) is not None:
             return await self._ledger.accepted_before(known)
-        spec = request.spec
+        spec = admission.settled(request.spec, self.able)
         if request.from_path:
             spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
         async with self._making_room:

@@ -48,7 +48,9 @@ class DpoJob(SupervisedJob[DpoConfig, Pair]):
     _reference: str
 
     async def prepare(self) -> None:
-        self._reference = await self.session.create("policy", LoraSpec(1))  # never trained: the base model
+        self._reference = await self.session.create(
+            "policy", LoraSpec(1, train_mlp=False, train_unembed=False)
+        )  # never trained: the base model
 
     async def learn(self, items: Sequence[Pair], adam: AdamParams) -> dict[str, float]:
         texts = both(items)

@@ -92,16 +92,16 @@ class RlJob:
             return
         if config.reference.type == "base":
             # An adapter that is never trained is the base model itself: the reference costs no copy of the weights.
-            self._reference = await session.create("policy", LoraSpec(1))
+            self._reference = await session.create("policy", LoraSpec(1, train_mlp=False, train_unembed=False))
         elif config.reference.type == "checkpoint":
             self._reference = await session.create_from(str(config.reference.path))
         else:
-            lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha)
+            lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
             self._reference = await session.create("policy", lora, config.seed)
 
     async def _create_trained(self) -> None:
         config, session = self.config, self._session
-        lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha)
+        lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
         self._policy = await session.create("policy", lora, config.seed)
         if config.uses_critic:
             self._critic = await session.create("critic", lora, config.seed + 1)

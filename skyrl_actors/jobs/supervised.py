@@ -42,7 +42,7 @@ class SupervisedJob(ABC, Generic[C, T]):
             self.watcher.warned(f"{self.rows.too_long} row(s) are longer than what is allowed, and left out")
         async with opened(self.client, type(config).model_fields["type"].default) as session:
             self.session = session
-            lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha)
+            lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
             if self.kept.resumed:
                 self.model = await session.create_from(self.kept.state.models["model"], with_optimizer=True)
             else:

@@ -21,7 +21,7 @@ class LoraSpec:
     alpha: float = 32.0
     train_attn: bool = True
     train_mlp: bool = True
-    train_unembed: bool = True
+    train_unembed: bool | None = True  # None: not named; the service sets it to what its engines can sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_actors.api import translate, wire
+from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.backends.base_models import check_base
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
-from skyrl_actors.controller.admission import check_fits
+from skyrl_actors.controller.admission import check_fits, check_spec, settled
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 
@@ -64,9 +66,7 @@ def test_a_base_that_the_config_can_not_hold(random_base: Path, tmp_path: Path):
 
 
 def test_muon_needs_whole_matrices():
-    from skyrl_actors.backends.base import Capabilities
     from skyrl_actors.config.strategies import Fsdp2Strategy
-    from skyrl_actors.controller.admission import check_spec
 
     able = Capabilities("tiny", "", 320, 512, 512, ("policy",))
     config = ClusterConfig(policy=GroupConfig(full_strategy=Fsdp2Strategy()), critic=None)
@@ -76,3 +76,30 @@ def test_muon_needs_whole_matrices():
         InvalidRequest, match="optimizer muon is for weights that are held whole; this service shards full fine-tunes \\(fsdp2\\)"
     ):
         check_spec(replace(FULL, optimizer="muon"), config, able, [])
+
+
+HEADLESS = Capabilities("tiny", "", 320, 512, 512, ("policy", "critic"), adapts_head=False)
+
+
+def test_an_adapter_on_a_head_that_engines_cannot_adapt_is_refused_when_it_is_created():
+    asked = r"train_unembed true: vLLM takes no adapter on the output layer of tiny, .* set train_unembed=False"
+    with pytest.raises(InvalidRequest, match=asked):
+        check_spec(LORA, ClusterConfig(), HEADLESS, [])
+    without = replace(LORA, lora=LoraSpec(8, train_unembed=False))
+    for spec in (without, FULL, replace(LORA, role="critic")):  # the last is not sampled
+        check_spec(spec, ClusterConfig(), HEADLESS, [])
+    check_spec(LORA, ClusterConfig(), replace(HEADLESS, adapts_head=True), [])
+
+
+@pytest.mark.parametrize("adapts_head", [True, False])
+def test_who_does_not_name_the_head_has_it_where_it_can_be_sampled(adapts_head: bool):
+    able = replace(HEADLESS, adapts_head=adapts_head)
+    body = wire.CreateModel.model_validate(
+        {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
+    )
+    spec = settled(translate.create_model(body, 32.0).spec, able)
+    assert spec.lora == LoraSpec(8, train_unembed=adapts_head)
+    check_spec(spec, ClusterConfig(), able, [])
+    critic = settled(replace(LORA, role="critic", lora=LoraSpec(8, train_unembed=None)), able)
+    assert critic.lora == LoraSpec(8)
+    assert settled(LORA, able) == LORA and settled(FULL, able) == FULL

@@ -321,6 +321,19 @@ async def test_a_model_whose_checkpoint_does_not_load_does_not_stay(controller: 
     assert list(backend.models) == [model_id] == list(controller.tenants.models)
 
 
+async def test_a_model_is_created_with_a_head_that_engines_can_sample(controller: Controller):
+    controller.capabilities = replace(controller.able, adapts_head=False)
+    session = await controller.create_session()
+    body = {"session_id": session, "base_model": "tiny", "lora_config": {"rank": 4}}
+    request = translate.create_model(wire.CreateModel.model_validate({**body, "model_seq_id": 0}), 32.0)
+    first = await controller.submit(request)
+    assert controller.tenants.models[request.model_id].spec.lora == LoraSpec(4, train_unembed=False)
+    assert await controller.submit(request) == first  # a retry
+    named = {**body, "model_seq_id": 1, "lora_config": {"rank": 4, "train_unembed": True}}
+    with pytest.raises(InvalidRequest, match="set train_unembed=False, train_attn and train_mlp are allowed"):
+        await controller.submit(translate.create_model(wire.CreateModel.model_validate(named), 32.0))
+
+
 async def test_a_repeated_create_without_a_seed_is_a_retry(controller: Controller):
     session = await controller.create_session()
     body = wire.CreateModel(session_id=session, model_seq_id=0, base_model="tiny")
