@@ -73,7 +73,7 @@ def prove_isolated(network: Network, dtype: torch.dtype) -> None:
         raise
     except RuntimeError as error:
         if dist.is_initialized():  # it may be of a collective, and no fault of the model
-            raise
+            raise RuntimeError(f"a packed pass of {name} failed: {error}") from error
         raise _refused(name, f"a packed pass raises {error}") from error
     if faults := faults_in(found, ALLOWED[dtype]):
         raise _refused(name, "; ".join(faults))
