@@ -17,6 +17,7 @@ from skyrl_actors.messages.errors import CapacityError, InvalidRequest
 from skyrl_actors.messages.model import ROLES, AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import ForwardBackward, Request, Sample
+from skyrl_actors.messages.seeds import SEEDS
 
 MIN_TEMPERATURE = 0.0
 METADATA_BYTES = 16 * 2**10  # of a session, model or checkpoint
@@ -163,8 +164,8 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
         raise InvalidRequest(f"temperature {params.temperature}: use 0 (greedy) or more")
     if not 0 < params.top_p <= 1:
         raise InvalidRequest(f"top_p {params.top_p}: use more than 0, up to 1")
-    if params.seed is not None and not 0 <= params.seed <= LARGEST_INT:
-        raise InvalidRequest(f"seed {params.seed}: use 0 to 2^62")
+    if params.seed is not None and not 0 <= params.seed <= SEEDS - params.num_samples:
+        raise InvalidRequest(f"seed {params.seed}: use 0 to 2^63 - num_samples")
     for stop in params.stop or ():
         if isinstance(stop, int) and not 0 <= stop < capabilities.vocab_size:
             raise InvalidRequest(f"stop token {stop}: use 0 to {capabilities.vocab_size - 1}")

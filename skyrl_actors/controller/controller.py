@@ -21,7 +21,7 @@ from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.execute import Executor
-from skyrl_actors.controller.lanes import Lanes, seeded
+from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
 from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.session_catalog import SessionCatalog
@@ -34,6 +34,7 @@ from skyrl_actors.messages.errors import CapacityError, Corrupt, InternalError, 
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, owner_of, parse_path
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
+from skyrl_actors.messages.seeds import seeded
 
 log = logging.getLogger(__name__)
 FIRST_JOIN_S = 1_750_000_000  # the SDK multiplies the number by 10^9 and keeps it in 64 bits

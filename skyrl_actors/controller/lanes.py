@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from skyrl_actors.controller.completions import Completions
@@ -323,11 +322,3 @@ def tokens_taken(request: rq.Sample, result: Result) -> int:
     """What a sample cost the engines, in tokens."""
     sampled = sum(len(one.tokens) for one in result.sequences) if isinstance(result, SampleOutput) else 0
     return len(request.prompt) + sampled
-
-
-def seeded(request: rq.Sample, request_id: str) -> rq.Sample:
-    """A sample that names no seed gets one from its id, so that it can be run again with the same result."""
-    if request.params.seed is not None:
-        return request
-    seed = int.from_bytes(request_id.encode()[-8:], "big") * 2654435761 % 2**31
-    return replace(request, params=replace(request.params, seed=seed))

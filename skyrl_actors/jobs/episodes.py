@@ -20,10 +20,10 @@ from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.requests import Sample, SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.results import Sequence as Sampled
+from skyrl_actors.messages.seeds import derived_seed
 
 T = TypeVar("T")
 Newest = Callable[[], Weights]
-SEED_STEP = 1_000_003
 
 
 class EpisodeFailed(Exception):
@@ -128,7 +128,7 @@ class Sampler:
         drawn = Drawn()
 
         async def group(index: int, task: Task) -> list[Rollout]:
-            own = replace(params, seed=(seed * SEED_STEP + index) * params.num_samples % 2**31)
+            own = replace(params, seed=derived_seed(seed, index, draws=params.num_samples))
             return await self._group(weights, index, task, own, drawn)
 
         groups = await _all([group(i, task) for i, task in enumerate(tasks)])
@@ -187,12 +187,12 @@ class Sampler:
         asked = replace(params, num_samples=len(prompts), max_tokens=self._slice_of(params.max_tokens))
         answers = [Answer() for _ in prompts]
         await self._slice(weights, prompts[0], asked, answers)
-        seeds = [replace(params, num_samples=1, seed=((params.seed or 0) + draw) % 2**31) for draw in range(len(prompts))]
+        seeds = [replace(params, num_samples=1, seed=(params.seed or 0) + draw) for draw in range(len(prompts))]
         await _all([self._to_its_end(weights, prompts[0], own, each) for own, each in zip(seeds, answers, strict=True)])
         return answers
 
     async def _sample(self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, draw: int) -> Answer:
-        own, answer = replace(params, num_samples=1, seed=((params.seed or 0) + draw) % 2**31), Answer()
+        own, answer = replace(params, num_samples=1, seed=(params.seed or 0) + draw), Answer()
         await self._slice(weights, prompt, replace(own, max_tokens=self._slice_of(own.max_tokens)), [answer])
         await self._to_its_end(weights, prompt, own, answer)
         return answer
@@ -200,7 +200,9 @@ class Sampler:
     async def _to_its_end(self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, answer: Answer) -> None:
         while answer.stop_reason == "length" and (have := len(answer.tokens)) < params.max_tokens:
             # Each slice draws anew: the same seed would repeat the same random numbers.
-            asked = replace(params, max_tokens=self._slice_of(params.max_tokens - have), seed=_seed(params.seed or 0, have))
+            asked = replace(
+                params, max_tokens=self._slice_of(params.max_tokens - have), seed=derived_seed(params.seed or 0, have)
+            )
             await self._slice(weights, (*prompt, *answer.tokens), asked, [answer])
 
     def _slice_of(self, left: int) -> int:
@@ -238,7 +240,7 @@ class Sampler:
                 break
             course.was_told(told, step.messages)
             # Each turn draws anew: the same seed would repeat the same random numbers.
-            later = replace(params, seed=_seed(params.seed or 0, turn, draw))
+            later = replace(params, seed=derived_seed(params.seed or 0, turn, draw))
             answer = await self._sample(weights, (*prompt, *course.tokens), later, 0)
         return Rollout(
             task, group, prompt, np.asarray(course.tokens, np.int32), np.asarray(course.sampled, bool),
@@ -276,11 +278,6 @@ class Sampler:
                 if deadline.expired() and isinstance(error, TimeoutError):
                     raise EpisodeFailed(f"{what} took longer than env.timeout_s {limit:g} s") from None
                 raise EpisodeFailed(f"{what} raised {type(error).__name__}: {str(error)[:200]}") from error
-
-
-def _seed(*path: int) -> int:
-    """Of what is named so, and of nothing else but by chance."""
-    return int(np.random.SeedSequence(path).generate_state(1)[0] >> 1)
 
 
 def _chat(messages: Sequence[Message]) -> Sequence[Message]:

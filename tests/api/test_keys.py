@@ -9,14 +9,19 @@ from typing import Any, cast
 
 import httpx
 import jwt
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from skyrl_actors.api.routes_service import health
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, LimitsConfig
 from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.messages.errors import ConfigError
-from tests.api.local import MODEL, config_for, edge, posted, resolved
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import SampleOutput, Sequence
+from skyrl_actors.messages.weights import SamplerWeights
+from tests.api.local import MODEL, AnsweringBackend, config_for, edge, posted, resolved
 
 ALICE, BOB = "tml-alice-0123456789", "tml-bob-9876543210"
 
@@ -199,3 +204,41 @@ async def test_what_a_process_said_last_is_for_who_holds_a_key(tmp_path: Path, k
     state = ApiState(config_for(tmp_path, http=HttpConfig(api_keys=keys)), cast(Any, Down()))
     answer = await health(state)
     assert answer.status_code == 503 and json.loads(bytes(answer.body))["reason"] == said
+
+
+class Drawing(AnsweringBackend):
+    """Draws tokens at random from the seed of each sample, as an engine does."""
+
+    async def sample(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+    ) -> SampleOutput:
+        assert params.seed is not None
+        drawn = []
+        for draw in range(params.num_samples):
+            tokens = np.random.default_rng(params.seed + draw).integers(0, 256, params.max_tokens)
+            drawn.append(Sequence(tokens.astype(np.int32), np.zeros(params.max_tokens, np.float32), "length"))
+        return SampleOutput(tuple(drawn), weights.version)
+
+
+@pytest.mark.parametrize("keys", [(), (f"alice={ALICE}", BOB)])
+async def test_samples_without_a_seed_differ_and_a_retry_is_equal(tmp_path: Path, keys: tuple[str, ...]):
+    words = {f"t{token}": token for token in range(256)}
+    Tokenizer(models.WordLevel(words, "t0")).save(str(tmp_path / "tokenizer.json"))
+    config = config_for(tmp_path, http=HttpConfig(api_keys=keys))
+    async with edge(config, Drawing(str(tmp_path)), **{"X-API-Key": ALICE}) as http:
+        session = (await posted(http, "/create_session"))["session_id"]
+        sampler = {"sampling_session_id": f"{session}:sample:0"}
+        await posted(http, "/create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
+        body = {**sampler, "prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 8}}
+
+        async def tokens(seq_id: int) -> list[list[int]]:
+            answer = await resolved(http, "/asample", **body, num_samples=4, seq_id=seq_id)
+            return [sequence["tokens"] for sequence in answer["sequences"]]
+
+        found = [await tokens(seq_id) for seq_id in range(50)]
+        assert len({tuple(one) for answer in found for one in answer}) == 200
+        assert [await tokens(seq_id) for seq_id in range(3)] == found[:3]
+        openai = {"model": MODEL, "prompt": [[1, 2]] * 8, "n": 4, "max_tokens": 8, "logprobs": 0}
+        answers = [await http.post("http://service/v1/completions", json=openai) for _ in range(2)]
+        texts = [tuple(choice["logprobs"]["tokens"]) for answer in answers for choice in answer.json()["choices"]]
+        assert len(texts) == 64 and len(set(texts)) == 64

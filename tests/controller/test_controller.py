@@ -180,6 +180,8 @@ async def test_a_sample_retry_is_the_same_request(controller: Controller):
         (rq.SamplingParams(4, num_samples=0), "num_samples 0"),
         (rq.SamplingParams(4, temperature=-1), "temperature -1"),
         (rq.SamplingParams(4, top_p=0), "top_p 0"),
+        (rq.SamplingParams(4, seed=-1), r"seed -1: use 0 to 2\^63"),
+        (rq.SamplingParams(4, num_samples=2, seed=2**63 - 1), r"seed 9223372036854775807: use 0 to 2\^63 - num_samples"),
         (rq.SamplingParams(4, top_k=0), "top_k 0"),
         (rq.SamplingParams(4, topk_prompt_logprobs=21), "topk_prompt_logprobs 21"),
     ],

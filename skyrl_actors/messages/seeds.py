@@ -1,0 +1,24 @@
+"""Seeds of random draws, derived from names (pure)."""
+
+import hashlib
+from dataclasses import replace
+
+from skyrl_actors.messages.requests import Sample
+
+SEEDS = 2**63  # vLLM takes 0 to 2^63 - 1
+
+
+def derived_seed(*name: str | int, draws: int = 1) -> int:
+    """Hash the whole name. The same name gives the same seed; `draws` seeds from this one on are valid."""
+    content = "\0".join(map(str, name)).encode()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "big") % (SEEDS - draws + 1)
+
+
+def seeded(request: Sample, request_id: str) -> Sample:
+    """Give a sample without a seed one that follows from its request id, so that a retry draws the same tokens."""
+    params = request.params
+    if params.seed is not None:
+        return request
+    seed = derived_seed(request_id, draws=params.num_samples)
+    return replace(request, params=replace(params, seed=seed))
