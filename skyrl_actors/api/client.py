@@ -126,7 +126,9 @@ class ControllerClient:
     async def finish_session(self, session_id: str, how: str | None = None, detail: str | None = None) -> None:
         await self._call("finish_session", session_id, how, detail)
 
-    async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str | None, path: str | None) -> Sampler:
+    async def open_sampler(
+        self, sampler_id: str | None, session_id: str | None, base_model: str | None, path: str | None
+    ) -> Sampler:
         return await self._call("open_sampler", sampler_id, session_id, base_model, path)
 
     async def get_sampler(self, sampler_id: str) -> Sampler:

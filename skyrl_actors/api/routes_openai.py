@@ -16,7 +16,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from skyrl_actors.api import openai_answers as answers
 from skyrl_actors.api import openai_wire as wire
-from skyrl_actors.api import translate
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.apart import run_in_thread
 from skyrl_actors.api.bodies import body_of, documented
@@ -124,7 +123,7 @@ async def _sampler(request: Request, model: str) -> str:
     elif model != (await state.capabilities()).base_model:
         raise NotFound(f"the model {model!r} does not exist; GET /v1/models lists what does")
     base, path = (None, model) if is_path else (model, None)
-    return (await state.client.open_sampler(translate.direct_sampler_id(base, path), None, base, path)).sampler_id
+    return (await state.client.open_sampler(None, None, base, path)).sampler_id
 
 
 async def _events(

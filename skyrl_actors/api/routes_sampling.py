@@ -22,7 +22,7 @@ SampleBody = Annotated[wire.Asample, Depends(body_of(wire.Asample))]
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(body: wire.CreateSamplingSession, request: Request) -> dict[str, Any]:
-    """A sampler of the base model or of a saved path; it never changes under its name."""
+    """A sampler of the base model or of a saved path. It answers from the weights it was opened from, or not at all."""
     caller_of(request).own(body.session_id, "session")
     sampler_id = sampler_id_for(checked_id(body.session_id, "session id"), body.sampling_session_seq_id)
     if body.model_path is not None:
@@ -58,9 +58,7 @@ async def _direct_sampler(request: Request, body: wire.Asample) -> str:
         raise InvalidRequest("asample needs sampling_session_id, model_path or base_model")
     if body.model_path is not None:
         await readable(request, parse_path(body.model_path))
-    digest = translate.direct_sampler_id(body.base_model, body.model_path)
-    await state_of(request).client.open_sampler(digest, None, body.base_model, body.model_path)
-    return digest
+    return (await state_of(request).client.open_sampler(None, None, body.base_model, body.model_path)).sampler_id
 
 
 @router.post("/join_sampling_session")

@@ -129,8 +129,3 @@ def result_body(result: rs.Result, accept: str) -> tuple[bytes, str] | dict[str,
 
 def _strings(metadata: dict[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in metadata.items()}
-
-
-def direct_sampler_id(base_model: str | None, model_path: str | None) -> str:
-    """The same weights get the same sampler."""
-    return "direct-" + hashlib.sha256(f"{base_model} {model_path}".encode()).hexdigest()[:24]

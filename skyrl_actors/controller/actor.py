@@ -142,7 +142,9 @@ class ControllerActor:
         await self._up()
         return await self.controller.retrieve(request_id, timeout_s) or self.controller.waiting()
 
-    async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str | None, path: str | None) -> Sampler:
+    async def open_sampler(
+        self, sampler_id: str | None, session_id: str | None, base_model: str | None, path: str | None
+    ) -> Sampler:
         await self._up()
         return await self.controller.open_sampler(sampler_id, session_id, base_model, path)
 

@@ -1,5 +1,6 @@
 """Where checkpoints lie, what a checkpoint says of itself, and which runs there were. Files only; they outlive the service."""
 
+import hashlib
 import json
 import logging
 import shutil
@@ -84,7 +85,17 @@ class CheckpointFolders:
         return folder
 
     def version(self, path: TinkerPath) -> str:
-        """Differs when the same name was removed and saved again."""
+        """Differs when the same name was removed and saved again; stays when the folder is copied to another machine."""
+        mark = self.existing(path) / SAVED_BY
+        if not mark.is_file():  # a copy of another run's checkpoint
+            return self._timed_version(path)
+        return f"{path}#{hashlib.blake2b(mark.read_bytes(), digest_size=8).hexdigest()}"
+
+    def is_version(self, path: TinkerPath, version: str) -> bool:
+        """Raises NotFound when there is none. `version` may be an older release's, which named the time of the save."""
+        return version in (self.version(path), self._timed_version(path))
+
+    def _timed_version(self, path: TinkerPath) -> str:
         return f"{path}#{(self.existing(path) / SPEC_FILE).stat().st_mtime_ns}"
 
     def spec(self, path: TinkerPath) -> ModelSpec:

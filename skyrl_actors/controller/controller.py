@@ -23,11 +23,12 @@ from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
+from skyrl_actors.controller.named_samplers import NamedSamplers
 from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
 from skyrl_actors.journal.base import Journal
-from skyrl_actors.journal.entries import SamplerOpened, SessionEnded, SessionOpened
+from skyrl_actors.journal.entries import SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
 from skyrl_actors.messages.errors import CapacityError, Corrupt, InternalError, InvalidRequest, NotFound, Unavailable
@@ -64,6 +65,7 @@ class Controller:
         self.completions = Completions()
         self._examiner = Examiner()
         self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery, self.completions)
+        self._named_samplers = NamedSamplers(self.tenants, self._executor, journal, self._lanes.retire)
 
     async def start(self) -> Capabilities:
         """Take the journal, the parts that run already, and up what an earlier controller owed."""
@@ -80,6 +82,7 @@ class Controller:
         await self._resume(owed)
         timeout_s, keep = self.config.limits.session_timeout_s, self.config.journal
         self._lanes.spawn(housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s))
+        self._lanes.spawn(self._named_samplers.free_unused(timeout_s))
         folders = self._executor.folders
         self._lanes.spawn(housekeeping.sweep(folders, self._sessions, self.journal, keep.sweep_s, keep.retention_s))
         return able
@@ -335,22 +338,16 @@ class Controller:
         reason = self.journal.trouble or self.fault()
         return Waiting() if reason is None else Waiting("paused_capacity", reason)
 
-    async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str | None, path: str | None) -> Sampler:
+    async def open_sampler(
+        self, sampler_id: str | None, session_id: str | None, base_model: str | None, path: str | None
+    ) -> Sampler:  # fmt: skip
         """Idempotent by id. Raises UserError for an unknown base model or path."""
         able = self.able
-        if sampler_id in self.tenants.samplers:
-            return self.tenants.samplers[sampler_id]
-        if session_id is not None:
-            self.tenants.session(session_id)
         if base_model is None and path is None:
             raise InvalidRequest("name a base_model or a model_path to sample from")
         if base_model is not None and base_model != able.base_model:
             raise InvalidRequest(f"unknown base model {base_model!r}; this service has {able.base_model!r}")
-        sampler = await self._executor.open_sampler(checked_id(sampler_id, "sampler id"), session_id, able.base_model, path)
-        if session_id is not None:
-            self.tenants.session(session_id)  # it may have ended meanwhile
-        await self.journal.write(SamplerOpened(sampler_id, session_id, able.base_model, path, sampler.weights))
-        return self.tenants.samplers.setdefault(sampler_id, sampler)
+        return await self._named_samplers.open(sampler_id, session_id, able.base_model, path)
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
         if path.kind == "steps":

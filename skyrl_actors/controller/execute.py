@@ -5,24 +5,26 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_actors.backends.base import Backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import check_fits
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.pinning import change_of, change_text
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost, Unavailable, UserError
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, StateLost, Unavailable, UserError
 from skyrl_actors.messages.model import CheckpointForm, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_name, parse_path
 from skyrl_actors.messages.results import Failure
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 
+T = TypeVar("T")
 DISK_THREADS = 8
 Fork = Callable[[ModelSpec, str, int, bool], Awaitable[None]]
 
@@ -66,6 +68,10 @@ class Executor:
             await asyncio.get_running_loop().run_in_executor(self._disk, write, *arguments)
         except OSError as error:
             raise Unavailable(f"the checkpoint folder can not be written: {error}") from None
+
+    async def read(self, read: Callable[..., T], *arguments: Any) -> T:
+        """Read checkpoint files on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, read, *arguments)
 
     async def _fill(self, spec: ModelSpec, op: Op, path: str, with_optimizer: bool) -> rs.Loaded:
         """Load a checkpoint, or a past step, into a model that was just made; one that can not be filled does not stay."""
@@ -198,7 +204,14 @@ class Executor:
         return Sampler(sampler_id, base_model, path, weights, session_id)
 
     async def sample(self, request_id: str, request: rq.Sample, sampler: Sampler) -> Outcome:
-        return Outcome(await self.backend.sample(request_id, request.prompt, request.params, sampler.weights))
+        """Raises NotFound when the sampler's checkpoint is not the one that it was opened from."""
+        if (change := await self.read(change_of, self.folders, sampler)) is not None:
+            raise NotFound(change_text(sampler, change))
+        output = await self.backend.sample(request_id, request.prompt, request.params, sampler.weights)
+        # An engine may load the files at any time until it answers.
+        if await self.read(change_of, self.folders, sampler) == "saved again":
+            raise NotFound(change_text(sampler, "saved again"))
+        return Outcome(output)
 
     def _ready(self, model_id: str) -> Model:
         model = self.tenants.model(model_id)

@@ -7,6 +7,7 @@ operation, the model is restored and the operation is run again; the client sees
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
@@ -46,6 +47,7 @@ class Lanes:
         self.completions = completions
         self._sample_slots = FairSlots(self.config.limits.samples_in_flight)
         self._sampling: dict[str, asyncio.Task[None]] = {}
+        self._leaving: Counter[str] = Counter()  # retired samplers with samples under way, by version
         self._cancelled: set[str] = set()
         COUNTS.watch("open_requests", lambda: self.queue.num_open)
         COUNTS.watch("recoveries", lambda: len(recovery.recovery_s))
@@ -233,7 +235,9 @@ class Lanes:
     async def release(self, sampler: Sampler) -> None:
         """One user less; a retired one is freed with its last."""
         sampler.users -= 1
+        sampler.last_used = asyncio.get_running_loop().time()
         if sampler.retired and not sampler.users:
+            self._leaving[sampler.weights.version] -= 1
             await self._free(sampler)
 
     async def _sampled(self, op: Op, request: rq.Sample, sampler: Sampler) -> Outcome:
@@ -271,18 +275,24 @@ class Lanes:
         """No new samples from it; what it holds is freed when the last accepted one was answered."""
         self.tenants.remove_sampler(sampler.sampler_id)
         sampler.retired = True
-        if not sampler.users:
+        if sampler.users:
+            self._leaving[sampler.weights.version] += 1
+        else:
             await self._free(sampler)
 
     async def _free(self, sampler: Sampler) -> None:
         await self.ledger.insist(SamplerRetired(sampler.sampler_id))
         self.queue.forget(sampler.sampler_id)
         self.completions.forget(sampler.sampler_id)
-        if sampler.owner is not None:  # named checkpoints keep their files
+        if sampler.weights.parts and not self._is_shared(sampler.weights.version):  # named checkpoints keep their files
             try:
                 await self.executor.backend.drop_sampler(sampler.weights)
             except InternalError as error:
                 log.warning("files of sampler %s were not freed: %s", sampler.sampler_id, error)
+
+    def _is_shared(self, version: str) -> bool:
+        """Whether another sampler has these weights; samplers of one checkpoint do."""
+        return self._leaving[version] > 0 or any(s.weights.version == version for s in self.tenants.samplers.values())
 
     async def bring_back(self, model: Model, resident: int | None) -> None:
         """After a restart, or when ranks were made anew: restore the model unless its state is there."""

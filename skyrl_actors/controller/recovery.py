@@ -153,7 +153,7 @@ class Recovery:
             path, result = parse_path(request.path), await self.journal.result(operation)
             if request.mixed_with is not None:
                 raise Corrupt(f"operation {turn.number} mixed two checkpoints, and the snapshot behind it is lost")
-            if not isinstance(result, rs.Loaded) or self.folders.version(path) != result.version:
+            if not isinstance(result, rs.Loaded) or not self.folders.is_version(path, result.version):
                 raise Corrupt(f"{path} was changed since operation {turn.number} loaded it, and the snapshot behind it is lost")
             await self.backend.load_checkpoint(spec, turn, str(self.folders.existing(path)), request.with_optimizer)
         elif isinstance(request, rq.CreateModel):

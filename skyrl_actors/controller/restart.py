@@ -41,7 +41,7 @@ async def take_up(
             await _history(header, ledger, tenants, recovery)
     for s in books.samplers:
         tenants.samplers[s.sampler_id] = Sampler(
-            s.sampler_id, s.base_model, s.model_path, s.weights, s.session_id, s.owner, s.number
+            s.sampler_id, s.base_model, s.model_path, s.weights, s.session_id, s.owner, s.number, last_used=now
         )
     return owed
 

@@ -7,6 +7,8 @@ from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.weights import SamplerWeights
 
+DROPPED = "only the newest unnamed versions of a model are kept; use save_weights_for_sampler with a name for one that stays"
+
 
 @dataclass(slots=True)
 class Session:
@@ -37,6 +39,8 @@ class Sampler:
     number: int | None = None  # the operation that froze it
     users: int = 0  # accepted samples that are not answered yet
     retired: bool = False  # its files go when the last user has gone
+    last_used: float = 0.0  # loop time of its opening or its last answer
+    ended: str = DROPPED  # what a client is told that asks for it after it was retired
 
 
 class TenantTable:
@@ -45,7 +49,7 @@ class TenantTable:
         self.models: dict[str, Model] = {}
         self.samplers: OrderedDict[str, Sampler] = OrderedDict()
         self.lost: dict[str, str] = {}  # models that can not be brought back, and why
-        self._expired: set[str] = set()
+        self._expired: dict[str, str] = {}  # samplers of living sessions that were retired, and why
 
     def session(self, session_id: str) -> Session:
         if session_id not in self.sessions:
@@ -70,10 +74,7 @@ class TenantTable:
         if sampler_id in self.samplers:
             return self.samplers[sampler_id]
         if sampler_id in self._expired:
-            raise NotFound(
-                f"sampler {sampler_id!r} was dropped: only the newest unnamed versions of a model are kept; "
-                "use save_weights_for_sampler with a name for one that stays"
-            )
+            raise NotFound(f"sampler {sampler_id!r} was dropped: {self._expired[sampler_id]}")
         raise NotFound(f"unknown sampler {sampler_id!r}")
 
     def add_sampler(self, sampler: Sampler, keep: int) -> list[Sampler]:
@@ -88,11 +89,14 @@ class TenantTable:
         return dropped
 
     def remove_sampler(self, sampler_id: str) -> None:
-        if self.samplers.pop(sampler_id, None):
-            self._expired.add(sampler_id)
+        sampler = self.samplers.pop(sampler_id, None)
+        if sampler is not None and sampler.session_id is not None:
+            self._expired[sampler_id] = sampler.ended
 
     def forget_expired(self, session_id: str) -> None:
-        self._expired = {sampler_id for sampler_id in self._expired if not sampler_id.startswith(f"{session_id}:")}
+        self._expired = {
+            sampler_id: why for sampler_id, why in self._expired.items() if not sampler_id.startswith(f"{session_id}:")
+        }
 
     def models_of(self, session_id: str) -> list[Model]:
         return [model for model in self.models.values() if model.session_id == session_id]

@@ -1,12 +1,13 @@
 """Runs and checkpoints as files: listed, named, published, expired, deleted."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
+from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE, CheckpointFolders
 from skyrl_actors.messages.errors import Conflict, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
@@ -88,6 +89,21 @@ def test_what_a_deletion_left_half_done_is_swept(folders: CheckpointFolders):
     (half / SPEC_FILE).write_text("{}")
     assert [c.name for c in folders.checkpoints()] == ["a"]
     assert folders.sweep() == 0 and not half.exists() and folders.existing(path)
+
+
+def test_a_version_outlives_a_copy_to_another_machine_and_not_another_save(folders: CheckpointFolders):
+    path = saved(folders, "a", "sampler_weights")
+    mark, spec = folders.folder(path) / SAVED_BY, folders.folder(path) / SPEC_FILE
+    mark.write_text("r1")
+    first, of_an_older_release = folders.version(path), f"{path}#{spec.stat().st_mtime_ns}"
+    assert folders.is_version(path, first) and folders.is_version(path, of_an_older_release)
+    os.utime(spec, (1, 1))
+    assert folders.version(path) == first and not folders.is_version(path, of_an_older_release)
+    mark.write_text("r2")
+    assert not folders.is_version(path, first)
+    folders.delete(path)
+    with pytest.raises(NotFound):
+        folders.is_version(path, first)
 
 
 def test_deleted_is_deleted(folders: CheckpointFolders):

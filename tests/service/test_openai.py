@@ -75,12 +75,34 @@ def test_saved_samplers_are_models(openai_client: openai.OpenAI, tinker_client: 
         )
         model.optim_step(types.AdamParams(learning_rate=5e-2)).result()
     path = model.save_weights_for_sampler("for-openai").result().path
+    sampler = tinker_client.create_sampling_client(model_path=path)
     assert {"tiny", path} <= {listed.id for listed in openai_client.models.list()}
     asked = {"prompt": row[:8], "max_tokens": 8, "temperature": 0.0}
     tuned = openai_client.completions.create(model=path, **asked)  # type: ignore[call-overload]
     base = openai_client.completions.create(model="tiny", **asked)  # type: ignore[call-overload]
     assert tuned.choices[0].text != base.choices[0].text
     assert tuned.system_fingerprint != base.system_fingerprint
+
+    # Deleted, and saved again under the same name with other weights.
+    rest, params = tinker_client.create_rest_client(), types.SamplingParams(max_tokens=8, temperature=0.0)
+    prompt = types.ModelInput.from_ints(row[:8])
+    first = sampler.sample(prompt, 1, params).result()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(openai.NotFoundError, match="no checkpoint"):
+        openai_client.completions.create(model=path, **asked)  # type: ignore[call-overload]
+    with pytest.raises(tinker.TinkerError, match="was deleted since sampler"):
+        sampler.sample(prompt, 1, params).result()
+    for _ in range(4):
+        data = [types.Datum(model_input=types.ModelInput.from_ints(row[:-1][::-1]), loss_fn_inputs=inputs)]
+        model.forward_backward(data, "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=5e-2)).result()
+    assert model.save_weights_for_sampler("for-openai").result().path == path
+    again = openai_client.completions.create(model=path, **asked)  # type: ignore[call-overload]
+    second = tinker_client.create_sampling_client(model_path=path).sample(prompt, 1, params).result()
+    assert again.system_fingerprint != tuned.system_fingerprint
+    assert second.sequences[0].logprobs != first.sequences[0].logprobs
+    with pytest.raises(tinker.TinkerError, match="was saved again since sampler"):
+        sampler.sample(prompt, 1, params).result()
 
 
 def test_what_is_not_served_is_said_in_openais_way(openai_client: openai.OpenAI):

@@ -1,0 +1,164 @@
+"""Samplers that name a checkpoint: they answer from what is saved there now, or not at all, and they are freed."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skyrl_actors.config.cluster import LimitsConfig
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import SampleOutput
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from tests.api.local import MODEL, AnsweringBackend, config_for, edge, posted, resolved
+
+ASKED = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 1}}
+
+
+class Serving(AnsweringBackend):
+    """Keeps which versions answered and which were dropped."""
+
+    def __init__(self, base_folder: str) -> None:
+        super().__init__(base_folder)
+        self.answered: list[str] = []
+
+    @property
+    def dropped(self) -> list[str]:
+        return [version for verb, version in self.calls if verb == "drop_sampler"]
+
+    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+        return SamplerWeights(version, (WeightManifest(version, "lora", folder, 1),))
+
+    async def sample(
+        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+    ) -> SampleOutput:
+        output = await super().sample(request_id, prompt, params, weights)
+        self.answered.append(weights.version)
+        return output
+
+
+class Saved:
+    """A model of one session, and its sampler checkpoint `one`."""
+
+    def __init__(self, http: httpx.AsyncClient):
+        self.http = http
+        self.seq_id = 0
+
+    async def make(self) -> "Saved":
+        self.session = (await posted(self.http, "/create_session"))["session_id"]
+        await resolved(self.http, "/create_model", session_id=self.session, model_seq_id=0, base_model=MODEL)
+        self.model_id = f"{self.session}:train:0"
+        self.path = f"tinker://{self.model_id}/sampler_weights/one"
+        await self.save()
+        return self
+
+    async def save(self) -> None:
+        self.seq_id += 1
+        await resolved(self.http, "/save_weights_for_sampler", model_id=self.model_id, path="one", seq_id=self.seq_id)
+
+    async def delete(self) -> None:
+        where = f"/training_runs/{self.model_id}/checkpoints/sampler_weights/one"
+        assert (await self.http.delete(where)).status_code == 200
+
+    async def open(self, number: int) -> dict[str, str]:
+        """A sampling session of the checkpoint."""
+        fields = {"session_id": self.session, "sampling_session_seq_id": number, "model_path": self.path}
+        await posted(self.http, "/create_sampling_session", **fields)
+        return {"sampling_session_id": f"{self.session}:sample:{number}"}
+
+
+async def until(reached: Any) -> None:
+    async with asyncio.timeout(10):
+        while not reached():  # noqa: ASYNC110  a loop of the service does it
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def backend(tmp_path: Path) -> Serving:
+    return Serving(str(tmp_path))
+
+
+@pytest.fixture
+async def http(tmp_path: Path, backend: Serving):
+    async with edge(config_for(tmp_path, limits=LimitsConfig(session_timeout_s=60)), backend) as made:
+        yield made
+
+
+async def test_a_path_is_answered_from_what_is_saved_there_now(http: httpx.AsyncClient, backend: Serving):
+    saved = await Saved(http).make()
+    for _ in range(2):
+        assert "sequences" in await resolved(http, "/asample", model_path=saved.path, **ASKED)
+    await saved.delete()
+    gone = await http.post("/asample", json={"model_path": saved.path, **ASKED})
+    assert gone.status_code == 404 and f"no checkpoint {saved.path}" in gone.text
+    await saved.save()
+    assert "sequences" in await resolved(http, "/asample", model_path=saved.path, **ASKED)
+    first, again, second = backend.answered
+    assert first == again != second
+
+
+async def test_a_sampler_whose_checkpoint_is_another_now_does_not_answer(http: httpx.AsyncClient):
+    saved = await Saved(http).make()
+    sampler = await saved.open(0)
+    assert "sequences" in await resolved(http, "/asample", **sampler, **ASKED)
+    await saved.delete()
+    failed = await resolved(http, "/asample", **sampler, **ASKED)
+    assert failed["category"] == "user" and "was deleted" in failed["error"] and saved.path in failed["error"]
+    await saved.save()
+    failed = await resolved(http, "/asample", **sampler, **ASKED)
+    assert failed["category"] == "user" and "was saved again" in failed["error"]
+    assert "sequences" in await resolved(http, "/asample", **await saved.open(1), **ASKED)
+
+
+async def test_a_checkpoint_that_is_saved_again_while_it_is_sampled_fails_the_sample(http: httpx.AsyncClient, backend: Serving):
+    """Which of the two the engine loaded is not known."""
+    saved = await Saved(http).make()
+    sampler = await saved.open(0)
+    backend.sampling.clear()
+    asked = await posted(http, "/asample", **sampler, **ASKED)
+    await asyncio.sleep(0.05)  # it is with the engine
+    await saved.delete()
+    await saved.save()
+    backend.sampling.set()
+    failed = await posted(http, "/retrieve_future", request_id=asked["request_id"])
+    assert "was saved again" in failed["error"]
+
+
+async def test_the_last_sampler_of_a_version_takes_it_out_of_the_engines(http: httpx.AsyncClient, backend: Serving):
+    saved, other = await Saved(http).make(), (await posted(http, "/create_session"))["session_id"]
+    await resolved(http, "/asample", **await saved.open(0), **ASKED)
+    fields = {"session_id": other, "sampling_session_seq_id": 0, "model_path": saved.path}
+    await posted(http, "/create_sampling_session", **fields)
+    end = {"reason": {"type": "success"}}
+    assert (await http.post(f"/sessions/{saved.session}/finish", json=end)).status_code == 200
+    assert backend.answered[0] not in backend.dropped
+    assert (await http.post(f"/sessions/{other}/finish", json=end)).status_code == 200
+    assert backend.dropped == backend.answered
+
+
+async def test_samplers_of_no_session_are_freed_when_nobody_asks_them(tmp_path: Path, backend: Serving):
+    limits = LimitsConfig(session_timeout_s=0.3, session_silent_s=0.1)
+    async with edge(config_for(tmp_path, limits=limits), backend) as http:
+        saved = await Saved(http).make()
+        backend.sampling.clear()
+        asked = await posted(http, "/asample", model_path=saved.path, **ASKED)
+        await asyncio.sleep(0.6)
+        assert not backend.dropped  # a sample is under way
+        backend.sampling.set()
+        await posted(http, "/retrieve_future", request_id=asked["request_id"])
+        await until(lambda: backend.dropped == backend.answered)
+        assert "sequences" in await resolved(http, "/asample", model_path=saved.path, **ASKED)
+
+
+async def test_samplers_of_a_deleted_checkpoint_are_freed_while_their_session_lives(tmp_path: Path, backend: Serving):
+    limits = LimitsConfig(session_timeout_s=2)
+    async with edge(config_for(tmp_path, limits=limits), backend) as http:
+        saved = await Saved(http).make()
+        sampler = await saved.open(0)
+        await resolved(http, "/asample", **sampler, **ASKED)
+        await saved.delete()
+        await posted(http, "/session_heartbeat", session_id=saved.session)
+        await until(lambda: backend.dropped == backend.answered)
+        refused = await http.post("/asample", json={**sampler, **ASKED})
+        assert refused.status_code == 404 and "was deleted" in refused.text
