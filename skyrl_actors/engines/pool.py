@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -141,9 +142,10 @@ class EnginePool:
             await self._agreed(engine, request_id, weights)
             if params.stream:
                 self._told_where(request_id, engine)
-            output = await engine.ask("sample", request_id, prompt, params, weights.adapter, weights.version)
+            asked = replace(params, num_samples=1) if params.is_repeated else params
+            output = await engine.ask("sample", request_id, prompt, asked, weights.adapter, weights.version)
         engine.worked()
-        return output
+        return replace(output, sequences=output.sequences * params.num_samples) if params.is_repeated else output
 
     async def _agreed(self, engine: Member, request_id: str, weights: SamplerWeights) -> None:
         """Once for each engine and version, before its first answer; samples that come meanwhile wait for it too."""

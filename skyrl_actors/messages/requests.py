@@ -110,6 +110,11 @@ class SamplingParams:
     stream: bool = False  # somebody reads along; of one sample only
 
     @property
+    def is_repeated(self) -> bool:
+        """Greedy samples of one prompt are equal: one is computed, and answered `num_samples` times."""
+        return self.temperature == 0 and self.num_samples > 1
+
+    @property
     def scores_prompt(self) -> bool:
         """The whole distribution at each position of the prompt is looked at."""
         return self.prompt_targets is not None or self.prompt_alternatives > 0

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from placement.types import Node
@@ -13,8 +14,10 @@ from skyrl_actors.config.transfers import NcclTransfer
 from skyrl_actors.engines.agreement import Agreement
 from skyrl_actors.engines.engine import Engine
 from skyrl_actors.engines.pool import EnginePool, build_pool
+from skyrl_actors.engines.vllm_samples import vllm_params
 from skyrl_actors.messages.errors import StateLost
 from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import SampleOutput, Sequence
 from skyrl_actors.messages.weights import SamplerWeights
 from tests.engines.test_health import Silent
 
@@ -69,6 +72,28 @@ class Answering(Silent):
         self.given.append(arguments[0])
         self.asked.set()
         await self.go.wait()
+
+
+class Sampling(Answering):
+    """Takes what vLLM takes."""
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        params: SamplingParams = arguments[2]
+        asked = vllm_params(params)
+        self.given.append(f"{asked.n}")
+        tokens, logprobs = np.asarray([5, 6], np.int32), np.asarray([-1.0, -2.0], np.float32)
+        return SampleOutput((Sequence(tokens, logprobs, "stop"),) * asked.n, "base")
+
+
+@pytest.mark.parametrize(("temperature", "asked"), [(0.0, "1"), (0.5, "4")])
+async def test_several_greedy_samples_are_one_that_is_answered_so_often(temperature: float, asked: str):
+    pool = pool_of(0)
+    engine = Sampling("engine[0]", RestartConfig(), print)
+    pool.engines = [engine]
+    await pool.start()
+    output = await pool.sample("r", (1, 2), SamplingParams(3, num_samples=4, temperature=temperature), SamplerWeights("base"))
+    assert [one.tokens.tolist() for one in output.sequences] == [[5, 6]] * 4
+    assert engine.given == [asked]
 
 
 async def test_who_drains_ends_what_it_has_and_is_given_no_more():

@@ -39,6 +39,10 @@ def test_completions_are_the_samples_of_the_tinker_sdk(openai_client: openai.Ope
         assert choice.logprobs.top_logprobs is not None and len(choice.logprobs.top_logprobs) == len(sequence.tokens)
         assert choice.finish_reason == sequence.stop_reason
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
+    greedy = openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0, n=3)
+    alike = sampler.sample(types.ModelInput.from_ints(prompt), 3, types.SamplingParams(max_tokens=8, temperature=0)).result()
+    assert len(greedy.choices) == len(alike.sequences) == 3
+    assert len({choice.text for choice in greedy.choices}) == len({tuple(one.tokens) for one in alike.sequences}) == 1
     both = openai_client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=2)
     assert [choice.index for choice in both.choices] == [0, 1]
 
