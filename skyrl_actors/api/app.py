@@ -22,7 +22,7 @@ from skyrl_actors.api import (
 )
 from skyrl_actors.api.access import Caller
 from skyrl_actors.api.body_limits import limit_of
-from skyrl_actors.api.state import ARCHIVES, ApiState, state_of
+from skyrl_actors.api.state import ARCHIVES, ApiState, shown, state_of
 from skyrl_actors.api.tokens import owner_of_credential
 from skyrl_actors.messages.errors import CapacityError, SkyrlActorsError, Unavailable
 
@@ -70,7 +70,7 @@ async def _known_error(request: Request, error: Exception) -> JSONResponse:
     if status == 503 and not isinstance(error, Unavailable):
         log.warning("%s %s: %s", request.method, request.url.path, error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(_error_body(request, str(error), error.category, status), status, headers)
+    return JSONResponse(_error_body(request, shown(state_of(request), error), error.category, status), status, headers)
 
 
 def _error_body(request: Request, text: str, category: str, status: int) -> dict[str, Any]:
@@ -102,7 +102,8 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
 
 async def _unknown_error(request: Request, error: Exception) -> JSONResponse:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse({"detail": f"{type(error).__name__}: {error}", "category": "server"}, 500)
+    text = f"{type(error).__name__}: {shown(state_of(request), error)}"
+    return JSONResponse({"detail": text, "category": "server"}, 500)
 
 
 class Guard:

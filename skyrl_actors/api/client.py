@@ -95,9 +95,9 @@ class ControllerClient:
                 if not isinstance(found, Waiting):
                     self._spanned("deliver", request_id, began)
                 return found
-            except Unavailable as error:
+            except Unavailable:
                 if left_s <= LONGEST_PAUSE_S:
-                    return Waiting("paused_capacity", str(error))
+                    return Waiting.paused("unreachable")
             await asyncio.sleep(LONGEST_PAUSE_S / 5)
 
     async def run(self, request: Request, expected: type[R]) -> R:

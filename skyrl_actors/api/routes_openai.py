@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 
 from skyrl_actors.api import openai_answers as answers
 from skyrl_actors.api import openai_wire as wire
@@ -21,7 +21,8 @@ from skyrl_actors.api.apart import run_in_thread
 from skyrl_actors.api.bodies import body_of, documented
 from skyrl_actors.api.openai_answers import Form
 from skyrl_actors.api.openai_text import Codec, Growing, codec_for
-from skyrl_actors.api.state import state_of
+from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
+from skyrl_actors.api.state import shown, state_of
 from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.paths import parse_path
@@ -94,19 +95,23 @@ async def _answered(
     request: Request, body: wire.OpenAiBody, form: Form, prompts: list[list[int]], params: SamplingParams
 ) -> Response:  # fmt: skip
     sampler_id = await _sampler(request, body.model)
+    if not prompts:
+        raise InvalidRequest("prompt is empty: give a text, a list of texts, or token ids")
     if body.stream and len(prompts) != 1:
         raise InvalidRequest("a stream has one prompt: make several requests")
-    client, mark = state_of(request).client, caller_of(request).mark
-    # The stop text is OpenAI's to leave out, so it is looked for here too.
-    asked = [
-        await client.submit(Sample(sampler_id, tuple(prompt), replace(params, seed=_seed(params, i)), None), mark)
-        for i, prompt in enumerate(prompts)
-    ]
-    if body.stream:
-        wants_usage = body.stream_options is not None and body.stream_options.include_usage
-        events = _events(request, form, asked[0], Growing(form.codec, body.stops), len(prompts[0]), wants_usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    outputs = [await client.result(request_id, SampleOutput) for request_id in asked]
+    samples, asked = RequestedSamples(state_of(request).client, caller_of(request).mark), ""
+    try:
+        for i, prompt in enumerate(prompts):
+            asked = await samples.submit(Sample(sampler_id, tuple(prompt), replace(params, seed=_seed(params, i)), None))
+        if body.stream:
+            wants_usage = body.stream_options is not None and body.stream_options.include_usage
+            # The stop text is OpenAI's to leave out, so it is looked for here too.
+            text = Growing(form.codec, body.stops)
+            return SampleStream(samples, _events(request, samples, form, asked, text, len(prompts[0]), wants_usage))
+        outputs = await unless_gone(request.receive, samples.answers())
+    except BaseException:
+        samples.cancel()
+        raise
     return JSONResponse(answers.whole(form, outputs, [len(prompt) for prompt in prompts], body.stops))
 
 
@@ -127,38 +132,27 @@ async def _sampler(request: Request, model: str) -> str:
 
 
 async def _events(
-    request: Request, form: Form, request_id: str, text: Growing, prompt_tokens: int, wants_usage: bool
+    request: Request, samples: RequestedSamples, form: Form, request_id: str, text: Growing, prompt_tokens: int, wants_usage: bool
 ) -> AsyncIterator[str]:  # fmt: skip
-    """Server-sent events. A client that goes away takes its sample with it."""
-    state, have, ended = state_of(request), 0, False
-    try:
-        yield _event(answers.first_chunk(form))
-        while not ended:
-            news = await state.client.partial(request_id, have, state.config.http.long_poll_s)
-            if isinstance(news, Failure):
-                ended = True
-                yield _event(
-                    {
-                        "error": {
-                            "message": news.message,
-                            "type": "server_error" if news.category == "server" else "invalid_request_error",
-                        }
-                    }
-                )
-                break
-            part = news if isinstance(news, PartialSample) else _rest(news, have)
-            have += len(part.tokens)
-            reason = news.sequences[0].stop_reason if isinstance(news, SampleOutput) else None
-            new = text.more(part.tokens, last=reason is not None)
-            if part.tokens or reason:
-                yield _event(answers.chunk(form, new, part, reason))
-            ended = reason is not None
-        if wants_usage and ended:
-            yield _event(answers.usage_chunk(form, prompt_tokens, have))
-        yield "data: [DONE]\n\n"
-    finally:
-        if not ended:
-            await state.client.cancel_sample(request_id)
+    """Server-sent events."""
+    state, have, reason = state_of(request), 0, None
+    yield _event(answers.first_chunk(form))
+    while reason is None:
+        news = await state.client.partial(request_id, have, state.config.http.long_poll_s)
+        if isinstance(news, Failure):
+            kind = "server_error" if news.category == "server" else "invalid_request_error"
+            yield _event({"error": {"message": shown(state, news), "type": kind}})
+            break
+        part = news if isinstance(news, PartialSample) else _rest(news, have)
+        have += len(part.tokens)
+        reason = news.sequences[0].stop_reason if isinstance(news, SampleOutput) else None
+        new = text.more(part.tokens, last=reason is not None)
+        if part.tokens or reason:
+            yield _event(answers.chunk(form, new, part, reason))
+    samples.answered()
+    if wants_usage and reason is not None:
+        yield _event(answers.usage_chunk(form, prompt_tokens, have))
+    yield "data: [DONE]\n\n"
 
 
 def _rest(output: Any, have: int) -> PartialSample:

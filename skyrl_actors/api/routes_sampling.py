@@ -9,7 +9,7 @@ from skyrl_actors.api import translate, wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.apart import THREAD_BYTES, run_in_thread, run_sized
 from skyrl_actors.api.bodies import body_of, documented
-from skyrl_actors.api.state import state_of
+from skyrl_actors.api.state import shown, state_of
 from skyrl_actors.losses.custom_graph import PREFIX, graph_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.paths import checked_id, parse_path, sampler_id_for
@@ -104,7 +104,9 @@ async def retrieve_future(body: wire.RetrieveFuture, request: Request) -> Respon
     if isinstance(result, Waiting):
         answer = {"type": "try_again", "request_id": body.request_id, "queue_state": result.state}
         return JSONResponse(answer | ({"queue_state_reason": result.reason} if result.reason else {}), 408)
-    accept = "" if isinstance(result, Failure) else request.headers.get("accept", "")
+    if isinstance(result, Failure):
+        return JSONResponse({"error": shown(state, result), "category": result.category})
+    accept = request.headers.get("accept", "")
     if translate.PROTOBUF in accept:  # copies of arrays, which need no process of their own
         large = size_of(result) > THREAD_BYTES
         content, media_type = await run_in_thread(_rendered, result, accept) if large else _rendered(result, accept)

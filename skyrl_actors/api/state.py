@@ -13,6 +13,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.keys import known_keys
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.messages.errors import SkyrlActorsError
+from skyrl_actors.messages.results import Failure
 
 HEALTH_TIMEOUT_S = 5.0
 ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
@@ -56,6 +57,14 @@ class ApiState:
 
 def state_of(request: Request) -> ApiState:
     return request.app.state.api
+
+
+def shown(state: ApiState, fault: Failure | Exception) -> str:
+    """What a client is told of a fault. What follows the first line of a fault of the service are the last lines of a process, which
+    may be about other tenants: with keys configured they are for operators, in the log and in `status`."""
+    text = fault.message if isinstance(fault, Failure) else str(fault)
+    is_whole = not state.owners or getattr(fault, "category", "server") == "user"
+    return text if is_whole else text.partition("\n")[0]
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -335,8 +335,11 @@ class Controller:
 
     def waiting(self) -> Waiting:
         """What to tell a client whose answer is not there yet."""
-        reason = self.journal.trouble or self.fault()
-        return Waiting() if reason is None else Waiting("paused_capacity", reason)
+        if self.capabilities is None:
+            return Waiting.paused("starting")
+        if self.journal.trouble:
+            return Waiting.paused("recording")
+        return Waiting() if self.fault() is None else Waiting.paused("recovering")
 
     async def open_sampler(
         self, sampler_id: str | None, session_id: str | None, base_model: str | None, path: str | None

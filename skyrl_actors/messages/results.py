@@ -1,6 +1,7 @@
 """What the controller answers: one type for each verb, or a Failure."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,12 +114,26 @@ class Completion:
     clone: int
 
 
+Pause = Literal["starting", "recording", "recovering", "unreachable"]
+PAUSES: dict[Pause, str] = {
+    "starting": "the service is still starting",
+    "recording": "the service can not write its journal now; accepted requests wait until it can",
+    "recovering": "a part of the service is being restarted, and goes on by itself",
+    "unreachable": "the service's controller does not answer now, and is asked again",
+}
+"""What any client may be told of a fault; operators read the rest in `status`, `/healthz` and the log."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """No answer yet. `state` is what clients show: "active", or "paused_capacity" with the reason."""
 
     state: str = "active"
     reason: str | None = None
+
+    @staticmethod
+    def paused(why: Pause) -> "Waiting":
+        return Waiting("paused_capacity", f"{why}: {PAUSES[why]}")
 
 
 Result = ModelCreated | LossOutput | StepDone | Saved | SamplerSaved | Loaded | Unloaded | SampleOutput | Failure

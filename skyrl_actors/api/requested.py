@@ -1,0 +1,99 @@
+"""Samples of one HTTP request: those that its client will get no answer of are cancelled."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.messages.errors import SkyrlActorsError
+from skyrl_actors.messages.requests import Sample
+from skyrl_actors.messages.results import SampleOutput
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_ending: set[asyncio.Task[None]] = set()  # the loop alone would not keep them
+
+
+class RequestedSamples:
+    """`mark` of the owner ends the ids. Whoever makes one calls `cancel` when no more answers are wanted."""
+
+    def __init__(self, client: ControllerClient, mark: str):
+        self._client = client
+        self._mark = mark
+        self._accepted: dict[str, asyncio.Task[str]] = {}
+
+    async def submit(self, sample: Sample) -> str:
+        request_id = f"r{uuid.uuid4().hex}{self._mark}"
+        task = asyncio.create_task(self._client.submit(sample, self._mark, request_id))
+        self._accepted[request_id] = task
+        return await asyncio.shield(task)
+
+    async def answers(self) -> list[SampleOutput]:
+        """In the order of their requests. Raises what the first that failed failed of."""
+        waiting = [asyncio.create_task(self._client.result(each, SampleOutput)) for each in self._accepted]
+        try:
+            found = await asyncio.gather(*waiting)
+        finally:
+            for task in waiting:
+                task.cancel()
+        self._accepted.clear()
+        return found
+
+    def answered(self) -> None:
+        self._accepted.clear()
+
+    def cancel(self) -> None:
+        """In the background, because the task that calls this may be cancelled itself."""
+        for request_id, task in self._accepted.items():
+            ending = asyncio.create_task(self._cancelled(request_id, task))
+            _ending.add(ending)
+            ending.add_done_callback(_ending.discard)
+        self._accepted = {}
+
+    async def _cancelled(self, request_id: str, accepted: asyncio.Task[str]) -> None:
+        try:
+            await accepted  # one that is just being accepted can not be cancelled yet
+            await self._client.cancel_sample(request_id)
+        except SkyrlActorsError as error:
+            log.info("sample %s was not cancelled: %s", request_id, error)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises ClientDisconnect, with `work` cancelled, when the client closes the connection first."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and gone.exception() is None:
+            raise ClientDisconnect()
+        return await working
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class SampleStream(StreamingResponse):
+    """Server-sent events of samples, which end with their stream."""
+
+    def __init__(self, samples: RequestedSamples, events: AsyncIterator[str]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._samples = samples
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self.stream_response(send))
+        except OSError:
+            raise ClientDisconnect() from None
+        finally:
+            self._samples.cancel()
