@@ -75,9 +75,9 @@ NARROW = {
     "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},
 }
 HEAVY = {
-    "torch": ("workers/", "streams.py", "device_memory.py", "losses/torch_ops.py", "losses/torch_graph.py", "engines/worker_ext.py", "engines/vllm_patches.py", "jobs/trackers.py",
+    "torch": ("workers/", "streams.py", "device_memory.py", "losses/torch_ops.py", "losses/torch_graph.py", "engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_tempered.py", "jobs/trackers.py",
               "commands/doctor.py"),
-    "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_engine.py", "engines/vllm_samples.py", "engines/vllm_stats.py"),
+    "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_tempered.py", "engines/vllm_engine.py", "engines/vllm_samples.py", "engines/vllm_stats.py"),
     "ray": (
         "api/ingress.py", "api/client.py", "groups/", "engines/pool.py", "engines/engine.py", "engines/member.py", "transfer/", "remote.py", "backends/ray_backend.py", "backends/site.py",
         "backends/exporter.py",

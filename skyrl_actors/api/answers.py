@@ -64,7 +64,7 @@ def sample_to_proto(output: SampleOutput) -> bytes:
         added = message.sequences.add(
             stop_reason=schema.STOP if sequence.stop_reason == "stop" else schema.LENGTH,
             tokens=sequence.tokens.astype("<i4").tobytes(),
-            logprobs=sequence.logprobs.astype("<f4").tobytes(),
+            logprobs=sequence.shown_logprobs.astype("<f4").tobytes(),
         )
         if sequence.topk_ids is not None and sequence.topk_logprobs is not None:
             _set_topk(added.topk_sampled_logprobs, sequence.topk_ids, sequence.topk_logprobs)
@@ -105,7 +105,8 @@ def sample_to_json(output: SampleOutput) -> dict[str, Any]:
     body: dict[str, Any] = {
         "type": "sample",
         "sequences": [
-            {"stop_reason": s.stop_reason, "tokens": s.tokens.tolist(), "logprobs": s.logprobs.tolist()} for s in output.sequences
+            {"stop_reason": s.stop_reason, "tokens": s.tokens.tolist(), "logprobs": s.shown_logprobs.tolist()}
+            for s in output.sequences
         ],
     }
     if output.prompt_logprobs is not None:

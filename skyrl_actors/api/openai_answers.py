@@ -71,7 +71,7 @@ def usage_chunk(form: Form, prompt_tokens: int, completion_tokens: int) -> dict[
 
 def _logprobs(form: Form, one: Sampled) -> dict[str, Any]:
     """The likeliest tokens beside each, best first, as many as were asked for."""
-    part = PartialSample(tuple(one.tokens.tolist()), tuple(one.logprobs.tolist()))
+    part = PartialSample(tuple(one.tokens.tolist()), tuple(one.shown_logprobs.tolist()))
     content = _plain_logprobs(form, part)
     if one.topk_ids is None or one.topk_logprobs is None:
         return content

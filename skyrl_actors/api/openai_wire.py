@@ -32,6 +32,7 @@ class OpenAiBody(BaseModel):
     top_k: int = Field(default=-1, ge=-1, description="vLLM's addition")
     n: int = Field(default=1, ge=1)
     seed: int | None = Field(default=None, ge=0)
+    tempered_logprobs: bool | None = Field(default=None, description="this service's addition")
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None

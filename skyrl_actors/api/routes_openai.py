@@ -88,6 +88,7 @@ async def _params(request: Request, body: wire.OpenAiBody, max_tokens: int, topk
     return SamplingParams(
         max_tokens, body.n, body.temperature, body.top_k or -1, body.top_p, body.seed, body.stops or None,
         topk_sample_logprobs=topk or 0, stop_at_end_too=True, stream=body.stream,
+        tempered_logprobs=_or_default(body.tempered_logprobs, request),
     )  # fmt: skip
 
 
@@ -113,6 +114,10 @@ async def _answered(
         samples.cancel()
         raise
     return JSONResponse(answers.whole(form, outputs, [len(prompt) for prompt in prompts], body.stops))
+
+
+def _or_default(tempered: bool | None, request: Request) -> bool:
+    return state_of(request).config.http.tempered_logprobs if tempered is None else tempered
 
 
 def _seed(params: SamplingParams, index: int) -> int | None:
@@ -159,7 +164,7 @@ def _rest(output: Any, have: int) -> PartialSample:
     if not isinstance(output, SampleOutput):
         raise InternalError(f"{type(output).__name__} instead of a sample")
     one = output.sequences[0]
-    return PartialSample(tuple(one.tokens[have:].tolist()), tuple(one.logprobs[have:].tolist()))
+    return PartialSample(tuple(one.tokens[have:].tolist()), tuple(one.shown_logprobs[have:].tolist()))
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -47,7 +47,8 @@ async def asample(body: SampleBody, request: Request) -> dict[str, Any]:
     else:
         sampler_id = caller.own(body.sampling_session_id, "sampler")
     able = await state.capabilities()
-    wanted = translate.sample(body, sampler_id, able.max_sample_tokens, state.config.limits.body_bytes)
+    limit, tempered = state.config.limits.body_bytes, state.config.http.tempered_logprobs
+    wanted = translate.sample(body, sampler_id, able.max_sample_tokens, limit, tempered)
     request_id = await state.client.submit(wanted, caller.mark)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(body.num_samples)]}
 

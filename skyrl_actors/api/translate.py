@@ -72,7 +72,10 @@ def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
     return rq.SaveForSampler(body.model_id, sampler_id=sampler_id, seq_id=body.seq_id)
 
 
-def sample(body: wire.Asample, sampler_id: str, default_max_tokens: int, limit_bytes: int) -> rq.Sample:
+def sample(
+    body: wire.Asample, sampler_id: str, default_max_tokens: int, limit_bytes: int, tempered: bool = False
+) -> rq.Sample:  # fmt: skip
+    """`tempered`: whether logprobs are those at the sample's temperature where the body does not say."""
     if body.record_stability_info:
         raise InvalidRequest(
             "record_stability_info is for the loss stable_reinforce, which is not served; use importance_sampling"
@@ -94,6 +97,7 @@ def sample(body: wire.Asample, sampler_id: str, default_max_tokens: int, limit_b
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         prompt_targets=None if targets is None else codec.prompt_targets_from_json(targets, limit_bytes),
         prompt_alternatives=body.prompt_alt_tokens_k,
+        tempered_logprobs=tempered if body.tempered_logprobs is None else body.tempered_logprobs,
     )
     # Without a sampling session there is no numbering to tell a retry by.
     return rq.Sample(sampler_id, prompt, params, body.seq_id if body.sampling_session_id else None)

@@ -176,6 +176,7 @@ class Asample(Body):
     target_prompt_logprobs: dict[str, Any] | None = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool = False
+    tempered_logprobs: bool | None = None  # this service's addition
 
 
 class SamplerRef(Body):

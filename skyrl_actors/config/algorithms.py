@@ -119,7 +119,8 @@ class Reduction(FrozenConfig):
 
 
 class Correction(FrozenConfig):
-    """For samples of another program or of older weights: r = exp(log p_trainer − log p_engine) multiplies the loss.
+    """For samples of another program, older weights or another temperature: r = exp(log p_trainer − log p_engine) multiplies
+    the loss. log p_engine is that of the distribution that was sampled from, log p_trainer that of temperature 1.
 
     truncated: min(r, high) (Yao et al., 2025). masked: r, and 0 where it lies outside low … high. Of a token, or of a whole
     answer by the mean of its differences.

@@ -193,6 +193,10 @@ class HttpConfig(FrozenConfig):
     api_keys_file: Path | None = Field(default=None, description="the same, one a line")
     tokens: bool = Field(default=False, description="SDKs change their key for a token that ends (their flag pjwt_auth_enabled)")
     open_to_network: bool = Field(default=False, description="listen beyond this machine although no API keys are set")
+    tempered_logprobs: bool = Field(
+        default=False,
+        description="samples are answered with logprobs at their own temperature instead of 1; a request may say itself",
+    )
     sdk: SdkFlags = SdkFlags()
     console: bool = Field(default=True, description="a read-only page at /; with API keys, who gives none sees totals only")
     runs: Path | None = Field(default=Path("runs"), description="folder of jobs' runs that the console shows")

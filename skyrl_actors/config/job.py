@@ -48,7 +48,10 @@ class RlConfig(AdamFields):
         description="texts with which an answer ends, beside the model's own end; </search>, where an environment has tools",
     )
     temperature: float = Field(
-        default=1.0, gt=0, le=1.0, description="logprobs are those of temperature 1; keep 1 for on-policy ratios"
+        default=1.0,
+        gt=0,
+        le=2.0,
+        description="of samples; the policy that learns is that of temperature 1, so with another set `correction`",
     )
     lora_rank: int | None = Field(default=None, ge=1, description="adapter rank of policy and critic; null = full fine-tune")
     advantage: Advantage = Gae()

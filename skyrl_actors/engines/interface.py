@@ -9,6 +9,8 @@ from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 BASE_VERSION = "base"
 CHECK = ".check"  # behind the id of the sample for which an engine is compared with the trainer
+FLAG = "tempered_logprobs"  # in vLLM's extra_args; also the name of the patch
+TEMPERED = 2**31 - 1  # beyond every vocabulary: the id under which a worker answers it
 ON_LINE = ("sample", "partial")  # what is asked of an engine so often that its actor has a line for it
 
 

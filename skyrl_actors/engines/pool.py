@@ -39,7 +39,9 @@ from skyrl_actors.transfer.folders import full_manifests
 
 Deliver = Callable[[WeightManifest, ActorHandle | None, EnginePlace], Awaitable[WeightStream | None]]
 T = TypeVar("T")
-NO_SCORES = "target_prompt_logprobs and prompt_alt_tokens_k need engines of this service, and engine.num_engines is 0"
+NO_SCORES = (
+    "target_prompt_logprobs, prompt_alt_tokens_k and tempered_logprobs need engines of this service, and engine.num_engines is 0"
+)
 NO_FULL_WEIGHTS = "full weights can be sampled only by engines of this service, and engine.num_engines is 0"
 AFTER_LOSS_S = 0.2
 
@@ -97,7 +99,7 @@ class EnginePool:
         ours = needs_own(weights, params)
         able = [engine for engine in self.engines if engine.ours or not ours]
         if not able:
-            raise InvalidRequest(NO_SCORES if params.scores_prompt else NO_FULL_WEIGHTS)
+            raise InvalidRequest(NO_SCORES if params.scores_prompt or params.tempers else NO_FULL_WEIGHTS)
         for engine in self.engines:
             engine.revive()
         while not self._living(ours):
@@ -324,8 +326,8 @@ class EnginePool:
 
 
 def needs_own(weights: SamplerWeights, params: SamplingParams) -> bool:
-    """Engines by URL serve the base and adapters, and no scores along a prompt."""
-    return full_version(weights) != BASE_VERSION or params.scores_prompt
+    """Engines by URL serve the base and adapters, no scores along a prompt, and logprobs at temperature 1."""
+    return full_version(weights) != BASE_VERSION or params.scores_prompt or params.tempers
 
 
 def full_version(weights: SamplerWeights) -> str:

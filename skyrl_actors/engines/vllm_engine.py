@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.agreement import fixed_prompt
-from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec, EngineStatus
+from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, EngineStatus
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.reload_proof import prove_reload
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
@@ -52,6 +52,7 @@ class VllmEngine:
         self._woken = asyncio.Event()
         self._deadlines: dict[asyncio.Timeout, float] = {}  # of samples; seconds that are left, while asleep
         self._running = 0
+        self._tempers = False  # its workers give logprobs at the temperature of a sample
         self._stats = LastStats()
         self.partials = Partials()
         self._processes: list[psutil.Process] = []
@@ -59,7 +60,8 @@ class VllmEngine:
 
     async def start(self) -> None:
         self._llm = AsyncLLM.from_engine_args(_engine_args(self.spec), stat_loggers=[self._stats])
-        await self._llm.collective_rpc("skyrl_patch")
+        patched = await self._llm.collective_rpc("skyrl_patch")
+        self._tempers = all(FLAG in names for names in patched)
         self._adapts_head = all(await self._llm.collective_rpc("skyrl_adapts_head"))
         await self._llm.update_weight_version(BASE_VERSION)
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
@@ -103,6 +105,8 @@ class VllmEngine:
         version: str,
     ) -> SampleOutput:
         """`version` names the weights the answer must come from; with an adapter these are the base's plus the adapter."""
+        if params.tempers and not self._tempers:
+            raise InvalidRequest("tempered_logprobs are not available with this release of vLLM; leave them out")
         needed = BASE_VERSION if adapter else version
         lora = await self._prepared(adapter, needed)
         output: Any = None
@@ -113,7 +117,7 @@ class VllmEngine:
                 async for part in stream:
                     output = part
                     if params.stream:
-                        self.partials.grow(request_id, so_far(part))
+                        self.partials.grow(request_id, so_far(part, params))
         except (VLLMValidationError, ValueError) as error:
             raise InvalidRequest(str(error)) from None
         except TimeoutError:

@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from skyrl_actors.engines.interface import FLAG, TEMPERED
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 
 EMPTY_CELL = (0, -99999.0)
+LEAST_TEMPERATURE = 0.01  # vLLM takes less for this
 
 
 def vllm_params(params: SamplingParams) -> VllmSamplingParams:
@@ -37,7 +39,8 @@ def vllm_params(params: SamplingParams) -> VllmSamplingParams:
         stop_token_ids=ids or None,
         ignore_eos=stop is not None and not params.stop_at_end_too,
         detokenize=bool(texts),
-        logprobs=params.topk_sample_logprobs,
+        logprobs=params.topk_sample_logprobs + params.tempers,
+        extra_args={FLAG: True} if params.tempers else None,
         prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.CUMULATIVE if params.stream else RequestOutputKind.FINAL_ONLY,
     )
@@ -49,9 +52,16 @@ def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput
         if choice.finish_reason not in ("stop", "length"):
             raise InternalError(f"vLLM ended a sample with {choice.finish_reason!r}")
         tokens = np.asarray(choice.token_ids, np.int32)
-        logprobs = [step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True)]
-        best = _best(choice.logprobs, params.topk_sample_logprobs) if params.topk_sample_logprobs else (None, None)
-        sequences.append(Sequence(tokens, np.asarray(logprobs, np.float32), choice.finish_reason, *best))
+        logprobs, tempered = _logprobs(choice), _tempered(choice) if params.tempers else None
+        best: tuple[Any, Any] = (None, None)
+        if k := params.topk_sample_logprobs:
+            rows = [{token: entry for token, entry in step.items() if token != TEMPERED} for step in choice.logprobs]
+            best = _best(rows, k)
+            if tempered is not None:
+                best = best[0], _at_temperature(best[1], logprobs, tempered, params.temperature)
+        if params.tempered_logprobs and tempered is None:
+            tempered = logprobs
+        sequences.append(Sequence(tokens, logprobs, choice.finish_reason, *best, tempered=tempered))
     of_prompt: dict[str, Any] = {}
     if output.prompt_logprobs is not None:
         kept = len(output.prompt_token_ids) if params.prompt_logprobs_last_n is None else params.prompt_logprobs_last_n
@@ -68,11 +78,32 @@ def weight_versions(output: Any) -> set[str]:
     return {span.version for choice in output.outputs for span in choice.weight_versions or ()}
 
 
-def so_far(output: Any) -> PartialSample:
+def so_far(output: Any, params: SamplingParams) -> PartialSample:
     """Of a cumulative output of one sample."""
     (choice,) = output.outputs
-    logprobs = (step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True))
-    return PartialSample(tuple(choice.token_ids), tuple(logprobs))
+    logprobs = _tempered(choice) if params.tempers else _logprobs(choice)
+    return PartialSample(tuple(choice.token_ids), tuple(logprobs.tolist()))
+
+
+def _logprobs(choice: Any) -> NDArray[np.float32]:
+    found = [step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+    return np.asarray(found, np.float32)
+
+
+def _tempered(choice: Any) -> NDArray[np.float32]:
+    """Raises InternalError when the worker did not compute them."""
+    try:
+        return np.asarray([step[TEMPERED].logprob for step in choice.logprobs], np.float32)
+    except KeyError:
+        raise InternalError("vLLM gave no logprobs at the temperature of the sample") from None
+
+
+def _at_temperature(
+    best: NDArray[np.float32], logprobs: NDArray[np.float32], tempered: NDArray[np.float32], temperature: float
+) -> NDArray[np.float32]:
+    """[R, K]: other tokens at the same positions. Divided by the temperature, logprobs differ by the same constant."""
+    moved = tempered[:, None] + (best - logprobs[:, None]) / max(temperature, LEAST_TEMPERATURE)
+    return np.where(best == EMPTY_CELL[1], best, moved).astype(np.float32)
 
 
 def _prompt_fields(prompt: SequenceOf[int], rows: SequenceOf[Any], k: int) -> dict[str, Any]:
@@ -87,8 +118,8 @@ def _prompt_fields(prompt: SequenceOf[int], rows: SequenceOf[Any], k: int) -> di
 def _best(rows: SequenceOf[Any], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The ids and logprobs of the k most likely tokens of each position, best first; both [P, k]. vLLM adds the token that was
     drawn where it is not among them."""
-    best = [sorted(((e.rank, t, e.logprob) for t, e in (row or {}).items()))[:k] for row in rows]
-    padded = [[(t, lp) for _, t, lp in row] + [EMPTY_CELL] * (k - len(row)) for row in best]
+    best = [sorted((-e.logprob, e.rank, t) for t, e in (row or {}).items())[:k] for row in rows]
+    padded = [[(t, -negated) for negated, _, t in row] + [EMPTY_CELL] * (k - len(row)) for row in best]
     ids = np.asarray([[t for t, _ in row] for row in padded], np.int32)
     return ids, np.asarray([[lp for _, lp in row] for row in padded], np.float32)
 

@@ -172,6 +172,8 @@ def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams)
     """Every field that a server's own defaults could change is named."""
     if params.scores_prompt:
         raise InvalidRequest("target_prompt_logprobs and prompt_alt_tokens_k need engines of this service, not one by URL")
+    if params.tempers:
+        raise InvalidRequest("tempered_logprobs need engines of this service, not one by URL")
     stop = params.stop
     body: dict[str, Any] = {
         "model": model, "prompt": list(prompt), "max_tokens": params.max_tokens, "n": params.num_samples,
@@ -208,7 +210,8 @@ def sample_output(body: dict[str, Any], version: str, params: SamplingParams) ->
             _best([_by_id(row) for row in of_tokens["top_logprobs"]], k) if (k := params.topk_sample_logprobs) else (None, None)
         )
         logprobs = np.asarray(of_tokens["token_logprobs"], np.float32)
-        sequences.append(Sequence(np.asarray(tokens, np.int32), logprobs, reason, *best))
+        tempered = logprobs if params.tempered_logprobs else None
+        sequences.append(Sequence(np.asarray(tokens, np.int32), logprobs, reason, *best, tempered=tempered))
     return SampleOutput(tuple(sequences), version, **_of_prompt(body, params), cached_tokens=_cached(body))
 
 

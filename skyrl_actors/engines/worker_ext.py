@@ -19,7 +19,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from skyrl_actors.engines import vllm_patches
+from skyrl_actors.engines import vllm_patches, vllm_tempered
+from skyrl_actors.engines.interface import FLAG
 from skyrl_actors.messages.weights import TensorEntry, WeightStream
 from skyrl_actors.streams import received, tensor_in
 
@@ -116,7 +117,8 @@ class Extension:
 
     def skyrl_patch(self) -> list[str]:
         """Apply the patches of this vLLM release to the running worker; returns their names."""
-        return vllm_patches.apply(self.model_runner)
+        applied = vllm_patches.apply(self.model_runner)
+        return [*applied, FLAG] if vllm_patches.AFFECTED and vllm_tempered.install(self.model_runner) else applied
 
 
 class SleepyCpuWorker(CPUWorker):

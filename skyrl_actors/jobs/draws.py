@@ -24,8 +24,14 @@ class Found:
 
 
 def params_of(config: RlConfig, num_samples: int, temperature: float) -> SamplingParams:
+    """A correction weighs tokens by the distribution that they were sampled from, so it needs their logprobs in that one too."""
     return SamplingParams(
-        config.max_tokens, num_samples, temperature, stop=config.stop or None, stop_at_end_too=bool(config.stop)
+        config.max_tokens,
+        num_samples,
+        temperature,
+        stop=config.stop or None,
+        stop_at_end_too=bool(config.stop),
+        tempered_logprobs=config.correction.type != "none" and temperature > 0,
     )
 
 

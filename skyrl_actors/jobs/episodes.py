@@ -67,12 +67,14 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
+    tempered: list[float] = field(default_factory=list[float])
     pieces: list[Piece] = field(default_factory=list[Piece])
     stop_reason: str = ""
 
     def add(self, sequence: Sampled, version: str, weights: Weights) -> None:
         self.tokens += sequence.tokens.tolist()
         self.logprobs += sequence.logprobs.tolist()
+        self.tempered += sequence.shown_logprobs.tolist()
         self.stop_reason = sequence.stop_reason
         self.pieces.append(Piece(version, weights.iteration, len(sequence.tokens)))
 
@@ -84,6 +86,7 @@ class _Course:
     tokens: list[int] = field(default_factory=list[int])
     sampled: list[bool] = field(default_factory=list[bool])
     logprobs: list[float] = field(default_factory=list[float])
+    tempered: list[float] = field(default_factory=list[float])
     rewards: list[float] = field(default_factory=list[float])
     texts: list[str] = field(default_factory=list[str])
     pieces: list[Piece] = field(default_factory=list[Piece])
@@ -93,6 +96,7 @@ class _Course:
     def answered(self, answer: Answer, text: str) -> None:
         self.tokens += answer.tokens
         self.logprobs += answer.logprobs
+        self.tempered += answer.tempered
         self.sampled += [True] * len(answer.tokens)
         self.rewards += [0.0] * len(answer.tokens)
         self.texts.append(text)
@@ -100,7 +104,7 @@ class _Course:
 
     def was_told(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
         self.tokens += tokens
-        for cells, value in ((self.sampled, False), (self.logprobs, 0.0), (self.rewards, 0.0)):
+        for cells, value in ((self.sampled, False), (self.logprobs, 0.0), (self.tempered, 0.0), (self.rewards, 0.0)):
             cells += [value] * len(tokens)  # type: ignore[list-item]
         self.texts += [f"[{m['role']}] {m['content']}" for m in messages]
 
@@ -246,6 +250,7 @@ class Sampler:
             task, group, prompt, np.asarray(course.tokens, np.int32), np.asarray(course.sampled, bool),
             np.asarray(course.logprobs, np.float32), np.asarray(course.rewards, np.float64), "\n".join(course.texts), course.cut,
             turn, tuple(course.pieces), course.overlong,
+            np.asarray(course.tempered, np.float32) if params.tempered_logprobs else None,
         )  # fmt: skip
 
     async def _stepped(self, environment: Environment, text: str, cut: bool) -> Step:

@@ -26,7 +26,8 @@ def token_weights(config: Reduction, learned: Masks, longest: int) -> list[Float
 
 
 def correction_weights(config: Correction, trainer: Sequence[Floats], engine: Sequence[Floats], sampled: Masks) -> list[Floats]:
-    """[R] for each answer: r = exp(log p_trainer − log p_engine), truncated or masked; 1 without a correction.
+    """[R] for each answer: r = exp(log p_trainer − log p_engine), truncated or masked; 1 without a correction. `engine`: logprobs of
+    the distribution that was sampled from, so at its temperature.
 
     Truncated importance sampling (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training");
     masked likewise, but 0 outside [low, high] (IcePop; Ling Team, 2025). Of a sequence r is exp(mean of the differences), as in GSPO.

@@ -36,17 +36,23 @@ class Rollout:
     prompt: tuple[int, ...]
     answer: NDArray[np.int32]  # [R], end marks and what the environment said included
     sampled: NDArray[np.bool_]  # [R]: of the model
-    logprobs: NDArray[np.float32]  # [R] of the engine, 0 where not sampled
+    logprobs: NDArray[np.float32]  # [R] of the engine at temperature 1, 0 where not sampled
     rewards: NDArray[np.float64]  # [R]
     text: str
     cut: bool = False  # the last answer ended at max_tokens, or the context did
     turns: int = 1
     pieces: tuple[Piece, ...] = ()  # of what was sampled, in order
     overlong: float = 0.0  # the part of the rewards that is for length alone
+    tempered: NDArray[np.float32] | None = None  # [R], as `logprobs`, at the temperature of the samples; None: not asked for
 
     @property
     def reward(self) -> float:
         return float(self.rewards.sum())
+
+    @property
+    def sampling_logprobs(self) -> NDArray[np.float32]:
+        """[R] of the distribution that each token was sampled from."""
+        return self.logprobs if self.tempered is None else self.tempered
 
     @property
     def tokens(self) -> NDArray[np.int32]:

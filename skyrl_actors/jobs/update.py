@@ -38,7 +38,8 @@ class Batch:
 
 
 def off_policy(batch: Batch, iteration: int) -> dict[str, float]:
-    """How old the samples are and how far the policy has moved on; what engine and trainer differ by where neither is so."""
+    """How old the samples are and how far the policy has moved on; what engine and trainer differ by where neither is so. Both
+    logprobs are at temperature 1: between temperatures equal programs would differ."""
     ages = iteration - 1 - np.concatenate([r.made_at for r in batch.rollouts])
     gaps = np.abs(batch.flat([r.logprobs for r in batch.rollouts]) - batch.flat(batch.logprobs))
     found = {"staleness": float(ages.mean()), "staleness_max": float(ages.max())}
@@ -59,7 +60,7 @@ class Updates:
         self.longest = longest
         masked = config.overlong.cut_answers == "mask"
         self.learned = [r.sampled & (not (masked and r.cut)) for r in batch.rollouts]
-        engine = [r.logprobs for r in batch.rollouts]
+        engine = [r.sampling_logprobs for r in batch.rollouts]
         self.corrections = correction_weights(config.correction, batch.logprobs, engine, batch.sampled())
 
     def minibatches(self, iteration: int) -> Iterator[list[int]]:

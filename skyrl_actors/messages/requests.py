@@ -108,6 +108,12 @@ class SamplingParams:
     prompt_alternatives: int = 0  # draws to make at each position of the prompt
     stop_at_end_too: bool = False  # with `stop`: at the end-of-text tokens as well
     stream: bool = False  # somebody reads along; of one sample only
+    tempered_logprobs: bool = False  # answer also the logprobs at `temperature`; those at 1 are always answered
+
+    @property
+    def tempers(self) -> bool:
+        """The logprobs at `temperature` are asked for and differ from those at 1, which a greedy sample gets too."""
+        return self.tempered_logprobs and self.temperature not in (0.0, 1.0)
 
     @property
     def is_repeated(self) -> bool:

@@ -68,7 +68,13 @@ class Sequence:
     logprobs: NDArray[np.float32]  # [R], at temperature 1
     stop_reason: str  # "stop" or "length"
     topk_ids: NDArray[np.int32] | None = None  # [R, K]; empty cells id 0, logprob -99999
-    topk_logprobs: NDArray[np.float32] | None = None  # [R, K]
+    topk_logprobs: NDArray[np.float32] | None = None  # [R, K], of the same temperature as `shown_logprobs`
+    tempered: NDArray[np.float32] | None = None  # [R], of softmax(logits / temperature), where it was asked for
+
+    @property
+    def shown_logprobs(self) -> NDArray[np.float32]:
+        """What a client is answered: at the sample's temperature where it asked for that, else at 1."""
+        return self.logprobs if self.tempered is None else self.tempered
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class PartialSample:
-    """Of a sample that is on its way: some tokens and their logprobs at temperature 1."""
+    """Of a sample that is on its way: some tokens and the logprobs that its client is shown."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

@@ -36,7 +36,7 @@ MODEL = "Qwen/Qwen3-8B"
 
 
 class AnsweringBackend(FakeBackend):
-    """Answers of the right shapes: logprob -1 for every token."""
+    """Answers of the right shapes: logprob -1 for every token, and -2 at the temperature of the sample."""
 
     def __init__(self, base_folder: str) -> None:
         super().__init__()
@@ -67,6 +67,8 @@ class AnsweringBackend(FakeBackend):
         self.sampled.append(request_id)
         length = params.max_tokens
         one = Sequence(np.full(length, 7, np.int32), np.full(length, -1.0, np.float32), "length")
+        if params.tempered_logprobs:
+            one = replace(one, tempered=np.full(length, -2.0 if params.tempers else -1.0, np.float32))
         logprobs = np.full(len(prompt), -1.0, np.float32)
         logprobs[0] = np.nan
         if params.prompt_logprobs_last_n is not None:

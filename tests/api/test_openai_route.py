@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import uvicorn
 from tokenizers import Tokenizer, models
 
+from skyrl_actors.api import schema
 from skyrl_actors.config.cluster import HttpConfig, LimitsConfig
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
@@ -137,6 +139,34 @@ async def test_a_stream_whose_client_is_gone_before_its_first_word_ends(tmp_path
         await asyncio.gather(transport.app(scope, receive, send), return_exceptions=True)
         await asyncio.sleep(0.05)
         await until(lambda: not backend.running)
+
+
+@pytest.mark.parametrize("default", [False, True])
+async def test_logprobs_are_of_the_temperature_that_the_request_or_the_config_names(
+    tmp_path: Path, backend: Watched, default: bool
+):
+    """1 where neither says so; protobuf, JSON and OpenAI's form alike."""
+    async with edge(config_for(tmp_path, http=HttpConfig(tempered_logprobs=default)), backend) as http:
+
+        async def logprobs(temperature: float, **said: bool) -> set[float]:
+            asked = ASKED | {"sampling_params": {"max_tokens": 2, "temperature": temperature}, **said}
+            request_id = (await http.post("/asample", json=asked)).json()["request_id"]
+            as_json = await http.post("/retrieve_future", json={"request_id": request_id})
+            form = {"Accept": "application/x-protobuf"}
+            as_proto = await http.post("/retrieve_future", json={"request_id": request_id}, headers=form)
+            read = schema.SampleResponse.FromString(as_proto.content)
+            completed = await http.post(URL, json=body([1, 2], temperature=temperature, logprobs=0, **said))
+            found = [
+                as_json.json()["sequences"][0]["logprobs"],
+                np.frombuffer(read.sequences[0].logprobs, "<f4").tolist(),
+                completed.json()["choices"][0]["logprobs"]["token_logprobs"],
+            ]
+            return {value for values in found for value in values}
+
+        assert await logprobs(0.7) == {-2.0 if default else -1.0}
+        assert await logprobs(0.7, tempered_logprobs=True) == {-2.0}
+        assert await logprobs(0.7, tempered_logprobs=False) == {-1.0}
+        assert await logprobs(1.0, tempered_logprobs=True) == await logprobs(0.0, tempered_logprobs=True) == {-1.0}
 
 
 KEY = "tml-alice-0123456789"

@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -71,6 +72,40 @@ def test_ids_are_scored_and_alternatives_drawn_along_the_prompt(client: tinker.S
     assert again.prompt_alt_tokens is not None and torch.equal(again.prompt_alt_tokens.tokens.to_torch(), drawn)
     with pytest.raises(tinker.TinkerError, match="has 2 rows; a prompt of 6 tokens needs 5"):
         sampler.sample(prompt, 1, params, target_prompt_logprobs=types.TensorData.from_torch(ids[:2])).result()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_logprobs_of_samples_at_their_temperature_and_at_1(service: Service, client: tinker.ServiceClient, temperature: float):
+    """The same tokens with both, against softmax in float64 of transformers' logits; in one batch with other requests."""
+    info = client.create_lora_training_client("tiny", rank=2, seed=0).result().get_info()
+    base = AutoModelForCausalLM.from_pretrained(str(info.model_data.tokenizer_id))
+    sampler = client.create_sampling_client(base_model="tiny")
+    params = types.SamplingParams(max_tokens=8, temperature=temperature)
+    beside = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, params) for _ in range(8)]
+    asked = {"model": "tiny", "prompt": TOKENS, "max_tokens": 8, "seed": 5, "temperature": temperature, "logprobs": 3}
+
+    def sampled(**more: object) -> tuple[list[str], list[float], list[list[float]]]:
+        answer = httpx.post(f"{service.url}/v1/completions", json=asked | more, headers={"X-API-Key": "tml-test"}, timeout=60)
+        found = answer.json()["choices"][0]["logprobs"]
+        return found["tokens"], found["token_logprobs"], [sorted(row.values())[::-1] for row in found["top_logprobs"]]
+
+    given = types.SamplingParams(max_tokens=8, temperature=temperature, seed=5)
+    tokens = sampler.sample(types.ModelInput.from_ints(TOKENS), 1, given).result().sequences[0].tokens
+    with torch.no_grad():
+        logits = base.double()(torch.tensor([TOKENS + tokens])).logits[0][len(TOKENS) - 1 : -1]
+    texts = []
+    for divisor, more in (
+        (1.0, {}),
+        (temperature, {"tempered_logprobs": True}),
+        (temperature, {"tempered_logprobs": True, "stop": ["zq"]}),
+    ):
+        expected = F.log_softmax(logits / divisor, -1).numpy()
+        text, found, likeliest = sampled(**more)
+        texts.append(text)
+        np.testing.assert_allclose(found, expected[np.arange(len(tokens)), tokens], atol=2e-4)
+        np.testing.assert_allclose([row[0] for row in likeliest], expected.max(1), atol=2e-4)
+    assert texts[0] == texts[1] == texts[2]
+    assert all(future.result().sequences[0].logprobs for future in beside)
 
 
 def restarts(service: Service) -> list[int]:

@@ -1,0 +1,94 @@
+"""Logprobs at the temperature of a sample, beside those at temperature 1, from a running vLLM worker.
+
+vLLM gives logprobs of one kind for a whole engine. Here a request that sets `extra_args[FLAG]` gets, behind the logprob of each
+sampled token, one more entry with the id `TEMPERED`: log softmax(logits / temperature) of that token, before top_k and top_p. Such a
+request asks vLLM for one more of the likeliest tokens, so that the entry has a place.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_actors.engines.interface import FLAG, TEMPERED
+
+Columns = Any  # vllm.v1.outputs.LogprobsTensors
+
+
+def install(runner: Any) -> bool:
+    """Patch the sampler of a vLLM 0.32 worker; False when it is of a kind that is not known here."""
+    sampler = getattr(runner, "sampler", None)
+    if hasattr(sampler, "sampling_states") and hasattr(sampler, "add_request"):
+        _install_v2(sampler)
+    elif hasattr(runner, "input_batch") and hasattr(sampler, "topk_topp_sampler"):
+        _install_v1(runner, sampler)
+    else:
+        return False
+    return True
+
+
+def normalizers(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """[R]: what is to be subtracted from logprob / temperature. `logits` [R, V]."""
+    return (logits.float().log_softmax(-1) / temperatures.unsqueeze(1)).logsumexp(-1)
+
+
+def with_tempered(found: Columns, wanted: Tensor, temperatures: Tensor, subtracted: Tensor) -> Columns:
+    """Insert the entry behind the sampled token's in the rows that are `wanted`; their last entry makes room."""
+    ids, logprobs = found.logprob_token_ids.clone(), found.logprobs.clone()
+    ids[:, 2:], logprobs[:, 2:] = found.logprob_token_ids[:, 1:-1], found.logprobs[:, 1:-1]
+    ids[:, 1] = TEMPERED
+    logprobs[:, 1] = found.logprobs[:, 0] / temperatures - subtracted
+    rows = wanted.unsqueeze(1)
+    return found._replace(
+        logprob_token_ids=torch.where(rows, ids, found.logprob_token_ids), logprobs=torch.where(rows, logprobs, found.logprobs)
+    )
+
+
+def _install_v1(runner: Any, sampler: Any) -> None:
+    original = sampler.forward
+
+    def forward(logits: Tensor, sampling_metadata: Any, *arguments: Any, **named: Any) -> Any:
+        asking = [_asks(runner.requests[each].sampling_params) for each in runner.input_batch.req_ids]
+        if sampling_metadata.temperature is None or len(asking) != len(logits) or not any(asking):
+            return original(logits, sampling_metadata, *arguments, **named)
+        temperatures = _positive(sampling_metadata.temperature[: len(logits)])
+        subtracted = normalizers(logits, temperatures)  # before vLLM divides the logits where they are
+        output = original(logits, sampling_metadata, *arguments, **named)
+        wanted = torch.tensor(asking, device=logits.device)
+        output.logprobs_tensors = with_tempered(output.logprobs_tensors, wanted, temperatures, subtracted)
+        return output
+
+    sampler.forward = forward
+
+
+def _install_v2(sampler: Any) -> None:
+    from vllm.v1.worker.gpu.sample import sampler as module
+
+    states, add_request, original = sampler.sampling_states, sampler.add_request, module.compute_topk_scores
+    asking: set[int] = set()  # places in the batch
+
+    def added(place: int, params: Any) -> None:
+        add_request(place, params)
+        (asking.add if _asks(params) else asking.discard)(place)
+
+    def scores(logits: Tensor, *arguments: Any, expanded_idx_mapping: Tensor, **named: Any) -> Columns:
+        found = original(logits, *arguments, expanded_idx_mapping=expanded_idx_mapping, **named)
+        if not asking:
+            return found
+        places = torch.tensor(sorted(asking), device=logits.device)
+        temperatures = _positive(states.temperature.gpu[expanded_idx_mapping.long()])
+        wanted = torch.isin(expanded_idx_mapping.long(), places)
+        if found.logprobs.shape[1] < 2:
+            return found
+        return with_tempered(found, wanted, temperatures, normalizers(logits, temperatures))
+
+    sampler.add_request, module.compute_topk_scores = added, scores
+
+
+def _asks(params: Any) -> bool:
+    return bool(params is not None and params.extra_args and params.extra_args.get(FLAG))
+
+
+def _positive(temperatures: Tensor) -> Tensor:
+    """Greedy rows have none."""
+    return torch.where(temperatures > 0, temperatures, 1.0)
