@@ -16,6 +16,9 @@ HEAD = """# The HTTP API
 Paths of the Tinker protocol, for `tinker` SDK 0.3.0 to 0.38.0 without a branch for any of them (`make sdk-matrix`), and of OpenAI's API below
 `/v1`. Bodies are JSON; `/forward_backward` also takes protobuf, plain or zstd. A *future* is `{"request_id": …}`, whose answer is had from
 `/retrieve_future`: protobuf where the client accepts it and a batch or sample answers, else JSON. `GET /api/v1/openapi.json` has the fields.
+
+Logprobs of samples are those of the model at temperature 1, before `top_k` and `top_p`. `"tempered_logprobs": true` in the body of a sample, or
+`http.tempered_logprobs` in the config, gives those of softmax(logits / temperature) instead ([more](sdk.md#logprobs-and-seeds-of-samples)).
 """
 FUTURES = {
     "create_model", "forward_backward", "forward", "optim_step", "save_weights", "save_for_sampler", "save_external", "load_weights",
