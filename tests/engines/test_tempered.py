@@ -28,6 +28,13 @@ PARAMS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def uncompiled():
+    """vLLM compiles the ranks of tokens, which takes a minute and changes nothing here."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def softmax64(logits: np.ndarray, temperature: float) -> np.ndarray:
     """log softmax of the last axis."""
     scaled = logits.astype(np.float64) / temperature

@@ -99,3 +99,36 @@ def full_weights_are_written_when_they_are_needed(client: tinker.ServiceClient, 
         time.sleep(0.1)
     equals(last, third)
     assert float(np.abs(first - third).max()) > 0.001
+
+
+def test_with_keys_samples_without_a_seed_differ_and_a_retry_is_equal(service: Service):
+    """The same service, started with keys. Ids end in the mark of the key's owner then."""
+    assert run_cli("stop", "--name", service.name).returncode == 0
+    start_service(service, "http.api_keys=[ann=tml-test]")
+    body = {"prompt": {"chunks": [{"tokens": [40, 7, 99]}]}, "sampling_params": {"max_tokens": 12, "temperature": 1.0}}
+    with httpx.Client(base_url=f"{service.url}/api/v1", headers={"X-API-Key": "tml-test"}, timeout=60) as http:
+
+        def resolved(path: str, **fields: object) -> dict:
+            asked = http.post(path, json=fields).json()
+            while (answer := http.post("/retrieve_future", json={"request_id": asked["request_id"]})).status_code == 408:
+                pass
+            return answer.json()
+
+        session = http.post("/create_session", json={}).json()["session_id"]
+        fields = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        assert http.post("/create_sampling_session", json=fields).status_code == 200
+        sampler = f"{session}:sample:0"
+
+        def sampled(seq_id: int) -> list[tuple[int, ...]]:
+            found = resolved("/asample", sampling_session_id=sampler, seq_id=seq_id, num_samples=2, **body)
+            return [tuple(one["tokens"]) for one in found["sequences"]]
+
+        found = [sampled(seq_id) for seq_id in range(32)]
+        assert [sampled(seq_id) for seq_id in (0, 31)] == [found[0], found[31]]
+        drawn = [tokens for pair in found for tokens in pair]
+        openai = {"model": "tiny", "prompt": [[40, 7, 99]] * 4, "n": 4, "max_tokens": 12, "logprobs": 0}
+        answer = httpx.post(f"{service.url}/v1/completions", json=openai, headers={"X-API-Key": "tml-test"}, timeout=60).json()
+        numbers = [tuple(choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+    # Short ones, which end at once, may be equal by chance.
+    assert len({tokens for tokens in drawn if len(tokens) == 12}) == sum(len(tokens) == 12 for tokens in drawn) > 32
+    assert len(set(numbers)) >= len(numbers) - 1
