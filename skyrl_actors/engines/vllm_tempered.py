@@ -5,6 +5,7 @@ sampled token, one more entry with the id `TEMPERED`: log softmax(logits / tempe
 request asks vLLM for one more of the likeliest tokens, so that the entry has a place.
 """
 
+import importlib
 from typing import Any
 
 import torch
@@ -62,8 +63,7 @@ def _install_v1(runner: Any, sampler: Any) -> None:
 
 
 def _install_v2(sampler: Any) -> None:
-    from vllm.v1.worker.gpu.sample import sampler as module
-
+    module: Any = importlib.import_module("vllm.v1.worker.gpu.sample.sampler")
     states, add_request, original = sampler.sampling_states, sampler.add_request, module.compute_topk_scores
     asking: set[int] = set()  # places in the batch
 
