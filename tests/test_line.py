@@ -93,7 +93,7 @@ async def test_a_line_that_breaks_ends_its_calls_and_is_opened_again(served: Ser
     assert await line.call("add", 1, 2) == 3
     waiting = asyncio.create_task(line.call("wait"))
     await asyncio.wait_for(served.target.waits.wait(), 10)
-    (await line._opened())._writer.transport.abort()
+    (await line.opened()).stream.abort()
     with pytest.raises(ActorDied, match="the line to the actor broke"):
         await waiting
     assert await line.call("add", 1, 2) == 3 and served.found == 2
@@ -107,7 +107,7 @@ async def test_nobody_is_there(served: Served):
     await served.server.close()
 
     async def find() -> Address:
-        return Address("127.0.0.1", address.port, address.token)
+        return Address(host="127.0.0.1", port=address.port, token=address.token)
 
     with pytest.raises(ActorDied, match="no line to the actor"):
         await Line(find).call("add", 1, 2)
@@ -121,7 +121,7 @@ async def test_without_the_token_nothing_is_read(served: Served):
     writer.close()
 
     async def find() -> Address:
-        return Address(address.host, address.port, b"y" * 32)
+        return Address(host=address.host, port=address.port, token=b"y" * 32)
 
     with pytest.raises(ActorDied):
         await Line(find).call("add", 1, 2)
@@ -147,7 +147,7 @@ async def test_what_nobody_waits_for_is_cancelled_where_it_runs(served: Served, 
     if how == "given up":
         call.cancel()
     elif how == "line broken":
-        (await line._opened())._writer.transport.abort()
+        (await line.opened()).stream.abort()
     else:
         served.target.hold.set()
     await asyncio.wait_for(served.target.ended.wait(), 10)
@@ -176,7 +176,7 @@ async def test_who_still_waits_hears_that_it_was_cancelled(served: Served):
     line = Line(served.find)
     call = asyncio.create_task(line.call("wait"))
     await asyncio.wait_for(served.target.waits.wait(), 10)
-    for running in served.server._calls:
+    for running in served.server.calls:
         running.cancel()
     with pytest.raises(InternalError, match="wait was cancelled there"):
         await asyncio.wait_for(call, 10)
