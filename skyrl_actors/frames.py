@@ -86,6 +86,7 @@ class FrameStream(asyncio.BufferedProtocol):
     def __init__(self, stalled_s: float | None = None):
         """`stalled_s`: the connection is aborted when the other side reads nothing for so long."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_connected = False
         self._loop = asyncio.get_running_loop()
         self._stalled_s = stalled_s
         self._longest = HELLO_BYTES
@@ -105,6 +106,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.is_connected = True
         self.transport = cast("asyncio.Transport", transport)
         self.transport.set_write_buffer_limits(high=WRITE_AHEAD)
 
@@ -117,7 +119,9 @@ class FrameStream(asyncio.BufferedProtocol):
             self.lost.set_result(None)
 
     def abort(self) -> None:
-        self.transport.abort()
+        """End it now; what was not sent is lost."""
+        if self.is_connected:
+            self.transport.abort()
 
     # reading
 
@@ -126,7 +130,8 @@ class FrameStream(asyncio.BufferedProtocol):
         if self.lost.done():
             raise ConnectionError("it ended")
         self._next = self._loop.create_future()
-        self._parse()
+        self.release()
+        self._loop.call_soon(self._parse)
         return await self._next
 
     def serve(self, take: OnFrame, relieved: Callable[[], None] = lambda: None) -> None:
@@ -137,6 +142,7 @@ class FrameStream(asyncio.BufferedProtocol):
         self._small = memoryview(np.empty(READ_AHEAD, np.uint8))
         self._small[: len(left)] = left
         self._start, self._end = 0, len(left)
+        self.release()
         self._loop.call_soon(self._parse)
 
     def hold(self) -> None:
@@ -160,8 +166,8 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._large is None:
             self._end += nbytes
             self._parse()
-            if self._end == len(self._small):
-                self.abort()  # it sends more than the handshake has
+            if self._take is None and self._end == len(self._small):
+                self.hold()  # it sends on before the handshake has ended
             return
         self._filled += nbytes
         if self._filled == len(self._large):

@@ -97,20 +97,20 @@ class LineServer:
             admitting.add_done_callback(lambda task: self._unknown.pop(task, None))
 
     async def _admit(self, connection: socket.socket, tls: RayTls | None) -> None:
-        stream: FrameStream | None = None
-        known = False
+        stream, known = FrameStream(self.stalled_s), False
         try:
             async with asyncio.timeout(HELLO_S):
-                _, stream = await asyncio.get_running_loop().connect_accepted_socket(
-                    partial(FrameStream, self.stalled_s), connection, ssl=tls.context("server") if tls else None
+                await asyncio.get_running_loop().connect_accepted_socket(
+                    lambda: stream, connection, ssl=tls.context("server") if tls else None
                 )
                 known = await self._is_known(stream, tls)
         except (OSError, TimeoutError):
             pass  # it is gone, or does not speak as a caller of ours
         finally:
             if not known:
-                stream.abort() if stream else connection.close()
-        if stream is not None and known:
+                stream.abort()
+                connection.close()
+        if known:
             self.callers.add(caller := Caller(self, stream))
             stream.lost.add_done_callback(lambda _: self.callers.discard(caller))
 
@@ -267,18 +267,17 @@ class Connection:
         tls = RayTls.configured() if address.tls else None
         if address.tls and tls is None:
             raise InternalError("the actor's line is encrypted by Ray's certificates; set RAY_USE_TLS for this process too")
-        stream: FrameStream | None = None
-        proven = False
+        stream, proven = FrameStream(), False
         try:
             async with asyncio.timeout(HELLO_S):
-                _, stream = await asyncio.get_running_loop().create_connection(
-                    FrameStream, address.host, address.port, ssl=tls.context("caller") if tls else None
+                await asyncio.get_running_loop().create_connection(
+                    lambda: stream, address.host, address.port, ssl=tls.context("caller") if tls else None
                 )
                 proven = await _is_actor(stream, address.token)
         except (OSError, TimeoutError) as error:
             raise ActorDied(f"no line to the actor: {error}") from None
         finally:
-            if stream is not None and not proven:
+            if not proven:
                 stream.abort()
         if not proven:
             raise ActorDied(f"no line to the actor: what answers at {address.host}:{address.port} does not know its secret")

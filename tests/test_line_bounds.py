@@ -118,6 +118,21 @@ async def test_callers_that_do_not_read_occupy_little_and_are_cut_off():
     await served.close()
 
 
+async def test_a_caller_may_send_calls_behind_its_proof_without_waiting():
+    served = Served()
+    address = await served.find()
+    stream = FrameStream()
+    await asyncio.get_running_loop().create_connection(lambda: stream, address.host, address.port)
+    nonce = handshake.new_nonce()
+    stream.send_short(nonce)
+    challenge = Challenge(nonce, (await stream.receive())[: handshake.NONCE_BYTES])
+    proof = challenge.proof(address.token, "caller")
+    stream.transport.write(HEAD.pack(len(proof), 0) + proof + b"".join(framed((n, "large", (0,))) for n in range(100)))
+    await until(lambda: served.target.calls == 100)
+    stream.abort()
+    await served.close()
+
+
 async def test_a_caller_that_reads_slowly_is_served():
     served = Served(stalled_s=0.5)
     stream = await connected(await served.find())

@@ -17,7 +17,7 @@ from skyrl_actors.handshake import RayTls
 from skyrl_actors.line import Address, Line, LineServer
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.remote import ActorDied
-from tests.test_line_bounds import Target
+from tests.test_line_bounds import Target, until
 
 ELSEWHERE = "127.0.0.2"  # not the address that stands for one machine
 
@@ -109,6 +109,26 @@ async def test_what_leaves_the_machine_is_encrypted_where_ray_is(authority: Auth
     assert len(seen) > 2 * len(content) and b"0123456789" not in seen and b"echo" not in seen
     await line.close()
     listening.close()
+    await server.close()
+
+
+async def test_an_encrypted_line_that_is_cut_ends_its_calls(authority: Authority, monkeypatch: pytest.MonkeyPatch):
+    use(monkeypatch, authority.member("node"))
+    target = Target()
+    server = LineServer(target, ("echo", "wait"), abandoned=("wait",))
+
+    async def find() -> Address:
+        return await server.address(ELSEWHERE)
+
+    line = Line(find)
+    waiting = asyncio.create_task(line.call("wait"))
+    await until(lambda: target.running == 1)
+    line.hang_up()
+    with pytest.raises(ActorDied):
+        await asyncio.wait_for(waiting, 10)
+    await until(lambda: not server.callers and not server.calls)
+    assert await line.call("echo", 1) == 1
+    await line.close()
     await server.close()
 
 
