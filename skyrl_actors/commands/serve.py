@@ -27,12 +27,12 @@ from skyrl_actors.config.load import differing, load, to_yaml
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.observe.spans import Span
+from skyrl_actors.private_folders import private_folder, run_folder
 
 READY_TIMEOUT_S = 60.0
 SETTINGS_S = 30.0
 ONGOING_PER_REPLICA = 100  # long polls among them
 PROJECT = Path(__file__).parent.parent.parent
-STATE_FOLDER = Path("/tmp/skyrl-actors-services")
 
 
 def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
@@ -46,13 +46,12 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     with ExitStack() as undo:
         undo.callback(stop, config.name)
         undo.callback(note, "start did not finish: ending what was started")
-        STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
         state = {
             "started_ray": started_ray,
             "marks": [*ray_marks(), str(haproxy.folder(config.name))],
             "transfer": str(config.transfer.folder / config.name),
         }
-        _state_file(config.name).write_text(json.dumps(state))
+        state_file(config.name).write_text(json.dumps(state))
         asyncio.run(_start_controller(config, base_folder))
         start_ingress(config)
         _wait_until_healthy(config)
@@ -100,7 +99,6 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     except ConnectionError:
         pass
     note("starting Ray on this machine (dashboard on 127.0.0.1)")
-    STATE_FOLDER.mkdir(mode=0o700, exist_ok=True)
     cpus = max(os.cpu_count() or 1, 2)
     before = ray_session()
     with ExitStack() as undo:
@@ -284,9 +282,9 @@ def join(name: str) -> None:
 
 def stop(name: str) -> None:
     """End the service; end Ray too if `serve` started it. Stopping what does not run is fine."""
-    state_file = _state_file(name)
-    ran = state_file.exists()
-    state: dict[str, Any] = json.loads(state_file.read_text()) if ran else {"started_ray": False}
+    noted = state_file(name)
+    ran = noted.exists()
+    state: dict[str, Any] = json.loads(noted.read_text()) if ran else {"started_ray": False}
     if _joined():
         if not state["started_ray"]:  # else Serve ends with Ray, at once
             _delete_endpoint(name)
@@ -309,7 +307,7 @@ def stop(name: str) -> None:
     if "transfer" in state:
         cluster.remove_folder(Path(state["transfer"]))
     cluster.remove_folder(haproxy.folder(name))
-    state_file.unlink(missing_ok=True)
+    noted.unlink(missing_ok=True)
     note(f"{name} is stopped" if ran else f"no service named {name!r} was running here")
 
 
@@ -363,5 +361,6 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _state_file(name: str) -> Path:
-    return STATE_FOLDER / f"{name}.json"
+def state_file(name: str) -> Path:
+    """What `stop` must know of a service that was started here."""
+    return private_folder(run_folder() / "services") / f"{name}.json"

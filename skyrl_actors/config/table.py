@@ -13,6 +13,7 @@ from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import classes_in
+from skyrl_actors.config.transfers import SHARED_MEMORY
 
 Seen = dict[type[FrozenConfig], str]
 HEAD = """# Configuration
@@ -56,6 +57,8 @@ def _row(key: str, field: FieldInfo) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if value == SHARED_MEMORY:
+        return "`/dev/shm/skyrl-actors-<user id>`"
     return "`[]`" if value in ((), []) else f"`{value}`"
 
 

@@ -1,5 +1,6 @@
 """How weights travel from trainers to engines: a tagged union."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,6 +9,7 @@ from pydantic import Field, field_validator
 from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.messages.weights import Freeze
 
+SHARED_MEMORY = Path(f"/dev/shm/skyrl-actors-{os.getuid()}")  # each user's own: others of the machine may use the same name
 FREEZE = (
     "full weights: always = a version is written as it is saved; when_needed = it is sent from the weights, and written only before they "
     "change while it was in no engine yet or samples from it are under way; one that was not written and is asked for again is computed "
@@ -29,7 +31,7 @@ class ShmTransfer(WithFolder):
     """Trainer and engine on one host: the trainer writes a file in shared memory, the engine maps it."""
 
     type: Literal["shm"] = "shm"
-    folder: Path = Path("/dev/shm/skyrl-actors")
+    folder: Path = SHARED_MEMORY
     checksums: bool = Field(default=False, description=CHECKSUMS)
 
 
@@ -37,7 +39,7 @@ class ObjectStoreTransfer(WithFolder):
     """Trainer and engine on any hosts: through Ray's object store, then a file in shared memory beside the engine."""
 
     type: Literal["object_store"] = "object_store"
-    folder: Path = Path("/dev/shm/skyrl-actors")
+    folder: Path = SHARED_MEMORY
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
@@ -53,7 +55,7 @@ class LoraTransfer(WithFolder):
     """Adapters only: small folders in shared memory, or on shared storage when there are several hosts."""
 
     type: Literal["lora"] = "lora"
-    folder: Path = Path("/dev/shm/skyrl-actors")
+    folder: Path = SHARED_MEMORY
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
@@ -61,7 +63,7 @@ class GlooTransfer(WithFolder):
     """Any hosts, by TCP: full weights are broadcast from the trainer's memory into the engines, one bucket at a time."""
 
     type: Literal["gloo"] = "gloo"
-    folder: Path = Path("/dev/shm/skyrl-actors")
+    folder: Path = SHARED_MEMORY
     freeze: Freeze = Field(default="when_needed", description=FREEZE)
     bucket_bytes: int = Field(default=64 * 2**20, ge=1)
     timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
@@ -72,7 +74,7 @@ class NcclTransfer(WithFolder):
     """GPUs of their own for trainers and engines: as gloo, over NVLink or the network of the GPUs."""
 
     type: Literal["nccl"] = "nccl"
-    folder: Path = Path("/dev/shm/skyrl-actors")
+    folder: Path = SHARED_MEMORY
     freeze: Freeze = Field(default="when_needed", description=FREEZE)
     bucket_bytes: int = Field(default=2**30, ge=1)
     timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
@@ -83,7 +85,7 @@ class IpcTransfer(WithFolder):
     """Trainers and engines on the same GPUs of one host: each engine copies out of the memory of the trainer beside it."""
 
     type: Literal["ipc"] = "ipc"
-    folder: Path = Path("/dev/shm/skyrl-actors")
+    folder: Path = SHARED_MEMORY
     freeze: Freeze = Field(default="when_needed", description=FREEZE)
     bucket_bytes: int = Field(default=2**28, ge=1, description="of each of two buckets, of which one is filled and one is read")
     timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")

@@ -33,6 +33,7 @@ from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import ADAPTER_FILE, WeightManifest, WeightStream
+from skyrl_actors.private_folders import make_folder
 from skyrl_actors.transfer.folders import full_manifests
 
 LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
@@ -311,7 +312,7 @@ def _rss(process: psutil.Process) -> int:
 def _write_files(target: Path, files: dict[str, bytes]) -> None:
     if target.exists():
         return
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(target.parent)
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     if "" in files:
         staging.write_bytes(files[""])

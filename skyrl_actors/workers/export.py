@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skyrl_actors.messages.weights import ADAPTER_FILE, TensorEntry, WeightManifest
+from skyrl_actors.private_folders import make_folder
 from skyrl_actors.workers import checkpoint
 from skyrl_actors.workers.checkpoint import BaseFiles
 from skyrl_actors.workers.models import TrainedModel
@@ -26,7 +27,7 @@ def export(
     """Called on every rank; the one that writes answers."""
     started = time.perf_counter()
     if writes:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(path.parent)
     if model.spec.lora is None:
         return export_flat(model.state.tensors("weights"), model.state.shapes, path, version, writes, checksums, dtype)
     if not writes:

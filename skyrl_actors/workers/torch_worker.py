@@ -17,6 +17,7 @@ from skyrl_actors import streams
 from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
 from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
+from skyrl_actors.private_folders import make_folder
 from skyrl_actors.workers import checkpoint, export, snapshot
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.feed import Feed
@@ -296,7 +297,7 @@ class TorchWorker:
         self._gathering(model.spec.model_id, gather)
 
     def write_probe(self, path: str, content: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(Path(path).parent)
         Path(path).write_text(content)
 
     def discard_export(self, path: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_actors.config.transfers import SHARED_MEMORY
 from skyrl_actors.observe.runs import listed
 from tests.conftest import ROOT, Service
 
@@ -104,7 +105,7 @@ def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
     run = tmp_path / "ppo_tiny"
     assert not [p for p in run.rglob("*") if "partial" in p.name] and not (run / ".journal").exists()
     assert (run / ".checkpoints").exists() == (run / "state.json").exists() == (sent == signal.SIGTERM)
-    assert not list(Path("/dev/shm/skyrl-actors").glob("ppo_tiny-*"))
+    assert not list(SHARED_MEMORY.glob("ppo_tiny-*"))
     if sent == signal.SIGTERM:
         goes_on(options, run)
 

@@ -13,6 +13,7 @@ import tinker
 from tinker import types
 
 from bench import faults
+from skyrl_actors.config.transfers import SHARED_MEMORY
 from tests.conftest import Service, run_cli, start_service
 from tests.service.test_sdk import datum, full_model, logprobs_of, tokens
 
@@ -56,7 +57,7 @@ def test_a_power_cut_changes_nothing_and_a_stop_neither(service: Service):
         assert run(client, cut) == expected
         print(f"the client went on after {time.monotonic() - started:.0f} s")
         assert run(client, stop) == expected
-        full_weights_are_written_when_they_are_needed(client, service.url, Path("/dev/shm/skyrl-actors") / service.name)
+        full_weights_are_written_when_they_are_needed(client, service.url, SHARED_MEMORY / service.name)
 
 
 def full_weights_are_written_when_they_are_needed(client: tinker.ServiceClient, url: str, folder: Path) -> None:
