@@ -1,7 +1,6 @@
 """Is a request right? Decided when it arrives, before anything is queued (pure)."""
 
 import math
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import CapacityError, InvalidRequest
 from skyrl_actors.messages.model import ROLES, AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.requests import ForwardBackward, Request, Sample
+from skyrl_actors.messages.requests import ForwardBackward, Sample
 from skyrl_actors.messages.seeds import SEEDS
 
 MIN_TEMPERATURE = 0.0
@@ -202,21 +201,6 @@ def _check_prompt_scores(request: Sample, config: ClusterConfig, capabilities: C
             f"target_prompt_logprobs and prompt_alt_tokens_k look at the whole vocabulary at each position: at most {most} prompt "
             "tokens here (engine.max_scored_cells)"
         )
-
-
-def digest_of(request: Request) -> int:
-    """A checksum of all that a retry must repeat."""
-    if not isinstance(request, ForwardBackward):
-        return zlib.crc32(repr(request).encode())
-    columns = request.columns
-    total = zlib.crc32(
-        repr((request.loss.name, sorted(request.loss.config.items()), request.forward_only, sorted(columns.fields))).encode()
-    )
-    if columns.widths is not None:
-        total = zlib.crc32(columns.widths.tobytes(), total)
-    for array in (columns.tokens, columns.offsets, *(columns.fields[name] for name in sorted(columns.fields))):
-        total = zlib.crc32(np.ascontiguousarray(array).tobytes(), total)
-    return total
 
 
 def check_fits(spec: ModelSpec, saved: ModelSpec, path: str, with_optimizer: bool) -> None:

@@ -19,6 +19,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission, bounds, housekeeping, overview, restart
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
+from skyrl_actors.controller.digests import digest_of
 from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.lanes import Lanes
@@ -219,7 +220,7 @@ class Controller:
         self.tenants.session(request.session_id)
         admission.check_metadata(request.user_metadata)
         model_id = checked_id(request.model_id, "model id")
-        digest = admission.digest_of(request)
+        digest = digest_of(request)
         if (known := self.queue.known(model_id, 0, digest)) is not None:
             return await self._ledger.accepted_before(known)
         spec = admission.settled(request.spec, self.able)

@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission
+from skyrl_actors.controller.digests import RequestDigest, digest_of
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import parse_path
@@ -22,12 +23,14 @@ class Examiner:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "examine")
 
-    async def examined(self, request: R, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities) -> tuple[R, int]:
+    async def examined(
+        self, request: R, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities
+    ) -> tuple[R, RequestDigest]:
         """The request with its loss options filled in, and the digest of what was sent. `spec`: of its model, None for a
         sample. Raises InvalidRequest; the check comes first, so that a request that is refused costs no digest."""
 
-        def examine() -> tuple[R, int]:
-            return cast(R, checked(request, spec, config, able)), admission.digest_of(request)
+        def examine() -> tuple[R, RequestDigest]:
+            return cast(R, checked(request, spec, config, able)), digest_of(request)
 
         if size_of(request) <= THREAD_BYTES:
             return examine()

@@ -122,7 +122,7 @@ class Ledger:
         refused: Unavailable | None = Unavailable("the request was not accepted")
         try:
             await self.journal.write(
-                Accepted(op.number, op.request_id, stream, seq_id, digest, line, session_id, self.wall(), request)
+                Accepted(op.number, op.request_id, stream, seq_id, int(digest), line, session_id, self.wall(), request)
             )
             refused = None
         except Unavailable as error:

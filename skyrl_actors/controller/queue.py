@@ -14,6 +14,7 @@
 
 from collections import OrderedDict, deque
 
+from skyrl_actors.controller.digests import RequestDigest
 from skyrl_actors.controller.shares import Shares
 from skyrl_actors.messages.errors import CapacityError, Conflict
 from skyrl_actors.messages.paths import owner_of
@@ -43,7 +44,7 @@ class RequestQueue:
         if seq_id is None or seq_id not in self._accepted.get(stream, ()):
             return None
         first_digest, request_id = self._accepted[stream][seq_id]
-        if first_digest != digest:
+        if digest != first_digest and not (isinstance(digest, RequestDigest) and digest.matches(first_digest)):
             raise Conflict(f"{stream}: sequence number {seq_id} was used before with another body")
         return request_id
 
@@ -84,7 +85,7 @@ class RequestQueue:
     def remember(self, request_id: str, stream: str, seq_id: int | None, digest: int) -> None:
         if seq_id is not None:
             numbers = self._accepted.setdefault(stream, OrderedDict())
-            numbers[seq_id] = (digest, request_id)
+            numbers[seq_id] = (int(digest), request_id)
             if len(numbers) > REMEMBERED:
                 numbers.popitem(last=False)
 

@@ -1,0 +1,155 @@
+"""What a retry must repeat, as one number (pure).
+
+A digest is kept in the journal and compared with requests that a later version of this project
+receives. So it covers a field only when it differs from its default: a field that is added later, with
+a default, changes no digest. Names, not positions, tell fields apart. Defaults must not change, and
+neither may the encoding below.
+"""
+
+import hashlib
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from skyrl_actors.messages.requests import ForwardBackward, Request
+
+PRESENT = 1 << 62  # set in every digest of this kind; earlier ones were CRCs of 32 bits
+
+
+class RequestDigest(int):
+    """Compares with digests that an earlier version wrote, too. Store `int` of it: it holds the request."""
+
+    request: Request
+
+    def matches(self, first: int) -> bool:
+        """Whether the request that `first` was made of is this one."""
+        return self == first or (first < PRESENT and first == digest_before(self.request))
+
+
+def digest_of(request: Request) -> RequestDigest:
+    content = hashlib.blake2b(digest_size=8)
+    for part in _encoded(request):
+        content.update(part)
+    digest = RequestDigest(int.from_bytes(content.digest()) >> 2 | PRESENT)
+    digest.request = request
+    return digest
+
+
+def _encoded(value: Any) -> Iterator[bytes | memoryview]:
+    """Each part says its kind and its length, so no two values have the same parts."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray):
+        dense = np.ascontiguousarray(value)
+        yield f"a{dense.dtype.str}{dense.shape}".encode()
+        yield memoryview(dense.reshape(-1).view(np.uint8))
+    elif isinstance(value, str):
+        text = value.encode("utf-8", "surrogatepass")
+        yield b"s%d:" % len(text) + text
+    elif isinstance(value, bytes):
+        yield b"b%d:" % len(value) + value
+    elif value is None or isinstance(value, bool | int | float):
+        yield _number(value)
+    elif isinstance(value, Mapping):
+        yield b"m%d:" % len(value)
+        for key in sorted(value):
+            yield from _encoded(key)
+            yield from _encoded(value[key])
+    elif isinstance(value, tuple | list):
+        yield b"l%d:" % len(value)
+        yield from _items(value)
+    elif is_dataclass(value):
+        given = {field.name: getattr(value, field.name) for field in fields(value) if not _is_default(field, value)}
+        yield f"d{type(value).__name__}:".encode()
+        yield from _encoded(given)
+    else:
+        raise TypeError(f"no digest of a {type(value).__name__}")
+
+
+def _items(values: tuple[Any, ...] | list[Any]) -> Iterator[bytes | memoryview]:
+    """Token ids at once; anything else one by one."""
+    if values and all(type(value) is int for value in values):
+        try:
+            yield b"q"
+            yield memoryview(array("q", values)).cast("B")
+            return
+        except OverflowError:
+            pass
+    for value in values:
+        yield from _encoded(value)
+
+
+def _number(value: float | None) -> bytes:
+    """Equal numbers are encoded equally: 1, 1.0 and True."""
+    if isinstance(value, float) and not value.is_integer():
+        return b"f" + value.hex().encode() + b";"
+    return b"n;" if value is None else b"i%d;" % int(value)
+
+
+def _is_default(field: "Field[Any]", owner: Any) -> bool:
+    value = getattr(owner, field.name)
+    if field.default_factory is not MISSING:
+        return bool(value == field.default_factory())
+    if isinstance(value, np.ndarray):
+        return False
+    return field.default is not MISSING and bool(value == field.default)
+
+
+# Digests of the version before this one. Fields that were added since are not in the table: a request
+# that uses one of them was not sent before.
+FIELDS_BEFORE = {
+    "CreateModel": "spec session_id user_metadata from_path with_optimizer",
+    "ModelSpec": "model_id base_model role lora seed optimizer",
+    "LoraSpec": "rank alpha train_attn train_mlp train_unembed",
+    "OptimStep": "model_id adam seq_id",
+    "AdamParams": "learning_rate beta1 beta2 eps weight_decay grad_clip_norm",
+    "SaveWeights": "model_id name overwrite seq_id user_metadata ttl_seconds",
+    "SaveForSampler": "model_id name sampler_id seq_id user_metadata ttl_seconds",
+    "SaveExternal": "model_id name seq_id ttl_seconds",
+    "LoadWeights": "model_id path with_optimizer seq_id mixed_with share",
+    "Unload": "model_id",
+    "Sample": "sampler_id prompt params seq_id",
+    "SamplingParams": "max_tokens num_samples temperature top_k top_p seed stop prompt_logprobs topk_prompt_logprobs "
+    "topk_sample_logprobs prompt_logprobs_last_n prompt_targets prompt_alternatives stop_at_end_too stream",
+    "PromptTargets": "shape ids layout",
+    "SparseLayout": "crow col",
+}
+
+
+def digest_before(request: Request) -> int | None:
+    """What the version before this one wrote for this request; None where it could not have had it."""
+    if isinstance(request, ForwardBackward):
+        return _columns_before(request)
+    try:
+        return zlib.crc32(_shown_before(request).encode())
+    except LookupError:
+        return None
+
+
+def _shown_before(value: Any) -> str:
+    """Raises LookupError for what is newer."""
+    if not is_dataclass(value):
+        return repr(value)
+    names = FIELDS_BEFORE[type(value).__name__].split()
+    if any(field.name not in names and not _is_default(field, value) for field in fields(value)):
+        raise LookupError
+    shown = ", ".join(f"{name}={_shown_before(getattr(value, name))}" for name in names)
+    return f"{type(value).__name__}({shown})"
+
+
+def _columns_before(request: ForwardBackward) -> int:
+    columns, loss = request.columns, request.loss
+    head = (loss.name, sorted(loss.config.items()), request.forward_only, sorted(columns.fields))
+    arrays: Iterable[np.ndarray[Any, Any]] = (
+        columns.tokens, columns.offsets, *(columns.fields[name] for name in sorted(columns.fields))
+    )  # fmt: skip
+    total = zlib.crc32(repr(head).encode())
+    if columns.widths is not None:
+        total = zlib.crc32(columns.widths.tobytes(), total)
+    for content in arrays:
+        total = zlib.crc32(np.ascontiguousarray(content).tobytes(), total)
+    return total

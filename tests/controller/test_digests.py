@@ -1,0 +1,157 @@
+"""Digests of retried requests: what they cover, and that they stay what they are."""
+
+from dataclasses import dataclass, field, make_dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_actors.controller.digests import FIELDS_BEFORE, digest_before, digest_of
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.sampling import PromptTargets, SparseLayout
+
+COLUMNS = Columns(
+    np.arange(4, dtype=np.int32),
+    np.array([0, 4]),
+    {"target_tokens": np.arange(4, dtype=np.int32), "weights": np.ones(4, np.float32)},
+)
+REQUESTS: dict[str, rq.Request] = {
+    "create": rq.CreateModel(ModelSpec("s:train:0", "tiny", lora=LoraSpec(8)), "s", {"a": "b"}),
+    "forward_backward": rq.ForwardBackward("s:train:0", COLUMNS, LossCall("cross_entropy", {}), seq_id=3),
+    "optim": rq.OptimStep("s:train:0", AdamParams(learning_rate=1e-3), seq_id=4),
+    "save": rq.SaveWeights("s:train:0", "step-1", seq_id=5, ttl_seconds=60),
+    "sampler": rq.SaveForSampler("s:train:0", sampler_id="x", seq_id=6),
+    "external": rq.SaveExternal("s:train:0", "out", seq_id=7),
+    "load": rq.LoadWeights("s:train:0", "tinker://a/weights/b", True, seq_id=8),
+    "unload": rq.Unload("s:train:0"),
+    "sample": rq.Sample("x", (1, 2, 3), rq.SamplingParams(16, temperature=0.7, stop=("end",)), seq_id=9),
+    "scores": rq.Sample("x", (1, 2, 3), rq.SamplingParams(1, prompt_targets=PromptTargets((1, 2), (2, 1))), seq_id=10),
+}
+# Journals hold these: whoever changes one makes retries that cross an upgrade fail.
+DIGESTS = {
+    "create": 8027045852135178652,
+    "forward_backward": 8970042991649041661,
+    "optim": 7665286980843584663,
+    "save": 6368944384892597628,
+    "sampler": 5492016286666853157,
+    "external": 7314360067909865445,
+    "load": 8319498489196184709,
+    "unload": 4945639288959089351,
+    "sample": 9068254134675181485,
+    "scores": 6658351770493631990,
+}
+BEFORE = {
+    "create": 1713794708,
+    "forward_backward": 278980320,
+    "optim": 1428839249,
+    "save": 2206273305,
+    "sampler": 742253146,
+    "external": 819545986,
+    "load": 4023711714,
+    "unload": 1265182986,
+    "sample": 1445357708,
+    "scores": 1537553614,
+}
+
+
+def grown(value: Any, **more: Any) -> Any:
+    """The same value in a version of this project whose class has more fields."""
+    fields = [(name, type(default), field(default=default)) for name, default in more.items()]
+    own = {name: getattr(value, name) for name in type(value).__dataclass_fields__}
+    later = make_dataclass(type(value).__name__, fields, bases=(type(value),), frozen=True)
+    return later(**own)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_digests_stay_what_they_are(name: str):
+    assert int(digest_of(REQUESTS[name])) == DIGESTS[name]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_retry_that_crosses_the_upgrade_from_repr_is_known(name: str):
+    request = REQUESTS[name]
+    assert digest_before(request) == BEFORE[name]
+    assert digest_of(request).matches(BEFORE[name]) and digest_of(request).matches(DIGESTS[name])
+    assert not digest_of(request).matches(BEFORE[name] ^ 1) and not digest_of(request).matches(DIGESTS[name] ^ 1)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_field_that_is_added_with_a_default_changes_no_digest(name: str):
+    request = grown(REQUESTS[name], later=0.5, also=())
+    assert digest_of(request) == digest_of(REQUESTS[name])
+    assert digest_of(replace(request, later=0.6)) != digest_of(REQUESTS[name])
+    if name != "forward_backward":  # its earlier digest covered named fields alone
+        assert digest_before(request) == BEFORE[name]
+        assert digest_before(replace(request, later=0.6)) is None  # an earlier version could not be asked that
+
+
+def test_a_field_that_is_added_further_in_changes_no_digest():
+    for request, part in ((REQUESTS["sample"], "params"), (REQUESTS["optim"], "adam"), (REQUESTS["create"], "spec")):
+        later = replace(request, **{part: grown(getattr(request, part), later=True)})  # type: ignore[type-var]
+        assert digest_of(later) == digest_of(request)
+        assert digest_of(later).matches(int(digest_of(request)))
+
+
+def test_each_field_counts():
+    base = rq.Sample("x", (1, 2, 3), rq.SamplingParams(16), seq_id=1)
+    params = [
+        {"num_samples": 2}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"seed": 0}, {"stop": ()}, {"stop": (1,)},
+        {"stop": ("1",)}, {"stop": ("1", "2")}, {"stop": ("1,2",)}, {"prompt_logprobs": True}, {"stream": True},
+        {"prompt_targets": PromptTargets((2, 1), (1, 2))}, {"prompt_targets": PromptTargets((1, 2), (1, 2))},
+        {"prompt_targets": PromptTargets((1, 2), (1, 2), SparseLayout((0, 1), (1,)))},
+    ]  # fmt: skip
+    variants = [base, *(replace(base, params=replace(base.params, **change)) for change in params)]
+    variants += [
+        replace(base, prompt=(1, 2, 4)),
+        replace(base, prompt=(1, 2)),
+        replace(base, prompt=(2**70,)),
+        replace(base, seq_id=2),
+    ]
+    assert len({int(digest_of(request)) for request in variants}) == len(variants)
+    batch = REQUESTS["forward_backward"]
+    assert isinstance(batch, rq.ForwardBackward)
+    wide = replace(COLUMNS, widths=np.array([1]))
+    other = replace(COLUMNS, fields={**COLUMNS.fields, "weights": np.zeros(4, np.float32)})
+    batches = [batch, *(replace(batch, columns=columns) for columns in (wide, other)), replace(batch, forward_only=True)]
+    batches += [replace(batch, loss=LossCall("ppo", {})), replace(batch, loss=LossCall("cross_entropy", {"a": 1.0}))]
+    assert len({int(digest_of(request)) for request in batches}) == len(batches)
+
+
+def test_equal_numbers_and_orders_of_keys_are_equal():
+    def sample(**options: Any) -> int:
+        return digest_of(rq.Sample("x", (1,), rq.SamplingParams(16, **options)))
+
+    assert sample(temperature=1) == sample(temperature=1.0) == sample()
+    assert sample(temperature=2) == sample(temperature=2.0)
+
+    def saved(metadata: dict[str, str]) -> int:
+        return digest_of(rq.SaveWeights("m", "n", user_metadata=metadata))
+
+    assert saved({"a": "1", "b": "2"}) == saved({"b": "2", "a": "1"}) != saved({"a": "2", "b": "1"})
+
+
+def test_digests_fit_the_journals_column():
+    assert all(2**62 <= int(digest_of(request)) < 2**63 for request in REQUESTS.values())
+
+
+def test_the_table_of_earlier_fields_names_no_others():
+    known = {cls.__name__: set(cls.__dataclass_fields__) for cls in _classes()}
+    assert set(FIELDS_BEFORE) <= set(known)
+    assert all(set(names.split()) <= known[name] for name, names in FIELDS_BEFORE.items())
+
+
+def _classes() -> list[type]:
+    parts: list[Any] = [*REQUESTS.values(), ModelSpec("", ""), LoraSpec(1), AdamParams(), rq.SamplingParams(1)]
+    return [*(type(part) for part in parts), PromptTargets, SparseLayout]
+
+
+@dataclass(frozen=True)
+class Unknown:
+    value: object
+
+
+def test_what_has_no_digest_is_not_passed_over():
+    with pytest.raises(TypeError, match="no digest of a object"):
+        digest_of(Unknown(object()))  # type: ignore[arg-type]
