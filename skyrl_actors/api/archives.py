@@ -5,19 +5,23 @@ A link to one is signed and ends, because whoever follows it sends no key.
 
 import hashlib
 import hmac
+import ipaddress
 import secrets
 import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.config.cluster import HttpConfig
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.paths import TinkerPath
 
 SECRET_FILE = ".archive_secret"
 VALID_S = 900
 BLOCK = 2**20
+EVERYWHERE = ("0.0.0.0", "::")
 
 
 def secret_of(root: Path, name: str = SECRET_FILE) -> bytes:
@@ -36,12 +40,40 @@ def secret_of(root: Path, name: str = SECRET_FILE) -> bytes:
 
 def signature(secret: bytes, path: TinkerPath, expires: int, file: str = "") -> str:
     """`file`: one of the checkpoint's files; without it, all of them."""
-    return hmac.new(secret, f"{path} {expires} {file}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret, f"{path} {expires} {file}".encode(errors="replace"), hashlib.sha256).hexdigest()
+
+
+def public_url(http: HttpConfig, host: str) -> str:
+    """Where clients reach the service, without a slash at the end. `host` is what a request was addressed to: its sender chooses
+    it, so it is believed only when it names the sender's own machine, where the end of a tunnel may have another port.
+    Raises ConfigError when the address is not known."""
+    if http.public_url:
+        return http.public_url.rstrip("/")
+    if own := _loopback(host):
+        return f"http://{own}"
+    if http.host in EVERYWHERE:
+        raise ConfigError(
+            "this service does not know the address that clients reach it at, so it gives out no links; set http.public_url"
+        )
+    return f"http://{f'[{http.host}]' if ':' in http.host else http.host}:{http.port}"
+
+
+def _loopback(host: str) -> str | None:
+    try:
+        parts = urlsplit(f"//{host}")
+        name, port = parts.hostname or "", parts.port
+        is_own = name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return None
+    if not is_own:
+        return None
+    return (f"[{name}]" if ":" in name else name) + (f":{port}" if port else "")
 
 
 def check(secret: bytes, path: TinkerPath, expires: int, given: str, file: str = "") -> None:
     """Raises InvalidRequest for a link that was not given out, or has ended."""
-    if not hmac.compare_digest(signature(secret, path, expires, file), given):
+    # As bytes: letters beyond ASCII are an error for text.
+    if not hmac.compare_digest(signature(secret, path, expires, file).encode(), given.encode(errors="replace")):
         raise InvalidRequest("this link was not given out by the service; ask for the archive again")
     if expires < time.time():
         raise InvalidRequest("this link has ended; ask for the archive again")

@@ -26,7 +26,8 @@ async def _links(request: Request, path: TinkerPath, files: list[str]) -> tuple[
     """Signed links to files of a checkpoint ("" is all of them), and when they end."""
     expires = int(time.time()) + archives.VALID_S
     secret = await asyncio.to_thread(archives.secret_of, state_of(request).folders.root)
-    base = f"{str(request.base_url).rstrip('/')}{ARCHIVES}/{quote(path.model_id)}/{path.kind}/{path.name}"
+    service = archives.public_url(state_of(request).config.http, request.headers.get("host", ""))
+    base = f"{service}{ARCHIVES}/{quote(path.model_id)}/{path.kind}/{path.name}"
     queries = [{"expires": expires, "signature": archives.signature(secret, path, expires, file), "file": file} for file in files]
     return [f"{base}?{urlencode({key: value for key, value in query.items() if value != ''})}" for query in queries], expires
 

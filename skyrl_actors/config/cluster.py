@@ -182,6 +182,12 @@ class SdkFlags(FrozenConfig):
 class HttpConfig(FrozenConfig):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
+    public_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
+        description="where clients reach the service when that is not host and port, as https://rl.example.com behind a proxy; "
+        "links to checkpoints begin with it",
+    )
     replicas: int = Field(default=2, ge=1, description="ingress processes; with two, one may die unnoticed")
     max_replicas: int | None = Field(
         default=None, ge=1, description="Serve adds ingress processes up to so many as requests come; none = always `replicas`"

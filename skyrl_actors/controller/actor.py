@@ -95,6 +95,8 @@ class ControllerActor:
     @property
     def _url(self) -> str:
         http = self._parts[0].http
+        if http.public_url:
+            return http.public_url.rstrip("/")
         return f"http://{remote.node_address() if http.host in ('0.0.0.0', '::') else http.host}:{http.port}"
 
     async def _start_over(self) -> None:

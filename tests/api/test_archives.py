@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_actors.api import archives
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.config.cluster import HttpConfig
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.paths import TinkerPath
 
 PATH = TinkerPath("s:train:0", "weights", "a")
@@ -50,3 +51,27 @@ def test_links_are_signed_and_end(tmp_path: Path):
     past = int(time.time()) - 1
     with pytest.raises(InvalidRequest, match="has ended"):
         archives.check(secret, PATH, past, archives.signature(secret, PATH, past))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8000", "127.0.0.1@evil.example", "localhost.evil.example", "a b", "[::1", "", "127.0.0.1:x"],
+)
+def test_links_do_not_begin_with_what_the_sender_of_a_request_chose(host: str):
+    assert archives.public_url(HttpConfig(), host) == "http://127.0.0.1:8000"
+    assert archives.public_url(HttpConfig(host="10.0.0.5", api_keys=("tml-0123456789",)), host) == "http://10.0.0.5:8000"
+    with pytest.raises(ConfigError, match=r"set http\.public_url"):
+        archives.public_url(HttpConfig(host="0.0.0.0", api_keys=("tml-0123456789",)), host)
+    named = HttpConfig(host="0.0.0.0", api_keys=("tml-0123456789",), public_url="https://rl.example.com/")
+    assert archives.public_url(named, host) == "https://rl.example.com"
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1:9000", "[::1]:9000", "127.0.0.1"])
+def test_the_end_of_a_tunnel_on_the_callers_machine_is_believed(host: str):
+    assert archives.public_url(HttpConfig(), host) == f"http://{host}"
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "rl.example.com", "https://", "https://a?b", "https://a b", "https://a@b"])
+def test_a_public_url_that_is_none_is_refused(url: str):
+    with pytest.raises(ValueError, match="public_url"):
+        HttpConfig(public_url=url)

@@ -58,6 +58,21 @@ async def test_a_run_its_checkpoint_and_its_archive(http: httpx.AsyncClient):
     assert (await http.get("/checkpoints")).json() == {"checkpoints": [], "cursor": {"offset": 0, "limit": 100, "total_count": 0}}
 
 
+async def test_a_signature_of_any_letters_is_refused_as_one_that_was_not_given_out(http: httpx.AsyncClient):
+    for given in ("é", "ſ", "\U0001f600", "a" * 64, "%00", ""):
+        found = await http.get("/archives/s:train:0/weights/one", params={"expires": 1, "signature": given, "file": given})
+        assert found.status_code == 422 and "was not given out" in found.text, given
+
+
+async def test_a_link_does_not_begin_with_the_host_header(http: httpx.AsyncClient):
+    session = (await posted(http, "/create_session"))["session_id"]
+    await resolved(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
+    await resolved(http, "/save_weights", model_id=f"{session}:train:0", path="one", seq_id=1)
+    where = f"/training_runs/{session}:train:0/checkpoints/weights/one/archive"
+    link = await http.get(where, headers={"Host": "evil.example"})
+    assert link.status_code == 302 and link.headers["location"].startswith("http://127.0.0.1:8000/api/v1/archives/")
+
+
 async def test_samples_are_cancelled_joined_and_polled_together(http: httpx.AsyncClient):
     session = (await posted(http, "/create_session"))["session_id"]
     sampler = {"sampling_session_id": f"{session}:sample:0"}
