@@ -139,7 +139,7 @@ class FrameStream(asyncio.BufferedProtocol):
         `relieved` is called when the stream is no longer behind with what it sends."""
         self._take, self._relieved, self._longest = take, relieved, LONGEST_FRAME
         left = self._small[self._start : self._end]
-        self._small = memoryview(np.empty(READ_AHEAD, np.uint8))
+        self._small = np.empty(READ_AHEAD, np.uint8).data
         self._small[: len(left)] = left
         self._start, self._end = 0, len(left)
         self.release()
@@ -200,7 +200,7 @@ class FrameStream(asyncio.BufferedProtocol):
 
     def _begin_large(self, begin: int, size: int, arrays: int) -> None:
         here = self._small[begin : min(self._end, begin + size)]
-        large = memoryview(np.empty(size, np.uint8))
+        large = np.empty(size, np.uint8).data
         large[: len(here)] = here
         self._start = begin + len(here)
         if len(here) == size:

@@ -46,7 +46,7 @@ def _encoded(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, np.ndarray):
         dense = np.ascontiguousarray(value)
         yield f"a{dense.dtype.str}{dense.shape}".encode()
-        yield memoryview(dense.reshape(-1).view(np.uint8))
+        yield dense.reshape(-1).view(np.uint8).data
     elif isinstance(value, str):
         text = value.encode("utf-8", "surrogatepass")
         yield b"s%d:" % len(text) + text
