@@ -30,7 +30,7 @@ from skyrl_actors.config.cluster import ClusterConfig, TinyBase
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.jobs.envs import noisy_demonstrations
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.private_folders import is_trusted, make_folder
+from skyrl_actors.private_folders import is_trusted
 from skyrl_actors.remote import settled
 
 STOP_TIMEOUT_S = 40.0
@@ -119,8 +119,7 @@ def guard_ray_folder() -> None:
     exchange what lies in it: the cluster's address, sockets, logs."""
     folder = Path(ray_folder())
     if not os.path.lexists(folder):
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o1777)
     status = folder.lstat()
     if not is_trusted(folder) or not stat.S_ISDIR(status.st_mode):
