@@ -49,7 +49,8 @@ from skyrl_actors.workers.tensor_files import Shape, Source, whole
 # An operator for inference that every start on a CPU would compile, and that fails without a compiler.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-_check_optimizer = DeepSpeedEngine._do_optimizer_sanity_check
+_engine_class: Any = DeepSpeedEngine
+_check_optimizer = _engine_class._do_optimizer_sanity_check
 
 
 def _same_class_for_every_dtype(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> str:
@@ -58,7 +59,7 @@ def _same_class_for_every_dtype(engine: DeepSpeedEngine, optimizer: torch.optim.
     return ZERO_OPTIMIZATION
 
 
-DeepSpeedEngine._do_optimizer_sanity_check = _same_class_for_every_dtype
+_engine_class._do_optimizer_sanity_check = _same_class_for_every_dtype
 
 
 def settings(strategy: DeepSpeedStrategy, dtype: torch.dtype, trained: bool) -> dict[str, Any]:
