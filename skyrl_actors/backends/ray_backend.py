@@ -16,11 +16,11 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from skyrl_actors.backends.base import Capabilities, Mixture
 from skyrl_actors.backends.environment import actor_environment
-from skyrl_actors.backends.moves import Mover
+from skyrl_actors.backends.moves import keeper_for, mover_for
 from skyrl_actors.backends.site import reserved_site
 from skyrl_actors.backends.vitals import Vitals
 from skyrl_actors.colocation.in_flight import in_sample_phase
-from skyrl_actors.colocation.keeper import Keeper, PhaseKeeper, SplitKeeper
+from skyrl_actors.colocation.keeper import Keeper, SplitKeeper
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.pool import NO_FULL_WEIGHTS, EnginePool, build_pool
@@ -29,7 +29,7 @@ from skyrl_actors.groups.environment import rank_environment
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, PartDown, StateLost
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
@@ -86,7 +86,7 @@ class RayBackend:
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         if not await self._took_over():
             await self._start_parts()
-            self._keeper = self._new_keeper()
+            self._keeper = keeper_for(config, mover_for(config, self._groups, self.engines))
         await self._transfer.prove(await self._groups["policy"].up(), self._engines.actors)
         if self._standby is not None:
             self._standby.refill()
@@ -99,16 +99,6 @@ class RayBackend:
             min(self.config.engine.max_model_len, info.max_context_tokens), self._roles, await self.engines.adapts_head(),
         )  # fmt: skip
 
-    def _new_keeper(self) -> Keeper:
-        if self.config.placement.layout == "split" or not self.engines.has_own:
-            return SplitKeeper()
-        return PhaseKeeper(self._mover(), Phase.TRAIN, 2 * self.config.engine.call_timeout_s)
-
-    def _mover(self) -> Mover:
-        shares = self.config.placement.shares
-        sharing = [group for role, group in self._groups.items() if shares(role)]
-        return Mover(self.config.placement.device, sharing, self.engines)
-
     async def _took_over(self) -> bool:
         """Go on with the parts that run, if any do; what is missing starts in the background."""
         supervisors = list(self._groups.values())
@@ -117,14 +107,15 @@ class RayBackend:
         ours = [runs for engine, runs in zip(self.engines.engines, engines, strict=True) if engine.ours]
         if not any(groups) and not any(ours):
             return False
-        if self.config.placement.shares("engine") and self.engines.has_own:
-            await self.engines.sleep()
-            await self._mover().as_in_train()
-        if self._transfer.freeze == "always":  # an earlier config may have left versions to be read from the weights
-            for model_id in await self.residents():
-                if (group := self._groups["policy"].group) is not None:
-                    await group.write_versions(model_id, ())
-        self._keeper = self._new_keeper()
+        mover = mover_for(self.config, self._groups, self.engines)
+        self._keeper = keeper_for(self.config, mover)
+        async with self._keeper.hold(Phase.TRAIN):  # what is made anew joins behind it
+            if self.config.placement.shares("engine") and self.engines.has_own:
+                await mover.as_taken_over()
+            if self._transfer.freeze == "always":  # an earlier config may have left versions to be read from the weights
+                for model_id in await self.residents():
+                    if (group := self._groups["policy"].group) is not None:
+                        await group.write_versions(model_id, ())
         for part, runs in (*zip(supervisors, groups, strict=True), *zip(self.engines.engines, engines, strict=True)):
             if not runs:
                 part.start_later()
@@ -151,7 +142,7 @@ class RayBackend:
             self._say(f"starting {self.config.engine.num_engines} vLLM engine(s): importing vLLM and loading weights")
             await self.engines.start()
             if colocated:
-                await self.engines.sleep()
+                await self.engines.memory.sleep()
             self._say("engines ready" + (" and asleep" if colocated else ""))
 
         async def groups() -> None:
@@ -195,13 +186,16 @@ class RayBackend:
         work: Callable[[ActorGroup], Awaitable[T]],
         leaves: Literal["", "weights", "model"] = "",
     ) -> T:
-        """A verb of a model on its group, in its phase. A group that is being made anew is StateLost at once. `leaves`: what it ends,
+        """A verb of a model on its group, in its phase. A group that is being made anew is PartDown at once. `leaves`: what it ends,
         weights that are versions still or all that the ranks hold of the model."""
         supervisor = self._groups[spec.role]
+        before = supervisor.group
         async with self._keeper.hold(phase) if self.config.placement.shares(spec.role) else nullcontext():
             group = supervisor.group
             if group is None or supervisor.down is not None:
-                raise StateLost(f"the {spec.role} group is being made anew: {supervisor.down}")
+                raise PartDown(f"the {spec.role} group is being made anew: {supervisor.down}")
+            if group is not before:
+                raise PartDown(f"the {spec.role} group was made anew while this waited for its phase")
             if leaves and spec.lora is None and spec.role == "policy" and self._transfer.freeze == "when_needed":
                 await self._write_versions(supervisor, group, spec.model_id, leaves == "model")
             return await supervisor.guarded(work(group))
@@ -319,7 +313,7 @@ class RayBackend:
             return None  # the engine maps the file where it is
         policy = self._groups["policy"]
         if policy.group is None or policy.down is not None:
-            raise StateLost(f"the policy group is being made anew: {policy.down}")
+            raise PartDown(f"the policy group is being made anew: {policy.down}")
         return await self._transfer.deliver(manifest, policy.group, engine, place)
 
     async def sample(
@@ -337,12 +331,12 @@ class RayBackend:
     async def _sampled(
         self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
     ) -> SampleOutput:  # fmt: skip
-        attempts, lost, runs, engine = self.config.restart.attempts, "", itertools.count(), self.config.engine
+        attempts, lost, runs, engine = self.config.restart.attempts, list[str](), itertools.count(), self.config.engine
 
         def run(outside: bool = False) -> Awaitable[SampleOutput]:
             return self.engines.sample(f"{request_id}.{next(runs)}", prompt, params, weights, outside)
 
-        for _ in range(attempts):
+        while len(lost) < attempts:
             await self.engines.any_healthy(weights, params)
             if self._transfer.needs_group:  # weights that are not there yet come from the trainers
                 await self.ready("policy")
@@ -355,8 +349,9 @@ class RayBackend:
                 return await in_sample_phase(self._keeper, engine.in_flight, engine.slice_s, run)
             except StateLost as error:
                 self._say(f"sample {request_id} is run again: {error}")
-                lost = str(error)
-        raise InternalError(f"{attempts} engines died under this sample, the last one: {lost}")
+                if not isinstance(error, PartDown):
+                    lost.append(str(error))
+        raise InternalError(f"{attempts} engines died under this sample, the last one: {lost[-1]}")
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
         return await self.engines.partial(request_id, have, timeout_s)

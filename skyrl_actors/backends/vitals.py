@@ -30,8 +30,8 @@ class Vitals:
 
     def fault(self) -> str | None:
         """What can not be served now."""
-        if self._keeper.phase == "BROKEN":
-            return "phase BROKEN"
+        if fault := self._keeper.fault():
+            return fault
         for supervisor in self._groups:
             if supervisor.down is not None:
                 return f"the {supervisor.role} group restarts: {supervisor.down}"
@@ -44,6 +44,7 @@ class Vitals:
         return {
             "phase": keeper.phase,
             "phase_seconds": {name: round(s, 3) for name, s in keeper.move_seconds.items()},
+            "failed_moves": keeper.failures,
             "seconds_in_phase": {name: round(s, 3) for name, s in keeper.seconds_in().items()},
             "phase_timeline": [asdict(entered) for entered in list(keeper.timeline)[-SHOWN_PHASES:]],
             "weight_load_seconds": [round(s, 4) for s in engines.load_seconds[-20:]],
@@ -113,6 +114,8 @@ class Vitals:
         for move, seconds in self._keeper.move_seconds.items():
             export.total("move_seconds", seconds, move=move)
             export.total("move_bytes", self._keeper.move_bytes.get(move, 0), move=move)
+        for move, failures in self._keeper.failures.items():
+            export.total("move_failures", failures["total"], move=move)
         for name, value in COUNTS.levels().items():
             export.set(name, value)
         export.totals(COUNTS)

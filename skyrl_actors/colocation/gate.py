@@ -2,6 +2,7 @@
 
 A holder of state A never sees it change. Once somebody waits for another state, newcomers wait too, so nobody starves;
 when the last holder leaves, the oldest waiter's state is entered together with every waiter of that same state.
+A change that fails never breaks the gate: it is tried again after a pause, or those who wanted that state are told.
 """
 
 import asyncio
@@ -10,15 +11,25 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from skyrl_actors.messages.errors import InternalError, StateLost, WeightsGone
+from skyrl_actors.messages.errors import InternalError, PartDown, StateLost, WeightsGone
 
 K = TypeVar("K")
+KINDS = (PartDown, StateLost, WeightsGone)  # of errors, as those who waited hear them
+
+
+def _never(wanted: object, error: Exception) -> None:
+    return None
 
 
 class Gate(Generic[K]):
-    """`enter(old, new)` changes the state. If it raises, the gate is broken and says so to everybody from then on; with
-    `after_failure` only those who wanted that state hear of it, and the gate goes on from that other state, or from the one it has
-    when there was nothing to enter (WeightsGone)."""
+    """`enter(old, new)` changes the state; `serves(current, wanted)` tells whether no change is needed.
+
+    When `enter` raises:
+    - `after_failure` is the state from then on. None: it stays as it is, because `serves` knows what is there. It also
+      stays after WeightsGone, which says that nothing was touched.
+    - `retry` gives the seconds until the next try; those who wanted that state wait for it, and other states can be
+      entered meanwhile. None: those who wanted it hear of the error.
+    """
 
     def __init__(
         self,
@@ -26,14 +37,16 @@ class Gate(Generic[K]):
         enter: Callable[[K, K], Awaitable[None]],
         serves: Callable[[K, K], bool] = lambda current, wanted: current == wanted,
         after_failure: K | None = None,
+        retry: Callable[[K, Exception], float | None] = _never,
     ):
         self.state = start
-        self.broken: str | None = None
         self.num_holders = 0
         self._enter = enter
         self._serves = serves
         self._after_failure = after_failure
+        self._retry = retry
         self._waiters: deque[tuple[K, asyncio.Future[None]]] = deque()
+        self._resting: dict[K, asyncio.TimerHandle] = {}  # states that failed and are not tried yet
         self._changing: asyncio.Task[None] | None = None
         self._left = asyncio.Event()
         self._queued = asyncio.Event()
@@ -52,6 +65,11 @@ class Gate(Generic[K]):
     def num_waiting(self) -> int:
         return len(self._waiters)
 
+    @property
+    def resting(self) -> bool:
+        """Somebody waits for a state that failed and is not tried again yet."""
+        return any(key in self._resting for key, _ in self._waiters)
+
     @asynccontextmanager
     async def hold(self, wanted: K) -> AsyncGenerator[None]:
         await self._acquire(wanted)
@@ -69,17 +87,16 @@ class Gate(Generic[K]):
             await self._left.wait()
 
     async def contended(self) -> None:
-        """When somebody waits. A holder who hears it may leave early and come again."""
-        while not self._waiters:
+        """When somebody waits for a state that can be tried. A holder who hears it may leave early and come again."""
+        while self._next() is None:
             self._queued.clear()
             await self._queued.wait()
 
     async def _acquire(self, wanted: K) -> None:
-        self._raise_if_broken()
-        if not self._waiters and self._changing is None and self._serves(self.state, wanted):
+        if self._next() is None and self._changing is None and self._serves(self.state, wanted):
             self.num_holders += 1
             return
-        ticket = asyncio.get_running_loop().create_future()
+        ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append((wanted, ticket))
         self._queued.set()
         self._turn()
@@ -88,46 +105,68 @@ class Gate(Generic[K]):
         except asyncio.CancelledError:
             if ticket.done() and not ticket.cancelled() and ticket.exception() is None:
                 self.num_holders -= 1
+                self._left.set()
             else:
                 self._waiters = deque((k, t) for k, t in self._waiters if t is not ticket)
             self._turn()
             raise
 
+    def _next(self) -> tuple[K, asyncio.Future[None]] | None:
+        """The oldest waiter that can be served now, or whose state can be tried."""
+        if not self._resting:
+            return self._waiters[0] if self._waiters else None
+        ready = (w for w in self._waiters if w[0] not in self._resting or self._serves(self.state, w[0]))
+        return next(ready, None)
+
     def _turn(self) -> None:
-        if self.num_holders or self._changing or not self._waiters or self.broken:
+        if self.num_holders or self._changing:
             return
-        wanted = self._waiters[0][0]
-        if self._serves(self.state, wanted):
-            self._admit(wanted)
+        first = self._next()
+        if first is None:
+            return
+        if self._serves(self.state, first[0]):
+            self._admit(first[0])
         else:
-            self._changing = asyncio.create_task(self._change(wanted))
+            self._changing = asyncio.create_task(self._change(first[0]))
 
     async def _change(self, wanted: K) -> None:
         try:
             await self._enter(self.state, wanted)
-            self.state = wanted
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the loop ends; else something inside was cancelled, and that is a failure like any other
+            self._fail(wanted, InternalError("it was cancelled"))
         except Exception as error:  # noqa: BLE001  whoever waits must hear of it, whatever it was
             self._fail(wanted, error)
         else:
             self._changing = None
+            self.state = wanted
             self._admit(wanted)
         self._turn()
 
     def _fail(self, wanted: K, error: Exception) -> None:
         self._changing = None
-        text = f"{wanted}: {error}"
-        kind = next((kind for kind in (StateLost, WeightsGone) if isinstance(error, kind)), InternalError)
-        if self._after_failure is None:
-            self.broken = text
-        elif kind is not WeightsGone:
+        if self._after_failure is not None and not isinstance(error, WeightsGone):
             self.state = self._after_failure
+        pause_s = self._retry(wanted, error)
+        if pause_s is not None:
+            loop = asyncio.get_running_loop()
+            self._resting[wanted] = loop.call_later(pause_s, self._rested, wanted)
+            return
+        kind = next((kind for kind in KINDS if isinstance(error, kind)), InternalError)
         staying: deque[tuple[K, asyncio.Future[None]]] = deque()
         for key, ticket in self._waiters:
-            if self.broken is None and key != wanted:
+            if key != wanted:
                 staying.append((key, ticket))
             elif not ticket.done():
-                ticket.set_exception(kind(f"could not enter {text}"))
+                ticket.set_exception(kind(f"could not enter {wanted}: {error}"))
         self._waiters = staying
+
+    def _rested(self, state: K) -> None:
+        del self._resting[state]
+        self._queued.set()
+        self._turn()
 
     def _admit(self, wanted: K) -> None:
         staying: deque[tuple[K, asyncio.Future[None]]] = deque()
@@ -146,7 +185,3 @@ class Gate(Generic[K]):
         if self.num_holders or self._changing:
             raise InternalError("the state changed under its holders")
         self.state = state
-
-    def _raise_if_broken(self) -> None:
-        if self.broken:
-            raise InternalError(f"could not enter {self.broken}")

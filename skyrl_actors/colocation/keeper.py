@@ -5,24 +5,44 @@ keep their memory, and `hold` is free. Callers read the same either way.
 """
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 from skyrl_actors.colocation.gate import Gate
-from skyrl_actors.colocation.phases import Move, Phase, plan_moves, serves
+from skyrl_actors.colocation.healing import MoveHealing
+from skyrl_actors.colocation.phases import RESIDENT, Move, Phase, after_move, plan_from, serves
 from skyrl_actors.messages.errors import InternalError
 
 TIMELINE = 1000  # changes of phase that are remembered
+log = logging.getLogger(__name__)
 
 
 class Movable(Protocol):
-    async def move(self, move: Move, to: Phase) -> int:
-        """Carry out one move on the way to phase `to`; returns the bytes that it moved or freed."""
+    async def move(self, move: Move, to: Phase) -> int | None:
+        """Carry out one move on the way to phase `to`; returns the bytes that it moved or freed, None when nothing was up
+        to do it."""
         ...
+
+    def remake(self, move: Move, everything: bool, reason: str) -> None:
+        """`move` failed, or was cut off. Make anew what did not finish it, or `everything` that shares the devices.
+
+        When this returns, all that goes on running has finished the move. What is made anew comes back by itself, in a
+        phase that gives it its memory.
+        """
+        ...
+
+
+class MoveFailed(InternalError):
+    """The remedy was begun; `pause_s` until the next try."""
+
+    def __init__(self, text: str, pause_s: float):
+        super().__init__(text)
+        self.pause_s = pause_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +84,28 @@ class Keeper(Protocol):
         """Seconds in each phase so far, without those of its moves."""
         ...
 
+    def fault(self) -> str | None:
+        """A move failed, and who needs it waits."""
+        ...
+
+    @property
+    def failures(self) -> dict[str, dict[str, Any]]:
+        """Of each move that ever failed: how often, how often in a row until now, and the last error."""
+        ...
+
 
 class PhaseKeeper:
-    """Colocated layout. A move that fails or exceeds `timeout_s` leaves the keeper BROKEN, naming the move."""
+    """Colocated layout. A move that fails or exceeds `timeout_s` is healed: what failed is made anew, and whoever waits for
+    the phase goes on waiting until the next try. No holder ever hears of it."""
 
-    def __init__(self, movable: Movable, start: Phase, timeout_s: float):
+    def __init__(self, movable: Movable, start: Phase, timeout_s: float, healing: MoveHealing | None = None):
         self._movable = movable
         self._timeout_s = timeout_s
-        self._gate: Gate[Phase] = Gate(start, self._enter, serves)
+        self._healing = healing or MoveHealing()
+        self._resident = RESIDENT[start]  # what is there, also half-way between two phases
+        self._failed = False  # the last change of phase did
+        self._error = ""
+        self._gate: Gate[Phase] = Gate(start, self._enter, self._serves, retry=self._pause_s)
         self.move_seconds: dict[str, float] = {}
         self.move_bytes: dict[str, int] = {}
         self.timeline: deque[Entered] = deque(maxlen=TIMELINE)
@@ -80,7 +114,7 @@ class PhaseKeeper:
 
     @property
     def phase(self) -> str:
-        return "BROKEN" if self._gate.broken else str(self._gate.state)
+        return "HEALING" if self._failed else str(self._gate.state)
 
     def hold(self, phase: Phase) -> AbstractAsyncContextManager[None]:
         return self._gate.hold(phase)
@@ -92,23 +126,66 @@ class PhaseKeeper:
     def seconds_in(self) -> dict[str, float]:
         return self._seconds_in | {self.phase: self._seconds_in.get(self.phase, 0.0) + time.perf_counter() - self._since}
 
+    def fault(self) -> str | None:
+        if advice := self._healing.advice():
+            return advice
+        if self._failed or self._gate.resting:
+            return f"memory is moved again after a failure: {self._error}"
+        return None
+
+    @property
+    def failures(self) -> dict[str, dict[str, Any]]:
+        return {move: asdict(failures) for move, failures in self._healing.moves.items()}
+
+    def _serves(self, current: Phase, wanted: Phase) -> bool:
+        return self._resident == RESIDENT[current] and serves(current, wanted)
+
+    def _pause_s(self, wanted: Phase, error: Exception) -> float:
+        return error.pause_s if isinstance(error, MoveFailed) else self._healing.longest_pause_s
+
     async def _enter(self, current: Phase, wanted: Phase) -> None:
         began, at, moves = time.perf_counter(), time.time(), list[tuple[str, float, int]]()
-        self._seconds_in[current] = self._seconds_in.get(current, 0.0) + began - self._since
-        for move in plan_moves(current, wanted):
-            started = time.perf_counter()
-            try:
-                moved = await asyncio.wait_for(self._movable.move(move, wanted), self._timeout_s)
-            except TimeoutError:
-                raise InternalError(f"'{move}' took longer than {self._timeout_s:.0f} s") from None
-            except InternalError as error:
-                raise InternalError(f"'{move}' failed: {error}") from error
-            took = time.perf_counter() - started
-            moves.append((str(move), took, moved))
-            self.move_seconds[str(move)] = self.move_seconds.get(str(move), 0.0) + took
-            self.move_bytes[str(move)] = self.move_bytes.get(str(move), 0) + moved
-        self._since = time.perf_counter()
+        self._seconds_in[self.phase] = self._seconds_in.get(self.phase, 0.0) + began - self._since
+        try:
+            for move in plan_from(self._resident, wanted):
+                started = time.perf_counter()
+                moved = await self._carried_out(move, wanted)
+                took = time.perf_counter() - started
+                moves.append((str(move), took, moved))
+                self.move_seconds[str(move)] = self.move_seconds.get(str(move), 0.0) + took
+                self.move_bytes[str(move)] = self.move_bytes.get(str(move), 0) + moved
+        finally:
+            self._since = time.perf_counter()
+        self._failed = False
         self.timeline.append(Entered(at, str(wanted), self._since - began, tuple(moves)))
+
+    async def _carried_out(self, move: Move, to: Phase) -> int:
+        try:
+            moved = await asyncio.wait_for(self._movable.move(move, to), self._timeout_s)
+        except TimeoutError:
+            raise self._healed(move, f"'{move}' took longer than {self._timeout_s:g} s") from None
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the loop ends
+            raise self._healed(move, f"'{move}' was cancelled") from error
+        except Exception as error:
+            raise self._healed(move, f"'{move}' failed: {error}") from error
+        self._resident = after_move(self._resident, move)
+        if moved is not None:  # where nothing was up to do it, nothing shows that it works again
+            self._healing.succeeded(str(move))
+        return moved or 0
+
+    def _healed(self, move: Move, reason: str) -> MoveFailed:
+        """Behind it the move counts as done: what did not finish it is made anew, and takes no part in any move until it is
+        up again."""
+        remedy = self._healing.failed(str(move), reason)
+        self._resident = after_move(self._resident, move)
+        self._failed, self._error = True, reason
+        again = "all that shares the devices" if remedy.everything else "what failed"
+        log.error("%s; %s is made anew, and it is tried again in %.1f s", reason, again, remedy.pause_s)
+        self._movable.remake(move, remedy.everything, reason)
+        return MoveFailed(reason, remedy.pause_s)
 
 
 class SplitKeeper:
@@ -118,6 +195,7 @@ class SplitKeeper:
         self.move_seconds: dict[str, float] = {}
         self.move_bytes: dict[str, int] = {}
         self.timeline: deque[Entered] = deque()
+        self.failures: dict[str, dict[str, Any]] = {}
 
     phase = "SPLIT"
 
@@ -126,6 +204,9 @@ class SplitKeeper:
 
     def seconds_in(self) -> dict[str, float]:
         return {}
+
+    def fault(self) -> str | None:
+        return None
 
     @asynccontextmanager
     async def hold(self, phase: Phase) -> AsyncGenerator[None]:

@@ -47,11 +47,20 @@ class Move:
 
 
 def plan_moves(current: Phase, wanted: Phase) -> tuple[Move, ...]:
-    """Frees before loads."""
-    here, there = RESIDENT[current], RESIDENT[wanted]
+    return plan_from(RESIDENT[current], wanted)
+
+
+def plan_from(here: frozenset[Part], wanted: Phase) -> tuple[Move, ...]:
+    """From whatever is resident. Frees before loads."""
+    there = RESIDENT[wanted]
     frees = [Move("free", part) for part in reversed(ORDER) if part in here - there]
     loads = [Move("load", part) for part in ORDER if part in there - here]
     return (*frees, *loads)
+
+
+def after_move(resident: frozenset[Part], move: Move) -> frozenset[Part]:
+    """What is resident when a move is done."""
+    return resident | {move.part} if move.action == "load" else resident - {move.part}
 
 
 def serves(current: Phase, wanted: Phase) -> bool:

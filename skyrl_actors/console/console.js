@@ -1,7 +1,7 @@
 "use strict";
 // Reads /console/state every two seconds while the page is seen, and draws it. Everything is set as text: names come from clients.
 const EVERY_MS = 2000, KEPT_S = 300, LONG_MS = 10000;
-const COLOURS = { TRAIN: "#2f6fde", STEP: "#7c5cff", SYNC: "#e08b00", SAMPLE: "#11a36a", IDLE: "#98a2b3", BROKEN: "#c5303a" };
+const COLOURS = { TRAIN: "#2f6fde", STEP: "#7c5cff", SYNC: "#e08b00", SAMPLE: "#11a36a", IDLE: "#98a2b3", HEALING: "#c5303a" };
 const history = [];  // {at, trained, sampled, open}
 let chosen = null, runsRead = 0, key = sessionStorage.getItem("key") || "";
 

@@ -21,7 +21,15 @@ from skyrl_actors.controller.tally import tally, traced
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, Unavailable, UserError, WeightsGone
+from skyrl_actors.messages.errors import (
+    InternalError,
+    PartDown,
+    SkyrlActorsError,
+    StateLost,
+    Unavailable,
+    UserError,
+    WeightsGone,
+)
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.results import Failure, Result, SampleOutput
 from skyrl_actors.observe.counts import COUNTS
@@ -121,6 +129,9 @@ class Lanes:
                 if isinstance(request, rq.LoadWeights) or (isinstance(request, rq.CreateModel) and request.from_path):
                     await self._keep_what_was_loaded(op, progress)
                 return outcome
+            except PartDown as error:  # nothing of it was begun: no attempt of its own
+                progress.suspect = True
+                log.warning("operation %d waits: %s", op.number, error)
             except StateLost as error:
                 attempts += 1
                 log.warning("operation %d (%s): %s", op.number, type(request).__name__, error)

@@ -19,7 +19,7 @@ from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import Operation
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import Corrupt, InternalError, NotFound, StateLost, Unavailable
+from skyrl_actors.messages.errors import Corrupt, InternalError, NotFound, PartDown, StateLost, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path
 from skyrl_actors.messages.turn import Turn
@@ -84,6 +84,8 @@ class Recovery:
                 break
             except (Corrupt, Unavailable):
                 raise
+            except PartDown as error:
+                log.warning("model %s waits: %s", spec.model_id, error)
             except InternalError as error:
                 attempts += 1
                 log.warning("model %s: failed while it was restored: %s", spec.model_id, error)

@@ -14,12 +14,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_actors import remote
 from skyrl_actors.colocation.gate import Gate
+from skyrl_actors.colocation.healing import LoadRetries
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.engines.interface import BASE_VERSION, ON_LINE, EngineReport, EngineSpec, EngineStatus
 from skyrl_actors.engines.member import Member
 from skyrl_actors.line import Address, Line
-from skyrl_actors.messages.errors import InternalError, StateLost, WeightsGone
+from skyrl_actors.messages.errors import InternalError, PartDown, StateLost, UserError, WeightsGone
 from skyrl_actors.transfer.base import EnginePlace
 
 VITALS_TIMEOUT_S = 10.0
@@ -77,13 +78,24 @@ class Engine(Member):
         self._log_file = ""
         self._watching: asyncio.Task[None] | None = None
         self._line: Line | None = None
+        self._remade: ActorHandle | None = None  # the last one that was ended because a move failed
         self.gate = self._new_gate(BASE_VERSION)
 
     def _new_gate(self, version: str) -> Gate[str]:
+        """A load that fails before the engine was touched is tried again; what fails behind that ends the engine."""
+        retries = LoadRetries(self.restart.backoff_s, self.restart.max_backoff_s, self.restart.attempts)
+
         async def enter(old: str, new: str) -> None:
             await self._load(self, new, gate)
+            retries.succeeded(new)
 
-        gate = Gate[str](version, enter, after_failure=DROPPED)
+        def retry(version: str, error: Exception) -> float | None:
+            if isinstance(error, (StateLost, WeightsGone, UserError)):
+                return None
+            self._say(f"{self.name} was not given {version}: {error}")
+            return retries.failed(version)
+
+        gate = Gate[str](version, enter, after_failure=DROPPED, retry=retry)
         return gate
 
     async def take_over(self) -> bool:
@@ -143,7 +155,7 @@ class Engine(Member):
     async def ask(self, method: str, *arguments: Any) -> Any:
         actor, line = self.actor, self._line
         if actor is None or line is None or self.health == "DEAD":
-            raise StateLost(f"{self.name} is {self.health}: {self.reason}")
+            raise PartDown(f"{self.name} is {self.health}: {self.reason}")
         try:
             if method in ON_LINE:
                 return await self._on_line(line, method, *arguments)
@@ -155,6 +167,8 @@ class Engine(Member):
                 raise
         except StateLost as error:
             self.lost(actor, str(error))
+            if actor is self._remade:
+                raise PartDown(f"{self.name} is made anew: {self.reason}") from None
             raise
 
     async def _on_line(self, line: Line, method: str, *arguments: Any) -> Any:
@@ -186,6 +200,15 @@ class Engine(Member):
             if self._line is not None:
                 self._line.hang_up()
             self.died(reason)
+
+    def remake(self, reason: str) -> None:
+        """Its memory is free at once, not first when it is started again."""
+        if self.actor is not None and self.health != "DEAD":
+            self._remade = self.actor
+            if self._line is not None:
+                self._line.hang_up()
+            ray.kill(self.actor)
+        super().remake(reason)
 
     def last_words(self) -> str:
         return _tail(self._log_file)

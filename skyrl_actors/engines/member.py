@@ -40,6 +40,7 @@ class Member(ABC):
         self.joining: Callable[[], AbstractAsyncContextManager[None]] | None = None
         self.on_change: Callable[[], None] = lambda: None
         self._say = say
+        self.restart = restart
         self._limit = RestartLimit(restart)
         self._restarting: asyncio.Task[None] | None = None
         self._left = False  # it is watched no more: its end is no loss
@@ -95,6 +96,11 @@ class Member(ABC):
         if not self._left:
             self._say(f"lost {self.name}: {reason}")
             self.revive()
+
+    def remake(self, reason: str) -> None:
+        """End it at once and make it anew. It did not die by itself, so the deaths before do not count on."""
+        self._limit.succeeded()
+        self.died(reason)
 
     def revive(self) -> None:
         """Begin to make a dead engine anew, unless that is under way or was given up lately."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
@@ -27,8 +27,9 @@ from skyrl_actors.engines.engine import DROPPED, Engine, EngineSite
 from skyrl_actors.engines.external import ExternalMember
 from skyrl_actors.engines.interface import BASE_VERSION, CHECK, EngineSpec, EngineStatus
 from skyrl_actors.engines.member import Member
+from skyrl_actors.engines.memory import EngineMemory
 from skyrl_actors.engines.routing import EngineLoad, affinity_key, choose
-from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, PartDown, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
@@ -58,8 +59,7 @@ class EnginePool:
         self._full: dict[str, tuple[WeightManifest, ...]] = {}
         self._loaded: set[str] = set()  # full versions that were in an engine, now or earlier
         self._changed = asyncio.Event()
-        self._awake = asyncio.Event()  # engines have memory for weights
-        self._awake.set()
+        self.memory = EngineMemory(self.living_own, config.sleep_level)
         self._streams: dict[str, asyncio.Future[tuple[Member, str]]] = {}  # where samples run that somebody reads along
 
     @property
@@ -74,6 +74,9 @@ class EnginePool:
     def healthy(self) -> bool:
         """Of its own, one at least, where it has any: others can not serve all that was promised."""
         return bool(self._living(ours=self.has_own))
+
+    def living_own(self) -> list[Member]:
+        return self._living(ours=True)
 
     def _living(self, ours: bool = False) -> list[Member]:
         return [engine for engine in self.engines if engine.health == "HEALTHY" and (engine.ours or not ours)]
@@ -118,7 +121,7 @@ class EnginePool:
 
     def _chosen(self, living: list[Member], prompt: tuple[int, ...], weights: SamplerWeights) -> Member:
         if not living:
-            raise StateLost("no engine runs now")
+            raise PartDown("no engine runs now")
         wanted = full_version(weights)
         adapter = weights.adapter.version if weights.adapter else None
         loads = [
@@ -140,7 +143,7 @@ class EnginePool:
             if weights.adapter:
                 await self._delivered_to(engine, weights.adapter)
             if engine.gate is not gate:
-                raise StateLost(f"{engine.name} was made anew while this sample waited for its weights")
+                raise PartDown(f"{engine.name} was made anew while this sample waited for its weights")
             await self._agreed(engine, request_id, weights)
             if params.stream:
                 self._told_where(request_id, engine)
@@ -191,7 +194,7 @@ class EnginePool:
     async def preload(self, weights: SamplerWeights) -> None:
         """Load full weights into the engines that lost theirs, before the KV cache is given memory."""
         wanted = self._register(weights)
-        for engine in self._living(ours=True):
+        for engine in self.living_own():
             if engine.gate.state == DROPPED and not engine.gate.busy:
                 async with engine.gate.hold(wanted):
                     pass
@@ -204,41 +207,7 @@ class EnginePool:
         return tuple(version for version in self._loaded if version not in in_use or staying == {version})
 
     def needs_weights(self) -> bool:
-        return any(engine.gate.state == DROPPED and not engine.gate.busy for engine in self._living(ours=True))
-
-    async def sleep(self) -> int:
-        """Level 2 (weights dropped) where the next full fine-tune sends them again, level 1 where the base stays. Bytes, of all
-        engines."""
-
-        async def one(engine: Member) -> int:
-            auto = 1 if engine.gate.state == BASE_VERSION or engine.gate.busy else 2  # frozen samples need their weights again
-            level = auto if self.config.sleep_level == "auto" else int(self.config.sleep_level)
-            async with engine.moving:
-                freed = await engine.ask("sleep", level)
-                if level == 2:
-                    engine.gate.forget(DROPPED)
-            return freed
-
-        self._awake.clear()
-        return sum(await self._each(one, ours=True))
-
-    async def release_kv(self, weights_stay: bool) -> int:
-        """Free the KV cache; the weights stay, or leave next. Bytes, of all engines."""
-
-        async def one(engine: Member) -> int:
-            async with engine.moving:
-                return await engine.ask("release_kv", weights_stay)
-
-        self._awake.clear()
-        freed = sum(await self._each(one, ours=True))
-        if weights_stay:
-            self._awake.set()
-        return freed
-
-    async def wake(self, tag: Literal["weights", "kv_cache"]) -> int:
-        taken = sum(await self._each(lambda engine: engine.ask("wake", tag), ours=True))
-        self._awake.set()
-        return taken
+        return any(engine.gate.state == DROPPED and not engine.gate.busy for engine in self.living_own())
 
     async def drop(self, weights: SamplerWeights) -> None:
         """Forget a version; the caller frees its files."""
@@ -277,11 +246,11 @@ class EnginePool:
     async def load(self, engine: Engine, version: str, gate: Gate[str]) -> None:
         """A sample that waits for these may have been left behind by its phase: then not before engines are awake again."""
         while True:
-            await self._awake.wait()
+            await self.memory.have_weights.wait()
             async with engine.moving:
                 if engine.gate is not gate or engine.health == "DEAD":
-                    raise StateLost(f"{engine.name} died before it was given {version}")
-                if self._awake.is_set():
+                    raise PartDown(f"{engine.name} died before it was given {version}")
+                if self.memory.have_weights.is_set():
                     return await self._load(engine, version)
 
     async def _load(self, engine: Member, version: str) -> None:
@@ -314,15 +283,14 @@ class EnginePool:
             deliveries.pop(manifest.version, None)
         return stream
 
-    async def _each(self, work: Callable[[Member], Awaitable[Any]], ours: bool = False) -> list[Any]:
+    async def _each(self, work: Callable[[Member], Awaitable[Any]]) -> None:
         """On every living engine. One that dies of it is made anew in its own time and does not fail the others."""
 
-        async def one(engine: Member) -> Any:
+        async def one(engine: Member) -> None:
             with suppress(StateLost):  # `ask` has seen to it
-                return await work(engine)
+                await work(engine)
 
-        found = await asyncio.gather(*(one(engine) for engine in self._living(ours)))
-        return [each for each in found if each is not None]
+        await asyncio.gather(*(one(engine) for engine in self._living()))
 
 
 def needs_own(weights: SamplerWeights, params: SamplingParams) -> bool:

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from contextvars import Context
 from typing import TypeVar
 
+import ray
 from ray.actor import ActorHandle
 
 from skyrl_actors import remote
@@ -96,6 +97,20 @@ class GroupSupervisor:
             await asyncio.wait([self._restarting])
         assert self.group is not None
         return self.group
+
+    @property
+    def name(self) -> str:
+        return f"the {self.role} group"
+
+    def remake(self, reason: str) -> None:
+        """End its ranks at once and make them anew. They did not die by themselves, so the deaths before do not count on."""
+        group = self.group
+        if group is None or not self._is_up.is_set():
+            return
+        self._limit.succeeded()
+        for actor in group.actors:
+            ray.kill(actor)
+        self.lost(group, reason)
 
     async def calm(self) -> None:
         """Returns when it is not being made anew."""

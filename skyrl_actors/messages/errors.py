@@ -9,7 +9,8 @@ SkyrlActorsError
 ├── ConfigError           found before any process starts
 └── InternalError         our fault or the machine's; the request itself was right
     ├── StateLost         the ranks that held a model's state died, hang, or stopped half-way: restore it and ask again
-    │   └── CollectiveFailed   the ranks can not reach each other any more: they must be made anew
+    │   ├── CollectiveFailed   the ranks can not reach each other any more: they must be made anew
+    │   └── PartDown           the part that the work needs is being made anew, for no fault of this work: ask again when it is up
     ├── WeightsGone       a version that was not written, and is no model's weights any more: compute it anew and ask again
     ├── Unavailable       passing: the journal can not write, a part restarts; the same request later is right
     └── Corrupt           a file is missing or not what was written
@@ -63,6 +64,10 @@ class StateLost(InternalError):
 
 class CollectiveFailed(StateLost):
     pass
+
+
+class PartDown(StateLost):
+    """It does not count among the attempts of what asked."""
 
 
 class WeightsGone(InternalError):

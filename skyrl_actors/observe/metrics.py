@@ -33,6 +33,7 @@ _ALL = (
     Metric("phase_seconds", "counter", "seconds spent in each phase, without moves", "s", ("phase",), "Phases"),
     Metric("move_seconds", "counter", "seconds spent in each move between phases", "s", ("move",), "Phases"),
     Metric("move_bytes", "counter", "bytes moved or freed by each move between phases", "bytes", ("move",), "Phases"),
+    Metric("move_failures", "counter", "moves between phases that failed and were healed", "ops", ("move",), "Phases"),
     Metric("transfer_seconds", "counter", "seconds in which engines took new weights", "s", (), "Transfer"),
     Metric("transfers", "counter", "times an engine took new weights, full ones or an adapter", "ops", (), "Transfer"),
     Metric("transfer_bytes", "counter", "bytes of the weights that engines took", "bytes", (), "Transfer"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from skyrl_actors.colocation.healing import MoveHealing
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, RestartConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.entries import Accepted
@@ -42,7 +43,7 @@ def service(tmp_path: Path) -> Service:
 
 
 async def done(controller: Controller, request_id: str) -> rs.Result:
-    result = await controller.retrieve(request_id, 10)
+    result = await controller.retrieve(request_id, 60)
     assert result is not None
     return result
 
@@ -58,6 +59,29 @@ def batch(model_id: str, token: int, seq_id: int | None = None) -> rq.ForwardBac
     tokens = np.full(3, token, np.int32)
     return rq.ForwardBackward(model_id, columns_from([Example(tokens, {"target_tokens": tokens})]), LossCall("cross_entropy", {}),
                               seq_id=seq_id)  # fmt: skip
+
+
+async def test_accepted_operations_are_never_answered_with_a_failed_move(service: Service):
+    """A third of the moves fails, and each costs the ranks or the engine. An operation has one attempt of its own."""
+    service.config = service.config.model_copy(update={"restart": RestartConfig(attempts=1)})
+    controller = await service.start()
+    backend = controller.backend
+    assert isinstance(backend, SimBackend)
+    backend.keeper._healing, backend.keeper._timeout_s = MoveHealing(0.2, 0.2), 0.1  # at times the rank is back by then
+    model_id = await made(controller, "s1")
+    service.machines.failing_moves = 0.33
+    for seq_id in range(1, 17, 4):
+        trained = await controller.submit(batch(model_id, seq_id, seq_id))
+        step = await controller.submit(rq.OptimStep(model_id, AdamParams(), seq_id + 1))
+        name = f"s1:sample:{seq_id}"
+        saved = await controller.submit(rq.SaveForSampler(model_id, sampler_id=name, seq_id=seq_id + 2))
+        assert isinstance(await done(controller, trained), rs.LossOutput)
+        assert isinstance(await done(controller, step), rs.StepDone)
+        assert isinstance(await done(controller, saved), rs.SamplerSaved)
+        sample = rq.Sample(name, (1, 2), rq.SamplingParams(4, seed=1), seq_id=seq_id + 3)
+        assert isinstance(await done(controller, await controller.submit(sample)), rs.SampleOutput)
+    assert sum(f["total"] for f in backend.keeper.failures.values()) > 3
+    await controller.close()
 
 
 async def test_a_lost_payload_fails_its_model_and_no_other(service: Service):

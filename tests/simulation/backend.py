@@ -8,8 +8,9 @@ import asyncio
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from collections.abc import Sequence as SequenceOf
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,11 @@ import numpy as np
 
 from skyrl_actors.backends.base import Capabilities, Mixture
 from skyrl_actors.colocation.keeper import PhaseKeeper
-from skyrl_actors.colocation.phases import RESIDENT, Move, Phase
+from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.groups.together import Call, Together
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.errors import InternalError, PartDown, StateLost
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput, Sequence
@@ -29,6 +30,8 @@ from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from skyrl_actors.workers.interface import PartCall
 from tests.simulation.journal import Disk
+
+OF_RANK = {Part.TRAIN_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER}
 
 
 def chained(*parts: Any) -> str:
@@ -125,6 +128,7 @@ class Machines:
         self.rank: ExactlyOnce | None = self._new_rank()
         self.changed = asyncio.Event()
         self.listener: Callable[[], None] = lambda: None
+        self.failing_moves = 0.0  # part of them
 
     def _new_rank(self) -> ExactlyOnce:
         """Made, and adopted at once, by the controller of this moment."""
@@ -150,16 +154,55 @@ class Machines:
 
 
 class Devices:
-    """What is resident, moved by the real `PhaseKeeper`; every move takes a moment."""
+    """What is resident, moved by the real `PhaseKeeper`. Every move takes a moment; some fail, and leave their part in a
+    state that nobody may use."""
 
-    def __init__(self, chance: random.Random):
-        self.chance = chance
+    def __init__(self, machines: Machines):
+        self.machines = machines
+        self.chance = machines.chance
         self.resident = set(RESIDENT[Phase.TRAIN])
+        self.torn: set[Part] = set()
+        self.engine = asyncio.Event()  # it runs
+        self.engine.set()
+        self.rejoin: Callable[[], Awaitable[None]] | None = None
+        self._rejoining: set[asyncio.Future[None]] = set()
 
-    async def move(self, move: Move, to: Phase) -> int:
+    async def move(self, move: Move, to: Phase) -> int | None:
+        assert move.part not in self.torn, f"{move} where an earlier move broke off"
+        assert (move.part in self.resident) == (move.action == "free"), f"{move} with {self.resident} on the devices"
         await asyncio.sleep(self.chance.random() * 0.01)
+        is_up = self.machines.rank is not None if move.part in OF_RANK else self.engine.is_set()
+        if is_up and self.chance.random() < self.machines.failing_moves:
+            await self._fail(move)
+        self._do(move)
+        return 0 if is_up else None
+
+    async def _fail(self, move: Move) -> None:
+        self.torn.add(move.part)
+        kind = self.chance.randrange(4)
+        if kind == 0:
+            await asyncio.Event().wait()
+        raise (InternalError("out of memory"), RuntimeError("no driver"), asyncio.CancelledError())[kind - 1]
+
+    def remake(self, move: Move, everything: bool, reason: str) -> None:
+        if everything or move.part in OF_RANK:
+            self.machines.kill_rank()
+        if (everything or move.part not in OF_RANK) and self.engine.is_set():
+            self.engine.clear()
+            task = asyncio.ensure_future(self._come_back())
+            self._rejoining.add(task)
+            task.add_done_callback(self._rejoining.discard)
+        self.torn.clear()
+        self._do(move)
+
+    def _do(self, move: Move) -> None:
         (self.resident.add if move.action == "load" else self.resident.discard)(move.part)
-        return 0
+
+    async def _come_back(self) -> None:
+        await asyncio.sleep(self.chance.random() * 0.5)
+        assert self.rejoin is not None
+        await self.rejoin()
+        self.engine.set()
 
 
 class SimBackend:
@@ -168,8 +211,9 @@ class SimBackend:
     def __init__(self, machines: Machines):
         self.machines = machines
         self.chance = machines.chance
-        self.devices = Devices(machines.chance)
-        self.keeper = PhaseKeeper(self.devices, Phase.TRAIN, 60.0)
+        self.devices = Devices(machines)
+        self.keeper = PhaseKeeper(self.devices, Phase.TRAIN, 5.0)
+        self.devices.rejoin = self._in_sample_phase
         self.on_lost: Callable[[str], None] = lambda role: None
         self.dead = False
         self.epoch = 0
@@ -183,7 +227,7 @@ class SimBackend:
             await asyncio.Event().wait()
         rank = self.machines.rank
         if rank is None:
-            raise StateLost("the rank is dead")
+            raise PartDown("the rank is dead")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
 
@@ -212,12 +256,21 @@ class SimBackend:
     async def _apply(self, spec: ModelSpec, turn: Turn, method: str, *args: Any) -> Any:
         epoch = self.epoch
         phase = Phase.TRAIN if method in ("create_model", "forward_backward", "drop_gradients", "export") else Phase.STEP
-        async with self.keeper.hold(phase):
+        async with self._same_rank(phase):
             if method in ("optim_step", "load", "restore_state"):
                 self._let_go(spec.model_id)
             result = await self._send(lambda rank: rank.apply(epoch, spec.model_id, turn, method, *args))
             assert self.devices.resident >= RESIDENT[phase], f"{method} in {self.devices.resident}"
+            assert not self.devices.torn, f"{method} with {self.devices.torn} half-way"
             return result
+
+    @asynccontextmanager
+    async def _same_rank(self, phase: Phase) -> AsyncGenerator[None]:
+        before = self.machines.rank
+        async with self.keeper.hold(phase):
+            if self.machines.rank is not before and not self.dead:
+                raise PartDown("the rank was made anew while this waited for its phase")
+            yield
 
     def _let_go(self, model_id: str) -> None:
         """Versions that were sampled, and are not now, need not be written before their weights change."""
@@ -259,7 +312,7 @@ class SimBackend:
     async def forward_backward(
         self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
     ) -> LossOutput:
-        async with self.keeper.hold(Phase.TRAIN):
+        async with self._same_rank(Phase.TRAIN):
             return await self._together.run(Call(spec.model_id, turn, columns, loss, forward_only))
 
     async def _compute(self, calls: SequenceOf[Call]) -> list[Any]:
@@ -322,9 +375,8 @@ class SimBackend:
             self.in_use[path] -= 1
 
     async def _sampled(self, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights) -> SampleOutput:
-        async with self.keeper.hold(Phase.SAMPLE):
-            await asyncio.sleep(self.chance.random() * 0.05)
-            assert self.devices.resident == RESIDENT[Phase.SAMPLE], f"sampled in {self.devices.resident}"
+        while not await self._computed():
+            await self.devices.engine.wait()
         if self.dead:
             await asyncio.Event().wait()
         found = self.machines.exports.get(weights.parts[0].path)
@@ -335,6 +387,20 @@ class SimBackend:
         one = Sequence(drawn.astype(np.int32), drawn.astype(np.float32), "length")
         return SampleOutput((one,), weights.version)
 
+    async def _computed(self) -> bool:
+        """False when the engine was down."""
+        async with self.keeper.hold(Phase.SAMPLE):
+            if self.devices.engine.is_set():
+                await asyncio.sleep(self.chance.random() * 0.05)
+                assert self.devices.resident == RESIDENT[Phase.SAMPLE], f"sampled in {self.devices.resident}"
+                assert not self.devices.torn, f"sampled with {self.devices.torn} half-way"
+                return True
+        return False
+
+    async def _in_sample_phase(self) -> None:
+        async with self.keeper.hold(Phase.SAMPLE):
+            pass
+
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
         await asyncio.sleep(timeout_s)
         return PartialSample()
@@ -343,7 +409,7 @@ class SimBackend:
         pass
 
     def fault(self) -> str | None:
-        return None if self.machines.rank is not None else "the group restarts"
+        return self.keeper.fault() or (None if self.machines.rank is not None else "the group restarts")
 
     async def status(self) -> dict[str, Any]:
         return {}

@@ -5,15 +5,19 @@ from collections.abc import Iterator
 
 import pytest
 
+from skyrl_actors.colocation.gate import Gate
+from skyrl_actors.colocation.keeper import MoveFailed, PhaseKeeper
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.recovery import Recovery
 from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
+from skyrl_actors.messages.errors import InternalError
 from tests.simulation import clock
 from tests.simulation.world import run_many, run_seed
 
 SEEDS = 300
 MUTANT_SEEDS = 120
+HEALED = PhaseKeeper._healed
 LONGEST_S = 250.0  # virtual; none of these seeds takes so long when no promise is broken
 
 
@@ -73,6 +77,28 @@ def _torn_counts_as_whole(self, model_id, number, method, args):
     return result
 
 
+def _does_not_heal(self, move, reason):
+    """A keeper that tries again and makes nothing anew."""
+    return MoveFailed(reason, self._healing.failed(str(move), reason).pause_s)
+
+
+def _believes_that_nothing_moved(self, move, reason):
+    """What failed is made anew, and the keeper goes on from what it believed before."""
+    before = self._resident
+    failed = HEALED(self, move, reason)
+    self._resident = before
+    return failed
+
+
+def _tells_who_waits(self, wanted, error):
+    """A gate that does not try again."""
+    self._changing = None
+    for key, ticket in list(self._waiters):
+        if key == wanted and not ticket.done():
+            self._waiters.remove((key, ticket))
+            ticket.set_exception(InternalError(f"could not enter {wanted}: {error}"))
+
+
 @pytest.mark.parametrize(
     ("cls", "name", "mutant"),
     [
@@ -82,6 +108,9 @@ def _torn_counts_as_whole(self, model_id, number, method, args):
         (Ledger, "answer", _answers_before_it_is_written),
         (Recovery, "_replay", _leaves_out_the_replay),
         (Lanes, "_frozen_again", _lets_lost_weights_be),
+        (PhaseKeeper, "_healed", _does_not_heal),
+        (PhaseKeeper, "_healed", _believes_that_nothing_moved),
+        (Gate, "_fail", _tells_who_waits),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -34,6 +34,7 @@ from tests.simulation.clock import SimLoop
 from tests.simulation.journal import Disk, SimJournal
 
 T = TypeVar("T")
+SETTLED_S = 10.0  # longer than a move that hangs, and what is made anew after it
 CONFIG = ClusterConfig(
     base_model=TinyBase(name="tiny"),
     journal=JournalConfig(snapshot_operations=3, snapshot_s=1e9),
@@ -222,7 +223,7 @@ async def _nothing(*_: Any) -> None:
 
 async def faults(world: World) -> None:
     """At moments and of kinds that the seed chooses, until the tenants are done."""
-    kinds = ("crash", "rank", "half", "full disk", "power")
+    kinds = ("crash", "rank", "half", "full disk", "power", "no memory")
     weights = [world.chance.random() for _ in kinds]
     pause_s = world.chance.choice([0.1, 0.3, 1.0])
     while True:
@@ -242,6 +243,10 @@ async def faults(world: World) -> None:
             world.disk.full = True
             await asyncio.sleep(world.chance.random())
             world.disk.full = False
+        elif kind == "no memory":
+            world.machines.failing_moves = world.chance.choice([0.1, 0.5, 1.0])
+            await asyncio.sleep(world.chance.random() * 3)
+            world.machines.failing_moves = 0.0
 
 
 async def simulate(seed: int, say: Callable[[str], None]) -> int:
@@ -252,6 +257,8 @@ async def simulate(seed: int, say: Callable[[str], None]) -> int:
     await asyncio.gather(*(tenant.live(world.chance.randint(5, 25)) for tenant in tenants))
     trouble.cancel()
     world.disk.full = False
+    world.machines.failing_moves = 0.0
+    await asyncio.sleep(SETTLED_S)
     await check(world, tenants)
     return world.crashes
 
