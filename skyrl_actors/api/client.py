@@ -146,8 +146,8 @@ class ControllerClient:
     async def copy_checkpoint(self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None) -> None:
         await self._call("catalog", "copy", source, target, session_id, ttl_seconds, timeout_s=COPY_TIMEOUT_S)
 
-    async def sessions(self) -> list[SessionEntry]:
-        return await self._call("session_catalog", "sessions")
+    async def sessions(self, owner: str | None = None) -> list[SessionEntry]:
+        return await self._call("session_catalog", "sessions", owner)
 
     async def session(self, session_id: str) -> SessionEntry:
         return await self._call("session_catalog", "session", session_id)

@@ -26,7 +26,9 @@ EXTERNAL_SINCE = (0, 28)  # older SDKs stumble over the type
 @router.get("/training_runs")
 async def training_runs(request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned") -> dict[str, Any]:
     """Training runs, newest first."""
-    runs = _visible(await state_of(request).client.catalog("runs"), caller_of(request), access_scope)
+    caller = caller_of(request)
+    found = await state_of(request).client.catalog("runs", caller.owner, access_scope == "accessible")
+    runs = _visible(found, caller, access_scope)
     return {"training_runs": [_run(run) for run in runs[offset : offset + limit]], "cursor": _cursor(runs, limit, offset)}
 
 
@@ -72,7 +74,8 @@ def _known_to(entries: Iterable[CheckpointEntry], request: Request) -> list[Chec
 @router.get("/checkpoints")
 async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     """Checkpoints of all runs, newest first."""
-    caller, found = caller_of(request), await state_of(request).client.catalog("checkpoints")
+    caller = caller_of(request)
+    found = await state_of(request).client.catalog("checkpoints", caller.owner)
     entries = [entry for entry in _known_to(found, request) if caller.owns(entry.run_id)]
     shown = [_checkpoint(entry) for entry in entries[offset : offset + limit]]
     return {"checkpoints": shown, "cursor": _cursor(entries, limit, offset)}

@@ -40,10 +40,10 @@ class Glance:
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[float, Any]] = {}
-        self._lock = asyncio.Lock()
+        self._locks: dict[str, asyncio.Lock] = {}
 
     async def at(self, what: str, fresh_s: float, look: Callable[[], Awaitable[T]]) -> T:
-        async with self._lock:
+        async with self._locks.setdefault(what, asyncio.Lock()):
             if what not in self._found or time.monotonic() - self._found[what][0] >= fresh_s:
                 self._found[what] = time.monotonic(), await look()
             return self._found[what][1]
@@ -85,7 +85,8 @@ async def state(request: Request) -> JSONResponse:
     shown = visible(await glance.at("status", FRESH_S, own.client.status), viewer)
     entries: list[CheckpointEntry] = []
     if viewer.is_known:
-        entries = await glance.at("checkpoints", SLOW_S, lambda: own.client.catalog("checkpoints"))
+        of_owner = f"checkpoints of {viewer.owner}"
+        entries = await glance.at(of_owner, SLOW_S, lambda: own.client.catalog("checkpoints", viewer.owner))
     checkpoints = [_checkpoint(entry) for entry in entries if viewer.sees(entry.run_id)][:CHECKPOINTS]
     return JSONResponse(finite({**shown, "at": time.time(), "checkpoints": checkpoints}))
 

@@ -16,6 +16,7 @@ from skyrl_actors.api import archives, wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.routes_catalog import checkpoint_path
 from skyrl_actors.api.state import ARCHIVES, state_of
+from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.paths import TinkerPath, model_id_for, parse_path
 
@@ -58,15 +59,15 @@ async def download(run_id: str, checkpoint: str, expires: int, signature: str, r
     state, path = state_of(request), checkpoint_path(run_id, checkpoint)
     archives.check(await asyncio.to_thread(archives.secret_of, state.folders.root), path, expires, signature, file)
     if file:
-        return FileResponse(await asyncio.to_thread(_file_of, state.folders.files_for_others(path), file), filename=file)
+        return FileResponse(await asyncio.to_thread(_file_of, state.folders, path, file), filename=file)
     folder = await asyncio.to_thread(state.folders.existing, path)
     name = f"{path.model_id}-{path.name}.tar".replace(":", "_")
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(archives.tar(folder), media_type="application/x-tar", headers=headers)
 
 
-def _file_of(files: list[Path], name: str) -> Path:
-    for file in files:
+def _file_of(folders: CheckpointFolders, path: TinkerPath, name: str) -> Path:
+    for file in folders.files_for_others(path):
         if file.name == name:
             return file
     raise NotFound(f"no file {name[:80]!r} in this checkpoint")

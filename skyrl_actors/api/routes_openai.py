@@ -36,7 +36,7 @@ router = APIRouter(prefix="/v1")
 async def models(request: Request) -> dict[str, Any]:
     """The base model, and the saved samplers that the caller may read."""
     state, caller = state_of(request), caller_of(request)
-    found: list[CheckpointEntry] = await state.client.catalog("checkpoints")
+    found: list[CheckpointEntry] = await state.client.catalog("checkpoints", caller.owner, True)
     samplers = [c for c in found if c.kind == "sampler_weights" and (c.public or caller.owns(c.run_id))]
     base = {"id": (await state.capabilities()).base_model, "object": "model", "created": 0, "owned_by": "skyrl-actors"}
     return {"object": "list", "data": [base, *({**base, "id": c.path, "created": int(c.time)} for c in samplers)]}

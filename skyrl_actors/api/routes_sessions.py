@@ -16,7 +16,7 @@ router = APIRouter()
 
 async def _own(request: Request) -> list[SessionEntry]:
     caller = caller_of(request)
-    return [entry for entry in await state_of(request).client.sessions() if caller.owns(entry.note.session_id)]
+    return [entry for entry in await state_of(request).client.sessions(caller.owner) if caller.owns(entry.note.session_id)]
 
 
 @router.get("/sessions")

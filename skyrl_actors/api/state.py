@@ -26,14 +26,12 @@ class ApiState:
     _capabilities: Capabilities | None = field(default=None)
     owners: dict[str, str] = field(init=False)  # hash of an API key -> its owner
     body_room: BodyRoom = field(init=False)
+    folders: CheckpointFolders = field(init=False)
 
     def __post_init__(self) -> None:
         self.owners = {key.digest: key.owner for key in known_keys(self.config.http.api_keys)}
         self.body_room = BodyRoom(self.config.limits.body_memory_bytes)
-
-    @property
-    def folders(self) -> CheckpointFolders:
-        return CheckpointFolders(self.config.checkpoint_dir)
+        self.folders = CheckpointFolders(self.config.checkpoint_dir)
 
     @property
     def known_capabilities(self) -> Capabilities | None:

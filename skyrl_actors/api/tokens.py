@@ -1,6 +1,7 @@
 """API keys and the tokens that SDKs get in exchange (JWT, RFC 7519, HS256): both name an owner."""
 
 import time
+from functools import lru_cache
 from pathlib import Path
 
 import jwt
@@ -25,11 +26,17 @@ def owner_of_credential(state: ApiState, credential: str) -> str | None:
 def token_for(root: Path, owner: str) -> str:
     now = int(time.time())
     claims = {"sub": owner, "org_id": "local", "email": f"{owner}@localhost", "iat": now, "exp": now + VALID_S}
-    return jwt.encode(claims, secret_of(root, SECRET_FILE), ALGORITHM)
+    return jwt.encode(claims, _secret(root), ALGORITHM)
+
+
+@lru_cache
+def _secret(root: Path) -> bytes:
+    """Read once: every request with a token needs it."""
+    return secret_of(root, SECRET_FILE)
 
 
 def _owner_in(root: Path, token: str) -> str | None:
     try:
-        return jwt.decode(token, secret_of(root, SECRET_FILE), [ALGORITHM], {"require": ["sub", "exp"]})["sub"]
+        return jwt.decode(token, _secret(root), [ALGORITHM], {"require": ["sub", "exp"]})["sub"]
     except jwt.InvalidTokenError:
         return None

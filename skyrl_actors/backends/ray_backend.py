@@ -296,7 +296,11 @@ class RayBackend:
         return await supervisor.guarded((await supervisor.up()).exists([part.path for part in weights.parts]))
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
-        return self.engines.agreement.remembered(SamplerWeights(version, manifests(Path(folder), version)), Path(folder))
+        def opened() -> SamplerWeights:
+            weights = SamplerWeights(version, manifests(Path(folder), version))
+            return self.engines.agreement.remembered(weights, Path(folder))
+
+        return await asyncio.to_thread(opened)
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         await self.engines.drop(weights)

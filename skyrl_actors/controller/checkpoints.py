@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -13,11 +12,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_actors.controller.owner_index import OwnerIndex
+from skyrl_actors.controller.published import Published
 from skyrl_actors.files import fsync
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import Conflict, InternalError, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
-from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath
+from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, owner_of
 from skyrl_actors.messages.weights import SCORED_FILE
 from skyrl_actors.storage import Mirror
 
@@ -37,7 +38,8 @@ class CheckpointFolders:
         """`mirror_url`: where each checkpoint also lies before it is answered; for who changes checkpoints."""
         self.root = root.expanduser().resolve()
         self._wall = wall
-        self._copying = threading.Lock()
+        self._index = OwnerIndex(self.root)
+        self._published = Published(self.runs)
         self._mirror = Mirror(self.root, mirror_url, SPEC_FILE) if mirror_url else None
 
     def align(self) -> int:
@@ -78,6 +80,18 @@ class CheckpointFolders:
             raise Conflict(f"{path} exists already; use another name" + (" or overwrite=true" if path.kind == "weights" else ""))
         return folder
 
+    def found(self, path: TinkerPath) -> tuple[Path, ModelSpec, str]:
+        """Its folder, the model that was saved there, and its version."""
+        return self.existing(path), self.spec(path), self.version(path)
+
+    def to_save(self, path: TinkerPath, overwrite: bool, request_id: str) -> tuple[Path, bool]:
+        """The folder to save into, and whether this very request wrote it before."""
+        folder = self.new(path, overwrite, request_id)
+        return folder, self.saved_by(folder, request_id)
+
+    def size_for_others(self, path: TinkerPath) -> int:
+        return sum(file.stat().st_size for file in self.files_for_others(path))
+
     def existing(self, path: TinkerPath) -> Path:
         folder = self.folder(path)
         if not (folder / SPEC_FILE).is_file() or self._is_expired(folder):
@@ -114,6 +128,7 @@ class CheckpointFolders:
 
     def set_public(self, path: TinkerPath, public: bool) -> None:
         self._change(self.existing(path), public=public)
+        self._published.note(path.model_id)
 
     def files_for_others(self, path: TinkerPath) -> list[Path]:
         """What other tools read of a checkpoint: all but our own notes."""
@@ -122,13 +137,13 @@ class CheckpointFolders:
         )
 
     def copy(self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None) -> None:
-        """Under another run, which is made for it. Once: a repeat changes nothing. Raises Conflict when the place is taken."""
-        with self._copying:  # a repeat while it goes on waits for its end
-            folder, spec = self.folder(target), replace(self.spec(source), model_id=target.model_id)
-            if not folder.exists() or _about(folder).get("copied_from") != str(source):
-                self._copy(source, target, folder, spec, ttl_seconds)
-            self.note_run(spec, session_id, {})
-            self._mirrored(folder)
+        """Under another run, which is made for it. Once: a repeat changes nothing. Raises Conflict when the place is taken.
+        The caller sees to it that a repeat waits for the end of the first (`Disk.change`)."""
+        folder, spec = self.folder(target), replace(self.spec(source), model_id=target.model_id)
+        if not folder.exists() or _about(folder).get("copied_from") != str(source):
+            self._copy(source, target, folder, spec, ttl_seconds)
+        self.note_run(spec, session_id, {})
+        self._mirrored(folder)
 
     def _copy(self, source: TinkerPath, target: TinkerPath, folder: Path, spec: ModelSpec, ttl_seconds: int | None) -> None:
         if (self._run_folder(target.model_id) / RUN_FILE).exists():
@@ -181,10 +196,18 @@ class CheckpointFolders:
             del entry["checkpoints"]
             write_json(folder / RUN_FILE, entry)
 
-    def runs(self) -> list[RunEntry]:
-        """Newest first."""
-        found = [self._run(folder) for folder in self._run_folders()]
+    def runs(self, owner: str | None = None, published: bool = False) -> list[RunEntry]:
+        """Newest first. `owner`: only his, and with `published` those of others in which something is published."""
+        found = [self._run(folder) for folder in self._run_folders(owner)]
+        if owner is not None:
+            found = [run for run in found if owner_of(run.run_id) == owner]
+            if published:
+                found += [self._run(folder) for folder in self._published_by_others(owner)]
         return sorted(found, key=lambda run: run.created_at, reverse=True)
+
+    def _published_by_others(self, owner: str) -> list[Path]:
+        folders = [self._run_folder(run_id) for run_id in self._published.run_ids() if owner_of(run_id) != owner]
+        return [folder for folder in folders if (folder / RUN_FILE).is_file()]
 
     def run(self, model_id: str) -> RunEntry:
         folder = self._run_folder(model_id)
@@ -192,12 +215,13 @@ class CheckpointFolders:
             raise NotFound(f"no training run {model_id!r}")
         return self._run(folder)
 
-    def checkpoints(self) -> list[CheckpointEntry]:
-        """Of all runs, newest first."""
-        return _newest_first(checkpoint for run in self.runs() for checkpoint in run.checkpoints)
+    def checkpoints(self, owner: str | None = None, published: bool = False) -> list[CheckpointEntry]:
+        """Of all these runs, newest first."""
+        return _newest_first(checkpoint for run in self.runs(owner, published) for checkpoint in run.checkpoints)
 
-    def _run_folders(self) -> list[Path]:
-        return [file.parent for file in self.root.glob(f"*/{RUN_FILE}")]
+    def _run_folders(self, owner: str | None = None) -> list[Path]:
+        folders = (self.root / name for name in self._index.names(owner))
+        return [folder for folder in folders if (folder / RUN_FILE).is_file()]
 
     def _run(self, folder: Path) -> RunEntry:
         content = json.loads((folder / RUN_FILE).read_text())

@@ -20,6 +20,7 @@ from skyrl_actors.controller import admission, bounds, housekeeping, overview, r
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.digests import digest_of
+from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.lanes import Lanes
@@ -61,8 +62,9 @@ class Controller:
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         memory = bounds.payloads_of(config.limits)
         self._ledger = Ledger(journal=journal, queue=self.queue, results=self.results, memory=memory, wall=wall)
-        self._recovery = Recovery(config, backend, journal, self.tenants, folders)
-        self._executor = Executor(config, backend, self.tenants, folders, self._recovery.fork)
+        self._disk = Disk()
+        self._recovery = Recovery(config, backend, journal, self.tenants, folders, self._disk)
+        self._executor = Executor(config, backend, self.tenants, folders, self._disk, self._recovery.fork)
         self.completions = Completions()
         self._examiner = Examiner()
         self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery, self.completions)
@@ -73,7 +75,7 @@ class Controller:
         holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
         books = await self.journal.open(holder)
         self.epoch = books.epoch
-        await self._executor.on_disk(self._executor.folders.align)
+        await self._disk.write("whole checkpoints", self._executor.folders.align)
         able = await self.backend.start(books.epoch)
         self.completions.begin(books.epoch)
         owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery, self.completions)
@@ -140,7 +142,7 @@ class Controller:
             admission.check_count(self.tenants.sessions, session_id, self.config.limits.sessions_per_key, "sessions")
             admission.check_metadata(user_metadata or {})
             note = SessionNote(session_id, self.wall(), dict(user_metadata or {}), display_name)
-            await self._executor.on_disk(self._sessions.opened, note)
+            await self._disk.write("few files", self._sessions.opened, note)
             await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))
             self.tenants.sessions[session_id] = Session(session_id, self._now(), dict(user_metadata or {}))
         return session_id
@@ -155,7 +157,7 @@ class Controller:
     async def finish_session(self, session_id: str, how: str | None = None, detail: str | None = None) -> None:
         """Free a session's models and samplers; what it had queued fails. Finishing twice is fine. `how`: the client says it ended."""
         if how is not None:
-            await self._executor.on_disk(self._sessions.finished, session_id, how, detail)
+            await self._disk.write("few files", self._sessions.finished, session_id, how, detail)
         if session_id in self.tenants.sessions:
             await self._ledger.insist(SessionEnded(session_id, self.wall()))
             self.tenants.sessions.pop(session_id, None)
@@ -356,14 +358,13 @@ class Controller:
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
         if path.kind == "steps":
             return await self._recovery.spec_of_step(path)
-        return self._executor.folders.spec(path)
+        return await self._disk.read(self._executor.folders.spec, path)
 
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
-        """Runs and checkpoints: files, so in a thread."""
-        return await asyncio.to_thread(getattr(self._executor.folders, verb), *arguments)
+        return await self._disk.catalog(self._executor.folders, verb, *arguments)
 
     async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
-        return await asyncio.to_thread(getattr(self._sessions, verb), *arguments)
+        return await self._disk.run("listings", getattr(self._sessions, verb), *arguments)
 
     def fault(self) -> str | None:
         """Why a request would not be served now; None when it would."""

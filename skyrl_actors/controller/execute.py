@@ -1,23 +1,23 @@
 """What each request does: backend calls and book-keeping, one function a verb. Called by the lanes."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_actors.backends.base import Backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import check_fits
 from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.ledger import Op, Outcome
 from skyrl_actors.controller.pinning import change_of, change_text
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, StateLost, Unavailable, UserError
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, StateLost, UserError
 from skyrl_actors.messages.model import CheckpointForm, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_name, parse_path
 from skyrl_actors.messages.results import Failure
@@ -25,20 +25,21 @@ from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 
 T = TypeVar("T")
-DISK_THREADS = 8
 Fork = Callable[[ModelSpec, str, int, bool], Awaitable[None]]
 
 
 class Executor:
     """`fork(spec, path, number, with_optimizer)` rebuilds a past step of another model under `spec`."""
 
-    def __init__(self, config: ClusterConfig, backend: Backend, tenants: TenantTable, folders: CheckpointFolders, fork: Fork):
+    def __init__(
+        self, config: ClusterConfig, backend: Backend, tenants: TenantTable, folders: CheckpointFolders, disk: Disk, fork: Fork
+    ):
         self.config = config
         self.backend = backend
         self.tenants = tenants
         self.folders = folders
         self._fork = fork
-        self._disk = ThreadPoolExecutor(DISK_THREADS, "checkpoints")  # a slow one must not keep the journal's readers waiting
+        self.disk = disk
         self._verbs: dict[type, Callable[[Op, Any], Awaitable[Outcome]]] = {
             rq.CreateModel: self.create_model,
             rq.ForwardBackward: self.forward_backward,
@@ -58,20 +59,13 @@ class Executor:
         result: rs.Result = rs.ModelCreated(request.model_id)
         if request.from_path:
             result = await self._fill(request.spec, op, request.from_path, request.with_optimizer)
-        await self.on_disk(self.folders.note_run, request.spec, request.session_id, request.user_metadata)
+        await self.disk.note(request.model_id, self.folders.note_run, request.spec, request.session_id, request.user_metadata)
         self.tenants.models[request.model_id].ready = True
         return Outcome(result, "applied")
 
-    async def on_disk(self, write: Callable[..., object], *arguments: Any) -> None:
-        """A disk that takes nothing now may take it later: the operation waits."""
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._disk, write, *arguments)
-        except OSError as error:
-            raise Unavailable(f"the checkpoint folder can not be written: {error}") from None
-
     async def read(self, read: Callable[..., T], *arguments: Any) -> T:
         """Read checkpoint files on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk, read, *arguments)
+        return await self.disk.read(read, *arguments)
 
     async def _fill(self, spec: ModelSpec, op: Op, path: str, with_optimizer: bool) -> rs.Loaded:
         """Load a checkpoint, or a past step, into a model that was just made; one that can not be filled does not stay."""
@@ -91,11 +85,11 @@ class Executor:
             await self._fork(spec, path, op.number, with_optimizer)
             return rs.Loaded(spec.model_id, path)
         refuse_export(where)
-        folder = self.folders.existing(where)
-        check_fits(spec, self.folders.spec(where), path, with_optimizer)
+        folder, saved, version = await self.disk.read(self.folders.found, where)
+        check_fits(spec, saved, path, with_optimizer)
         turn = Turn(op.number, op.number, op.request_id)
         await self.backend.load_checkpoint(spec, turn, str(folder), with_optimizer)
-        return rs.Loaded(spec.model_id, path, self.folders.version(where))
+        return rs.Loaded(spec.model_id, path, version)
 
     async def forward_backward(self, op: Op, request: rq.ForwardBackward) -> Outcome:
         model = self._ready(request.model_id)
@@ -120,10 +114,10 @@ class Executor:
     async def save_weights(self, op: Op, request: rq.SaveWeights) -> Outcome:
         model = self._ready(request.model_id)
         path = TinkerPath(request.model_id, "weights", checked_name(request.name))
-        folder = self.folders.new(path, request.overwrite, op.request_id)
-        if not self.folders.saved_by(folder, op.request_id):
+        folder, is_saved = await self.disk.read(self.folders.to_save, path, request.overwrite, op.request_id)
+        if not is_saved:
             await self.backend.save_checkpoint(model.spec, op.reading, str(folder), form="training", mark=op.request_id)
-        await self.on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
+        await self.disk.note(request.model_id, self.folders.note, folder, request.user_metadata, request.ttl_seconds)
         return Outcome(rs.Saved(str(path), str(folder)))
 
     async def save_for_sampler(self, op: Op, request: rq.SaveForSampler) -> Outcome:
@@ -131,10 +125,10 @@ class Executor:
         self.tenants.policy(request.model_id)
         if request.name is not None:
             path = TinkerPath(request.model_id, "sampler_weights", checked_name(request.name))
-            folder = self.folders.new(path, False, op.request_id)
-            if not self.folders.saved_by(folder, op.request_id):
+            folder, is_saved = await self.disk.read(self.folders.to_save, path, False, op.request_id)
+            if not is_saved:
                 await self.backend.save_checkpoint(model.spec, op.reading, str(folder), form="weights", mark=op.request_id)
-            await self.on_disk(self.folders.note, folder, request.user_metadata, request.ttl_seconds)
+            await self.disk.note(request.model_id, self.folders.note, folder, request.user_metadata, request.ttl_seconds)
             return Outcome(rs.SamplerSaved(None, str(path), str(path)))
         if request.sampler_id is None:
             raise InternalError("save_for_sampler needs a name or a sampler id")
@@ -148,38 +142,38 @@ class Executor:
     async def save_external(self, op: Op, request: rq.SaveExternal) -> Outcome:
         model = self._ready(request.model_id)
         path = TinkerPath(request.model_id, "external_weights", checked_name(request.name))
-        folder = self.folders.new(path, False, op.request_id)
+        folder, is_saved = await self.disk.read(self.folders.to_save, path, False, op.request_id)
         is_merged = model.spec.lora is not None and self.config.lora.external == "merged"
         form: CheckpointForm = "merged" if is_merged else "weights"
-        if not self.folders.saved_by(folder, op.request_id):
+        if not is_saved:
             await self.backend.save_checkpoint(model.spec, op.reading, str(folder), form=form, mark=op.request_id)
-        await self.on_disk(self.folders.note, folder, {}, request.ttl_seconds)
-        size = sum(file.stat().st_size for file in self.folders.files_for_others(path))
+        await self.disk.note(request.model_id, self.folders.note, folder, {}, request.ttl_seconds)
+        size = await self.disk.read(self.folders.size_for_others, path)
         return Outcome(rs.Saved(str(path), str(folder), size))
 
     async def load_weights(self, op: Op, request: rq.LoadWeights) -> Outcome:
         model = self._ready(request.model_id)
-        path = self._loadable(request.path, model.spec)
+        folder, version, path = await self._loadable(request.path, model.spec)
         mixed = None
         if request.mixed_with is not None:
             if not 0 < request.share < 1:
                 raise InvalidRequest(f"share {request.share} of a mixture: give more than 0 and less than 1")
-            mixed = str(self.folders.existing(self._loadable(request.mixed_with, model.spec))), request.share
+            mixed = str((await self._loadable(request.mixed_with, model.spec))[0]), request.share
         if request.with_optimizer and path.kind != "weights":
             raise InvalidRequest(f"{path} has no optimizer state; only tinker://<model id>/weights/<name> does")
-        folder, version = self.folders.existing(path), self.folders.version(path)
         await self.backend.load_checkpoint(model.spec, op.turn, str(folder), request.with_optimizer, mixed)
         return Outcome(rs.Loaded(request.model_id, request.path, version), "applied")
 
-    def _loadable(self, text: str, spec: ModelSpec) -> TinkerPath:
+    async def _loadable(self, text: str, spec: ModelSpec) -> tuple[Path, str, TinkerPath]:
+        """Its folder and version."""
         path = parse_path(text)
         if path.kind == "steps":
             raise InvalidRequest(f"{path} is a past step: create a model from it; it can not be loaded into one")
         refuse_export(path)
-        saved = self.folders.spec(path)
+        folder, saved, version = await self.disk.read(self.folders.found, path)
         if replace(saved, model_id="", seed=0) != replace(spec, model_id="", seed=0):
             raise InvalidRequest(f"{path} holds {saved}; model {spec.model_id} is {spec}: they must agree")
-        return path
+        return folder, version, path
 
     async def unload(self, op: Op, request: rq.Unload) -> Outcome:
         model = self.tenants.models.get(request.model_id)
@@ -195,12 +189,12 @@ class Executor:
             where = parse_path(path)
             if where.kind != "sampler_weights":
                 raise InvalidRequest(f"{path} may be overwritten by training; sample from what save_weights_for_sampler saved")
-            spec = self.folders.spec(where)
+            folder, spec, version = await self.disk.read(self.folders.found, where)
             if spec.role == "critic":
                 raise InvalidRequest(f"{path} is a critic: it has values, not tokens, and can not be sampled")
             if spec.base_model != base_model:
                 raise InvalidRequest(f"{path} belongs to base model {spec.base_model!r}; this service has {base_model!r}")
-            weights = await self.backend.open_sampler(str(self.folders.existing(where)), self.folders.version(where))
+            weights = await self.backend.open_sampler(str(folder), version)
         return Sampler(sampler_id, base_model, path, weights, session_id)
 
     async def sample(self, request_id: str, request: rq.Sample, sampler: Sampler) -> Outcome:

@@ -14,6 +14,7 @@ from typing import Any
 from skyrl_actors.backends.base import Backend
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.tenants import Model, TenantTable
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import Operation
@@ -58,13 +59,15 @@ class Progress:
 
 class Recovery:
     def __init__(
-        self, config: ClusterConfig, backend: Backend, journal: Journal, tenants: TenantTable, folders: CheckpointFolders
-    ):
+        self, config: ClusterConfig, backend: Backend, journal: Journal, tenants: TenantTable, folders: CheckpointFolders,
+        disk: Disk,
+    ):  # fmt: skip
         self.config = config
         self.backend = backend
         self.journal = journal
         self.tenants = tenants
         self.folders = folders
+        self.disk = disk
         self.progress: dict[str, Progress] = {}
         self.recovery_s: list[float] = []  # seconds of the newest restorations
         self.snapshot_s: list[float] = []
@@ -155,9 +158,11 @@ class Recovery:
             path, result = parse_path(request.path), await self.journal.result(operation)
             if request.mixed_with is not None:
                 raise Corrupt(f"operation {turn.number} mixed two checkpoints, and the snapshot behind it is lost")
-            if not isinstance(result, rs.Loaded) or not self.folders.is_version(path, result.version):
+            folder = await self.disk.read(self.folders.existing, path)
+            is_same = isinstance(result, rs.Loaded) and await self.disk.read(self.folders.is_version, path, result.version)
+            if not is_same:
                 raise Corrupt(f"{path} was changed since operation {turn.number} loaded it, and the snapshot behind it is lost")
-            await self.backend.load_checkpoint(spec, turn, str(self.folders.existing(path)), request.with_optimizer)
+            await self.backend.load_checkpoint(spec, turn, str(folder), request.with_optimizer)
         elif isinstance(request, rq.CreateModel):
             if request.from_path:
                 raise Corrupt(f"the snapshot behind {spec.model_id}'s start from {request.from_path} is lost")

@@ -8,10 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from skyrl_actors.controller.checkpoints import CheckpointFolders, write_json
+from skyrl_actors.controller.owner_index import OwnerIndex
 from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.messages.catalog import RunEntry, SessionEntry, SessionNote
 from skyrl_actors.messages.errors import NotFound
-from skyrl_actors.messages.paths import checked_id
+from skyrl_actors.messages.paths import checked_id, owner_of
 
 FOLDER = ".sessions"
 
@@ -21,6 +22,7 @@ class SessionCatalog:
         self._tenants = tenants
         self._folders = folders
         self._wall = wall
+        self._index = OwnerIndex(folders.root / FOLDER)
 
     def _file(self, session_id: str) -> Path:
         return self._folders.root / FOLDER / f"{checked_id(session_id, 'session id').replace(':', '_')}.json"
@@ -43,18 +45,24 @@ class SessionCatalog:
             return SessionNote(**json.loads(file.read_text()))
         return None
 
-    def sessions(self) -> list[SessionEntry]:
-        """All that are open or left something, newest first."""
+    def sessions(self, owner: str | None = None) -> list[SessionEntry]:
+        """All that are open or left something, newest first. `owner`: only his."""
         runs: dict[str, list[RunEntry]] = {}
-        for run in self._folders.runs():
+        for run in self._folders.runs(owner):
             runs.setdefault(run.session_id, []).append(run)
-        found = {note.session_id: note for file in (self._folders.root / FOLDER).glob("s*.json") if (note := self._note(file))}
+        found = {note.session_id: note for file in self._files(owner) if (note := self._note(file))}
         for session_id, of_it in runs.items():
             found.setdefault(session_id, SessionNote(session_id, min(run.created_at for run in of_it)))
         for session_id, session in list(self._tenants.sessions.items()):
             found.setdefault(session_id, SessionNote(session_id, self._wall(), session.user_metadata))
-        entries = [self._entry(note, runs.get(note.session_id, [])) for note in found.values()]
+        notes = [note for note in found.values() if owner is None or owner_of(note.session_id) == owner]
+        entries = [self._entry(note, runs.get(note.session_id, [])) for note in notes]
         return sorted(entries, key=lambda entry: (entry.note.created_at, entry.note.session_id), reverse=True)
+
+    def _files(self, owner: str | None) -> list[Path]:
+        names = self._index.names(owner)
+        folder = self._folders.root / FOLDER
+        return [folder / name for name in names if name.startswith("s") and name.endswith(".json")]
 
     def _entry(self, note: SessionNote, runs: list[RunEntry]) -> SessionEntry:
         checkpoints = [checkpoint for run in runs for checkpoint in run.checkpoints]
@@ -65,7 +73,7 @@ class SessionCatalog:
 
     def session(self, session_id: str) -> SessionEntry:
         note = self._note(self._file(session_id))
-        runs = [run for run in self._folders.runs() if run.session_id == session_id]
+        runs = [run for run in self._folders.runs(owner_of(session_id) or None) if run.session_id == session_id]
         known = self._tenants.sessions.get(session_id)
         if note is None and known is None and not runs:
             raise NotFound(f"unknown session {session_id!r}")

@@ -62,7 +62,7 @@ class World:
         """A new controller on the same disk and machines."""
         while self.controller is None:
             controller = Controller(CONFIG, SimBackend(self.machines), SimJournal(self.disk, self.chance), wall=self._wall)
-            controller._executor.on_disk = _nothing  # the disk is simulated
+            controller._disk.run = _nothing  # the disk is simulated
             if self.chance.random() < 0.5:  # payloads of requests that wait are in the journal only
                 controller._ledger.memory.limit = 4000
                 controller.results._limit_bytes = 4000
