@@ -15,8 +15,12 @@ from ray.cluster_utils import Cluster
 from placement.planner import plan
 from placement.reserve import cluster_nodes, reserve
 from placement.types import Demand, Node
+from skyrl_actors.backends.moves import Mover
+from skyrl_actors.colocation.healing import MoveHealing
+from skyrl_actors.colocation.keeper import PhaseKeeper
+from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, RestartConfig
-from skyrl_actors.groups.actor_group import GroupBuilder
+from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import InternalError, StateLost
@@ -24,6 +28,7 @@ from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.remote import NAMESPACE
 from skyrl_actors.workers.interface import TrainWorker
+from tests.engines.test_pool import pool_of
 
 SPEC = ModelSpec("m", "tiny", lora=LoraSpec(2))
 
@@ -120,6 +125,36 @@ async def test_a_dead_rank_is_seen_at_once_and_its_group_made_anew(cluster, make
     os.kill(second.pids[0], signal.SIGKILL)
     await until(lambda: supervisor.down is not None)
     assert (await supervisor.up()).actors == [warming]  # no other one beside it, which would slow down both
+
+
+async def test_a_group_that_can_not_move_its_memory_is_made_anew_and_its_phase_entered(
+    cluster, make, random_base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Three times in a row, although the group has one restart: a failed move is no death of the ranks."""
+    made = make("moves", random_base, max_in_a_row=1, cooldown_s=60)
+    supervisor = await made.start()
+    keeper = PhaseKeeper(Mover("gpu", [supervisor], pool_of(0)), Phase.TRAIN, 60, MoveHealing(0.1, 0.2))
+    move, failures = ActorGroup.move, 3
+
+    async def no_memory(self, parts, to):
+        nonlocal failures
+        if parts == ("optimizer",) and to == "device" and failures:
+            failures -= 1
+            raise InternalError("OutOfMemoryError: CUDA out of memory")
+        return await move(self, parts, to)
+
+    monkeypatch.setattr(ActorGroup, "move", no_memory)
+    seen = {(await supervisor.up()).pids[0]}
+    for _ in range(4):
+        async with keeper.hold(Phase.STEP):  # nobody hears of it
+            pass
+        group = await asyncio.wait_for(supervisor.up(), 120)
+        seen.add(group.pids[0])
+        async with keeper.hold(Phase.TRAIN):
+            await group.apply("m", Turn(1), TrainWorker.create_model, SPEC)
+    assert len(seen) == 4 and supervisor.restarts == 3
+    assert {name: f["total"] for name, f in keeper.failures.items()} == {"load optimizer state": 3}
+    assert keeper.fault() is None and keeper.failures["load optimizer state"]["in_a_row"] == 0
 
 
 async def test_a_rank_that_hangs_is_named_with_its_stacks(cluster, make, random_base: Path, caplog: pytest.LogCaptureFixture):
