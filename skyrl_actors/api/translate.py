@@ -133,4 +133,4 @@ def _strings(metadata: dict[str, Any]) -> dict[str, str]:
 
 def direct_sampler_id(base_model: str | None, model_path: str | None) -> str:
     """The same weights get the same sampler."""
-    return "direct-" + hashlib.sha256(f"{base_model} {model_path}".encode()).hexdigest()[:24]
+    return "direct-" + hashlib.sha256(f"{base_model} {model_path}".encode(errors="backslashreplace")).hexdigest()[:24]

@@ -213,6 +213,7 @@ class Controller:
             admission.check_adam(request.adam)
         if isinstance(request, rq.SaveForSampler):
             self.tenants.policy(request.model_id)
+        admission.check_save(request)
         if isinstance(request, rq.LoadWeights):
             parse_path(request.path)
         return request

@@ -9,15 +9,16 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.waiters import ResultTable
+from skyrl_actors.journal import encoding
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import Accepted, Answered, Effect, Entry, Operation
-from skyrl_actors.messages.errors import Corrupt, Unavailable
+from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.requests import Request
-from skyrl_actors.messages.results import Result
+from skyrl_actors.messages.results import Failure, Result
 from skyrl_actors.messages.turn import Turn
 
 log = logging.getLogger(__name__)
@@ -80,20 +81,22 @@ class Ledger:
         request_id: str | None = None,
         bounded: bool = True,
     ) -> Op:
-        """Durable when this returns. Raises CapacityError or Unavailable, then it was not accepted."""
+        """Durable when this returns. Raises CapacityError, InvalidRequest (a value that cannot be stored) or
+        Unavailable, then it was not accepted."""
+        encoding.check(request)
         op = Op(self.next_number, request_id or f"r{uuid.uuid4().hex}", stream, line, request)
         self.queue.reserve(op.request_id, stream, seq_id, digest, line, bounded)
         self.next_number += 1
         self.ops[op.request_id] = op
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepting[op.request_id] = written
-        refused: Unavailable | None = Unavailable("the request was not accepted")
+        refused: SkyrlActorsError | None = Unavailable("the request was not accepted")
         try:
             await self.journal.write(
                 Accepted(op.number, op.request_id, stream, seq_id, digest, line, session_id, self.wall(), request)
             )
             refused = None
-        except Unavailable as error:
+        except (Unavailable, InvalidRequest) as error:
             refused = error
             raise
         finally:
@@ -136,6 +139,7 @@ class Ledger:
 
     async def answer(self, op: Op, outcome: Outcome, step: int | None = None) -> None:
         """Durable, then visible. Waits as long as the journal can not write."""
+        outcome = _storable(outcome)
         answered = Answered(op.number, op.request_id, outcome.result, outcome.effect, self.wall(), step)
         await self.insist(answered, *outcome.entries)
         del self.ops[op.request_id]
@@ -153,3 +157,13 @@ class Ledger:
                 log.warning("waiting for the journal: %s", error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _storable(outcome: Outcome) -> Outcome:
+    """An answer that cannot be stored becomes a failure that can; what was done to the model stays done."""
+    try:
+        encoding.check(outcome.result)
+        return outcome
+    except InvalidRequest as error:
+        log.error("an answer cannot be stored: %s", error)
+        return replace(outcome, result=Failure.of(InternalError(f"the answer cannot be stored: {error}")))

@@ -15,7 +15,8 @@ class Journal(Protocol):
         ...
 
     async def write(self, *entries: Entry) -> None:
-        """Durable when this returns, all together; in the order of the calls. Raises Unavailable, then nothing was written."""
+        """Durable when this returns, all together; in the order of the calls. Raises Unavailable, or InvalidRequest
+        for entries that can never be written; then nothing was written."""
         ...
 
     @property

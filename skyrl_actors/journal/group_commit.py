@@ -16,7 +16,7 @@ from typing import TypeVar
 from sqlalchemy.exc import DBAPIError
 
 from skyrl_actors.journal.entries import Accepted, Answered, Entry
-from skyrl_actors.messages.errors import Unavailable
+from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable, UserError
 from skyrl_actors.messages.requests import ForwardBackward
 from skyrl_actors.messages.results import LossOutput
 
@@ -48,7 +48,8 @@ class GroupCommit:
         self._closing = False
 
     async def write(self, entries: tuple[Entry, ...]) -> None:
-        """Durable when this returns. Raises Unavailable, then nothing of it was written."""
+        """Durable when this returns. Raises Unavailable, or InvalidRequest for entries that can never be
+        written; then nothing of it was written."""
         if self._closing:
             raise Unavailable("the journal is closed")
         loop = asyncio.get_running_loop()
@@ -90,25 +91,29 @@ class GroupCommit:
         self._next()
 
     def _settle(self, writes: list[Write], error: BaseException | None) -> None:
+        if isinstance(error, UserError):  # the entries are at fault, so `trouble` stays as it is
+            writes[0].loop.call_soon_threadsafe(_wake, writes, error)
+            return
         trouble = None if error is None else reason(error)
         if trouble != self.trouble:
             log.error("the journal can not write: %s", trouble) if trouble else log.info("the journal writes again")
         self.trouble = trouble
-        writes[0].loop.call_soon_threadsafe(_wake, writes, trouble)
+        refusal = None if trouble is None else Unavailable(f"the journal can not write: {trouble}")
+        writes[0].loop.call_soon_threadsafe(_wake, writes, refusal)
 
 
 def reason(error: BaseException) -> str:
     return str(error.orig) if isinstance(error, DBAPIError) and error.orig else str(error) or type(error).__name__
 
 
-def _wake(writes: list[Write], trouble: str | None) -> None:
+def _wake(writes: list[Write], refusal: SkyrlActorsError | None) -> None:
     for write in writes:
         if write.done.done():
             continue  # cancelled
-        if trouble is None:
+        if refusal is None:
             write.done.set_result(None)
         else:
-            write.done.set_exception(Unavailable(f"the journal can not write: {trouble}"))
+            write.done.set_exception(refusal)
 
 
 def _take(waiting: deque[Write]) -> list[Write]:

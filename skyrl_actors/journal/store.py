@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_exponential
 
 from skyrl_actors.journal import tables as t
-from skyrl_actors.journal.encoding import encode, from_json
+from skyrl_actors.journal.encoding import UNENCODABLE, encode, from_json
 from skyrl_actors.journal.entries import (
     Books,
     Entry,
@@ -24,7 +24,7 @@ from skyrl_actors.journal.entries import (
 )
 from skyrl_actors.journal.packs import Pack, PackStore
 from skyrl_actors.journal.rows import insert, operation_of, record_of
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
 
 LAST_COMMIT = sa.select(t.info.c.value).where(t.info.c.key == "commit")
 FENCE = (
@@ -86,7 +86,7 @@ class Store:
         """All entries, or none. Their rows are made while their records are on the way to the disk, and committed behind
         them: what a row names is there."""
         self._check_file()
-        pack = Pack([encode(record) for entry in entries if (record := record_of(entry)) is not None])
+        pack = Pack(_encoded(entries))
         packing = self._packer.submit(self.packs.write, pack) if pack.records else None
         try:
             self._commit(entries, pack, packing)
@@ -102,7 +102,10 @@ class Store:
             with self.engine.begin() as connection:
                 if connection.execute(FENCE, {"last": self._token, "next": token}).rowcount != 1:
                     raise Fenced("another service has opened this journal since; this one may not write to it any more")
-                insert(connection, entries, pack.blobs())
+                try:
+                    insert(connection, entries, pack.blobs())
+                except (DataError, OverflowError) as error:  # sqlite3 raises the second as it is
+                    raise InvalidRequest(f"a value cannot be stored: {error!a}") from None
                 if packing is not None:
                     packing.result()
         except DBAPIError as error:
@@ -240,6 +243,13 @@ class Store:
         )
         with self.engine.connect() as connection:
             return [name for name in connection.execute(query).scalars() if name]
+
+
+def _encoded(entries: Sequence[Entry]) -> list[bytes]:
+    try:
+        return [encode(record) for entry in entries if (record := record_of(entry)) is not None]
+    except UNENCODABLE as error:
+        raise InvalidRequest(f"a value cannot be stored: {error!a}") from None
 
 
 def holder_text(name: str) -> str:

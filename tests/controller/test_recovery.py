@@ -135,7 +135,7 @@ async def test_numbers_beyond_64_bits_hurt_nobody_else(service: Service):
         controller.journal.write(Accepted(10**6, "bad", "x", None, large, None, None, 0.0, rq.Unload("x"))),
         controller.submit(batch(two, 1)), return_exceptions=True,
     )  # fmt: skip
-    assert isinstance(results[0], Unavailable)
+    assert isinstance(results[0], InvalidRequest) and controller.journal.trouble is None
     assert isinstance(await done(controller, results[1]), rs.LossOutput)  # type: ignore[arg-type]
     await controller.close()
 
@@ -187,3 +187,43 @@ async def test_nothing_is_said_before_the_journal_was_read(service: Service):
             await ask()
     with pytest.raises(Unavailable):
         controller.heartbeat("s1")
+
+
+async def test_a_request_that_cannot_be_stored_is_refused_for_its_client_alone(service: Service):
+    """Numbers beyond 64 bits and text that is not Unicode: no other request waits, and health stays good."""
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
+    large, broken = 2**70, "a\ud800"
+    for request in (
+        rq.CreateModel(ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4), seed=large), "s1"),
+        rq.CreateModel(ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4)), "s1", {"who": broken}),
+        rq.SaveWeights(one, broken),
+        rq.SaveWeights(one, "c", ttl_seconds=10**15),
+        rq.SaveWeights(one, "c", user_metadata={broken: "x"}),
+        rq.SaveForSampler(one, sampler_id="s1:sample:" + "1" * 500),
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, stop=(broken,))),
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, prompt_logprobs=True, prompt_logprobs_last_n=large)),
+        rq.OptimStep(one, AdamParams(learning_rate=large)),
+    ):
+        alone, beside = await asyncio.gather(controller.submit(request), controller.submit(batch(two, 1)), return_exceptions=True)
+        assert isinstance(alone, InvalidRequest), request
+        str(alone).encode()  # the refusal itself can be sent
+        assert isinstance(await done(controller, beside), rs.LossOutput)  # type: ignore[arg-type]
+        assert controller.fault() is None
+    assert isinstance(await done(controller, await controller.submit(batch(one, 1))), rs.LossOutput)
+    await controller.close()
+
+
+async def test_an_answer_that_cannot_be_stored_is_answered_as_a_failure(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+
+    async def strange(*_: object) -> dict[str, float]:
+        return {"norm\ud800": 1.0}
+
+    controller.backend.optim_step = strange  # type: ignore[method-assign]
+    answer = await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams())))
+    assert isinstance(answer, rs.Failure) and answer.category == "server" and "cannot be stored" in answer.message
+    assert controller.fault() is None
+    await controller.close()
