@@ -56,7 +56,7 @@ ROOMS = {
     "__main__": {"messages", "commands"},
     "placement": set(),
     "files": set(),
-    "storage": {"messages"},
+    "storage": {"messages", "files"},
 }
 # Single modules that may see less or more than their room.
 NARROW = {

@@ -1,18 +1,19 @@
 """What is kept of sessions beyond their life: one small file each, beside the checkpoints of their runs."""
 
-import json
+import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from skyrl_actors.controller.checkpoints import CheckpointFolders, write_json
+from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
 from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.messages.catalog import RunEntry, SessionEntry, SessionNote
 from skyrl_actors.messages.errors import NotFound
 from skyrl_actors.messages.paths import checked_id
 
+log = logging.getLogger(__name__)
 FOLDER = ".sessions"
 
 
@@ -28,7 +29,7 @@ class SessionCatalog:
     def opened(self, note: SessionNote) -> None:
         """Once; a repeat changes nothing."""
         file = self._file(note.session_id)
-        if not file.exists():
+        if self._note(file) is None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, asdict(note))
 
@@ -39,9 +40,12 @@ class SessionCatalog:
             write_json(self._file(session_id), asdict(note) | {"finished": how, "detail": detail})
 
     def _note(self, file: Path) -> SessionNote | None:
-        with suppress(FileNotFoundError):
-            return SessionNote(**json.loads(file.read_text()))
-        return None
+        content = read_json(file)
+        try:
+            return None if content is None else SessionNote(**content)
+        except TypeError as error:
+            report(str(file), repr(error))
+            return None
 
     def sessions(self) -> list[SessionEntry]:
         """All that are open or left something, newest first."""
@@ -77,4 +81,8 @@ class SessionCatalog:
         for entry in self.sessions():
             old = self._wall() - entry.note.created_at > older_than_s
             if old and entry.status != "active" and entry.note.session_id not in with_runs:
-                self._file(entry.note.session_id).unlink(missing_ok=True)
+                try:
+                    self._file(entry.note.session_id).unlink(missing_ok=True)
+                except UNREADABLE as error:
+                    log.warning("the note of session %s was not removed: %s", entry.note.session_id, error)
+        sweep_abandoned(self._folders.root / FOLDER)
