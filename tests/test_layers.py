@@ -20,7 +20,7 @@ ROOMS = {
     "remote": {"messages"},
     "restarts": {"config"},
     "migrations": set(),
-    "journal": {"files", "messages", "config", "migrations"},
+    "journal": {"files", "clock", "messages", "config", "migrations"},
     "groups": {"messages", "config", "workers", "remote", "restarts", "placement", "observe"},
     "transfer": {"messages", "config", "groups", "remote"},
     "engines": {"messages", "config", "colocation", "transfer", "remote", "line", "restarts", "placement", "streams", "observe"},
@@ -37,7 +37,19 @@ ROOMS = {
         "observe",
     },
     "line": {"messages", "remote"},
-    "controller": {"files", "storage", "line", "remote", "messages", "config", "losses", "journal", "backends", "observe"},
+    "controller": {
+        "files",
+        "clock",
+        "storage",
+        "line",
+        "remote",
+        "messages",
+        "config",
+        "losses",
+        "journal",
+        "backends",
+        "observe",
+    },
     "api": {"messages", "config", "controller", "backends", "losses", "line", "remote", "commands", "observe"},
     "jobs": {"messages", "config", "api", "observe", "storage"},
     "commands": {
@@ -56,6 +68,7 @@ ROOMS = {
     "__main__": {"messages", "commands"},
     "placement": set(),
     "files": set(),
+    "clock": set(),
     "storage": {"messages", "files"},
 }
 # Single modules that may see less or more than their room.

@@ -4,13 +4,13 @@ import json
 import logging
 import shutil
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_actors import clock
 from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
 from skyrl_actors.files import fsync
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
@@ -34,7 +34,7 @@ OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY, SCORED_FILE)
 class CheckpointFolders:
     """tinker://<model id>/<kind>/<name> is <root>/<model id>/<kind>/<name>; ids and names were checked when parsed."""
 
-    def __init__(self, root: Path, wall: Callable[[], float] = time.time, mirror_url: str | None = None):
+    def __init__(self, root: Path, wall: Callable[[], float] = clock.now, mirror_url: str | None = None):
         """`mirror_url`: where each checkpoint also lies before it is answered; for who changes checkpoints."""
         self.root = root.expanduser().resolve()
         self._wall = wall

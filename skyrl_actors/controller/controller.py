@@ -7,13 +7,13 @@ or of how a verb is computed. What it promised is in its journal; another contro
 import asyncio
 import logging
 import os
-import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
+from skyrl_actors import clock
 from skyrl_actors.backends.base import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission, housekeeping, overview, restart
@@ -41,7 +41,7 @@ FIRST_JOIN_S = 1_750_000_000  # the SDK multiplies the number by 10^9 and keeps 
 
 
 class Controller:
-    def __init__(self, config: ClusterConfig, backend: Backend, journal: Journal, wall: Callable[[], float] = time.time):
+    def __init__(self, config: ClusterConfig, backend: Backend, journal: Journal, wall: Callable[[], float] = clock.now):
         self.config = config
         self.backend = backend
         self.journal = journal
@@ -55,7 +55,7 @@ class Controller:
         self._closing = False
         self._last_joined = 0
         self._making_room = asyncio.Lock()
-        folders = CheckpointFolders(config.checkpoint_dir, mirror_url=config.checkpoint_mirror)
+        folders = CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         self._ledger = Ledger(journal, self.queue, self.results, wall)
         self._recovery = Recovery(config, backend, journal, self.tenants, folders)
@@ -135,12 +135,12 @@ class Controller:
             note = SessionNote(session_id, self.wall(), dict(user_metadata or {}), display_name)
             await self._executor.on_disk(self._sessions.opened, note)
             await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))
-            self.tenants.sessions[session_id] = Session(session_id, self._now(), dict(user_metadata or {}))
+            self.tenants.sessions[session_id] = Session(session_id, self.tenants.silence.hear(self._now()), note.user_metadata)
         return session_id
 
     def heartbeat(self, session_id: str) -> None:
         self.able  # noqa: B018  an unknown session is over only when it is known who is here
-        self.tenants.session(session_id).last_seen = self._now()
+        self.tenants.hear(self.tenants.session(session_id).session_id, self._now())
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -193,8 +193,7 @@ class Controller:
         if isinstance(request, rq.CreateModel):
             return await self._submit_create(request, request_id)
         model = self.tenants.model(request.model_id)
-        if model.session_id in self.tenants.sessions:
-            self.tenants.sessions[model.session_id].last_seen = self._now()
+        self.tenants.hear(model.session_id, self._now())
         digest, seq_id = admission.digest_of(request), getattr(request, "seq_id", None)
         if (known := self.queue.known(request.model_id, seq_id, digest)) is not None:
             return await self._ledger.accepted_before(known)
@@ -277,8 +276,7 @@ class Controller:
         if (known := self.queue.known(request.sampler_id, request.seq_id, digest)) is not None:
             return await self._ledger.accepted_before(known)
         sampler = self.tenants.sampler(request.sampler_id)
-        if sampler.session_id in self.tenants.sessions:
-            self.tenants.sessions[sampler.session_id].last_seen = self._now()
+        self.tenants.hear(sampler.session_id, self._now())
         admission.check_sample(request, self.config, self.able)
         request_id = request_id or f"r{uuid.uuid4().hex}"
         request = seeded(request, request_id)

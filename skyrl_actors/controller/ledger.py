@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from skyrl_actors import clock
 from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.waiters import ResultTable
 from skyrl_actors.journal import encoding
@@ -59,7 +60,7 @@ class Outcome:
 
 
 class Ledger:
-    def __init__(self, journal: Journal, queue: RequestQueue, results: ResultTable, wall: Callable[[], float] = time.time):
+    def __init__(self, journal: Journal, queue: RequestQueue, results: ResultTable, wall: Callable[[], float] = clock.now):
         self.journal = journal
         self.queue = queue
         self.results = results

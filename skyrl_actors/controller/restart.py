@@ -20,7 +20,7 @@ async def take_up(
     books: Books, ledger: Ledger, tenants: TenantTable, recovery: Recovery, completions: Completions
 ) -> list[Op]:  # fmt: skip
     """Fill the tables; returns the operations that were promised and not answered, in order."""
-    now = asyncio.get_running_loop().time()
+    now = tenants.silence.hear(asyncio.get_running_loop().time())
     ledger.next_number = books.next_number
     for session in books.sessions:
         tenants.sessions[session.session_id] = Session(session.session_id, now, session.user_metadata)

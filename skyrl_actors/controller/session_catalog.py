@@ -1,11 +1,11 @@
 """What is kept of sessions beyond their life: one small file each, beside the checkpoints of their runs."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from skyrl_actors import clock
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
 from skyrl_actors.controller.tenants import TenantTable
@@ -18,7 +18,7 @@ FOLDER = ".sessions"
 
 
 class SessionCatalog:
-    def __init__(self, tenants: TenantTable, folders: CheckpointFolders, wall: Callable[[], float] = time.time):
+    def __init__(self, tenants: TenantTable, folders: CheckpointFolders, wall: Callable[[], float] = clock.now):
         self._tenants = tenants
         self._folders = folders
         self._wall = wall

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from skyrl_actors import clock
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.journal import opening
 from skyrl_actors.journal.encoding import decode
@@ -37,11 +37,12 @@ FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError, ValueError, TypeError, Ove
 
 
 class SqlJournal:
-    def __init__(self, config: JournalConfig):
+    def __init__(self, config: JournalConfig, wall: Callable[[], float] = clock.now):
         self.config = config
+        self.wall = wall
         self.folder = config.folder.expanduser().resolve()
         self._url = opening.database_url(self.folder, config.url)
-        self._folders = SnapshotFolders(self.folder / opening.SNAPSHOTS)
+        self._folders = SnapshotFolders(self.folder / opening.SNAPSHOTS, wall)
         self._packs = PackStore(self.folder / opening.PACKS)
         self._store: Store | None = None
         self._commits: GroupCommit | None = None
@@ -161,7 +162,7 @@ class SqlJournal:
             raise Unavailable(f"the journal was not swept: {reason(error)}") from None
 
     def _sweep(self) -> int:
-        store, now = self.store, time.time()
+        store, now = self.store, self.wall()
         freed = sum(self._folders.remove(name) for name in store.forget_ended(now - self.config.retention_s))
         for model_id in store.live_models():
             policy = Retention(self.config.retention_s, self.config.keep_snapshots)
