@@ -57,10 +57,10 @@ class Controller:
         self._making_room = asyncio.Lock()
         folders = CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
-        self._ledger = Ledger(journal, self.queue, self.results, wall)
+        self.completions = Completions()
+        self._ledger = Ledger(journal, self.queue, self.results, self.completions, wall)
         self._recovery = Recovery(config, backend, journal, self.tenants, folders)
         self._executor = Executor(config, backend, self.tenants, folders, self._recovery.fork)
-        self.completions = Completions()
         self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery, self.completions)
 
     async def start(self) -> Capabilities:
@@ -71,7 +71,7 @@ class Controller:
         await self._executor.on_disk(self._executor.folders.align)
         able = await self.backend.start(books.epoch)
         self.completions.begin(books.epoch)
-        owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery, self.completions)
+        owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery)
         # Not before the tables are full: a model would be restored to where it stood half-way through them.
         self.backend.on_lost = self._bring_back_role
         self.capabilities = able
@@ -195,8 +195,8 @@ class Controller:
         model = self.tenants.model(request.model_id)
         self.tenants.hear(model.session_id, self._now())
         digest, seq_id = admission.digest_of(request), getattr(request, "seq_id", None)
-        if (known := self.queue.known(request.model_id, seq_id, digest)) is not None:
-            return await self._ledger.accepted_before(known)
+        if (known := await self._ledger.known(request.model_id, seq_id, digest)) is not None:
+            return known
         request = self._checked(request, model)
         model_id = request.model_id
         op = await self._ledger.accept(
@@ -222,16 +222,16 @@ class Controller:
         self.tenants.session(request.session_id)
         model_id = checked_id(request.model_id, "model id")
         digest = admission.digest_of(request)
-        if (known := self.queue.known(model_id, 0, digest)) is not None:
-            return await self._ledger.accepted_before(known)
+        if (known := await self._ledger.known(model_id, 0, digest)) is not None:
+            return known
         spec = request.spec
         if request.from_path:
             spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
         async with self._making_room:
             await self._room_for(spec)
         # While that was awaited, the same request may have come again, or the session may have ended.
-        if (known := self.queue.known(model_id, 0, digest)) is not None:
-            return await self._ledger.accepted_before(known)
+        if (known := await self._ledger.known(model_id, 0, digest)) is not None:
+            return known
         self.tenants.session(request.session_id)
         request = replace(request, spec=spec)
         self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
@@ -273,8 +273,8 @@ class Controller:
 
     async def _submit_sample(self, request: rq.Sample, request_id: str | None) -> str:
         digest = admission.digest_of(request)
-        if (known := self.queue.known(request.sampler_id, request.seq_id, digest)) is not None:
-            return await self._ledger.accepted_before(known)
+        if (known := await self._ledger.known(request.sampler_id, request.seq_id, digest)) is not None:
+            return known
         sampler = self.tenants.sampler(request.sampler_id)
         self.tenants.hear(sampler.session_id, self._now())
         admission.check_sample(request, self.config, self.able)
@@ -326,6 +326,7 @@ class Controller:
     async def completed(self, sampler_id: str, clone: int, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
         self.able  # noqa: B018
         self.tenants.sampler(sampler_id)
+        await self._ledger.recall.stream(sampler_id)
         return await self.completions.after(sampler_id, clone, cursor, timeout_s)
 
     def join_sampler(self, sampler_id: str) -> int:

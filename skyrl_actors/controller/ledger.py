@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from skyrl_actors import clock
+from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.queue import RequestQueue
+from skyrl_actors.controller.recall import Recall
 from skyrl_actors.controller.waiters import ResultTable
 from skyrl_actors.journal import encoding
 from skyrl_actors.journal.base import Journal
@@ -60,10 +62,18 @@ class Outcome:
 
 
 class Ledger:
-    def __init__(self, journal: Journal, queue: RequestQueue, results: ResultTable, wall: Callable[[], float] = clock.now):
+    def __init__(
+        self,
+        journal: Journal,
+        queue: RequestQueue,
+        results: ResultTable,
+        completions: Completions,
+        wall: Callable[[], float] = clock.now,
+    ):
         self.journal = journal
         self.queue = queue
         self.results = results
+        self.recall = Recall(journal, queue, completions)
         self.wall = wall
         self.ops: dict[str, Op] = {}
         self.next_number = 1
@@ -112,6 +122,14 @@ class Ledger:
                 written.set_exception(refused)
                 written.exception()  # nobody may be waiting for it
         return op
+
+    async def known(self, stream: str, seq_id: int | None, digest: int) -> str | None:
+        """The id of the first request with this number, when it is durable; None when there was none. When nothing was
+        awaited since it was None, it still is."""
+        if seq_id is not None:
+            await self.recall.stream(stream)
+        found = self.queue.known(stream, seq_id, digest)
+        return None if found is None else await self.accepted_before(found)
 
     async def accepted_before(self, request_id: str) -> str:
         """A repeat of a request that is just being written waits with it."""

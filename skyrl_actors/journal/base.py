@@ -36,6 +36,10 @@ class Journal(Protocol):
         """Of one model, after < number <= upto, in order."""
         ...
 
+    async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+        """Of one stream, answered and with a sequence number: the newest `limit` below `before`, in order."""
+        ...
+
     async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
         """Newest first."""
         ...

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,18 +15,13 @@ from skyrl_actors import clock
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.journal import opening
 from skyrl_actors.journal.encoding import decode
-from skyrl_actors.journal.entries import (
-    Books,
-    Entry,
-    Operation,
-    SnapshotDropped,
-    SnapshotTaken,
-)
+from skyrl_actors.journal.entries import Books, Entry, Operation, SnapshotTaken
 from skyrl_actors.journal.group_commit import GroupCommit, reason
 from skyrl_actors.journal.packs import PackStore
-from skyrl_actors.journal.retention import Retention, plan_sweep
+from skyrl_actors.journal.retention import Retention
 from skyrl_actors.journal.snapshots import SnapshotFolders
 from skyrl_actors.journal.store import Store
+from skyrl_actors.journal.sweeping import Sweeper
 from skyrl_actors.messages.errors import ConfigError, Corrupt, InternalError, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
@@ -84,8 +80,7 @@ class SqlJournal:
                 opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
                 self._store = Store(engine, self._packs)
                 books = self._store.begin_epoch(holder)
-                # What an interrupted write or snapshot left.
-                self._packs.sweep(self._store.used_packs())
+                # What an interrupted snapshot left; packs are looked through by the first sweep.
                 self._folders.sweep(self._store.snapshot_folders())
             self._commits = GroupCommit(self._store.write)
             undo.pop_all()
@@ -128,6 +123,9 @@ class SqlJournal:
     async def operations(self, model_id: str, after: int, upto: int) -> list[Operation]:
         return await self._read(self.store.operations, model_id, after, upto)
 
+    async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+        return await self._read(self.store.remembered, stream, before, limit)
+
     async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
         return await self._read(self.store.snapshots, model_id)
 
@@ -156,25 +154,22 @@ class SqlJournal:
         return await asyncio.to_thread(self._folders.verify, snapshot)
 
     async def sweep(self) -> int:
+        policy = Retention(self.config.retention_s, self.config.keep_snapshots)
+        steps = Sweeper(self.store, policy, self.wall()).steps()
+        freed = 0
         try:
-            return await self._writer.between(self._sweep)
+            while True:
+                began = time.monotonic()
+                step = await self._writer.between(lambda: next(steps, None))
+                if step is None:
+                    return freed
+                freed += step.num_bytes
+                for name in step.folders:
+                    freed += await asyncio.to_thread(self._folders.remove, name)
+                if step.rows:  # half of the writer's time is left to writes
+                    await asyncio.sleep(time.monotonic() - began)
         except FAULTS as error:
             raise Unavailable(f"the journal was not swept: {reason(error)}") from None
-
-    def _sweep(self) -> int:
-        store, now = self.store, self.wall()
-        freed = sum(self._folders.remove(name) for name in store.forget_ended(now - self.config.retention_s))
-        for model_id in store.live_models():
-            policy = Retention(self.config.retention_s, self.config.keep_snapshots)
-            pinned = store.loads(model_id)
-            plan = plan_sweep(policy, store.snapshots(model_id), store.oldest_sampler(model_id), pinned, now)
-            for snapshot in plan.drop:
-                store.write([SnapshotDropped(model_id, snapshot.number)])
-                freed += self._folders.remove(snapshot.folder)
-            if plan.forget_upto is not None:
-                store.forget_records(model_id, plan.forget_upto)
-        store.forget_old(now - self.config.retention_s)
-        return freed + self._packs.sweep(store.used_packs())
 
     async def close(self) -> None:
         if self._store is not None:

@@ -1,6 +1,5 @@
 """The journal's rows and packs, synchronously: one `write` is one pack and one transaction. Called from one thread."""
 
-import json
 import os
 import threading
 from collections.abc import Sequence
@@ -13,15 +12,9 @@ from sqlalchemy.exc import DataError, DBAPIError
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_exponential
 
 from skyrl_actors.journal import tables as t
-from skyrl_actors.journal.encoding import UNENCODABLE, encode, from_json
-from skyrl_actors.journal.entries import (
-    Books,
-    Entry,
-    Operation,
-    SamplerOpened,
-    SessionOpened,
-    SnapshotTaken,
-)
+from skyrl_actors.journal.encoding import UNENCODABLE, encode
+from skyrl_actors.journal.entries import Books, Entry, Operation, SnapshotTaken
+from skyrl_actors.journal.loading import load, remembered
 from skyrl_actors.journal.packs import Pack, PackStore
 from skyrl_actors.journal.rows import insert, operation_of, record_of
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
@@ -29,6 +22,11 @@ from skyrl_actors.messages.errors import InternalError, InvalidRequest
 LAST_COMMIT = sa.select(t.info.c.value).where(t.info.c.key == "commit")
 FENCE = (
     sa.update(t.info).where(t.info.c.key == "commit", t.info.c.value == sa.bindparam("last")).values(value=sa.bindparam("next"))
+)
+
+COUNT = sa.text(
+    "INSERT INTO packs (name, records) VALUES (:name, :records) "
+    "ON CONFLICT (name) DO UPDATE SET records = packs.records + :records"
 )
 
 
@@ -48,6 +46,7 @@ class Store:
         name = engine.url.database
         self._file = Path(name) if engine.dialect.name == "sqlite" and name else None
         self._inode: int | None = None
+        self._suspects: set[str] | None = None
 
     def begin_epoch(self, holder: str) -> Books:
         """Fence off whoever wrote before, and read what is known."""
@@ -62,25 +61,7 @@ class Store:
             for name, value in (("holder", holder), ("commit", self._token)):
                 connection.execute(sa.delete(t.info).where(key == name))
                 connection.execute(sa.insert(t.info).values(key=name, value=value))
-            return self._books(connection)
-
-    def _books(self, connection: sa.Connection) -> Books:
-        last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
-        live = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
-        sessions = connection.execute(sa.select(t.sessions).where(t.sessions.c.ended_at.is_(None)))
-        samplers = connection.execute(sa.select(t.samplers).where(~t.samplers.c.retired).order_by(t.samplers.c.number))
-        wanted = sa.or_(t.operations.c.answered_at.is_(None), t.operations.c.session_id.in_(live))
-        rows = connection.execute(sa.select(t.operations).where(wanted).order_by(t.operations.c.number))
-        return Books(
-            self.epoch,
-            last + 1,
-            tuple(SessionOpened(s.session_id, json.loads(s.user_metadata), s.opened_at) for s in sessions),
-            tuple(
-                SamplerOpened(s.sampler_id, s.session_id, s.base_model, s.model_path, from_json(s.weights), s.owner, s.number)
-                for s in samplers
-            ),
-            tuple(operation_of(row) for row in rows),
-        )
+            return load(connection, self.epoch)
 
     def write(self, entries: Sequence[Entry]) -> None:
         """All entries, or none. Their rows are made while their records are on the way to the disk, and committed behind
@@ -90,6 +71,10 @@ class Store:
         packing = self._packer.submit(self.packs.write, pack) if pack.records else None
         try:
             self._commit(entries, pack, packing)
+        except BaseException:
+            if self._suspects is not None:
+                self._suspects.add(pack.name)
+            raise
         finally:
             if packing is not None:
                 wait([packing])
@@ -107,6 +92,7 @@ class Store:
                 except (DataError, OverflowError) as error:  # sqlite3 raises the second as it is
                     raise InvalidRequest(f"a value cannot be stored: {error!a}") from None
                 if packing is not None:
+                    connection.execute(COUNT, {"name": pack.name, "records": len(pack.records)})
                     packing.result()
         except DBAPIError as error:
             if not error.connection_invalidated or not self._reached(token, error):
@@ -177,57 +163,32 @@ class Store:
         with self.engine.connect() as connection:
             return set(connection.execute(sa.select(t.snapshots.c.folder)).scalars())
 
-    def used_packs(self) -> set[str]:
-        column = t.operations.c
-        with self.engine.connect() as connection:
-            pairs = connection.execute(sa.select(column.payload_pack, column.result_pack)).all()
-        return {name for pair in pairs for name in pair if name}
-
-    def forget_records(self, model_id: str, upto: int) -> None:
-        """Payloads and results of a model's operations up to there are no longer asked for; their headers stay, and what
-        says which model it is."""
-        none = dict.fromkeys(("payload_pack", "result_pack"))
-        column = t.operations.c
-        where = (
-            column.model_id == model_id,
-            column.number <= upto,
-            column.answered_at.is_not(None),
-            column.kind != "CreateModel",
-        )
-        with self.engine.begin() as connection:
-            connection.execute(sa.update(t.operations).where(*where).values(**none))
-
-    def forget_old(self, before: float) -> None:
-        """Records of answered operations that no replay needs: samples, and what left its model as it was."""
-        column = t.operations.c
-        idle = sa.or_(column.model_id.is_(None), column.effect == "none")
-        where = (column.answered_at < before, idle, column.kind != "CreateModel")
-        with self.engine.begin() as connection:
-            connection.execute(sa.update(t.operations).where(*where).values(payload_pack=None, result_pack=None))
-
-    def loads(self, model_id: str) -> set[int]:
-        """Operations that read files which are not the journal's: they can not be replayed, only their snapshots help."""
+    def loads(self, model_id: str, numbers: Sequence[int]) -> set[int]:
+        """Those of these operations that read files which are not the journal's: they can not be replayed, only their snapshots help."""
         column = t.operations.c
         kinds = ("LoadWeights", "CreateModel")
-        query = sa.select(column.number).where(column.model_id == model_id, column.kind.in_(kinds))
+        where = (column.model_id == model_id, column.number.in_(list(numbers)), column.kind.in_(kinds))
         with self.engine.connect() as connection:
-            return set(connection.execute(query).scalars())
+            return set(connection.execute(sa.select(column.number).where(*where)).scalars())
 
-    def forget_ended(self, before: float) -> list[str]:
-        """Delete all rows of sessions that ended before that time; returns their snapshot folders."""
-        column = t.operations.c
+    def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+        with self.engine.connect() as connection:
+            return remembered(connection, stream, before, limit)
+
+    def mark_last_number(self) -> None:
+        """Rows are about to be removed, and their numbers must not be given again."""
+        self.write([])
         with self.engine.begin() as connection:
-            ended = connection.execute(sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at < before)).scalars().all()
-            models = connection.execute(sa.select(column.model_id).where(column.session_id.in_(ended)).distinct()).scalars().all()
-            gone = connection.execute(sa.select(t.snapshots.c.folder).where(t.snapshots.c.model_id.in_(models))).scalars().all()
-            connection.execute(sa.delete(t.snapshots).where(t.snapshots.c.model_id.in_(models)))
-            connection.execute(sa.delete(t.samplers).where(t.samplers.c.session_id.in_(ended), t.samplers.c.retired))
-            connection.execute(sa.delete(t.operations).where(column.session_id.in_(ended), column.answered_at.is_not(None)))
-            connection.execute(sa.delete(t.sessions).where(t.sessions.c.session_id.in_(ended)))
-            # samples of samplers that belong to no session
-            lost = (column.session_id.is_(None), column.answered_at < before)
-            connection.execute(sa.delete(t.operations).where(*lost))
-        return list(gone)
+            last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
+            known = connection.execute(sa.select(t.info.c.value).where(t.info.c.key == t.LAST_NUMBER)).scalar()
+            connection.execute(sa.delete(t.info).where(t.info.c.key == t.LAST_NUMBER))
+            value = str(max(last, int(known or 0)))
+            connection.execute(sa.insert(t.info).values(key=t.LAST_NUMBER, value=value))
+
+    def take_suspects(self) -> list[str]:
+        """Packs that may be in no row: all that are there the first time, then those of writes that failed since."""
+        found, self._suspects = self._suspects, set()
+        return self.packs.names() if found is None else sorted(found)
 
     def oldest_sampler(self, model_id: str) -> int | None:
         """The operation that froze the oldest unnamed version of a model that may still be sampled."""
@@ -235,14 +196,6 @@ class Store:
         query = sa.select(sa.func.min(column.number)).where(column.owner == model_id, ~column.retired)
         with self.engine.connect() as connection:
             return connection.execute(query).scalar()
-
-    def live_models(self) -> list[str]:
-        live = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
-        query = sa.select(t.operations.c.model_id).where(
-            t.operations.c.kind == "CreateModel", t.operations.c.session_id.in_(live)
-        )
-        with self.engine.connect() as connection:
-            return [name for name in connection.execute(query).scalars() if name]
 
 
 def _encoded(entries: Sequence[Entry]) -> list[bytes]:

@@ -14,7 +14,7 @@ from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
-from skyrl_actors.messages.errors import InvalidRequest, NotFound, Unavailable
+from skyrl_actors.messages.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from tests.simulation.backend import Machines, SimBackend
 from tests.simulation.journal import Disk
@@ -226,4 +226,52 @@ async def test_an_answer_that_cannot_be_stored_is_answered_as_a_failure(service:
     answer = await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams())))
     assert isinstance(answer, rs.Failure) and answer.category == "server" and "cannot be stored" in answer.message
     assert controller.fault() is None
+    await controller.close()
+
+
+async def test_samples_of_before_a_restart_are_known_when_they_are_asked_for(service: Service):
+    """A start does not read them: a repeat and the list of what was answered are looked up."""
+    controller = await service.start()
+    await controller.create_session("s1")
+    await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
+    controller.backend.machines.exports[""] = "base"  # type: ignore[attr-defined]
+    requests = [rq.Sample("s1:sample:0", (1,), rq.SamplingParams(2, seed=1), seq_id) for seq_id in range(5)]
+
+    async def sampled(*_: object) -> rs.SampleOutput:
+        return rs.SampleOutput((), "base")
+
+    controller.backend.sample = sampled  # type: ignore[method-assign]
+    ids = [await controller.submit(request) for request in requests]
+    for request_id in ids:
+        await done(controller, request_id)
+    await controller.close()
+    controller = await service.start()
+    controller.backend.sample = sampled  # type: ignore[method-assign]
+    assert not controller.queue._accepted
+    fresh = await controller.submit(rq.Sample("s1:sample:0", (1,), rq.SamplingParams(2, seed=1), 5))
+    await done(controller, fresh)
+    found, cursor = await controller.completed("s1:sample:0", 0, 0, 5)
+    assert [one.request_id for one in found] == [*ids, fresh]
+    assert await controller.completed("s1:sample:0", 0, cursor, 0) == ([], cursor)
+    assert [await controller.submit(request) for request in requests] == ids
+    with pytest.raises(Conflict):
+        await controller.submit(rq.Sample("s1:sample:0", (2,), rq.SamplingParams(2, seed=1), 0))
+    await controller.close()
+
+
+async def test_versions_of_weights_have_new_names_after_a_restart(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+
+    async def saved(number: int) -> str:
+        request = rq.SaveForSampler(model_id, sampler_id=f"s1:sample:{number}")
+        result = await done(controller, await controller.submit(request))
+        assert isinstance(result, rs.SamplerSaved)
+        return result.version
+
+    names = [await saved(0), await saved(1)]
+    await controller.close()
+    controller = await service.start()
+    names += [await saved(2), await saved(3)]
+    assert len(set(names)) == 4
     await controller.close()
