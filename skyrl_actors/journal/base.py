@@ -21,7 +21,12 @@ class Journal(Protocol):
 
     @property
     def trouble(self) -> str | None:
-        """Why the last write failed; None when it succeeded."""
+        """Why the last write failed, or that one takes long; None when all is well."""
+        ...
+
+    @property
+    def lost(self) -> str | None:
+        """Why it must be opened anew: its database lost what was confirmed. None when it did not."""
         ...
 
     async def request(self, operation: Operation) -> Request:

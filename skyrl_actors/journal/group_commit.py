@@ -7,6 +7,7 @@ not refuse the others, and a passing fault may be over.
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from skyrl_actors.messages.results import LossOutput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+SLOW_S = 5.0
 BATCH_ENTRIES = 1024
 BATCH_BYTES = 64 * 2**20
 
@@ -46,6 +48,15 @@ class GroupCommit:
         self._waiting: deque[Write] = deque()
         self._busy = False
         self._closing = False
+        self._began = 0.0  # when the write that is under way was given to the thread
+
+    @property
+    def slow(self) -> str | None:
+        """That a write takes so long that its client would better know."""
+        took_s = time.monotonic() - self._began
+        if not self._busy or took_s < SLOW_S:
+            return None
+        return f"a write has taken {took_s:.0f} s; the disk or the database does not answer"
 
     async def write(self, entries: tuple[Entry, ...]) -> None:
         """Durable when this returns. Raises Unavailable, or InvalidRequest for entries that can never be
@@ -74,7 +85,7 @@ class GroupCommit:
         with self._mutex:
             if self._busy or not self._waiting:
                 return
-            self._busy = True
+            self._busy, self._began = True, time.monotonic()
             batch = _take(self._waiting)
         writing = self._writer.submit(self._write, [entry for write in batch for entry in write.entries])
         writing.add_done_callback(lambda done: self._on_written(batch, done.exception()))

@@ -22,6 +22,7 @@ from skyrl_actors.journal.retention import Retention
 from skyrl_actors.journal.snapshots import SnapshotFolders
 from skyrl_actors.journal.store import Store
 from skyrl_actors.journal.sweeping import Sweeper
+from skyrl_actors.journal.watchdog import Watchdog
 from skyrl_actors.messages.errors import ConfigError, Corrupt, InternalError, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
@@ -44,6 +45,7 @@ class SqlJournal:
         self._commits: GroupCommit | None = None
         self._lock: opening.FolderLock | None = None
         self._guard: sa.Connection | None = None
+        self._watchdog: Watchdog | None = None
 
     @property
     def store(self) -> Store:
@@ -79,9 +81,12 @@ class SqlJournal:
                 marked = (self.folder / opening.MARKER).exists()
                 opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
                 self._store = Store(engine, self._packs)
-                books = self._store.begin_epoch(holder)
+                books = self._store.begin_epoch(holder, opening.last_epoch(self.folder))
+                opening.note_epoch(self.folder, books.epoch)
                 # What an interrupted snapshot left; packs are looked through by the first sweep.
                 self._folders.sweep(self._store.snapshot_folders())
+            if engine.dialect.name == "postgresql":
+                self._watchdog = Watchdog(engine)
             self._commits = GroupCommit(self._store.write)
             undo.pop_all()
             return books
@@ -90,7 +95,11 @@ class SqlJournal:
     def trouble(self) -> str | None:
         if self._commits is None or self._store is None:
             return None
-        return self._store.waiting or self._commits.trouble
+        return self._store.waiting or self._commits.trouble or self._commits.slow
+
+    @property
+    def lost(self) -> str | None:
+        return None if self._store is None else self._store.lost
 
     @property
     def _writer(self) -> GroupCommit:
@@ -179,6 +188,8 @@ class SqlJournal:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._guard is not None:
             self._guard.close()
         if self._store is not None:

@@ -1,5 +1,6 @@
 """The journal's rows and packs, synchronously: one `write` is one pack and one transaction. Called from one thread."""
 
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -16,10 +17,16 @@ from skyrl_actors.journal.encoding import UNENCODABLE, encode
 from skyrl_actors.journal.entries import Books, Entry, Operation, SnapshotTaken
 from skyrl_actors.journal.loading import load, remembered
 from skyrl_actors.journal.packs import Pack, PackStore
-from skyrl_actors.journal.rows import insert, operation_of, record_of
+from skyrl_actors.journal.redo import Commit, CommitsLost, RedoLog, Statement
+from skyrl_actors.journal.rows import operation_of, record_of, statements
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 
-LAST_COMMIT = sa.select(t.info.c.value).where(t.info.c.key == "commit")
+log = logging.getLogger(__name__)
+# Locked: a commit that is still on its way holds this row, and its fate is known only when it is free.
+LAST_COMMIT = sa.select(t.info.c.value).where(t.info.c.key == "commit").with_for_update()
+LAST_EPOCH = sa.select(t.info.c.value).where(t.info.c.key == "epoch")
+# A commit may wait for a standby for as long as that takes: cancelled, it would be confirmed without it.
+NO_TIMEOUT = sa.text("SET LOCAL statement_timeout = 0")
 FENCE = (
     sa.update(t.info).where(t.info.c.key == "commit", t.info.c.value == sa.bindparam("last")).values(value=sa.bindparam("next"))
 )
@@ -39,25 +46,34 @@ class Store:
         self.engine = engine
         self.packs = packs
         self.epoch = 0
+        self.lost: str | None = None  # why the journal must be opened anew
         self.waiting: str | None = None  # the fault behind which a commit's fate is not yet known
         self.closing = threading.Event()
         self._token = ""
+        self._redo = RedoLog()
+        self._remote = engine.dialect.name == "postgresql"
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="journal-pack")
         name = engine.url.database
         self._file = Path(name) if engine.dialect.name == "sqlite" and name else None
         self._inode: int | None = None
         self._suspects: set[str] | None = None
 
-    def begin_epoch(self, holder: str) -> Books:
-        """Fence off whoever wrote before, and read what is known."""
+    def begin_epoch(self, holder: str, at_least: int = 0) -> Books:
+        """Fence off whoever wrote before, and read what is known. `at_least`: an epoch that is known to have begun."""
         if self._file is not None:
             self._inode = self._file.stat().st_ino
         with self.engine.begin() as connection:
             key = t.info.c.key
             found = connection.execute(sa.select(t.info.c.value).where(key == "epoch").with_for_update()).scalar_one()
-            self.epoch = int(found) + 1
+            if int(found) < at_least:
+                log.error(
+                    "the journal's database is of an earlier time: it was opened %s times, and its folder says %d; what was "
+                    "accepted and answered since then is lost", found, at_least,
+                )  # fmt: skip
+            self.epoch = max(int(found), at_least) + 1
             connection.execute(sa.update(t.info).where(key == "epoch").values(value=str(self.epoch)))
             self._token = f"{self.epoch}.0"
+            self._redo = RedoLog()
             for name, value in (("holder", holder), ("commit", self._token)):
                 connection.execute(sa.delete(t.info).where(key == name))
                 connection.execute(sa.insert(t.info).values(key=name, value=value))
@@ -83,21 +99,47 @@ class Store:
     def _commit(self, entries: Sequence[Entry], pack: Pack, packing: "Future[None] | None") -> None:
         epoch, _, count = self._token.partition(".")
         token = f"{epoch}.{int(count) + 1}"
+        todo = statements(entries, pack.blobs())
+        if packing is not None:
+            todo.append((COUNT, {"name": pack.name, "records": len(pack.records)}))
         try:
             with self.engine.begin() as connection:
                 if connection.execute(FENCE, {"last": self._token, "next": token}).rowcount != 1:
-                    raise Fenced("another service has opened this journal since; this one may not write to it any more")
+                    self._redo_lost(connection)
+                    connection.execute(FENCE, {"last": self._token, "next": token})
                 try:
-                    insert(connection, entries, pack.blobs())
+                    _execute(connection, todo)
                 except (DataError, OverflowError) as error:  # sqlite3 raises the second as it is
                     raise InvalidRequest(f"a value cannot be stored: {error!a}") from None
+                if self._remote:
+                    connection.execute(NO_TIMEOUT)
                 if packing is not None:
-                    connection.execute(COUNT, {"name": pack.name, "records": len(pack.records)})
                     packing.result()
         except DBAPIError as error:
             if not error.connection_invalidated or not self._reached(token, error):
                 raise
+        if self._remote:  # a file does not go back while it is open
+            self._redo.add(Commit(self._token, token, todo))
         self._token = token
+
+    def _redo_lost(self, connection: sa.Connection) -> None:
+        """The last commit of the database is not ours. Either a later service made it, or the database lost ours and the
+        commits before: those are made again in this transaction. Raises Fenced, CommitsLost."""
+        epoch, found = connection.execute(LAST_EPOCH).scalar_one(), connection.execute(LAST_COMMIT).scalar_one()
+        if int(epoch) > self.epoch:
+            raise Fenced("another service has opened this journal since; this one may not write to it any more")
+        missing = self._redo.since(found)
+        if missing is None or int(epoch) < self.epoch:
+            last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
+            self.lost = (
+                f"the journal's database went back to commit {found} (this service confirmed {self._token}): it was restored, or "
+                f"failed over to a copy without the newest commits. Requests above number {last} are lost; the journal is opened anew"
+            )
+            raise CommitsLost(self.lost)
+        for commit in missing:
+            _execute(connection, commit.statements)
+        connection.execute(FENCE, {"last": found, "next": self._token})
+        log.error("the journal's database had lost its last %d commits, as after a failover; they were made again", len(missing))
 
     def close(self) -> None:
         self._packer.shutdown(wait=True)
@@ -196,6 +238,11 @@ class Store:
         query = sa.select(sa.func.min(column.number)).where(column.owner == model_id, ~column.retired)
         with self.engine.connect() as connection:
             return connection.execute(query).scalar()
+
+
+def _execute(connection: sa.Connection, todo: Sequence[Statement]) -> None:
+    for statement, parameters in todo:
+        connection.execute(statement, parameters)
 
 
 def _encoded(entries: Sequence[Entry]) -> list[bytes]:

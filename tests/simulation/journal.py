@@ -81,6 +81,7 @@ class SimJournal:
         self.disk = disk
         self.chance = chance
         self.trouble: str | None = None
+        self.lost: str | None = None
         self.dead = False
         self._turn = asyncio.Lock()
         self._epoch = 0
