@@ -41,6 +41,10 @@ class Journal(Protocol):
         """Of one model, after < number <= upto, in order."""
         ...
 
+    async def trimmed(self, model_id: str) -> int:
+        """The number up to which operations of this model may have been removed, but for its creation; 0: none was."""
+        ...
+
     async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
         """Of one stream, answered and with a sequence number: the newest `limit` below `before`, in order."""
         ...

@@ -132,6 +132,9 @@ class SqlJournal:
     async def operations(self, model_id: str, after: int, upto: int) -> list[Operation]:
         return await self._read(self.store.operations, model_id, after, upto)
 
+    async def trimmed(self, model_id: str) -> int:
+        return await self._read(self.store.trimmed, model_id)
+
     async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
         return await self._read(self.store.remembered, stream, before, limit)
 

@@ -183,6 +183,12 @@ class Store:
         with self.engine.connect() as connection:
             return [operation_of(row) for row in connection.execute(query.order_by(column.number))]
 
+    def trimmed(self, model_id: str) -> int:
+        """The number up to which a model's operations may have been removed; 0 when none was."""
+        query = sa.select(t.trimmed.c.number).where(t.trimmed.c.model_id == model_id)
+        with self.engine.connect() as connection:
+            return connection.execute(query).scalar() or 0
+
     def models(self) -> list[dict[str, Any]]:
         """One row a model: id, operations, step, first and last time."""
         column = t.operations.c

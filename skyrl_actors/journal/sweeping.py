@@ -18,12 +18,16 @@ from skyrl_actors.journal.entries import SnapshotDropped
 from skyrl_actors.journal.retention import Retention, plan_sweep
 from skyrl_actors.journal.store import Store
 
-STEP_S = 0.015  # that a step is to take; chunks grow and shrink with what the last one took
-SMALLEST, LARGEST = 10, 500  # rows of a chunk
+STEP_S = 0.02  # that a step is to take; chunks grow and shrink with what the last one took
+SMALLEST, LARGEST = 20, 300  # rows of a chunk
 OP = t.operations.c
 ANSWERED = OP.answered_at.is_not(None)
 RELEASE = (
     sa.update(t.packs).where(t.packs.c.name == sa.bindparam("of")).values(records=t.packs.c.records - sa.bindparam("released"))
+)
+
+TRIM = sa.text(
+    "INSERT INTO trimmed (model_id, number) VALUES (:model_id, :number) ON CONFLICT (model_id) DO UPDATE SET number = :number"
 )
 
 
@@ -96,6 +100,10 @@ class Sweeper:
         with store.engine.connect() as connection:
             step = loading.last_step(connection, model_id)
         bound = min(plan.forget_upto, step or 0)  # failures since the last step say why gradients are missing
+        if not bound:
+            return
+        with store.engine.begin() as connection:  # first, so that no rebuild leaves out what is removed
+            connection.execute(TRIM, {"model_id": model_id, "number": bound - 1})
         yield from self._chunks(OP.model_id == model_id, OP.number < bound, ANSWERED, OP.kind != "CreateModel")
         yield self._without_records(model_id, plan.forget_upto)
 
@@ -137,7 +145,7 @@ class Sweeper:
             if not rows:
                 return Swept(), None
             created = {row.model_id for row in rows if row.kind == "CreateModel"}
-            folders = _forget_snapshots(connection, created) if created else ()
+            folders = _forget_models(connection, created) if created else ()
             connection.execute(sa.delete(t.operations).where(OP.number.in_([row.number for row in rows])))
             emptied = _release(connection, [(row.payload_pack, row.result_pack) for row in rows])
         return Swept(len(rows), self._store.packs.remove(emptied), folders), rows[-1].reached
@@ -169,8 +177,10 @@ def _release(connection: sa.Connection, pairs: Sequence[Any]) -> list[str]:
     return emptied
 
 
-def _forget_snapshots(connection: sa.Connection, models: set[str]) -> tuple[str, ...]:
+def _forget_models(connection: sa.Connection, models: set[str]) -> tuple[str, ...]:
+    """Returns the folders of their snapshots."""
     of_models = t.snapshots.c.model_id.in_(list(models))
     folders = tuple(connection.execute(sa.select(t.snapshots.c.folder).where(of_models)).scalars())
     connection.execute(sa.delete(t.snapshots).where(of_models))
+    connection.execute(sa.delete(t.trimmed).where(t.trimmed.c.model_id.in_(list(models))))
     return folders

@@ -94,3 +94,10 @@ packs = Table(
     Column("name", String(64), primary_key=True),
     Column("records", BigInteger, nullable=False),  # that rows name; a pack without any is removed
 )
+
+trimmed = Table(
+    "trimmed",
+    metadata,
+    Column("model_id", String(128), primary_key=True),
+    Column("number", BigInteger, nullable=False),  # the newest of its operations that were removed
+)

@@ -13,6 +13,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
+from sqlalchemy.exc import DisconnectionError
 
 log = logging.getLogger(__name__)
 LONGEST_CALL_S = 20.0  # above the server's own limit of one statement
@@ -42,7 +43,7 @@ class Watchdog:
             self._dialect.do_ping(connection)
         except self._dialect.loaded_dbapi.Error as error:
             self._on_back(connection, record)
-            raise sa.exc.DisconnectionError(str(error)) from error  # the pool makes a new one
+            raise DisconnectionError(str(error)) from error  # the pool makes a new one
 
     def _on_back(self, connection: Any, record: Any, _: Any = None) -> None:
         with self._lock:

@@ -13,6 +13,9 @@ def upgrade() -> None:
     op.create_table(
         "packs", sa.Column("name", sa.String(64), primary_key=True), sa.Column("records", sa.BigInteger(), nullable=False)
     )
+    op.create_table(
+        "trimmed", sa.Column("model_id", sa.String(128), primary_key=True), sa.Column("number", sa.BigInteger(), nullable=False)
+    )
     op.execute(
         "INSERT INTO packs (name, records) SELECT name, count(*) FROM ("
         "SELECT payload_pack AS name FROM operations WHERE payload_pack IS NOT NULL "

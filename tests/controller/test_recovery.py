@@ -16,6 +16,7 @@ from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.paths import parse_path
 from tests.simulation.backend import Machines, SimBackend
 from tests.simulation.journal import Disk
 
@@ -274,4 +275,36 @@ async def test_versions_of_weights_have_new_names_after_a_restart(service: Servi
     controller = await service.start()
     names += [await saved(2), await saved(3)]
     assert len(set(names)) == 4
+    await controller.close()
+
+
+async def test_a_state_whose_operations_were_removed_is_refused_and_not_computed_without_them(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+    for token in range(1, 4):
+        await done(controller, await controller.submit(batch(model_id, token)))
+        await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams(learning_rate=0.1 * token))))
+    await controller._recovery.snapshot_now(controller.tenants.models[model_id])
+    journal = controller.journal
+    assert isinstance(journal, SqlJournal)
+    now = journal.wall()
+    journal.wall = lambda: now + service.config.journal.retention_s + 60
+    await done(controller, await controller.submit(batch(model_id, 4)))
+    await journal.sweep()
+    (snapshot,) = await journal.snapshots(model_id)
+    folder = str(journal.folder / "snapshots" / snapshot.folder)
+    service.machines.disk.files[folder] = service.machines.disk.files[f"{folder}.partial"]
+    assert len(await journal.operations(model_id, 0, 10**6)) == 3  # its creation, the last step, and what followed
+    service.machines.kill_rank()
+    assert isinstance(await done(controller, await controller.submit(batch(model_id, 5))), rs.LossOutput)
+    with pytest.raises(NotFound, match="is at step 3; use 0 or 3 to 3; steps before 3 are older"):
+        await controller.checkpoint_spec(parse_path(f"tinker://{model_id}/steps/1"))
+    (journal.folder / "snapshots" / snapshot.folder / "manifest.json").unlink()
+    service.machines.kill_rank()
+    refused = await done(controller, await controller.submit(batch(model_id, 6)))
+    assert isinstance(refused, rs.Failure) and "were removed, and no whole snapshot covers them" in refused.message
+    await controller.create_session("s2")
+    path = f"tinker://{model_id}/steps/0"
+    fork = rq.CreateModel(ModelSpec("s2:train:0", ""), "s2", from_path=path)
+    assert isinstance(await done(controller, await controller.submit(fork)), rs.Loaded | rs.ModelCreated)
     await controller.close()

@@ -119,6 +119,10 @@ class SimJournal:
         changed = [op for op in mine if op.effect != "none" or (op.kind == "ForwardBackward" and op.failed)]
         return [op for op in changed if op.number >= since or op.kind == "CreateModel"]
 
+    async def trimmed(self, model_id: str) -> int:
+        await self._pass_time()
+        return 0
+
     async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
         await self._pass_time()
         mine = [op for op in self.disk.operations.values() if op.stream == stream and op.number < before]
