@@ -21,9 +21,10 @@ from skyrl_actors.api import (
     routes_training,
 )
 from skyrl_actors.api.access import Caller
+from skyrl_actors.api.body_limits import limit_of
 from skyrl_actors.api.state import ARCHIVES, ApiState, state_of
 from skyrl_actors.api.tokens import owner_of_credential
-from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
+from skyrl_actors.messages.errors import CapacityError, SkyrlActorsError, Unavailable
 
 log = logging.getLogger(__name__)
 # Looked at before the other routes: called for every step and sample.
@@ -118,7 +119,7 @@ class Guard:
         state: ApiState = scope["app"].state.api
         headers = {key.decode("latin1").lower(): value.decode("latin1") for key, value in scope["headers"]}
         caller = self._caller(state, headers, scope["path"])
-        limit = state.config.limits.body_bytes
+        limit = limit_of(scope["path"], state.config.limits, state.known_capabilities)
         length = headers.get("content-length", "0")
         if caller is None:
             refusal = JSONResponse({"detail": "unknown API key or token (header X-API-Key)", "category": "user"}, 401)
@@ -130,7 +131,13 @@ class Guard:
         else:
             scope.setdefault("state", {})["caller"] = caller
             bounded = Bounded(receive, send, limit)
-            await self.app(scope, bounded.receive, bounded.send)
+            is_of_unknown_size = "transfer-encoding" in headers or "content-encoding" in headers
+            try:
+                async with state.body_room.hold(caller.owner or "", limit if is_of_unknown_size else int(length)):
+                    await self.app(scope, bounded.receive, bounded.send)
+            except CapacityError as error:  # of the room: what routes raise is answered further in
+                busy = JSONResponse({"detail": str(error), "category": "user"}, 429, {"Retry-After": "1"})
+                await busy(scope, receive, send)
 
     @staticmethod
     def _caller(state: ApiState, headers: dict[str, str], path: str) -> Caller | None:

@@ -17,6 +17,7 @@ from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
+from skyrl_actors.messages.sizes import size_of
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled
@@ -27,6 +28,7 @@ PATIENCE_S = 45.0  # below the minute after which an SDK gives up one attempt
 GRACE_S = 3.0
 COPY_TIMEOUT_S = 55.0  # an SDK waits a minute, and asks again; the copy goes on meanwhile
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+BULK_BYTES = 64 * 2**10
 
 
 def actor_name(name: str) -> str:
@@ -46,6 +48,8 @@ class ControllerClient:
         self.handle = handle
         self.patience_s = patience_s
         self._line = Line(lambda: settled(handle.get_line.remote(node_address())))
+        # Of its own, so that small calls do not wait behind large ones.
+        self._bulk_line = Line(lambda: settled(handle.get_line.remote(node_address())))
 
     async def _call(self, method: str, *arguments: Any, patience_s: float | None = None, timeout_s: float = PATIENCE_S) -> Any:
         deadline = asyncio.get_running_loop().time() + (self.patience_s if patience_s is None else patience_s)
@@ -63,7 +67,8 @@ class ControllerClient:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        return await self._line.call(method, *arguments)
+        is_bulk = method == "submit" and size_of(arguments[0]) > BULK_BYTES
+        return await (self._bulk_line if is_bulk else self._line).call(method, *arguments)
 
     async def submit(self, request: Request, mark: str = "", request_id: str | None = None) -> str:
         """`mark` of the owner, at the end of the request's id. A repeat under one `request_id` is one request."""

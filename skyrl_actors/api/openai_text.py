@@ -20,12 +20,21 @@ class Codec:
 
     def __init__(self, folder: Path):
         self._tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text())
+        self._longest_token = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
         self._config: dict[str, Any] = _json(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
         self._template = file.read_text() if file.is_file() else self._config.get("chat_template")
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, most_tokens: int) -> list[int]:
+        """Raises InvalidRequest for a text that has more than `most_tokens` whatever its tokens are, before time is spent
+        on them."""
+        most = most_tokens * self._longest_token
+        if len(text) > most:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters; {most_tokens} tokens, the most taken here, have at most {most}"
+            )
+        # A batch of one: the tokenizer gives up the interpreter lock for batches only.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -34,7 +43,7 @@ class Codec:
         """With special tokens spelled out."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[dict[str, str]], most_tokens: int) -> list[int]:
         if not isinstance(self._template, str):
             raise InvalidRequest("the base model has no chat template; use /v1/completions")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
@@ -43,9 +52,10 @@ class Codec:
         special = {key: _as_text(self._config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
         try:
             template = environment.from_string(self._template)
-            return self.encode(template.render(messages=list(messages), add_generation_prompt=True, tools=None, **special))
+            text = template.render(messages=list(messages), add_generation_prompt=True, tools=None, **special)
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
+        return self.encode(text, most_tokens)
 
 
 class Growing:

@@ -9,15 +9,17 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from skyrl_actors.api import openai_answers as answers
 from skyrl_actors.api import openai_wire as wire
 from skyrl_actors.api import translate
 from skyrl_actors.api.access import caller_of, readable
+from skyrl_actors.api.apart import run_in_thread
+from skyrl_actors.api.bodies import body_of, documented
 from skyrl_actors.api.openai_answers import Form
 from skyrl_actors.api.openai_text import Codec, Growing, codec_for
 from skyrl_actors.api.state import state_of
@@ -40,22 +42,26 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [base, *({**base, "id": c.path, "created": int(c.time)} for c in samplers)]}
 
 
-@router.post("/completions")
-async def completions(body: wire.Completion, request: Request) -> Response:
+CompletionBody = Annotated[wire.Completion, Depends(body_of(wire.Completion))]
+ChatBody = Annotated[wire.ChatCompletion, Depends(body_of(wire.ChatCompletion))]
+
+
+@router.post("/completions", openapi_extra=documented(wire.Completion))
+async def completions(body: CompletionBody, request: Request) -> Response:
     """OpenAI's completions, whole or streamed."""
-    codec = await _codec(request)
-    prompts = _prompts(body.prompt, codec)
+    codec, able = await _codec(request), await state_of(request).capabilities()
+    prompts = await run_in_thread(_prompts, body.prompt, codec, able.max_sample_tokens)
     params = await _params(request, body, body.max_tokens, body.logprobs)
     form = Form(answers.new_id("cmpl"), "text_completion", body.model, int(time.time()), codec, body.logprobs is not None)
     return await _answered(request, body, form, prompts, params)
 
 
-@router.post("/chat/completions")
-async def chat_completions(body: wire.ChatCompletion, request: Request) -> Response:
+@router.post("/chat/completions", openapi_extra=documented(wire.ChatCompletion))
+async def chat_completions(body: ChatBody, request: Request) -> Response:
     """OpenAI's chat completions, with the base model's own chat template, whole or streamed."""
-    codec = await _codec(request)
-    prompt = codec.chat([message.for_template for message in body.messages])
-    able = await state_of(request).capabilities()
+    codec, able = await _codec(request), await state_of(request).capabilities()
+    messages = [message.for_template for message in body.messages]
+    prompt = await run_in_thread(codec.chat, messages, able.max_sample_tokens)
     room = body.max_completion_tokens or body.max_tokens or max(1, able.max_sample_tokens - len(prompt))
     params = await _params(request, body, room, body.top_logprobs if body.logprobs else None)
     form = Form(answers.new_id("chatcmpl"), "chat.completion", body.model, int(time.time()), codec, body.logprobs)
@@ -66,12 +72,12 @@ async def _codec(request: Request) -> Codec:
     return await asyncio.to_thread(codec_for, (await state_of(request).capabilities()).base_folder)
 
 
-def _prompts(prompt: str | Sequence[Any], codec: Codec) -> list[list[int]]:
+def _prompts(prompt: str | Sequence[Any], codec: Codec, most_tokens: int) -> list[list[int]]:
     if isinstance(prompt, str):
-        return [codec.encode(prompt)]
+        return [codec.encode(prompt, most_tokens)]
     if prompt and all(isinstance(part, int) for part in prompt):
         return [list(prompt)]
-    return [codec.encode(part) if isinstance(part, str) else list(part) for part in prompt]
+    return [codec.encode(part, most_tokens) if isinstance(part, str) else list(part) for part in prompt]
 
 
 async def _params(request: Request, body: wire.OpenAiBody, max_tokens: int, topk: int | None) -> SamplingParams:

@@ -1,19 +1,23 @@
 """Samplers, samples, and the answers to everything that was submitted."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from skyrl_actors.api import translate, wire
 from skyrl_actors.api.access import caller_of, readable
+from skyrl_actors.api.apart import THREAD_BYTES, run_in_thread, run_sized
+from skyrl_actors.api.bodies import body_of, documented
 from skyrl_actors.api.state import state_of
 from skyrl_actors.losses.custom_graph import PREFIX, graph_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.paths import checked_id, parse_path, sampler_id_for
-from skyrl_actors.messages.results import Failure, Waiting
+from skyrl_actors.messages.results import Failure, Result, Waiting
+from skyrl_actors.messages.sizes import size_of
 
 router = APIRouter()
+SampleBody = Annotated[wire.Asample, Depends(body_of(wire.Asample))]
 
 
 @router.post("/create_sampling_session")
@@ -34,8 +38,8 @@ async def get_sampler(sampler_id: str, request: Request) -> dict[str, Any]:
     return {"sampler_id": sampler.sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
 
-@router.post("/asample")
-async def asample(body: wire.Asample, request: Request) -> dict[str, Any]:
+@router.post("/asample", openapi_extra=documented(wire.Asample))
+async def asample(body: SampleBody, request: Request) -> dict[str, Any]:
     """Samples, and scores of the prompt."""
     state, caller = state_of(request), caller_of(request)
     if body.sampling_session_id is None:
@@ -102,10 +106,22 @@ async def retrieve_future(body: wire.RetrieveFuture, request: Request) -> Respon
     if isinstance(result, Waiting):
         answer = {"type": "try_again", "request_id": body.request_id, "queue_state": result.state}
         return JSONResponse(answer | ({"queue_state_reason": result.reason} if result.reason else {}), 408)
-    answer = translate.result_body(result, "" if isinstance(result, Failure) else request.headers.get("accept", ""))
+    accept = "" if isinstance(result, Failure) else request.headers.get("accept", "")
+    if translate.PROTOBUF in accept:  # copies of arrays, which need no process of their own
+        large = size_of(result) > THREAD_BYTES
+        content, media_type = await run_in_thread(_rendered, result, accept) if large else _rendered(result, accept)
+    else:
+        content, media_type = await run_sized(size_of(result), _rendered, result, accept)
+    return Response(content, media_type=media_type)
+
+
+def _rendered(result: Result, accept: str) -> tuple[bytes, str]:
+    """The body of an answer, and its media type."""
+    answer = translate.result_body(result, accept)
     if isinstance(answer, tuple):
-        return Response(answer[0], media_type=answer[1])
+        return answer
     try:
-        return JSONResponse(answer)
+        return bytes(JSONResponse(answer).body), "application/json"
     except ValueError:
-        return JSONResponse({"error": "the result has values that are not finite, which JSON can not say", "category": "user"})
+        error = {"error": "the result has values that are not finite, which JSON can not say", "category": "user"}
+        return bytes(JSONResponse(error).body), "application/json"

@@ -1,14 +1,17 @@
 """Models and their training: create, forward, forward_backward, optim_step, save, load."""
 
-import asyncio
 import json
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from skyrl_actors.api import codec, translate, wire
 from skyrl_actors.api.access import caller_of, readable
+from skyrl_actors.api.apart import THREAD_BYTES, run_in_thread, run_sized
+from skyrl_actors.api.parts import check_json_size, check_proto_size
 from skyrl_actors.api.state import read_body, state_of
+from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.losses.custom_graph import loss_id_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.model import ModelSpec
@@ -16,7 +19,6 @@ from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.requests import ForwardBackward, ModelRequest, Unload
 
 router = APIRouter()
-THREAD_BYTES = 128 * 2**10  # larger bodies are decoded off the event loop
 
 
 @router.post("/create_model")
@@ -62,24 +64,30 @@ async def forward(request: Request) -> dict[str, Any]:
 
 
 async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
-    state = state_of(request)
-    limit = state.config.limits.body_bytes
-    body = await read_body(request, limit)
-    proto = translate.PROTOBUF in request.headers.get("content-type", "")
-
-    def decode() -> ForwardBackward:
-        if proto:
-            return codec.forward_backward_from_proto(body, limit)
-        try:
-            content = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the body is not JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise InvalidRequest("the body is not a JSON object")
-        return codec.forward_backward_from_json(content, forward_only, limit)
-
-    wanted = await asyncio.to_thread(decode) if len(body) > THREAD_BYTES else decode()
+    limits = state_of(request).config.limits
+    body = await read_body(request, limits.body_bytes)
+    if translate.PROTOBUF in request.headers.get("content-type", ""):
+        decode = partial(_from_proto, body, limits)
+        wanted = await run_in_thread(decode) if len(body) > THREAD_BYTES else decode()
+    else:
+        check_json_size(body, limits.body_bytes, limits.datums)
+        wanted = await run_sized(len(body), _from_json, body, forward_only, limits.body_bytes)
     return await _submitted(request, wanted)
+
+
+def _from_proto(body: bytes, limits: LimitsConfig) -> ForwardBackward:
+    check_proto_size(body, limits.datums)
+    return codec.forward_backward_from_proto(body, limits.body_bytes)
+
+
+def _from_json(body: bytes, forward_only: bool, limit: int) -> ForwardBackward:
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequest("the body is not a JSON object")
+    return codec.forward_backward_from_json(content, forward_only, limit)
 
 
 @router.post("/optim_step")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from skyrl_actors.api import codec
+from skyrl_actors.api.body_room import BodyRoom
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
@@ -23,13 +24,20 @@ class ApiState:
     client: ControllerClient
     _capabilities: Capabilities | None = field(default=None)
     owners: dict[str, str] = field(init=False)  # hash of an API key -> its owner
+    body_room: BodyRoom = field(init=False)
 
     def __post_init__(self) -> None:
         self.owners = {key.digest: key.owner for key in known_keys(self.config.http.api_keys)}
+        self.body_room = BodyRoom(self.config.limits.body_memory_bytes)
 
     @property
     def folders(self) -> CheckpointFolders:
         return CheckpointFolders(self.config.checkpoint_dir)
+
+    @property
+    def known_capabilities(self) -> Capabilities | None:
+        """None until they were asked for once."""
+        return self._capabilities
 
     async def capabilities(self) -> Capabilities:
         if self._capabilities is None:

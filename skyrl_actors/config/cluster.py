@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from skyrl_actors.config import keys
 from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.engines import EngineConfig
+from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
 from skyrl_actors.config.transfers import LogprobCheck, ShmTransfer, TransferConfig
@@ -158,33 +159,6 @@ class RestartConfig(FrozenConfig):
         default=1, ge=0, description="training processes kept waiting on a CPU service, to take the place of a dead rank at once"
     )
     attempts: int = Field(default=4, ge=1, description="times one operation is tried when its ranks die under it")
-
-
-class LimitsConfig(FrozenConfig):
-    """What one client may ask. Over a bound the answer is 413, 422 or 429 and says what is allowed."""
-
-    body_bytes: int = Field(default=64 * 2**20, ge=1024, description="of a request, also after decompression")
-    datums: int = Field(default=1024, ge=1, description="of one forward or forward_backward")
-    tokens: int = Field(default=2**22, ge=1, description="of all datums of one request together")
-    num_samples: int = Field(default=256, ge=1, description="of one asample; max_tokens is bound by engine.max_model_len")
-    open_requests: int = Field(default=20_000, ge=1, description="accepted and not yet answered, of all clients")
-    open_requests_per_key: int = Field(default=10_000, ge=1, description="the same, of the holder of one API key")
-    sessions_per_key: int = Field(default=1000, ge=1, description="open at once")
-    models_per_key: int = Field(default=64, ge=1, description="alive at once")
-    samples_in_flight: int = Field(default=512, ge=1, description="in the engines at once; more wait, tenants in turn")
-    full_sampler_versions: int = Field(
-        default=4, ge=1, description="unnamed full-weight samplers kept for a model; older ones are refused"
-    )
-    lora_sampler_versions: int = Field(default=256, ge=1, description="the same for a LoRA model")
-    result_ttl_s: float = Field(default=30.0, gt=0, description="how long an answer stays in memory; the journal keeps it longer")
-    session_silent_s: float = Field(
-        default=60.0, gt=0, description="silence after which a session ends when its place is wanted; SDKs are heard of each 10 s"
-    )
-    session_timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="silence after which a session's models are freed; time in which no client is heard does not count",
-    )
 
 
 class SdkFlags(FrozenConfig):

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
 import numpy as np
@@ -19,6 +19,7 @@ from skyrl_actors.messages.paths import checked_id, owner_of
 from skyrl_actors.messages.requests import ForwardBackward, Request, Sample, SaveExternal, SaveForSampler, SaveWeights
 
 MIN_TEMPERATURE = 0.0
+METADATA_BYTES = 16 * 2**10  # of a session, model or checkpoint
 LARGEST_INT = 2**62  # of numbers that only name something
 
 
@@ -38,6 +39,12 @@ def check_save(request: Request) -> None:
         raise InvalidRequest(
             f"ttl_seconds {ttl_seconds}: use 1 to {LONGEST_TTL_S} (100 years), or leave it out to keep the checkpoint"
         )
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    num_bytes = sum(len(text.encode(errors="surrogatepass")) for pair in metadata.items() for text in pair)
+    if num_bytes > METADATA_BYTES:
+        raise InvalidRequest(f"user_metadata has {num_bytes} bytes of keys and values; at most {METADATA_BYTES} are taken")
 
 
 def check_count(ids: Iterable[str], new_id: str, limit: int, what: str) -> None:

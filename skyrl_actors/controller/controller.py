@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -16,17 +16,17 @@ from typing import Any
 from skyrl_actors import clock
 from skyrl_actors.backends.base import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller import admission, housekeeping, overview, restart
+from skyrl_actors.controller import admission, bounds, housekeeping, overview, restart
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
+from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.lanes import Lanes, seeded
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
-from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
-from skyrl_actors.controller.waiters import ResultTable
+from skyrl_actors.journal import encoding
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SamplerOpened, SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
@@ -46,8 +46,8 @@ class Controller:
         self.backend = backend
         self.journal = journal
         self.tenants = TenantTable()
-        self.queue = RequestQueue(config.limits.open_requests, config.limits.open_requests_per_key)
-        self.results = ResultTable(config.limits.result_ttl_s)
+        self.queue = bounds.queue_of(config.limits)
+        self.results = bounds.results_of(config.limits)
         self.started_at = wall()
         self.capabilities: Capabilities | None = None
         self.epoch = 0
@@ -57,10 +57,14 @@ class Controller:
         self._making_room = asyncio.Lock()
         folders = CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
+        memory = bounds.payloads_of(config.limits)
         self.completions = Completions()
-        self._ledger = Ledger(journal, self.queue, self.results, self.completions, wall)
+        self._ledger = Ledger(
+            journal=journal, queue=self.queue, results=self.results, memory=memory, completions=self.completions, wall=wall
+        )
         self._recovery = Recovery(config, backend, journal, self.tenants, folders)
         self._executor = Executor(config, backend, self.tenants, folders, self._recovery.fork)
+        self._examiner = Examiner()
         self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery, self.completions)
 
     async def start(self) -> Capabilities:
@@ -132,6 +136,7 @@ class Controller:
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
             admission.check_count(self.tenants.sessions, session_id, self.config.limits.sessions_per_key, "sessions")
+            admission.check_metadata(user_metadata or {})
             note = SessionNote(session_id, self.wall(), dict(user_metadata or {}), display_name)
             await self._executor.on_disk(self._sessions.opened, note)
             await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))
@@ -193,33 +198,25 @@ class Controller:
         if isinstance(request, rq.CreateModel):
             return await self._submit_create(request, request_id)
         model = self.tenants.model(request.model_id)
+        if isinstance(request, rq.SaveForSampler):
+            self.tenants.policy(request.model_id)
         self.tenants.hear(model.session_id, self._now())
-        digest, seq_id = admission.digest_of(request), getattr(request, "seq_id", None)
-        if (known := await self._ledger.known(request.model_id, seq_id, digest)) is not None:
+        request, digest = await self._examiner.examined(request, model.spec, self.config, self.able)
+        model_id, seq_id = request.model_id, getattr(request, "seq_id", None)
+        if (known := await self._ledger.known(model_id, seq_id, digest)) is not None:
             return known
-        request = self._checked(request, model)
-        model_id = request.model_id
+        self.tenants.model(model_id)  # its session may have ended meanwhile
         op = await self._ledger.accept(
             request, model_id, seq_id, model_id, model.session_id, digest=digest, request_id=request_id
         )  # fmt: skip
         self._lanes.start_next(model_id)
         return op.request_id
 
-    def _checked(self, request: rq.ModelRequest, model: Model) -> rq.ModelRequest:
-        if isinstance(request, rq.ForwardBackward):
-            return replace(request, loss=admission.checked_batch(request, model.spec, self.config, self.able))
-        if isinstance(request, rq.OptimStep):
-            admission.check_adam(request.adam)
-        if isinstance(request, rq.SaveForSampler):
-            self.tenants.policy(request.model_id)
-        admission.check_save(request)
-        if isinstance(request, rq.LoadWeights):
-            parse_path(request.path)
-        return request
-
     async def _submit_create(self, request: rq.CreateModel, request_id: str | None) -> str:
         """The id of the model is the client's (session and number), so a repeat of it is a retry."""
         self.tenants.session(request.session_id)
+        admission.check_metadata(request.user_metadata)
+        encoding.check(request)
         model_id = checked_id(request.model_id, "model id")
         digest = admission.digest_of(request)
         if (known := await self._ledger.known(model_id, 0, digest)) is not None:
@@ -237,9 +234,10 @@ class Controller:
         self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
         with ExitStack() as undo:
             undo.callback(self.tenants.models.pop, model_id, None)
-            op = await self._ledger.accept(
+            accepted = self._ledger.accept(
                 request, model_id, 0, model_id, request.session_id, digest=digest, request_id=request_id
-            )  # fmt: skip
+            )
+            op = await accepted
             undo.pop_all()
         self._recovery.progress[model_id] = Progress(op.number)
         self._lanes.start_next(model_id)
@@ -272,12 +270,11 @@ class Controller:
         return await self.checkpoint_spec(where)
 
     async def _submit_sample(self, request: rq.Sample, request_id: str | None) -> str:
-        digest = admission.digest_of(request)
+        request, digest = await self._examiner.examined(request, None, self.config, self.able)
         if (known := await self._ledger.known(request.sampler_id, request.seq_id, digest)) is not None:
             return known
         sampler = self.tenants.sampler(request.sampler_id)
         self.tenants.hear(sampler.session_id, self._now())
-        admission.check_sample(request, self.config, self.able)
         request_id = request_id or f"r{uuid.uuid4().hex}"
         request = seeded(request, request_id)
         sampler.users += 1  # while it is written: its files must stay
@@ -384,16 +381,16 @@ class Controller:
         return {**mine, "uptime_s": uptime_s, **overview.of(self.tenants, self.queue, self._recovery), **backend}
 
     async def close(self) -> None:
-        self._closing = True
-        await self._lanes.close()
-        await self._recovery.close()
-        await self.backend.close()
-        await self.journal.close()
+        await self._end(self.backend.close)
 
     async def abandon(self) -> None:
         """Stop without ending anything that another controller can take over."""
+        await self._end(self.backend.detach)
+
+    async def _end(self, end_backend: Callable[[], Awaitable[None]]) -> None:
         self._closing = True
+        self._examiner.close()
         await self._lanes.close()
         await self._recovery.close()
-        await self.backend.detach()
+        await end_backend()
         await self.journal.close()

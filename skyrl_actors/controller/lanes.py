@@ -23,7 +23,7 @@ from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, Unavailable, UserError, WeightsGone
 from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.results import Failure, SampleOutput
+from skyrl_actors.messages.results import Failure, Result, SampleOutput
 from skyrl_actors.observe.counts import COUNTS
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS
@@ -69,6 +69,8 @@ class Lanes:
     async def _run(self, op: Op, line: str) -> None:
         named(op.request_id, line)
         progress = self.recovery.progress.setdefault(line, Progress(op.number))
+        # Before the lock: a sample that holds memory may wait for this lock to replay lost weights.
+        await self.ledger.memory.start(op)
         async with progress.lock:
             op.begun = time.monotonic()
             outcome = await self._outcome(op, progress)
@@ -205,12 +207,13 @@ class Lanes:
     async def _run_sample(self, op: Op, sampler: Sampler) -> None:
         named(op.request_id, sampler.sampler_id)
         try:
-            request = await self._request(op)
-            assert isinstance(request, rq.Sample)
             tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
-            async with self._sample_slots.hold(tenant):
+            async with self._sample_slots.hold(tenant, *op.cost) as place:
+                request = await self._request(op)
+                assert isinstance(request, rq.Sample)
                 op.begun = time.monotonic()
                 outcome = await self._sampled(op, request, sampler)
+                place.tokens = tokens_taken(request, outcome.result)
         except asyncio.CancelledError:
             if op.request_id not in self._cancelled:
                 raise
@@ -225,7 +228,7 @@ class Lanes:
         self._tally(op, outcome)
         await self.ledger.answer(op, outcome)
         traced(SPANS, op, outcome, time.monotonic())
-        self.completions.note(op.stream, request_seq_id(op), op.request_id, isinstance(outcome.result, Failure))
+        self.completions.note(op.stream, op.seq_id, op.request_id, isinstance(outcome.result, Failure))
         await self.release(sampler)
 
     async def release(self, sampler: Sampler) -> None:
@@ -316,8 +319,10 @@ class Lanes:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def request_seq_id(op: Op) -> int | None:
-    return op.header.seq_id if op.header else getattr(op.request, "seq_id", None)
+def tokens_taken(request: rq.Sample, result: Result) -> int:
+    """What a sample cost the engines, in tokens."""
+    sampled = sum(len(one.tokens) for one in result.sequences) if isinstance(result, SampleOutput) else 0
+    return len(request.prompt) + sampled
 
 
 def seeded(request: rq.Sample, request_id: str) -> rq.Sample:

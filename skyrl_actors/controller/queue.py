@@ -6,15 +6,16 @@
 2. Requests of different models are independent.
 3. The same (stream, seq_id) with the same body is the same request: it gets the first request id and runs once. With
    another body it is a Conflict. The newest `REMEMBERED` numbers of a stream are known; retries come within minutes.
-4. No more than `limit` requests are open, and no more than `limit_per_key` of the holder of one API key; one more is a
-   CapacityError, which clients try again.
+4. Open requests are bounded in number and in bytes, in total and for the holder of one API key; a key may have as many as
+   are free, so that some are left for the next key (`shares.py`). One more is a CapacityError, which clients try again.
 5. A request is reserved when it arrives and starts only when it was confirmed: written where no crash can lose it. One
    that could not be written is withdrawn, as if it had never come.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
+from skyrl_actors.controller.shares import Shares
 from skyrl_actors.messages.errors import CapacityError, Conflict
 from skyrl_actors.messages.paths import owner_of
 
@@ -22,14 +23,13 @@ REMEMBERED = 10_000
 
 
 class RequestQueue:
-    def __init__(self, limit: int, limit_per_key: int):
-        self.limit = limit
-        self.limit_per_key = limit_per_key
+    def __init__(self, requests: Shares, payload_bytes: Shares):
+        self._requests = requests
+        self._bytes = payload_bytes
         self._lines: dict[str, deque[str]] = {}
         self._running: set[str] = set()
         self._accepted: dict[str, OrderedDict[int, tuple[int, str]]] = {}  # stream -> seq_id -> (digest, request id)
-        self._open: set[str] = set()
-        self._open_of_key: Counter[str] = Counter()
+        self._open: dict[str, int] = {}  # request id -> bytes of its payload
         self._unconfirmed: set[str] = set()
 
     @property
@@ -49,19 +49,38 @@ class RequestQueue:
         return request_id
 
     def reserve(
-        self, request_id: str, stream: str, seq_id: int | None, digest: int, line: str | None, bounded: bool = True
+        self,
+        request_id: str,
+        stream: str,
+        seq_id: int | None,
+        digest: int,
+        line: str | None,
+        bounded: bool = True,
+        num_bytes: int = 0,
     ) -> None:
         """Take a new request; `line` is the model whose order it keeps, None for one that may start at once."""
-        if bounded and len(self._open) >= self.limit:
-            raise CapacityError(f"{self.limit} requests are open, the most this service takes; try again later")
-        if bounded and self._open_of_key[owner_of(request_id)] >= self.limit_per_key:
-            raise CapacityError(f"{self.limit_per_key} requests of this API key are open, the most one may have; try again later")
+        if bounded:
+            self._check_room(owner_of(request_id), num_bytes)
         self.remember(request_id, stream, seq_id, digest)
-        self._open.add(request_id)
-        self._open_of_key[owner_of(request_id)] += 1
+        self._open[request_id] = num_bytes
+        self._requests.take(owner_of(request_id), 1)
+        self._bytes.take(owner_of(request_id), num_bytes)
         self._unconfirmed.add(request_id)
         if line is not None:
             self._lines.setdefault(line, deque()).append(request_id)
+
+    def _check_room(self, owner: str, num_bytes: int) -> None:
+        whose = "of this API key " if owner else ""
+        if not self._requests.has_room(owner, 1):
+            raise CapacityError(
+                f"{self._requests.held(owner)} requests {whose}are open, the most there may be now "
+                "(limits.open_requests, limits.open_requests_per_key); try again when some were answered"
+            )
+        if not self._bytes.has_room(owner, num_bytes):
+            raise CapacityError(
+                f"open requests {whose}have {self._bytes.held(owner)} bytes, and with this one's {num_bytes} they would "
+                "have more than there is room for now (limits.queued_bytes); try again when some were answered"
+            )
 
     def remember(self, request_id: str, stream: str, seq_id: int | None, digest: int) -> None:
         if seq_id is not None:
@@ -114,12 +133,11 @@ class RequestQueue:
         return gone
 
     def _close(self, request_id: str) -> None:
-        if request_id in self._open:
-            self._open.remove(request_id)
+        num_bytes = self._open.pop(request_id, None)
+        if num_bytes is not None:
             owner = owner_of(request_id)
-            self._open_of_key[owner] -= 1
-            if not self._open_of_key[owner]:
-                del self._open_of_key[owner]
+            self._requests.give(owner, 1)
+            self._bytes.give(owner, num_bytes)
 
     def finish(self, request_id: str, line: str | None) -> None:
         self._close(request_id)

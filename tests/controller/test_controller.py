@@ -1,6 +1,7 @@
 """The controller with a backend in memory: order, idempotency, failures, sessions, long polls."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -380,3 +381,34 @@ async def test_a_silent_session_gives_its_place_up_when_it_is_wanted(tmp_path: P
     assert one == again, "asked twice while the place was freed, it is one request"
     assert gone not in controller.tenants.models and kept in controller.tenants.models
     await controller.close()
+
+
+async def test_payloads_of_waiting_requests_leave_memory_and_run_all_the_same(controller: Controller):
+    _, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.go.clear()
+    memory = controller._ledger.memory
+    memory.limit = 3 * 2**20
+    wide = columns_from([Example(np.full(2**17, 7, np.int32), {"target_tokens": np.full(2**17, 7, np.int32)})])
+    controller.config = controller.config.model_copy(update={"limits": LimitsConfig(tokens=2**20)})
+    controller.capabilities = replace(controller.able, max_context_tokens=2**20)
+    ids = [
+        await controller.submit(rq.ForwardBackward(model_id, wide, LossCall("cross_entropy", {}), seq_id=i)) for i in range(1, 9)
+    ]
+    ops = [controller._ledger.ops[request_id] for request_id in ids]
+    assert sum(op.request is None for op in ops) >= 5 and memory.num_bytes <= memory.limit
+    backend.go.set()
+    results = await asyncio.gather(*(done(controller, request_id) for request_id in ids))
+    assert all(isinstance(result, rs.LossOutput) for result in results)
+    assert backend.calls[1:] == [("forward_backward 7", model_id)] * 8
+    assert memory.num_bytes == 0
+
+
+async def test_answers_beyond_the_bound_are_read_from_the_journal(controller: Controller):
+    _, model_id = await model_in(controller)
+    controller.results._limit_bytes = 10_000
+    ids = [await controller.submit(batch(model_id, i)) for i in range(1, 200)]
+    await done(controller, ids[-1])
+    assert ids[0] not in controller.results and controller.results.num_bytes <= 10_000
+    assert isinstance(await done(controller, ids[0]), rs.LossOutput)
+    assert await controller.submit(batch(model_id, 1), ids[0]) == ids[0], "a repeat is still known"

@@ -3,7 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_actors.controller.queue import RequestQueue
+from skyrl_actors.controller.shares import Shares
 from skyrl_actors.messages.errors import CapacityError, Conflict
+
+
+def queue_of(requests: int, num_bytes: int = 10**9, floor: int = 1) -> RequestQueue:
+    return RequestQueue(
+        Shares(limit=requests, per_key=requests, floor=floor),
+        Shares(limit=num_bytes, per_key=num_bytes, floor=floor),
+    )
 
 
 def accept(queue: RequestQueue, request_id: str, stream: str, seq_id: int | None, digest: int, line: str | None) -> None:
@@ -17,7 +25,7 @@ LINES = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60)
 @given(LINES)
 def test_rule_1_and_2_order_within_a_model_and_independence_between_models(events: list[tuple[str, bool]]):
     """Each event: a model, and whether it accepts a request or finishes the one that runs."""
-    queue = RequestQueue(1000, 1000)
+    queue = queue_of(1000)
     accepted: dict[str, list[str]] = {m: [] for m in "abc"}
     started: dict[str, list[str]] = {m: [] for m in "abc"}
     running: dict[str, str] = {}
@@ -39,7 +47,7 @@ def test_rule_1_and_2_order_within_a_model_and_independence_between_models(event
 
 
 def test_rule_3_the_same_number_is_the_same_request():
-    queue = RequestQueue(10, 10)
+    queue = queue_of(10)
     accept(queue, "r1", "m", 1, 111, "m")
     assert queue.known("m", 1, 111) == "r1"
     assert queue.known("m", 2, 111) is None
@@ -54,7 +62,7 @@ def test_rule_3_the_same_number_is_the_same_request():
 
 
 def test_rule_4_the_bound():
-    queue = RequestQueue(2, 2)
+    queue = queue_of(2)
     accept(queue, "r1", "m", None, 0, "m")
     accept(queue, "r2", "s", None, 0, None)
     with pytest.raises(CapacityError, match="2 requests are open"):
@@ -64,8 +72,55 @@ def test_rule_4_the_bound():
     assert queue.num_open == 2 and queue.lengths() == {"m": 2}
 
 
+def test_rule_4_a_bound_in_bytes():
+    queue = queue_of(10, num_bytes=100)
+    queue.reserve("r1", "m", None, 0, "m", num_bytes=60)
+    with pytest.raises(CapacityError, match="have 60 bytes, and with this one's 50"):
+        queue.reserve("r2", "m", None, 0, "m", num_bytes=50)
+    queue.finish("r1", "m")
+    queue.reserve("r2", "m", None, 0, "m", num_bytes=50)
+
+
+def key(number: int) -> str:
+    """The end of a request id that belongs to this key."""
+    return f"0k{number:010x}"
+
+
+@pytest.mark.parametrize("what", ["requests", "bytes"])
+def test_rule_4_two_keys_that_take_all_they_can_leave_room_for_a_third(what: str):
+    requests, num_bytes = (20_000, 10**9) if what == "requests" else (10**9, 20_000 * 64)
+    queue = RequestQueue(
+        Shares(limit=requests, per_key=requests, floor=16),
+        Shares(limit=num_bytes, per_key=num_bytes, floor=16 * 64),
+    )
+    assert [fill(queue, number) for number in range(3)] == [10_000, 5_000, 2_500]
+    late = [fill(queue, number) for number in range(3, 60)]
+    assert min(late) == 16, "each key may always have some"
+
+
+def fill(queue: RequestQueue, number: int) -> int:
+    """Reserves requests of one key until it is refused; returns how many there were room for."""
+    for i in range(10**6):
+        try:
+            queue.reserve(f"r{number}x{i}{key(number)}", "s", None, 0, None, num_bytes=64)
+        except CapacityError:
+            return i
+    raise AssertionError("never refused")
+
+
+def test_rule_4_the_bound_of_a_key_rises_when_another_gives_back():
+    queue = queue_of(100)
+    assert [fill(queue, 0), fill(queue, 1)] == [50, 25]
+    for i in range(50):
+        queue.finish(f"r0x{i}{key(0)}", None)
+    with pytest.raises(CapacityError):
+        for i in range(100, 200):
+            queue.reserve(f"r1x{i}{key(1)}", "s", None, 0, None)
+    assert queue.num_open == 50
+
+
 def test_rule_5_what_is_not_written_does_not_start():
-    queue = RequestQueue(10, 10)
+    queue = queue_of(10)
     queue.reserve("r1", "m", 1, 111, "m")
     accept(queue, "r2", "m", 2, 222, "m")
     assert queue.next("m") is None and queue.head("m") == "r1"  # r2 waits behind it
@@ -74,7 +129,7 @@ def test_rule_5_what_is_not_written_does_not_start():
 
 
 def test_rule_5_what_could_not_be_written_never_came():
-    queue = RequestQueue(10, 10)
+    queue = queue_of(10)
     queue.reserve("r1", "m", 1, 111, "m")
     accept(queue, "r2", "m", 2, 222, "m")
     queue.withdraw("r1", "m", 1, "m")
@@ -83,7 +138,7 @@ def test_rule_5_what_could_not_be_written_never_came():
 
 
 def test_what_is_being_written_is_not_drained():
-    queue = RequestQueue(10, 10)
+    queue = queue_of(10)
     accept(queue, "r1", "m", None, 0, "m")
     queue.reserve("r2", "m", None, 0, "m")
     assert queue.drain("m") == ["r1"] and queue.head("m") == "r2"

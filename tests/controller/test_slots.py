@@ -14,7 +14,7 @@ async def test_one_flooding_tenant_does_not_starve_another():
     slots, order = FairSlots(2), []
 
     async def one(tenant: str) -> None:
-        async with slots.hold(tenant):
+        async with slots.hold(tenant, 1, 1):
             order.append(tenant)
             await asyncio.sleep(0)
 
@@ -25,6 +25,47 @@ async def test_one_flooding_tenant_does_not_starve_another():
     assert order.index("other") < 8 and len(order) == 104
 
 
+async def served(requests: list[tuple[str, int, int]], limit: int, took: int | None = None) -> list[str]:
+    """The order in which requests (tenant, sequences, tokens) that come at once are run."""
+    slots, order = FairSlots(limit), []
+
+    async def one(tenant: str, sequences: int, tokens: int) -> None:
+        async with slots.hold(tenant, sequences, tokens) as place:
+            order.append(tenant)
+            await asyncio.sleep(0)
+            place.tokens = tokens if took is None else took
+
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            group.create_task(one(*request))
+    return order
+
+
+async def test_tenants_are_given_equal_tokens_not_equal_requests():
+    requests = [("large", 16, 16_000)] * 20 + [("small", 1, 100)] * 200
+    order = await served(requests, limit=16)
+    assert order[:2] == ["large", "small"]
+    first_half = order[: order.index("large", 2)]
+    assert first_half.count("small") >= 160, "160 small requests have the tokens of a large one"
+
+
+async def test_what_a_sample_did_not_use_is_not_charged():
+    requests = [("modest", 1, 32_000)] * 20 + [("other", 1, 100)] * 20
+    order = await served(requests, limit=1, took=100)
+    assert abs(order[:20].count("modest") - 10) <= 1
+
+
+async def test_sequences_are_counted_and_a_request_beyond_the_bound_runs_alone():
+    slots = FairSlots(4)
+    async with slots.hold("a", 3, 1):
+        waiting = asyncio.create_task(slots.hold("b", 2, 1).__aenter__())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 1)
+    async with asyncio.timeout(1), FairSlots(4).hold("a", 256, 1):
+        pass
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["run", "cancel waiting", "cancel at once"])), max_size=30))
 def test_no_place_is_lost(events: list[tuple[str, str]]):
     async def scenario() -> None:
@@ -32,7 +73,7 @@ def test_no_place_is_lost(events: list[tuple[str, str]]):
 
         async def one(tenant: str) -> None:
             nonlocal held, most
-            async with slots.hold(tenant):
+            async with slots.hold(tenant, 1, 1):
                 held += 1
                 most = max(most, held)
                 await asyncio.sleep(0.001)
@@ -50,7 +91,7 @@ def test_no_place_is_lost(events: list[tuple[str, str]]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert most <= 2
-        async with asyncio.timeout(1), slots.hold("x"), slots.hold("y"):
+        async with asyncio.timeout(1), slots.hold("x", 1, 1), slots.hold("y", 1, 1):
             pass
 
     asyncio.run(scenario())

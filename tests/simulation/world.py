@@ -62,6 +62,9 @@ class World:
         while self.controller is None:
             controller = Controller(CONFIG, SimBackend(self.machines), SimJournal(self.disk, self.chance), wall=self._wall)
             controller._executor.on_disk = _nothing  # the disk is simulated
+            if self.chance.random() < 0.5:  # payloads of requests that wait are in the journal only
+                controller._ledger.memory.limit = 4000
+                controller.results._limit_bytes = 4000
             died = asyncio.ensure_future(self.life.wait())
             self.starting: Controller | None = controller
             started = asyncio.ensure_future(controller.start())

@@ -1,0 +1,46 @@
+"""JSON bodies of routes that take prompts: bounded, and parsed outside the event loop when they are large."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+
+from skyrl_actors.api.apart import run_sized
+from skyrl_actors.api.body_limits import limit_of
+from skyrl_actors.api.parts import check_json_size
+from skyrl_actors.api.state import read_body, state_of
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
+    """A dependency: the JSON body as `model`. A large one is parsed outside the event loop."""
+
+    async def parsed(request: Request) -> M:
+        state = state_of(request)
+        limit = limit_of(request.url.path, state.config.limits, await state.capabilities())
+        body = await read_body(request, limit)
+        check_json_size(body, limit, state.config.limits.datums)
+        found = await run_sized(len(body), _validated, model, body)
+        if isinstance(found, list):
+            raise RequestValidationError(found)
+        return found
+
+    return parsed
+
+
+def _validated(model: type[M], body: bytes) -> M | list[dict[str, Any]]:
+    """The faults when it is not valid: pydantic's error does not pass from process to process."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        return [{**fault, "loc": ("body", *fault["loc"])} for fault in faults]
+
+
+def documented(model: type[BaseModel]) -> dict[str, object]:
+    """For `openapi_extra` of a route that reads its body with `body_of`."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,91 @@
+"""How many parts a body has, counted before it is decoded (pure).
+
+An empty message takes two bytes in protobuf and some hundred in memory, an empty JSON list three and 56: a body of 4 MiB
+may decode to 600 MiB. The number of parts bounds what decoding takes.
+"""
+
+from skyrl_actors.messages.errors import InvalidRequest
+
+PARTS_PER_DATUM = 64
+PARTS = 4096  # besides those of datums
+UNCHECKED_BYTES = 2**16  # what so few bytes decode to does no harm
+NUMBER_BYTES = 4  # of an element of a tensor, as bodies are bounded by their tensors' bytes
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+MALFORMED = "the body is not a ForwardBackwardRequest: it ends within a field, or has one of an unknown kind"
+# Fields that hold messages, by field number, from a ForwardBackwardRequest down.
+Nested = dict[int, "Nested"]
+LEAF: Nested = {}
+TENSOR: Nested = {2: LEAF}
+CHUNK: Nested = {1: LEAF, 2: LEAF, 3: LEAF}
+DATUM: Nested = {1: CHUNK, 2: {2: TENSOR}}
+BATCH: Nested = {3: DATUM, 5: LEAF, 7: {2: LEAF}}
+SHAPE = 4  # of a tensor: numbers in a row, each of which is a part
+
+
+def check_json_size(body: bytes, limit_bytes: int, datums: int) -> None:
+    """Raises InvalidRequest for JSON with more lists, objects or numbers than a body of so many datums needs."""
+    if len(body) <= UNCHECKED_BYTES:
+        return
+    most = _most(datums)
+    found = body.count(b"{") + body.count(b"[")
+    if found > most:
+        raise InvalidRequest(f"the body has {found} lists and objects; at most {most} are taken")
+    values, most_values = body.count(b","), limit_bytes // NUMBER_BYTES + most
+    if values > most_values:
+        raise InvalidRequest(f"the body has {values} values; at most {most_values} are taken")
+
+
+def check_proto_size(body: bytes, datums: int) -> None:
+    """Raises InvalidRequest for a ForwardBackwardRequest with more parts than one of so many datums needs."""
+    if len(body) <= UNCHECKED_BYTES:
+        return
+    most = _most(datums)
+    if _count(memoryview(body), BATCH, most) < 0:
+        raise InvalidRequest(f"the body has more than {most} fields; at most so many are taken")
+
+
+def _most(datums: int) -> int:
+    return PARTS + PARTS_PER_DATUM * datums
+
+
+def _count(content: memoryview, nested: Nested, left: int) -> int:
+    """`left` less the fields in here; below zero as soon as there are more."""
+    at, end = 0, len(content)
+    while at < end:
+        left -= 1
+        if left < 0:
+            return left
+        tag, at = _varint(content, at)
+        number, kind = tag >> 3, tag & 7
+        if kind == BYTES:
+            size, at = _varint(content, at)
+            if at + size > end:
+                raise InvalidRequest(MALFORMED)
+            if number in nested:
+                left = _count(content[at : at + size], nested[number], left)
+            elif nested is TENSOR and number == SHAPE:
+                left -= size
+            at += size
+        elif kind == VARINT:
+            _, at = _varint(content, at)
+        elif kind in (FIXED32, FIXED64):
+            at += 4 if kind == FIXED32 else 8
+        else:
+            raise InvalidRequest(MALFORMED)
+        if left < 0:
+            return left
+    if at > end:
+        raise InvalidRequest(MALFORMED)
+    return left
+
+
+def _varint(content: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(content) and shift < 64:
+        byte = content[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise InvalidRequest(MALFORMED)

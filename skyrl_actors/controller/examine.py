@@ -1,0 +1,58 @@
+"""Checks of requests and their digests, in threads for large ones: the event loop goes on meanwhile."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar, cast
+
+from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller import admission
+from skyrl_actors.journal import encoding
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.paths import parse_path
+from skyrl_actors.messages.sizes import size_of
+
+R = TypeVar("R", bound=rq.Request)
+THREAD_BYTES = 256 * 2**10  # smaller requests take well under a millisecond
+THREADS = 2
+
+
+class Examiner:
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, "examine")
+
+    async def examined(self, request: R, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities) -> tuple[R, int]:
+        """The request with its loss options filled in, and the digest of what was sent. `spec`: of its model, None for a
+        sample. Raises InvalidRequest; the check comes first, so that a request that is refused costs no digest."""
+
+        def examine() -> tuple[R, int]:
+            return cast(R, checked(request, spec, config, able)), admission.digest_of(request)
+
+        if size_of(request) <= THREAD_BYTES:
+            return examine()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, examine)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def checked(request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities) -> rq.Request:
+    """Raises InvalidRequest with what was wrong and what is allowed."""
+    encoding.check(request)
+    admission.check_save(request)
+    match request:
+        case rq.ForwardBackward() if spec is not None:
+            return replace(request, loss=admission.checked_batch(request, spec, config, able))
+        case rq.OptimStep():
+            admission.check_adam(request.adam)
+        case rq.LoadWeights():
+            parse_path(request.path)
+        case rq.SaveWeights() | rq.SaveForSampler():
+            admission.check_metadata(request.user_metadata)
+        case rq.Sample():
+            admission.check_sample(request, config, able)
+        case _:
+            pass
+    return request

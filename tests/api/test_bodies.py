@@ -1,0 +1,174 @@
+"""Bodies: bounded by what the model could take, counted before they are decoded, decoded beside the event loop."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_actors.api import apart, schema
+from skyrl_actors.api.body_limits import SMALL_BYTES, limit_of
+from skyrl_actors.api.body_room import BodyRoom
+from skyrl_actors.api.parts import check_json_size, check_proto_size
+from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.messages.errors import CapacityError, InvalidRequest, Unavailable
+from tests.api.local import config_for, edge, posted
+
+LIMITS = LimitsConfig()
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [
+        ("/api/v1/forward_backward", 64 * 2**20),
+        ("/api/v1/optim_step", SMALL_BYTES),
+        ("/api/v1/create_session", SMALL_BYTES),
+        ("/api/v1/asample", SMALL_BYTES + 512 * 1000),
+        ("/v1/chat/completions", SMALL_BYTES + 64 * 1000),
+    ],
+)
+def test_a_route_takes_what_the_model_could_take(path: str, most: int):
+    able = Capabilities("tiny", "/m", 320, 1000, 1000, ("policy",))
+    assert limit_of(path, LIMITS, able) == most
+
+
+async def test_a_body_beyond_its_routes_bound_is_refused_by_its_length(tmp_path: Path):
+    async with edge(config_for(tmp_path)) as http:
+        answer = await http.post("/optim_step", json={"model_id": "m", "user_metadata": {"x": "y" * SMALL_BYTES}})
+        assert answer.status_code == 413 and str(SMALL_BYTES) in answer.text
+
+
+def empty_datums(count: int) -> bytes:
+    return b"\x1a\x00" * count
+
+
+def datum_of_empty_chunks(count: int) -> bytes:
+    message = schema.ForwardBackwardRequest(model_id="m")
+    datum = message.data.add()
+    for _ in range(count):
+        datum.model_input.add()
+    return message.SerializeToString()
+
+
+def tensor_of_many_dimensions(count: int) -> bytes:
+    message = schema.ForwardBackwardRequest(model_id="m")
+    message.data.add().loss_fn_inputs["weights"].shape.extend([1] * count)
+    return message.SerializeToString()
+
+
+def many_options(count: int) -> bytes:
+    message = schema.ForwardBackwardRequest(model_id="m")
+    for i in range(count):
+        message.loss_fn_config[str(i)] = 1.0
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize("body", [empty_datums, datum_of_empty_chunks, tensor_of_many_dimensions, many_options])
+def test_a_body_of_many_small_parts_is_refused_before_it_is_decoded(body: Callable[[int], bytes]):
+    with pytest.raises(InvalidRequest, match=r"more than \d+ fields"):
+        check_proto_size(body(200_000), LIMITS.datums)
+
+
+def test_a_whole_batch_passes_the_count():
+    message = schema.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo")
+    for _ in range(LIMITS.datums):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = bytes(400)
+        for name in ("target_tokens", "weights", "advantages", "logprobs"):
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = bytes(400), schema.FLOAT32
+            tensor.shape.append(100)
+    check_proto_size(message.SerializeToString(), LIMITS.datums)
+
+
+@pytest.mark.parametrize("body", [b"\x1a\xff\xff\xff\x7f", b"\x1a", b"\xff" * 100, b"\x1b\x00", b"\x19\x00"])
+def test_a_cut_body_is_refused(body: bytes):
+    with pytest.raises(InvalidRequest, match="ends within a field"):
+        check_proto_size(empty_datums(40_000) + body, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [(b"[{}" + b",{}" * 400_000 + b"]", "lists and objects"), (b"[0" + b",0" * 3_000_000 + b"]", "values")],
+)
+def test_json_of_many_small_parts_is_refused_before_it_is_parsed(body: bytes, said: str):
+    with pytest.raises(InvalidRequest, match=said):
+        check_json_size(body, 8 * 2**20, LIMITS.datums)
+
+
+async def test_large_json_is_decoded_in_another_process_to_the_same_request(tmp_path: Path):
+    assert await apart.run_apart(os.getpid) != os.getpid()
+    tokens = np.arange(300).tolist()
+    tensor = {"data": tokens, "dtype": "int64", "shape": [300]}
+    datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}, "loss_fn_inputs": {"target_tokens": tensor}}
+    async with edge(config_for(tmp_path)) as http:
+        session = (await posted(http, "/create_session", sdk_version="0.3.0"))["session_id"]
+        made = await posted(http, "/create_model", session_id=session, model_seq_id=0, base_model="Qwen/Qwen3-8B")
+        model_id = made["model_id"]
+        answers = []
+        for count in (2, 700):
+            body = {"model_id": model_id, "forward_backward_input": {"data": [datum] * count, "loss_fn": "cross_entropy"}}
+            assert (len(json.dumps(body)) > apart.PROCESS_BYTES) == (count == 700)
+            future = await posted(http, "/forward_backward", **body)
+            answers.append(await posted(http, "/retrieve_future", request_id=future["request_id"]))
+        assert [answer["metrics"]["loss:sum"] for answer in answers] == [600.0, 210_000.0]
+        assert answers[1]["loss_fn_outputs"][699] == answers[0]["loss_fn_outputs"][0], "rendered apart, and the same"
+
+
+def _dies() -> None:
+    os._exit(3)
+
+
+async def test_a_decoding_process_that_dies_is_replaced():
+    with pytest.raises(Unavailable, match="died"):
+        await apart.run_apart(_dies)
+    assert await apart.run_apart(os.getpid) != os.getpid()
+
+
+async def test_faults_of_a_large_body_are_named_as_those_of_a_small_one(tmp_path: Path):
+    async with edge(config_for(tmp_path)) as http:
+        for pad in (0, SMALL_BYTES):
+            body: dict[str, Any] = {"prompt": {"chunks": [], "pad": "x" * pad}, "num_samples": "many"}
+            answer = await http.post("/asample", json=body)
+            assert answer.status_code == 422 and answer.json()["detail"].startswith("num_samples: ")
+        answer = await http.post("/asample", content=b"{")
+        assert answer.status_code == 422 and "JSON" in answer.json()["detail"]
+
+
+async def test_bodies_wait_for_room_and_one_key_leaves_half_of_it():
+    room = BodyRoom(4 * 2**20)
+    large = 2 * 2**20
+    async with room.hold("a", large):
+        holding = room.hold("a", large)
+        second = asyncio.create_task(holding.__aenter__())
+        await asyncio.sleep(0)
+        assert not second.done(), "half of the room is another key's"
+        async with asyncio.timeout(1), room.hold("b", large), room.hold("b", SMALL_BYTES):
+            pass
+    await asyncio.wait_for(second, 1)
+    assert room.taken == large
+
+
+async def test_a_body_that_finds_no_room_is_refused_in_the_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skyrl_actors.api.body_room.PATIENCE_S", 0.05)
+    room = BodyRoom(4 * 2**20)
+    async with room.hold("", 4 * 2**20):
+        with pytest.raises(CapacityError, match=r"limits\.body_memory_bytes"):
+            async with room.hold("", 2 * 2**20):
+                pass
+    async with asyncio.timeout(1), room.hold("", 10 * 2**20):  # larger than the room: alone
+        pass
+
+
+async def test_metadata_is_bounded(tmp_path: Path):
+    async with edge(config_for(tmp_path)) as http:
+        for size, status in ((16_000, 200), (17_000, 422)):
+            body = {"sdk_version": "0.3.0", "user_metadata": {"note": "x" * size}}
+            answer = await http.post("/create_session", json=body)
+            assert answer.status_code == status, answer.text
+        assert "at most 16384 are taken" in answer.text

@@ -1,0 +1,99 @@
+"""Which payloads are in memory: bounded in bytes, and every request runs."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_actors.controller.payloads import PayloadMemory
+from skyrl_actors.messages.requests import Request, Unload
+
+SOME: Request = Unload("m")
+
+
+@dataclass
+class Op:
+    request_id: str
+    request: Request | None
+    num_bytes: int
+
+
+async def test_a_payload_without_room_leaves_memory_once_it_is_journaled():
+    memory = PayloadMemory(100)
+    first, second = Op("a", SOME, 80), Op("b", SOME, 30)
+    memory.keep(first)
+    memory.keep(second)
+    assert first.request is SOME and second.request is None and memory.num_bytes == 80
+
+
+async def test_a_request_that_starts_takes_the_room_of_those_that_wait():
+    memory = PayloadMemory(100)
+    waiting, starting = Op("a", SOME, 80), Op("b", None, 90)
+    memory.keep(waiting)
+    await asyncio.wait_for(memory.start(starting), 1)
+    assert waiting.request is None and memory.num_bytes == 90
+
+
+async def test_running_requests_wait_for_each_other_and_a_large_one_runs_alone():
+    memory = PayloadMemory(100)
+    await memory.start(Op("a", None, 60))
+    large, small = (asyncio.create_task(memory.start(Op(name, None, size))) for name, size in (("b", 300), ("c", 10)))
+    await asyncio.sleep(0)
+    assert not large.done() and not small.done(), "first come, first served"
+    memory.end("a")
+    await asyncio.wait_for(large, 1)
+    assert memory.num_bytes == 300 and not small.done()
+    memory.end("b")
+    await asyncio.wait_for(small, 1)
+
+
+EVENTS = st.lists(st.tuples(st.integers(1, 150), st.sampled_from(["run", "cancel", "drain"])), max_size=25)
+
+
+@given(EVENTS)
+def test_memory_is_bounded_and_nothing_is_lost_or_stuck(events: list[tuple[int, str]]):
+    async def scenario() -> None:
+        memory, running, most = PayloadMemory(100), 0, 0
+
+        async def run(op: Op, what: str) -> None:
+            nonlocal running, most
+            memory.keep(op)
+            await asyncio.sleep(0)
+            try:
+                if what != "drain":
+                    await memory.start(op)
+                    running += op.num_bytes
+                    most = max(most, running if running > op.num_bytes else 0)
+                    try:
+                        await asyncio.sleep(0)
+                    finally:
+                        running -= op.num_bytes
+            finally:
+                memory.end(op.request_id)
+
+        tasks = [asyncio.create_task(run(Op(str(i), SOME, size), what)) for i, (size, what) in enumerate(events)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for (_, what), task in zip(events, tasks, strict=True):
+            if what == "cancel" and not task.done():
+                task.cancel()
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert most <= 100
+        assert memory.num_bytes == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+async def test_a_cancelled_wait_gives_its_room_back(size: int):
+    memory = PayloadMemory(100)
+    await memory.start(Op("a", None, 100))
+    waiting = asyncio.create_task(memory.start(Op("b", None, size)))
+    await asyncio.sleep(0)
+    memory.end("a")
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    memory.end("b")
+    assert memory.num_bytes == 0
