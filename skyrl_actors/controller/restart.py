@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from skyrl_actors.controller.completions import EPOCH_BITS
 from skyrl_actors.controller.ledger import Ledger, Op
 from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
@@ -26,7 +27,7 @@ async def take_up(books: Books, ledger: Ledger, tenants: TenantTable, recovery: 
     owed = []
     for header in books.operations:
         if header.kind == "CreateModel" and not header.failed and header.session_id in tenants.sessions:
-            await _model(header, snapshots.get(header.model_id or ""), books.next_number, ledger, tenants, recovery)
+            await _model(header, snapshots.get(header.model_id or ""), books.epoch, ledger, tenants, recovery)
         if header.answered_at is None:
             line = header.model_id if header.kind != "Sample" else None
             owed.append(ledger.take_up(header, line))
@@ -43,7 +44,7 @@ async def take_up(books: Books, ledger: Ledger, tenants: TenantTable, recovery: 
 async def _model(
     header: Operation,
     snapshot: SnapshotTaken | None,
-    next_number: int,
+    epoch: int,
     ledger: Ledger,
     tenants: TenantTable,
     recovery: Recovery,
@@ -56,8 +57,7 @@ async def _model(
         return
     assert isinstance(request, rq.CreateModel) and header.session_id is not None
     model = Model(request.spec, header.session_id, request.user_metadata, ready=header.answered_at is not None)
-    # Each version took an operation of its own, so none was ever given a number from here on.
-    model.versions = next_number - 1
+    model.versions = epoch << EPOCH_BITS  # epochs never repeat, so no version of an earlier controller has such a name
     tenants.models[request.model_id] = model
     progress = recovery.progress[request.model_id] = Progress(header.number)
     if snapshot is not None:
