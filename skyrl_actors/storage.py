@@ -11,6 +11,7 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from skyrl_actors.files import PARTIAL, fsync
 from skyrl_actors.messages.errors import ConfigError
 
 WHOLE = "WHOLE"  # names the part of a mirrored folder that has all files; written last
@@ -115,9 +116,11 @@ class Mirror:
 
 def _fetch(files: Any, name: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.partial")
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
     files.get_file(name, str(staging))
+    fsync(staging)
     os.replace(staging, target)
+    fsync(target.parent)
 
 
 def _make_folder(files: Any, target: str) -> None:

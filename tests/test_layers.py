@@ -20,7 +20,7 @@ ROOMS = {
     "remote": {"messages"},
     "restarts": {"config"},
     "migrations": set(),
-    "journal": {"files", "messages", "config", "migrations"},
+    "journal": {"files", "clock", "messages", "config", "migrations"},
     "groups": {"messages", "config", "workers", "remote", "restarts", "placement", "observe"},
     "transfer": {"messages", "config", "groups", "remote"},
     "engines": {
@@ -51,7 +51,19 @@ ROOMS = {
     "line": {"messages", "remote", "frames", "handshake"},
     "frames": {"messages"},
     "handshake": {"messages"},
-    "controller": {"files", "storage", "line", "remote", "messages", "config", "losses", "journal", "backends", "observe"},
+    "controller": {
+        "files",
+        "clock",
+        "storage",
+        "line",
+        "remote",
+        "messages",
+        "config",
+        "losses",
+        "journal",
+        "backends",
+        "observe",
+    },
     "api": {"messages", "config", "controller", "backends", "losses", "line", "remote", "commands", "observe"},
     "jobs": {"messages", "config", "api", "observe", "storage"},
     "commands": {
@@ -72,7 +84,8 @@ ROOMS = {
     "placement": set(),
     "files": set(),
     "private_folders": {"messages"},
-    "storage": {"messages"},
+    "clock": set(),
+    "storage": {"messages", "files"},
 }
 # Single modules that may see less or more than their room.
 NARROW = {

@@ -75,6 +75,7 @@ async def _known_error(request: Request, error: Exception) -> JSONResponse:
 
 def _error_body(request: Request, text: str, category: str, status: int) -> dict[str, Any]:
     """OpenAI's clients look for the message in another place."""
+    text = text.encode(errors="backslashreplace").decode()  # it may quote text that is not valid Unicode
     if request.url.path.startswith("/v1/"):
         kind = "server_error" if category == "server" else "invalid_request_error"
         return {"error": {"message": text, "type": kind, "param": None, "code": status}}

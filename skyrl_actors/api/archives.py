@@ -6,6 +6,7 @@ A link to one is signed and ends, because whoever follows it sends no key.
 import hashlib
 import hmac
 import ipaddress
+import os
 import secrets
 import tarfile
 import time
@@ -27,11 +28,16 @@ EVERYWHERE = ("0.0.0.0", "::")
 def secret_of(root: Path, name: str = SECRET_FILE) -> bytes:
     """Made once for a checkpoint folder, shared by all replicas that see it."""
     file = root / name
-    if not file.exists():
+    if not file.exists() or not file.stat().st_size:
         root.mkdir(parents=True, exist_ok=True)
         staging = root / f"{name}.{secrets.token_hex(4)}"
         staging.touch(mode=0o600)
-        staging.write_bytes(secrets.token_bytes(32))
+        with staging.open("wb") as stream:  # after a power cut it is whole or absent, and never empty
+            stream.write(secrets.token_bytes(32))
+            stream.flush()
+            os.fsync(stream.fileno())
+        if file.exists() and not file.stat().st_size:
+            file.unlink()
         with suppress(FileExistsError):  # another replica was first
             file.hardlink_to(staging)
         staging.unlink()

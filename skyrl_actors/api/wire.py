@@ -5,7 +5,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from skyrl_actors.messages.catalog import LONGEST_TTL_S
 from skyrl_actors.messages.model import OptimizerName
+
+LARGEST_INT = 2**62  # of numbers that only name something
 
 
 class Body(BaseModel):
@@ -57,7 +60,7 @@ class CheckpointsOptimizer(Body):
 
 class CreateModel(Body):
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: int = Field(ge=0, le=LARGEST_INT)
     base_model: str
     user_metadata: dict[str, Any] = {}
     lora_config: LoraConfig = LoraConfig()
@@ -86,14 +89,14 @@ class OptimStep(Body):
 
 
 class Ttl(Body):
-    ttl_seconds: int | None = Field(default=None, gt=0)
+    ttl_seconds: int | None = Field(default=None, gt=0, le=LONGEST_TTL_S)
 
 
 class SaveWeights(Body):
     model_id: str
     path: str
     seq_id: int | None = None
-    ttl_seconds: int | None = Field(default=None, gt=0)
+    ttl_seconds: int | None = Field(default=None, gt=0, le=LONGEST_TTL_S)
     overwrite: bool = False
     user_metadata: dict[str, Any] = {}
 
@@ -101,9 +104,9 @@ class SaveWeights(Body):
 class SaveForSampler(Body):
     model_id: str
     path: str | None = None
-    sampling_session_seq_id: int | None = Field(default=None, ge=0)
+    sampling_session_seq_id: int | None = Field(default=None, ge=0, le=LARGEST_INT)
     seq_id: int | None = None
-    ttl_seconds: int | None = Field(default=None, gt=0)
+    ttl_seconds: int | None = Field(default=None, gt=0, le=LONGEST_TTL_S)
     kind: str = "snapshot"
     user_metadata: dict[str, Any] = {}
 
@@ -112,16 +115,16 @@ class SaveExternal(Body):
     model_id: str
     path: str
     seq_id: int | None = None
-    ttl_seconds: int | None = Field(default=None, gt=0)
+    ttl_seconds: int | None = Field(default=None, gt=0, le=LONGEST_TTL_S)
     age_encryption_recipients: list[str] = []
 
 
 class CopyWeights(Body):
     source_path: str
     session_id: str | None = None
-    model_seq_id: int | None = Field(default=None, ge=0)
+    model_seq_id: int | None = Field(default=None, ge=0, le=LARGEST_INT)
     destination_project_id: str | None = None
-    ttl_seconds: int | None = Field(default=None, gt=0)
+    ttl_seconds: int | None = Field(default=None, gt=0, le=LONGEST_TTL_S)
     weights_access_token: str | None = None
 
 
@@ -129,7 +132,7 @@ class LoadWeights(Body):
     path: str
     model_id: str | None = None
     session_id: str | None = None
-    model_seq_id: int | None = Field(default=None, ge=0)
+    model_seq_id: int | None = Field(default=None, ge=0, le=LARGEST_INT)
     seq_id: int | None = None
     optimizer: bool = True
     weights_access_token: str | None = None
@@ -143,7 +146,7 @@ class TinkerPathRef(Body):
 
 class CreateSamplingSession(Body):
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: int = Field(ge=0, le=LARGEST_INT)
     base_model: str | None = None
     model_path: str | None = None
 
@@ -189,7 +192,7 @@ class RequestRef(Body):
 
 class FuturesTarget(Body):
     sampling_session_id: str
-    cloned_sampler_id: int = Field(default=0, ge=0)
+    cloned_sampler_id: int = Field(default=0, ge=0, le=LARGEST_INT)
 
 
 class RetrieveFutures(Body):
@@ -220,7 +223,7 @@ class LossInput(Body):
 
 class CreateCustomLoss(Body):
     session_id: str
-    custom_loss_seq_id: int = Field(default=0, ge=0)
+    custom_loss_seq_id: int = Field(default=0, ge=0, le=LARGEST_INT)
     name: str = Field(max_length=200)
     inputs: list[LossInput]
     graph: dict[str, Any]

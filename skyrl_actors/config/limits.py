@@ -54,4 +54,8 @@ class LimitsConfig(FrozenConfig):
     session_silent_s: float = Field(
         default=60.0, gt=0, description="silence after which a session ends when its place is wanted; SDKs are heard of each 10 s"
     )
-    session_timeout_s: float = Field(default=600.0, gt=0, description="silence after which a session's models are freed")
+    session_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="silence after which a session's models are freed; time in which no client is heard does not count",
+    )

@@ -25,6 +25,7 @@ from skyrl_actors.observe.spans import SPANS, Span
 
 log = logging.getLogger(__name__)
 AFTER_FAILURE_S = 2.0
+LOOK_S = 1.0
 CALLS = (
     "get_capabilities",
     "create_session",
@@ -62,6 +63,7 @@ class ControllerActor:
         self._parts = (config, Path(base_folder), detached)
         self.controller = self._build()
         self._starting: asyncio.Task[Capabilities] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._line = LineServer(self, CALLS)
 
     def __repr__(self) -> str:
@@ -87,10 +89,21 @@ class ControllerActor:
             undo.push_async_callback(self._start_over)
             able = await self.controller.start()
             undo.pop_all()
+        self._watching = asyncio.create_task(self._reopen_when_lost())
         await remote.publish(
             self._parts[0].name, {"url": self._url, "openai_url": f"{self._url}/v1", "base_model": able.base_model}
         )
         return able
+
+    async def _reopen_when_lost(self) -> None:
+        """A database that lost what was confirmed: ranks and engines may be ahead of it, so they are made anew."""
+        while (lost := self.controller.journal.lost) is None:  # noqa: ASYNC110  it is a plain attribute
+            await asyncio.sleep(LOOK_S)
+        self._say(lost)
+        await self.controller.close()
+        self._starting = None
+        self.controller = self._build()
+        await self.start()
 
     @property
     def _url(self) -> str:
@@ -203,6 +216,8 @@ class ControllerActor:
         return {**await self.controller.status(), "url": self._url}
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         await remote.publish(self._parts[0].name, None)
         await self.controller.close()
         await self._line.close()

@@ -11,11 +11,12 @@ from skyrl_actors import losses
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.losses.custom_graph import graph_of
+from skyrl_actors.messages.catalog import LONGEST_TTL_S
 from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import CapacityError, InvalidRequest
 from skyrl_actors.messages.model import ROLES, AdamParams, LossCall, ModelSpec
-from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.requests import ForwardBackward, Sample
+from skyrl_actors.messages.paths import checked_id, owner_of
+from skyrl_actors.messages.requests import ForwardBackward, Request, Sample, SaveExternal, SaveForSampler, SaveWeights
 from skyrl_actors.messages.seeds import SEEDS
 
 MIN_TEMPERATURE = 0.0
@@ -26,6 +27,19 @@ LARGEST_INT = 2**62  # of numbers that only name something
 def check_seq_id(seq_id: int | None) -> None:
     if seq_id is not None and not 0 <= seq_id <= LARGEST_INT:
         raise InvalidRequest(f"seq_id {seq_id}: use 0 to 2^62")
+
+
+def check_save(request: Request) -> None:
+    """What a save of any kind must keep to; other requests pass."""
+    if not isinstance(request, SaveWeights | SaveForSampler | SaveExternal):
+        return
+    if isinstance(request, SaveForSampler) and request.sampler_id is not None:
+        checked_id(request.sampler_id, "sampler id")
+    ttl_seconds = request.ttl_seconds
+    if ttl_seconds is not None and not 1 <= ttl_seconds <= LONGEST_TTL_S:
+        raise InvalidRequest(
+            f"ttl_seconds {ttl_seconds}: use 1 to {LONGEST_TTL_S} (100 years), or leave it out to keep the checkpoint"
+        )
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
@@ -52,6 +66,8 @@ def settled(spec: ModelSpec, capabilities: Capabilities) -> ModelSpec:
 def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities, alive: list[ModelSpec]) -> None:
     if spec.base_model != capabilities.base_model:
         raise InvalidRequest(f"unknown base model {spec.base_model!r}; this service has {capabilities.base_model!r}")
+    if not 0 <= spec.seed <= LARGEST_INT:
+        raise InvalidRequest(f"seed {spec.seed}: use 0 to 2^62")
     if spec.role not in ROLES:
         raise InvalidRequest(f"model_role {spec.role!r}: use one of {', '.join(ROLES)}")
     if spec.role not in capabilities.roles:

@@ -4,19 +4,19 @@ import hashlib
 import json
 import logging
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_actors import clock
+from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
 from skyrl_actors.controller.owner_index import OwnerIndex
 from skyrl_actors.controller.published import Published
 from skyrl_actors.files import fsync
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
-from skyrl_actors.messages.errors import Conflict, InternalError, NotFound
+from skyrl_actors.messages.errors import Conflict, Corrupt, InternalError, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, owner_of
 from skyrl_actors.messages.weights import SCORED_FILE
@@ -28,13 +28,15 @@ RUN_FILE = "run.json"
 ABOUT_FILE = "about.json"
 SAVED_BY = "saved_by"
 DELETED = ".deleted"
+LAST_TIME = 253_000_000_000  # in the year 9987: later ones are no date
+ABOUT = {field.name for field in fields(CheckpointEntry)} - {"run_id", "kind", "name", "time", "num_bytes"}
 OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY, SCORED_FILE)
 
 
 class CheckpointFolders:
     """tinker://<model id>/<kind>/<name> is <root>/<model id>/<kind>/<name>; ids and names were checked when parsed."""
 
-    def __init__(self, root: Path, wall: Callable[[], float] = time.time, mirror_url: str | None = None):
+    def __init__(self, root: Path, wall: Callable[[], float] = clock.now, mirror_url: str | None = None):
         """`mirror_url`: where each checkpoint also lies before it is answered; for who changes checkpoints."""
         self.root = root.expanduser().resolve()
         self._wall = wall
@@ -114,9 +116,12 @@ class CheckpointFolders:
 
     def spec(self, path: TinkerPath) -> ModelSpec:
         """The model that was saved there."""
-        content = json.loads((self.existing(path) / SPEC_FILE).read_text())
-        lora = content.pop("lora")
-        return ModelSpec(**content, lora=LoraSpec(**lora) if lora else None)
+        try:
+            content = json.loads((self.existing(path) / SPEC_FILE).read_text())
+            lora = content.pop("lora")
+            return ModelSpec(**content, lora=LoraSpec(**lora) if lora else None)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Corrupt(f"checkpoint {path} is damaged: its {SPEC_FILE} cannot be read ({error!r})") from None
 
     def note(self, folder: Path, user_metadata: dict[str, str], ttl_seconds: int | None) -> None:
         """Keep what the client said of its checkpoint beside it."""
@@ -177,19 +182,21 @@ class CheckpointFolders:
         for run in self._run_folders():
             for left in run.glob(f"*/.*{DELETED}"):  # by a service that died while it deleted
                 shutil.rmtree(left, ignore_errors=True)
+            for place in (run, *(run / kind for kind in CHECKPOINT_KINDS)):
+                sweep_abandoned(place)
             for folder in list(_checkpoints_in(run)):
-                if self._is_expired(folder):
-                    try:
+                try:
+                    if self._is_expired(folder):
                         self._remove(folder)
                         count += 1
-                    except OSError as error:
-                        log.warning("%s has expired and can not be removed: %s", folder, error)
+                except OSError as error:
+                    log.warning("%s has expired and can not be removed: %s", folder, error)
         return count
 
     def note_run(self, spec: ModelSpec, session_id: str, user_metadata: dict[str, str]) -> None:
         """Once for each model; a repeat changes nothing."""
         folder = self._run_folder(spec.model_id)
-        if not (folder / RUN_FILE).exists():
+        if read_json(folder / RUN_FILE) is None:
             folder.mkdir(parents=True, exist_ok=True)
             rank = spec.lora.rank if spec.lora else None
             entry = asdict(RunEntry(spec.model_id, session_id, spec.base_model, rank, self._wall(), user_metadata))
@@ -198,12 +205,22 @@ class CheckpointFolders:
 
     def runs(self, owner: str | None = None, published: bool = False) -> list[RunEntry]:
         """Newest first. `owner`: only his, and with `published` those of others in which something is published."""
-        found = [self._run(folder) for folder in self._run_folders(owner)]
+        found = self._readable(self._run_folders(owner))
         if owner is not None:
             found = [run for run in found if owner_of(run.run_id) == owner]
             if published:
-                found += [self._run(folder) for folder in self._published_by_others(owner)]
+                found += self._readable(self._published_by_others(owner))
         return sorted(found, key=lambda run: run.created_at, reverse=True)
+
+    def _readable(self, folders: Iterable[Path]) -> list[RunEntry]:
+        """Each on its own: a damaged one is reported and left out."""
+        found = []
+        for folder in folders:
+            try:
+                found.append(self._run(folder))
+            except UNREADABLE as error:
+                report(str(folder / RUN_FILE), repr(error))
+        return found
 
     def _published_by_others(self, owner: str) -> list[Path]:
         folders = [self._run_folder(run_id) for run_id in self._published.run_ids() if owner_of(run_id) != owner]
@@ -213,7 +230,11 @@ class CheckpointFolders:
         folder = self._run_folder(model_id)
         if not (folder / RUN_FILE).is_file():
             raise NotFound(f"no training run {model_id!r}")
-        return self._run(folder)
+        try:
+            return self._run(folder)
+        except UNREADABLE as error:
+            report(str(folder / RUN_FILE), repr(error))
+            raise NotFound(f"training run {model_id!r} cannot be read: its {RUN_FILE} is damaged") from None
 
     def checkpoints(self, owner: str | None = None, published: bool = False) -> list[CheckpointEntry]:
         """Of all these runs, newest first."""
@@ -227,18 +248,22 @@ class CheckpointFolders:
         content = json.loads((folder / RUN_FILE).read_text())
         found = []
         for item in list(_checkpoints_in(folder)):
-            with suppress(FileNotFoundError):  # deleted meanwhile
+            try:
                 if not self._is_expired(item):
                     found.append(self._entry(content["run_id"], item))
+            except FileNotFoundError:
+                pass  # deleted meanwhile
+            except UNREADABLE as error:
+                report(str(item), repr(error))
         return RunEntry(**content, checkpoints=tuple(_newest_first(found)))
 
     def _entry(self, run_id: str, folder: Path) -> CheckpointEntry:
-        size = sum(file.stat().st_size for file in folder.iterdir())
+        size = sum(file.stat().st_size for file in folder.iterdir() if not file.name.startswith("."))
         saved = (folder / SPEC_FILE).stat().st_mtime
         return CheckpointEntry(run_id, folder.parent.name, folder.name, saved, size, **_about(folder))
 
     def _end_of(self, ttl_seconds: int | None) -> float | None:
-        return None if ttl_seconds is None else self._wall() + ttl_seconds
+        return None if ttl_seconds is None else min(self._wall() + ttl_seconds, LAST_TIME)
 
     def _is_expired(self, folder: Path) -> bool:
         end = _about(folder).get("expires_at")
@@ -274,11 +299,10 @@ def _newest_first(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    file = folder / ABOUT_FILE
-    return json.loads(file.read_text()) if file.is_file() else {}
-
-
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    staging = file.with_name(f".{file.name}.partial")
-    staging.write_text(json.dumps(content, indent=2))
-    staging.replace(file)
+    """What is known of a checkpoint beside its files. Fields of other versions are left out."""
+    content = read_json(folder / ABOUT_FILE) or {}
+    about = {name: value for name, value in content.items() if name in ABOUT}
+    end = about.get("expires_at")
+    if end is not None:
+        about["expires_at"] = min(end, LAST_TIME) if isinstance(end, int | float) and end == end else None
+    return about

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from skyrl_actors.controller.queue import REMEMBERED
 from skyrl_actors.messages.results import Completion
@@ -30,6 +32,17 @@ class Completions:
         self._next += 1
         if stream in self._changed:
             self._changed.pop(stream).set()
+
+    def recall(self, stream: str, older: Sequence[tuple[int, str, bool]]) -> None:
+        """(seq_id, request id, failed) from before a restart. Called before anybody asks for this stream."""
+        since = list(self._done.pop(stream, ()))
+        known = {one.request_id for one in since}
+        for seq_id, request_id, failed in older:
+            if request_id not in known:
+                self.note(stream, seq_id, request_id, failed)
+        for one in since:
+            self._done.setdefault(stream, deque(maxlen=REMEMBERED)).append(replace(one, number=self._next))
+            self._next += 1
 
     async def after(self, stream: str, clone: int, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
         """Those of this copy of the client behind `cursor`, and the next cursor. Waits for one up to `timeout_s`."""

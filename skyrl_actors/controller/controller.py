@@ -7,13 +7,13 @@ or of how a verb is computed. What it promised is in its journal; another contro
 import asyncio
 import logging
 import os
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
+from skyrl_actors import clock
 from skyrl_actors.backends.base import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission, bounds, housekeeping, overview, restart
@@ -29,6 +29,7 @@ from skyrl_actors.controller.named_samplers import NamedSamplers
 from skyrl_actors.controller.recovery import Progress, Recovery
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
+from skyrl_actors.journal import encoding
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
@@ -44,7 +45,7 @@ FIRST_JOIN_S = 1_750_000_000  # the SDK multiplies the number by 10^9 and keeps 
 
 
 class Controller:
-    def __init__(self, config: ClusterConfig, backend: Backend, journal: Journal, wall: Callable[[], float] = time.time):
+    def __init__(self, config: ClusterConfig, backend: Backend, journal: Journal, wall: Callable[[], float] = clock.now):
         self.config = config
         self.backend = backend
         self.journal = journal
@@ -58,14 +59,16 @@ class Controller:
         self._closing = False
         self._last_joined = 0
         self._making_room = asyncio.Lock()
-        folders = CheckpointFolders(config.checkpoint_dir, mirror_url=config.checkpoint_mirror)
+        folders = CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         memory = bounds.payloads_of(config.limits)
-        self._ledger = Ledger(journal=journal, queue=self.queue, results=self.results, memory=memory, wall=wall)
+        self.completions = Completions()
+        self._ledger = Ledger(
+            journal=journal, queue=self.queue, results=self.results, memory=memory, completions=self.completions, wall=wall
+        )
         self._disk = Disk()
         self._recovery = Recovery(config, backend, journal, self.tenants, folders, self._disk)
         self._executor = Executor(config, backend, self.tenants, folders, self._disk, self._recovery.fork)
-        self.completions = Completions()
         self._examiner = Examiner()
         self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery, self.completions)
         self._named_samplers = NamedSamplers(self.tenants, self._executor, journal, self._lanes.retire)
@@ -78,7 +81,7 @@ class Controller:
         await self._disk.write("whole checkpoints", self._executor.folders.align)
         able = await self.backend.start(books.epoch)
         self.completions.begin(books.epoch)
-        owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery, self.completions)
+        owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery)
         # Not before the tables are full: a model would be restored to where it stood half-way through them.
         self.backend.on_lost = self._bring_back_role
         self.capabilities = able
@@ -144,12 +147,12 @@ class Controller:
             note = SessionNote(session_id, self.wall(), dict(user_metadata or {}), display_name)
             await self._disk.write("few files", self._sessions.opened, note)
             await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))
-            self.tenants.sessions[session_id] = Session(session_id, self._now(), dict(user_metadata or {}))
+            self.tenants.sessions[session_id] = Session(session_id, self.tenants.silence.hear(self._now()), note.user_metadata)
         return session_id
 
     def heartbeat(self, session_id: str) -> None:
         self.able  # noqa: B018  an unknown session is over only when it is known who is here
-        self.tenants.session(session_id).last_seen = self._now()
+        self.tenants.hear(self.tenants.session(session_id).session_id, self._now())
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -204,12 +207,11 @@ class Controller:
         model = self.tenants.model(request.model_id)
         if isinstance(request, rq.SaveForSampler):
             self.tenants.policy(request.model_id)
-        if model.session_id in self.tenants.sessions:
-            self.tenants.sessions[model.session_id].last_seen = self._now()
+        self.tenants.hear(model.session_id, self._now())
         request, digest = await self._examiner.examined(request, model.spec, self.config, self.able)
         model_id, seq_id = request.model_id, getattr(request, "seq_id", None)
-        if (known := self.queue.known(model_id, seq_id, digest)) is not None:
-            return await self._ledger.accepted_before(known)
+        if (known := await self._ledger.known(model_id, seq_id, digest)) is not None:
+            return known
         self.tenants.model(model_id)  # its session may have ended meanwhile
         op = await self._ledger.accept(
             request, model_id, seq_id, model_id, model.session_id, digest=digest, request_id=request_id
@@ -221,18 +223,19 @@ class Controller:
         """The id of the model is the client's (session and number), so a repeat of it is a retry."""
         self.tenants.session(request.session_id)
         admission.check_metadata(request.user_metadata)
+        encoding.check(request)
         model_id = checked_id(request.model_id, "model id")
         digest = digest_of(request)
-        if (known := self.queue.known(model_id, 0, digest)) is not None:
-            return await self._ledger.accepted_before(known)
+        if (known := await self._ledger.known(model_id, 0, digest)) is not None:
+            return known
         spec = admission.settled(request.spec, self.able)
         if request.from_path:
             spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
         async with self._making_room:
             await self._room_for(spec)
         # While that was awaited, the same request may have come again, or the session may have ended.
-        if (known := self.queue.known(model_id, 0, digest)) is not None:
-            return await self._ledger.accepted_before(known)
+        if (known := await self._ledger.known(model_id, 0, digest)) is not None:
+            return known
         self.tenants.session(request.session_id)
         request = replace(request, spec=spec)
         self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
@@ -275,11 +278,10 @@ class Controller:
 
     async def _submit_sample(self, request: rq.Sample, request_id: str | None) -> str:
         request, digest = await self._examiner.examined(request, None, self.config, self.able)
-        if (known := self.queue.known(request.sampler_id, request.seq_id, digest)) is not None:
-            return await self._ledger.accepted_before(known)
+        if (known := await self._ledger.known(request.sampler_id, request.seq_id, digest)) is not None:
+            return known
         sampler = self.tenants.sampler(request.sampler_id)
-        if sampler.session_id in self.tenants.sessions:
-            self.tenants.sessions[sampler.session_id].last_seen = self._now()
+        self.tenants.hear(sampler.session_id, self._now())
         request_id = request_id or f"r{uuid.uuid4().hex}"
         request = seeded(request, request_id)
         sampler.users += 1  # while it is written: its files must stay
@@ -328,6 +330,7 @@ class Controller:
     async def completed(self, sampler_id: str, clone: int, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
         self.able  # noqa: B018
         self.tenants.sampler(sampler_id)
+        await self._ledger.recall.stream(sampler_id)
         return await self.completions.after(sampler_id, clone, cursor, timeout_s)
 
     def join_sampler(self, sampler_id: str) -> int:

@@ -9,6 +9,7 @@ from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission
 from skyrl_actors.controller.digests import RequestDigest, digest_of
+from skyrl_actors.journal import encoding
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import parse_path
@@ -42,6 +43,8 @@ class Examiner:
 
 def checked(request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities) -> rq.Request:
     """Raises InvalidRequest with what was wrong and what is allowed."""
+    encoding.check(request)
+    admission.check_save(request)
     match request:
         case rq.ForwardBackward() if spec is not None:
             return replace(request, loss=admission.checked_batch(request, spec, config, able))

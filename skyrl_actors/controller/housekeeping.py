@@ -1,16 +1,21 @@
-"""Loops that free what nobody will ask for again: models of silent sessions, expired checkpoints, old records."""
+"""Loops that free what nobody will ask for again: models of silent sessions, expired checkpoints, old records.
+
+A job that fails is logged and tried again at its next time; it ends neither its loop nor the other jobs.
+"""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.journal.base import Journal
-from skyrl_actors.messages.errors import InternalError, SkyrlActorsError
+from skyrl_actors.messages.errors import SkyrlActorsError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 async def free_silent_sessions(tenants: TenantTable, finish: Callable[[str], Awaitable[None]], timeout_s: float) -> None:
@@ -18,10 +23,7 @@ async def free_silent_sessions(tenants: TenantTable, finish: Callable[[str], Awa
         await asyncio.sleep(timeout_s / 10)
         for session_id in tenants.silent_sessions(asyncio.get_running_loop().time(), timeout_s):
             log.warning("session %s was silent for %.0f s: its models are freed", session_id, timeout_s)
-            try:
-                await finish(session_id)
-            except SkyrlActorsError as error:
-                log.error("session %s was not freed: %s", session_id, error)
+            await attempt(f"session {session_id} was not freed", finish(session_id))
 
 
 async def sweep(
@@ -29,11 +31,16 @@ async def sweep(
 ) -> None:  # fmt: skip
     while True:
         await asyncio.sleep(every_s)
-        try:
-            await asyncio.to_thread(folders.sweep)
-            await asyncio.to_thread(sessions.sweep, retention_s)
-            freed = await journal.sweep()
-            if freed:
-                log.info("swept %.1f MiB out of the journal", freed / 2**20)
-        except (InternalError, OSError) as error:
-            log.warning("%s", error)
+        await attempt("expired checkpoints were not removed", asyncio.to_thread(folders.sweep))
+        await attempt("notes of old sessions were not removed", asyncio.to_thread(sessions.sweep, retention_s))
+        if freed := await attempt("the journal was not swept", journal.sweep()):
+            log.info("swept %.1f MiB out of the journal", freed / 2**20)
+
+
+async def attempt(what_fails: str, job: Awaitable[T]) -> T | None:
+    """Its result, or None when it failed, which is logged."""
+    (outcome,) = await asyncio.gather(job, return_exceptions=True)
+    if not isinstance(outcome, BaseException):
+        return outcome
+    log.error("%s: %s", what_fails, outcome, exc_info=None if isinstance(outcome, SkyrlActorsError | OSError) else outcome)
+    return None

@@ -10,16 +10,20 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from skyrl_actors import clock
+from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.payloads import PayloadMemory
 from skyrl_actors.controller.queue import REMEMBERED, RequestQueue
+from skyrl_actors.controller.recall import Recall
 from skyrl_actors.controller.waiters import ResultTable
+from skyrl_actors.journal import encoding
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import Accepted, Answered, Effect, Entry, Operation
-from skyrl_actors.messages.errors import Corrupt, Unavailable
+from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.requests import Request, Sample
-from skyrl_actors.messages.results import Result
+from skyrl_actors.messages.results import Failure, Result
 from skyrl_actors.messages.sizes import size_of
 from skyrl_actors.messages.turn import Turn
 
@@ -78,12 +82,14 @@ class Ledger:
         queue: RequestQueue,
         results: ResultTable,
         memory: PayloadMemory,
-        wall: Callable[[], float] = time.time,
+        completions: Completions,
+        wall: Callable[[], float] = clock.now,
     ):
         self.journal = journal
         self.queue = queue
         self.results = results
         self.memory = memory
+        self.recall = Recall(journal, queue, completions)
         self.wall = wall
         self.ops: dict[str, Op] = {}
         self.next_number = 1
@@ -103,7 +109,8 @@ class Ledger:
         request_id: str | None = None,
         bounded: bool = True,
     ) -> Op:
-        """Durable when this returns. Raises CapacityError or Unavailable, then it was not accepted."""
+        """Durable when this returns. Raises CapacityError, InvalidRequest (a value that the database refuses) or
+        Unavailable, then it was not accepted."""
         op = Op(
             self.next_number,
             request_id or f"r{uuid.uuid4().hex}",
@@ -119,13 +126,13 @@ class Ledger:
         self.ops[op.request_id] = op
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._accepting[op.request_id] = written
-        refused: Unavailable | None = Unavailable("the request was not accepted")
+        refused: SkyrlActorsError | None = Unavailable("the request was not accepted")
         try:
             await self.journal.write(
                 Accepted(op.number, op.request_id, stream, seq_id, int(digest), line, session_id, self.wall(), request)
             )
             refused = None
-        except Unavailable as error:
+        except (Unavailable, InvalidRequest) as error:
             refused = error
             raise
         finally:
@@ -141,6 +148,14 @@ class Ledger:
                 written.set_exception(refused)
                 written.exception()  # nobody may be waiting for it
         return op
+
+    async def known(self, stream: str, seq_id: int | None, digest: int) -> str | None:
+        """The id of the first request with this number, when it is durable; None when there was none. When nothing was
+        awaited since it was None, it still is."""
+        if seq_id is not None:
+            await self.recall.stream(stream)
+        found = self.queue.known(stream, seq_id, digest)
+        return None if found is None else await self.accepted_before(found)
 
     async def accepted_before(self, request_id: str) -> str:
         """A repeat of a request that is just being written waits with it."""
@@ -182,6 +197,7 @@ class Ledger:
 
     async def answer(self, op: Op, outcome: Outcome, step: int | None = None) -> None:
         """Durable, then visible. Waits as long as the journal can not write."""
+        outcome = _storable(outcome)
         answered = Answered(op.number, op.request_id, outcome.result, outcome.effect, self.wall(), step)
         await self.insist(answered, *outcome.entries)
         del self.ops[op.request_id]
@@ -203,3 +219,13 @@ class Ledger:
                 log.warning("waiting for the journal: %s", error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _storable(outcome: Outcome) -> Outcome:
+    """An answer that cannot be stored becomes a failure that can; what was done to the model stays done."""
+    try:
+        encoding.check(outcome.result)
+        return outcome
+    except InvalidRequest as error:
+        log.error("an answer cannot be stored: %s", error)
+        return replace(outcome, result=Failure.of(InternalError(f"the answer cannot be stored: {error}")))

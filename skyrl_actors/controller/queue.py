@@ -13,6 +13,7 @@
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 from skyrl_actors.controller.digests import RequestDigest
 from skyrl_actors.controller.shares import Shares
@@ -88,6 +89,14 @@ class RequestQueue:
             numbers[seq_id] = (int(digest), request_id)
             if len(numbers) > REMEMBERED:
                 numbers.popitem(last=False)
+
+    def recall(self, stream: str, older: Sequence[tuple[int, int, str]]) -> None:
+        """(seq_id, digest, request id) from before a restart, oldest first: known again, behind what came since."""
+        numbers = OrderedDict((seq_id, (digest, request_id)) for seq_id, digest, request_id in older)
+        numbers.update(self._accepted.get(stream, {}))
+        while len(numbers) > REMEMBERED:
+            numbers.popitem(last=False)
+        self._accepted[stream] = numbers
 
     def confirm(self, request_id: str) -> None:
         self._unconfirmed.discard(request_id)

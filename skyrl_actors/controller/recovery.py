@@ -122,8 +122,15 @@ class Recovery:
         """`source`'s state behind operation `upto`, in the model `spec`; versions named by `exports` are frozen again on
         the way. Returns the number of operations that were run again."""
         start = at = await self._from_snapshot(spec, source, min([upto, *exports]))
-        replayed = 0
-        for operation in await self.journal.operations(source, start, max([upto, *exports])):
+        replayed, operations = 0, await self.journal.operations(source, start, max([upto, *exports]))
+        trimmed = await self.journal.trimmed(source)  # behind the reading: what is removed is marked before it goes
+        only_created = [(op.number, op.kind) for op in operations] == [(upto, "CreateModel")]
+        if trimmed and start < trimmed and not only_created:
+            raise Corrupt(
+                f"operations of {source} up to {trimmed} are older than journal.retention_s and were removed, and no whole snapshot "
+                f"covers them: its state behind operation {upto} cannot be computed"
+            )
+        for operation in operations:
             if operation.effect in ("applied", "dropped") and operation.number <= upto:
                 await self._replay(spec, operation, Turn(operation.number, at))
                 replayed, at = replayed + 1, operation.number
@@ -195,8 +202,10 @@ class Recovery:
         for operation in history:
             if operation.kind == "OptimStep" and operation.effect == "applied" and operation.step == wanted:
                 return operation
-        last = max(op.step or 0 for op in history)
-        raise NotFound(f"{where}: {where.model_id} is at step {last}; use 0 to {last}")
+        steps = [op.step or 0 for op in history if op.kind == "OptimStep" and op.effect == "applied"]
+        first, last = min(steps, default=0), max((op.step or 0 for op in history), default=0)
+        older = f"; steps before {first} are older than journal.retention_s" if first > 1 else ""
+        raise NotFound(f"{where}: {where.model_id} is at step {last}; use 0 {f'or {first} ' if older else ''}to {last}{older}")
 
     async def snapshot_if_due(self, model: Model) -> None:
         """Its lock is held. The copy is made now, the files are written while training goes on."""

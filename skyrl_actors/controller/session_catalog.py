@@ -1,24 +1,25 @@
 """What is kept of sessions beyond their life: one small file each, beside the checkpoints of their runs."""
 
-import json
-import time
+import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from skyrl_actors.controller.checkpoints import CheckpointFolders, write_json
+from skyrl_actors import clock
+from skyrl_actors.controller.checkpoints import CheckpointFolders
+from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
 from skyrl_actors.controller.owner_index import OwnerIndex
 from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.messages.catalog import RunEntry, SessionEntry, SessionNote
 from skyrl_actors.messages.errors import NotFound
 from skyrl_actors.messages.paths import checked_id, owner_of
 
+log = logging.getLogger(__name__)
 FOLDER = ".sessions"
 
 
 class SessionCatalog:
-    def __init__(self, tenants: TenantTable, folders: CheckpointFolders, wall: Callable[[], float] = time.time):
+    def __init__(self, tenants: TenantTable, folders: CheckpointFolders, wall: Callable[[], float] = clock.now):
         self._tenants = tenants
         self._folders = folders
         self._wall = wall
@@ -30,7 +31,7 @@ class SessionCatalog:
     def opened(self, note: SessionNote) -> None:
         """Once; a repeat changes nothing."""
         file = self._file(note.session_id)
-        if not file.exists():
+        if self._note(file) is None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, asdict(note))
 
@@ -41,9 +42,12 @@ class SessionCatalog:
             write_json(self._file(session_id), asdict(note) | {"finished": how, "detail": detail})
 
     def _note(self, file: Path) -> SessionNote | None:
-        with suppress(FileNotFoundError):
-            return SessionNote(**json.loads(file.read_text()))
-        return None
+        content = read_json(file)
+        try:
+            return None if content is None else SessionNote(**content)
+        except TypeError as error:
+            report(str(file), repr(error))
+            return None
 
     def sessions(self, owner: str | None = None) -> list[SessionEntry]:
         """All that are open or left something, newest first. `owner`: only his."""
@@ -85,4 +89,8 @@ class SessionCatalog:
         for entry in self.sessions():
             old = self._wall() - entry.note.created_at > older_than_s
             if old and entry.status != "active" and entry.note.session_id not in with_runs:
-                self._file(entry.note.session_id).unlink(missing_ok=True)
+                try:
+                    self._file(entry.note.session_id).unlink(missing_ok=True)
+                except UNREADABLE as error:
+                    log.warning("the note of session %s was not removed: %s", entry.note.session_id, error)
+        sweep_abandoned(self._folders.root / FOLDER)

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from skyrl_actors.controller.silence import SilenceClock
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.weights import SamplerWeights
@@ -13,7 +14,7 @@ DROPPED = "only the newest unnamed versions of a model are kept; use save_weight
 @dataclass(slots=True)
 class Session:
     session_id: str
-    last_seen: float
+    last_seen: float  # by `TenantTable.silence`
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -49,7 +50,14 @@ class TenantTable:
         self.models: dict[str, Model] = {}
         self.samplers: OrderedDict[str, Sampler] = OrderedDict()
         self.lost: dict[str, str] = {}  # models that can not be brought back, and why
+        self.silence = SilenceClock()
         self._expired: dict[str, str] = {}  # samplers of living sessions that were retired, and why
+
+    def hear(self, session_id: str | None, now: float) -> None:
+        """A client is heard, of this session if it is one that lives."""
+        at = self.silence.hear(now)
+        if session_id in self.sessions:
+            self.sessions[session_id].last_seen = at
 
     def session(self, session_id: str) -> Session:
         if session_id not in self.sessions:
@@ -105,6 +113,7 @@ class TenantTable:
         return [sampler for sampler in self.samplers.values() if sampler.session_id == session_id]
 
     def silent_sessions(self, now: float, timeout_s: float) -> list[str]:
-        """Silent for longest first."""
+        """Silent for longest first. The time in which no client was heard does not count."""
+        now = self.silence.at(now)
         silent = [s for s in self.sessions.values() if now - s.last_seen > timeout_s]
         return [s.session_id for s in sorted(silent, key=lambda s: s.last_seen)]

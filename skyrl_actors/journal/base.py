@@ -15,12 +15,18 @@ class Journal(Protocol):
         ...
 
     async def write(self, *entries: Entry) -> None:
-        """Durable when this returns, all together; in the order of the calls. Raises Unavailable, then nothing was written."""
+        """Durable when this returns, all together; in the order of the calls. Raises Unavailable, or InvalidRequest
+        for entries that can never be written; then nothing was written."""
         ...
 
     @property
     def trouble(self) -> str | None:
-        """Why the last write failed; None when it succeeded."""
+        """Why the last write failed, or that one takes long; None when all is well."""
+        ...
+
+    @property
+    def lost(self) -> str | None:
+        """Why it must be opened anew: its database lost what was confirmed. None when it did not."""
         ...
 
     async def request(self, operation: Operation) -> Request:
@@ -33,6 +39,14 @@ class Journal(Protocol):
 
     async def operations(self, model_id: str, after: int, upto: int) -> list[Operation]:
         """Of one model, after < number <= upto, in order."""
+        ...
+
+    async def trimmed(self, model_id: str) -> int:
+        """The number up to which operations of this model may have been removed, but for its creation; 0: none was."""
+        ...
+
+    async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+        """Of one stream, answered and with a sequence number: the newest `limit` below `before`, in order."""
         ...
 
     async def snapshots(self, model_id: str) -> list[SnapshotTaken]:

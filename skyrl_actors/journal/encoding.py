@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from skyrl_actors.messages import columns, model, requests, results, sampling, weights
-from skyrl_actors.messages.errors import Corrupt
+from skyrl_actors.messages.errors import Corrupt, InvalidRequest
 
 TYPES: dict[str, type] = {
     cls.__name__: cls
@@ -27,10 +27,27 @@ FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in TYPES.items(
 TAG = "$"
 PAIRS = ""  # in the place of a type: a plain dict as pairs
 ARRAY = 1
+UNENCODABLE = (OverflowError, UnicodeError, TypeError, ValueError, RecursionError)
 
 
 def encode(message: Any) -> bytes:
     return _encoder.encode(_plain(message))
+
+
+def check(message: Any) -> None:
+    """Whether `encode` takes it. Raises InvalidRequest. Arrays are left out: they always fit."""
+    try:
+        _checker.encode(_plain(message, with_arrays=False))
+    except UNENCODABLE as error:
+        raise InvalidRequest(
+            f"a value of this request cannot be stored: {_described(error)}. Use numbers of at most 64 bits "
+            "and text that is valid Unicode"
+        ) from None
+
+
+def _described(error: Exception) -> str:
+    """In ASCII: the text of the error may hold what could not be encoded."""
+    return str(error).encode("ascii", "backslashreplace").decode()[:200]
 
 
 def decode(content: bytes | memoryview) -> Any:
@@ -53,16 +70,18 @@ def from_json(text: str) -> Any:
         raise Corrupt(f"not a message of this journal: {error}") from None
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, with_arrays: bool = True) -> Any:
     names = FIELDS.get(type(value).__name__)
     if names is not None:
-        return {TAG: type(value).__name__, **{name: _plain(getattr(value, name)) for name in names}}
+        return {TAG: type(value).__name__, **{name: _plain(getattr(value, name), with_arrays) for name in names}}
     if isinstance(value, dict):
-        plain = {key: _plain(item) for key, item in value.items()}
+        plain = {key: _plain(item, with_arrays) for key, item in value.items()}
         return {TAG: PAIRS, "items": list(plain.items())} if TAG in plain else plain  # a client's own key looks like ours
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, with_arrays) for item in value]
     if isinstance(value, np.ndarray):
+        if not with_arrays:
+            return None
         head = msgspec.msgpack.encode((value.dtype.str, value.shape))
         return msgspec.msgpack.Ext(ARRAY, len(head).to_bytes(2, "little") + head + value.tobytes())
     return value
@@ -88,4 +107,5 @@ def _extension(code: int, content: memoryview) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder()
+_checker = msgspec.msgpack.Encoder()  # not shared with the journal's thread
 _decoder = msgspec.msgpack.Decoder(ext_hook=_extension)

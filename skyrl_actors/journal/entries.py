@@ -129,10 +129,12 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What a journal knew when it was opened. `epoch` counts the openings: a higher one fences off all before."""
+    """What a controller needs to go on. `epoch` counts the openings: a higher one fences off all before."""
 
     epoch: int
     next_number: int
     sessions: tuple[SessionOpened, ...] = ()
     samplers: tuple[SamplerOpened, ...] = ()
-    operations: tuple[Operation, ...] = ()  # of sessions that live, and all that are not answered; by number
+    operations: tuple[Operation, ...] = ()  # not answered, or saying what a living model's state is; by number
+    snapshots: tuple[SnapshotTaken, ...] = ()  # the newest of each living model
+    recent: frozenset[str] = frozenset()  # ids of the requests that were answered last

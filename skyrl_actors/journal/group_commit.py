@@ -7,6 +7,7 @@ not refuse the others, and a passing fault may be over.
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +17,13 @@ from typing import TypeVar
 from sqlalchemy.exc import DBAPIError
 
 from skyrl_actors.journal.entries import Accepted, Answered, Entry
-from skyrl_actors.messages.errors import Unavailable
+from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable, UserError
 from skyrl_actors.messages.requests import ForwardBackward
 from skyrl_actors.messages.results import LossOutput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+SLOW_S = 5.0
 BATCH_ENTRIES = 1024
 BATCH_BYTES = 64 * 2**20
 
@@ -46,9 +48,19 @@ class GroupCommit:
         self._waiting: deque[Write] = deque()
         self._busy = False
         self._closing = False
+        self._began = 0.0  # when the write that is under way was given to the thread
+
+    @property
+    def slow(self) -> str | None:
+        """That a write takes so long that its client would better know."""
+        took_s = time.monotonic() - self._began
+        if not self._busy or took_s < SLOW_S:
+            return None
+        return f"a write has taken {took_s:.0f} s; the disk or the database does not answer"
 
     async def write(self, entries: tuple[Entry, ...]) -> None:
-        """Durable when this returns. Raises Unavailable, then nothing of it was written."""
+        """Durable when this returns. Raises Unavailable, or InvalidRequest for entries that can never be
+        written; then nothing of it was written."""
         if self._closing:
             raise Unavailable("the journal is closed")
         loop = asyncio.get_running_loop()
@@ -73,7 +85,7 @@ class GroupCommit:
         with self._mutex:
             if self._busy or not self._waiting:
                 return
-            self._busy = True
+            self._busy, self._began = True, time.monotonic()
             batch = _take(self._waiting)
         writing = self._writer.submit(self._write, [entry for write in batch for entry in write.entries])
         writing.add_done_callback(lambda done: self._on_written(batch, done.exception()))
@@ -90,25 +102,29 @@ class GroupCommit:
         self._next()
 
     def _settle(self, writes: list[Write], error: BaseException | None) -> None:
+        if isinstance(error, UserError):  # the entries are at fault, so `trouble` stays as it is
+            writes[0].loop.call_soon_threadsafe(_wake, writes, error)
+            return
         trouble = None if error is None else reason(error)
         if trouble != self.trouble:
             log.error("the journal can not write: %s", trouble) if trouble else log.info("the journal writes again")
         self.trouble = trouble
-        writes[0].loop.call_soon_threadsafe(_wake, writes, trouble)
+        refusal = None if trouble is None else Unavailable(f"the journal can not write: {trouble}")
+        writes[0].loop.call_soon_threadsafe(_wake, writes, refusal)
 
 
 def reason(error: BaseException) -> str:
     return str(error.orig) if isinstance(error, DBAPIError) and error.orig else str(error) or type(error).__name__
 
 
-def _wake(writes: list[Write], trouble: str | None) -> None:
+def _wake(writes: list[Write], refusal: SkyrlActorsError | None) -> None:
     for write in writes:
         if write.done.done():
             continue  # cancelled
-        if trouble is None:
+        if refusal is None:
             write.done.set_result(None)
         else:
-            write.done.set_exception(Unavailable(f"the journal can not write: {trouble}"))
+            write.done.set_exception(refusal)
 
 
 def _take(waiting: deque[Write]) -> list[Write]:

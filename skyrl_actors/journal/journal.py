@@ -11,21 +11,18 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from skyrl_actors import clock
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.journal import opening
 from skyrl_actors.journal.encoding import decode
-from skyrl_actors.journal.entries import (
-    Books,
-    Entry,
-    Operation,
-    SnapshotDropped,
-    SnapshotTaken,
-)
+from skyrl_actors.journal.entries import Books, Entry, Operation, SnapshotTaken
 from skyrl_actors.journal.group_commit import GroupCommit, reason
 from skyrl_actors.journal.packs import PackStore
-from skyrl_actors.journal.retention import Retention, plan_sweep
+from skyrl_actors.journal.retention import Retention
 from skyrl_actors.journal.snapshots import SnapshotFolders
 from skyrl_actors.journal.store import Store
+from skyrl_actors.journal.sweeping import Sweeper
+from skyrl_actors.journal.watchdog import Watchdog
 from skyrl_actors.messages.errors import ConfigError, Corrupt, InternalError, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
@@ -37,16 +34,18 @@ FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError, ValueError, TypeError, Ove
 
 
 class SqlJournal:
-    def __init__(self, config: JournalConfig):
+    def __init__(self, config: JournalConfig, wall: Callable[[], float] = clock.now):
         self.config = config
+        self.wall = wall
         self.folder = config.folder.expanduser().resolve()
         self._url = opening.database_url(self.folder, config.url)
-        self._folders = SnapshotFolders(self.folder / opening.SNAPSHOTS)
+        self._folders = SnapshotFolders(self.folder / opening.SNAPSHOTS, wall)
         self._packs = PackStore(self.folder / opening.PACKS)
         self._store: Store | None = None
         self._commits: GroupCommit | None = None
         self._lock: opening.FolderLock | None = None
         self._guard: sa.Connection | None = None
+        self._watchdog: Watchdog | None = None
 
     @property
     def store(self) -> Store:
@@ -82,10 +81,12 @@ class SqlJournal:
                 marked = (self.folder / opening.MARKER).exists()
                 opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
                 self._store = Store(engine, self._packs)
-                books = self._store.begin_epoch(holder)
-                # What an interrupted write or snapshot left.
-                self._packs.sweep(self._store.used_packs())
+                books = self._store.begin_epoch(holder, opening.last_epoch(self.folder))
+                opening.note_epoch(self.folder, books.epoch)
+                # What an interrupted snapshot left; packs are looked through by the first sweep.
                 self._folders.sweep(self._store.snapshot_folders())
+            if engine.dialect.name == "postgresql":
+                self._watchdog = Watchdog(engine)
             self._commits = GroupCommit(self._store.write)
             undo.pop_all()
             return books
@@ -94,7 +95,11 @@ class SqlJournal:
     def trouble(self) -> str | None:
         if self._commits is None or self._store is None:
             return None
-        return self._store.waiting or self._commits.trouble
+        return self._store.waiting or self._commits.trouble or self._commits.slow
+
+    @property
+    def lost(self) -> str | None:
+        return None if self._store is None else self._store.lost
 
     @property
     def _writer(self) -> GroupCommit:
@@ -127,6 +132,12 @@ class SqlJournal:
     async def operations(self, model_id: str, after: int, upto: int) -> list[Operation]:
         return await self._read(self.store.operations, model_id, after, upto)
 
+    async def trimmed(self, model_id: str) -> int:
+        return await self._read(self.store.trimmed, model_id)
+
+    async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+        return await self._read(self.store.remembered, stream, before, limit)
+
     async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
         return await self._read(self.store.snapshots, model_id)
 
@@ -155,25 +166,22 @@ class SqlJournal:
         return await asyncio.to_thread(self._folders.verify, snapshot)
 
     async def sweep(self) -> int:
+        policy = Retention(self.config.retention_s, self.config.keep_snapshots)
+        steps = Sweeper(self.store, policy, self.wall()).steps()
+        freed = 0
         try:
-            return await self._writer.between(self._sweep)
+            while True:
+                began = time.monotonic()
+                step = await self._writer.between(lambda: next(steps, None))
+                if step is None:
+                    return freed
+                freed += step.num_bytes
+                for name in step.folders:
+                    freed += await asyncio.to_thread(self._folders.remove, name)
+                if step.rows:  # half of the writer's time is left to writes
+                    await asyncio.sleep(time.monotonic() - began)
         except FAULTS as error:
             raise Unavailable(f"the journal was not swept: {reason(error)}") from None
-
-    def _sweep(self) -> int:
-        store, now = self.store, time.time()
-        freed = sum(self._folders.remove(name) for name in store.forget_ended(now - self.config.retention_s))
-        for model_id in store.live_models():
-            policy = Retention(self.config.retention_s, self.config.keep_snapshots)
-            pinned = store.loads(model_id)
-            plan = plan_sweep(policy, store.snapshots(model_id), store.oldest_sampler(model_id), pinned, now)
-            for snapshot in plan.drop:
-                store.write([SnapshotDropped(model_id, snapshot.number)])
-                freed += self._folders.remove(snapshot.folder)
-            if plan.forget_upto is not None:
-                store.forget_records(model_id, plan.forget_upto)
-        store.forget_old(now - self.config.retention_s)
-        return freed + self._packs.sweep(store.used_packs())
 
     async def close(self) -> None:
         if self._store is not None:
@@ -183,6 +191,8 @@ class SqlJournal:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
         if self._guard is not None:
             self._guard.close()
         if self._store is not None:

@@ -18,15 +18,28 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, make_url
 
 from skyrl_actors import migrations
-from skyrl_actors.files import fsync
+from skyrl_actors.files import fsync, write_durably
 from skyrl_actors.journal.tables import PROJECT, info
 from skyrl_actors.messages.errors import ConfigError
 
 MARKER = "journal.json"
 DATABASE = "journal.db"
 LOCK = "journal.lock"
+EPOCH = "journal.epoch"
+STATEMENT_MS = 15_000  # longest time the database may take for one statement
 PACKS, SNAPSHOTS = "packs", "snapshots"
-OWN = {MARKER, "journal.partial", DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", f"{DATABASE}-journal", LOCK, PACKS, SNAPSHOTS}
+OWN = {
+    MARKER,
+    "journal.partial",
+    DATABASE,
+    f"{DATABASE}-wal",
+    f"{DATABASE}-shm",
+    f"{DATABASE}-journal",
+    LOCK,
+    EPOCH,
+    PACKS,
+    SNAPSHOTS,
+}
 VERSION_TABLE = "skyrl_actors_version"
 ADVISORY_LOCK = 0x536B7952
 
@@ -43,7 +56,7 @@ def database_url(folder: Path, url: str | None) -> URL:
 
 def connect(url: URL) -> sa.Engine:
     if url.get_backend_name() != "sqlite":
-        return sa.create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 5})
+        return sa.create_engine(url, connect_args=_bounded(url))
     engine = sa.create_engine(url, connect_args={"timeout": 5, "check_same_thread": False})
 
     @event.listens_for(engine, "connect")
@@ -53,6 +66,36 @@ def connect(url: URL) -> sa.Engine:
             connection.execute(f"PRAGMA {pragma}")
 
     return engine
+
+
+def _bounded(url: URL) -> dict[str, Any]:
+    """A host that is gone is noticed within about 10 s, from both ends. What the URL itself sets stays."""
+    ours: dict[str, Any] = {
+        "connect_timeout": 5, "keepalives": 1, "keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3,
+        "tcp_user_timeout": 10_000,
+    }  # fmt: skip
+    server = {
+        "statement_timeout": STATEMENT_MS, "idle_in_transaction_session_timeout": 2 * STATEMENT_MS, "tcp_keepalives_idle": 5,
+        "tcp_keepalives_interval": 2, "tcp_keepalives_count": 3, "tcp_user_timeout": 10_000,
+    }  # fmt: skip
+    options = " ".join(f"-c {name}={value}" for name, value in server.items())
+    given = url.query.get("options", "")
+    arguments = {name: value for name, value in ours.items() if name not in url.query}
+    return arguments | {"options": f"{options} {given if isinstance(given, str) else ' '.join(given)}".strip()}
+
+
+def last_epoch(folder: Path) -> int:
+    """Of the openings that this folder knows of: a database that was put back does not know the newest."""
+    try:
+        return int((folder / EPOCH).read_text())
+    except FileNotFoundError:
+        return 0
+    except ValueError as error:
+        raise OSError(f"{folder / EPOCH} is damaged ({error}); remove it if no process of this service runs") from None
+
+
+def note_epoch(folder: Path, epoch: int) -> None:
+    write_durably(folder / EPOCH, str(epoch))
 
 
 def check_folder(folder: Path) -> None:
@@ -131,6 +174,7 @@ def migrate(engine: sa.Engine, folder: Path, has_marker: bool, only_check: bool 
             return ""
         if engine.dialect.name == "postgresql":
             connection.execute(sa.text("SET LOCAL lock_timeout = '10s'"))
+            connection.execute(sa.text("SET LOCAL statement_timeout = 0"))
         _run_migrations(connection)
     with engine.begin() as connection:
         return _identity(connection, folder)

@@ -63,13 +63,19 @@ class PackStore:
             raise Corrupt(f"{path} was changed: {blob.length} bytes at {blob.offset} do not have the digest that was written")
         return content
 
-    def sweep(self, used: Iterable[str]) -> int:
-        """Remove packs that no row names, and what an interrupted write left; returns freed bytes."""
-        keep, freed = set(used), 0
-        for file in self.folder.iterdir():
-            if file.name not in keep:
+    def names(self) -> list[str]:
+        return os.listdir(self.folder)
+
+    def remove(self, names: Iterable[str]) -> int:
+        """Packs that no row names; returns freed bytes."""
+        freed = 0
+        for name in names:
+            file = self.folder / name
+            try:
                 freed += file.stat().st_size
                 file.unlink()
+            except FileNotFoundError:
+                continue
         return freed
 
 

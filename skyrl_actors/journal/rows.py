@@ -26,7 +26,8 @@ ACCEPT = sa.insert(t.operations)
 ANSWER = sa.update(t.operations).where(t.operations.c.number == sa.bindparam("of"))
 
 
-def insert(connection: sa.Connection, entries: Sequence[Entry], blobs: Iterator[Blob]) -> None:
+def statements(entries: Sequence[Entry], blobs: Iterator[Blob]) -> list[tuple[Any, Any]]:
+    """What is to be executed, each with its parameters."""
     accepted, answered, others = [], [], []
     for entry in entries:
         if isinstance(entry, Accepted):
@@ -35,13 +36,8 @@ def insert(connection: sa.Connection, entries: Sequence[Entry], blobs: Iterator[
             answered.append(answered_row(entry, next(blobs)))
         else:
             others.append(entry)
-    if accepted:
-        connection.execute(ACCEPT, accepted)
-    if answered:
-        connection.execute(ANSWER, answered)
-    for entry in others:
-        for statement in _statements(entry):
-            connection.execute(statement)
+    found: list[tuple[Any, Any]] = [*([(ACCEPT, accepted)] if accepted else []), *([(ANSWER, answered)] if answered else [])]
+    return found + [(statement, None) for entry in others for statement in _statements(entry)]
 
 
 def record_of(entry: Entry) -> Any:

@@ -4,10 +4,11 @@ import hashlib
 import json
 import os
 import shutil
-import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from skyrl_actors import clock
 from skyrl_actors.journal.entries import SnapshotTaken
 from skyrl_actors.journal.packs import PARTIAL, fsync
 from skyrl_actors.messages.errors import Corrupt
@@ -16,8 +17,9 @@ MANIFEST = "manifest.json"
 
 
 class SnapshotFolders:
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, wall: Callable[[], float] = clock.now):
         self.root = root
+        self._wall = wall
 
     def stage(self, model_id: str, number: int) -> Path:
         staging = self.root / f"{_safe(model_id)}@{number}{PARTIAL}"
@@ -41,7 +43,7 @@ class SnapshotFolders:
             fsync(self.root)
             undo.pop_all()
         size = sum(int(entry["bytes"]) for entry in files.values())
-        return SnapshotTaken(model_id, number, step, folder.name, size, time.time())
+        return SnapshotTaken(model_id, number, step, folder.name, size, self._wall())
 
     def verify(self, snapshot: SnapshotTaken) -> Path:
         folder = self.root / snapshot.folder

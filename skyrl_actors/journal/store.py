@@ -1,6 +1,6 @@
 """The journal's rows and packs, synchronously: one `write` is one pack and one transaction. Called from one thread."""
 
-import json
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -9,26 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_exponential
 
 from skyrl_actors.journal import tables as t
-from skyrl_actors.journal.encoding import encode, from_json
-from skyrl_actors.journal.entries import (
-    Books,
-    Entry,
-    Operation,
-    SamplerOpened,
-    SessionOpened,
-    SnapshotTaken,
-)
+from skyrl_actors.journal.encoding import UNENCODABLE, encode
+from skyrl_actors.journal.entries import Books, Entry, Operation, SnapshotTaken
+from skyrl_actors.journal.loading import load, remembered
 from skyrl_actors.journal.packs import Pack, PackStore
-from skyrl_actors.journal.rows import insert, operation_of, record_of
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.journal.redo import Commit, CommitsLost, RedoLog, Statement
+from skyrl_actors.journal.rows import operation_of, record_of, statements
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
 
-LAST_COMMIT = sa.select(t.info.c.value).where(t.info.c.key == "commit")
+log = logging.getLogger(__name__)
+# Locked: a commit that is still on its way holds this row, and its fate is known only when it is free.
+LAST_COMMIT = sa.select(t.info.c.value).where(t.info.c.key == "commit").with_for_update()
+LAST_EPOCH = sa.select(t.info.c.value).where(t.info.c.key == "epoch")
+# A commit may wait for a standby for as long as that takes: cancelled, it would be confirmed without it.
+NO_TIMEOUT = sa.text("SET LOCAL statement_timeout = 0")
 FENCE = (
     sa.update(t.info).where(t.info.c.key == "commit", t.info.c.value == sa.bindparam("last")).values(value=sa.bindparam("next"))
+)
+
+COUNT = sa.text(
+    "INSERT INTO packs (name, records) VALUES (:name, :records) "
+    "ON CONFLICT (name) DO UPDATE SET records = packs.records + :records"
 )
 
 
@@ -41,55 +46,51 @@ class Store:
         self.engine = engine
         self.packs = packs
         self.epoch = 0
+        self.lost: str | None = None  # why the journal must be opened anew
         self.waiting: str | None = None  # the fault behind which a commit's fate is not yet known
         self.closing = threading.Event()
         self._token = ""
+        self._redo = RedoLog()
+        self._remote = engine.dialect.name == "postgresql"
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="journal-pack")
         name = engine.url.database
         self._file = Path(name) if engine.dialect.name == "sqlite" and name else None
         self._inode: int | None = None
+        self._suspects: set[str] | None = None
 
-    def begin_epoch(self, holder: str) -> Books:
-        """Fence off whoever wrote before, and read what is known."""
+    def begin_epoch(self, holder: str, at_least: int = 0) -> Books:
+        """Fence off whoever wrote before, and read what is known. `at_least`: an epoch that is known to have begun."""
         if self._file is not None:
             self._inode = self._file.stat().st_ino
         with self.engine.begin() as connection:
             key = t.info.c.key
             found = connection.execute(sa.select(t.info.c.value).where(key == "epoch").with_for_update()).scalar_one()
-            self.epoch = int(found) + 1
+            if int(found) < at_least:
+                log.error(
+                    "the journal's database is of an earlier time: it was opened %s times, and its folder says %d; what was "
+                    "accepted and answered since then is lost", found, at_least,
+                )  # fmt: skip
+            self.epoch = max(int(found), at_least) + 1
             connection.execute(sa.update(t.info).where(key == "epoch").values(value=str(self.epoch)))
             self._token = f"{self.epoch}.0"
+            self._redo = RedoLog()
             for name, value in (("holder", holder), ("commit", self._token)):
                 connection.execute(sa.delete(t.info).where(key == name))
                 connection.execute(sa.insert(t.info).values(key=name, value=value))
-            return self._books(connection)
-
-    def _books(self, connection: sa.Connection) -> Books:
-        last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
-        live = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
-        sessions = connection.execute(sa.select(t.sessions).where(t.sessions.c.ended_at.is_(None)))
-        samplers = connection.execute(sa.select(t.samplers).where(~t.samplers.c.retired).order_by(t.samplers.c.number))
-        wanted = sa.or_(t.operations.c.answered_at.is_(None), t.operations.c.session_id.in_(live))
-        rows = connection.execute(sa.select(t.operations).where(wanted).order_by(t.operations.c.number))
-        return Books(
-            self.epoch,
-            last + 1,
-            tuple(SessionOpened(s.session_id, json.loads(s.user_metadata), s.opened_at) for s in sessions),
-            tuple(
-                SamplerOpened(s.sampler_id, s.session_id, s.base_model, s.model_path, from_json(s.weights), s.owner, s.number)
-                for s in samplers
-            ),
-            tuple(operation_of(row) for row in rows),
-        )
+            return load(connection, self.epoch)
 
     def write(self, entries: Sequence[Entry]) -> None:
         """All entries, or none. Their rows are made while their records are on the way to the disk, and committed behind
         them: what a row names is there."""
         self._check_file()
-        pack = Pack([encode(record) for entry in entries if (record := record_of(entry)) is not None])
+        pack = Pack(_encoded(entries))
         packing = self._packer.submit(self.packs.write, pack) if pack.records else None
         try:
             self._commit(entries, pack, packing)
+        except BaseException:
+            if self._suspects is not None:
+                self._suspects.add(pack.name)
+            raise
         finally:
             if packing is not None:
                 wait([packing])
@@ -98,17 +99,47 @@ class Store:
     def _commit(self, entries: Sequence[Entry], pack: Pack, packing: "Future[None] | None") -> None:
         epoch, _, count = self._token.partition(".")
         token = f"{epoch}.{int(count) + 1}"
+        todo = statements(entries, pack.blobs())
+        if packing is not None:
+            todo.append((COUNT, {"name": pack.name, "records": len(pack.records)}))
         try:
             with self.engine.begin() as connection:
                 if connection.execute(FENCE, {"last": self._token, "next": token}).rowcount != 1:
-                    raise Fenced("another service has opened this journal since; this one may not write to it any more")
-                insert(connection, entries, pack.blobs())
+                    self._redo_lost(connection)
+                    connection.execute(FENCE, {"last": self._token, "next": token})
+                try:
+                    _execute(connection, todo)
+                except (DataError, OverflowError) as error:  # sqlite3 raises the second as it is
+                    raise InvalidRequest(f"a value cannot be stored: {error!a}") from None
+                if self._remote:
+                    connection.execute(NO_TIMEOUT)
                 if packing is not None:
                     packing.result()
         except DBAPIError as error:
             if not error.connection_invalidated or not self._reached(token, error):
                 raise
+        if self._remote:  # a file does not go back while it is open
+            self._redo.add(Commit(self._token, token, todo))
         self._token = token
+
+    def _redo_lost(self, connection: sa.Connection) -> None:
+        """The last commit of the database is not ours. Either a later service made it, or the database lost ours and the
+        commits before: those are made again in this transaction. Raises Fenced, CommitsLost."""
+        epoch, found = connection.execute(LAST_EPOCH).scalar_one(), connection.execute(LAST_COMMIT).scalar_one()
+        if int(epoch) > self.epoch:
+            raise Fenced("another service has opened this journal since; this one may not write to it any more")
+        missing = self._redo.since(found)
+        if missing is None or int(epoch) < self.epoch:
+            last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
+            self.lost = (
+                f"the journal's database went back to commit {found} (this service confirmed {self._token}): it was restored, or "
+                f"failed over to a copy without the newest commits. Requests above number {last} are lost; the journal is opened anew"
+            )
+            raise CommitsLost(self.lost)
+        for commit in missing:
+            _execute(connection, commit.statements)
+        connection.execute(FENCE, {"last": found, "next": self._token})
+        log.error("the journal's database had lost its last %d commits, as after a failover; they were made again", len(missing))
 
     def close(self) -> None:
         self._packer.shutdown(wait=True)
@@ -152,6 +183,12 @@ class Store:
         with self.engine.connect() as connection:
             return [operation_of(row) for row in connection.execute(query.order_by(column.number))]
 
+    def trimmed(self, model_id: str) -> int:
+        """The number up to which a model's operations may have been removed; 0 when none was."""
+        query = sa.select(t.trimmed.c.number).where(t.trimmed.c.model_id == model_id)
+        with self.engine.connect() as connection:
+            return connection.execute(query).scalar() or 0
+
     def models(self) -> list[dict[str, Any]]:
         """One row a model: id, operations, step, first and last time."""
         column = t.operations.c
@@ -174,57 +211,32 @@ class Store:
         with self.engine.connect() as connection:
             return set(connection.execute(sa.select(t.snapshots.c.folder)).scalars())
 
-    def used_packs(self) -> set[str]:
-        column = t.operations.c
-        with self.engine.connect() as connection:
-            pairs = connection.execute(sa.select(column.payload_pack, column.result_pack)).all()
-        return {name for pair in pairs for name in pair if name}
-
-    def forget_records(self, model_id: str, upto: int) -> None:
-        """Payloads and results of a model's operations up to there are no longer asked for; their headers stay, and what
-        says which model it is."""
-        none = dict.fromkeys(("payload_pack", "result_pack"))
-        column = t.operations.c
-        where = (
-            column.model_id == model_id,
-            column.number <= upto,
-            column.answered_at.is_not(None),
-            column.kind != "CreateModel",
-        )
-        with self.engine.begin() as connection:
-            connection.execute(sa.update(t.operations).where(*where).values(**none))
-
-    def forget_old(self, before: float) -> None:
-        """Records of answered operations that no replay needs: samples, and what left its model as it was."""
-        column = t.operations.c
-        idle = sa.or_(column.model_id.is_(None), column.effect == "none")
-        where = (column.answered_at < before, idle, column.kind != "CreateModel")
-        with self.engine.begin() as connection:
-            connection.execute(sa.update(t.operations).where(*where).values(payload_pack=None, result_pack=None))
-
-    def loads(self, model_id: str) -> set[int]:
-        """Operations that read files which are not the journal's: they can not be replayed, only their snapshots help."""
+    def loads(self, model_id: str, numbers: Sequence[int]) -> set[int]:
+        """Those of these operations that read files which are not the journal's: they can not be replayed, only their snapshots help."""
         column = t.operations.c
         kinds = ("LoadWeights", "CreateModel")
-        query = sa.select(column.number).where(column.model_id == model_id, column.kind.in_(kinds))
+        where = (column.model_id == model_id, column.number.in_(list(numbers)), column.kind.in_(kinds))
         with self.engine.connect() as connection:
-            return set(connection.execute(query).scalars())
+            return set(connection.execute(sa.select(column.number).where(*where)).scalars())
 
-    def forget_ended(self, before: float) -> list[str]:
-        """Delete all rows of sessions that ended before that time; returns their snapshot folders."""
-        column = t.operations.c
+    def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+        with self.engine.connect() as connection:
+            return remembered(connection, stream, before, limit)
+
+    def mark_last_number(self) -> None:
+        """Rows are about to be removed, and their numbers must not be given again."""
+        self.write([])
         with self.engine.begin() as connection:
-            ended = connection.execute(sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at < before)).scalars().all()
-            models = connection.execute(sa.select(column.model_id).where(column.session_id.in_(ended)).distinct()).scalars().all()
-            gone = connection.execute(sa.select(t.snapshots.c.folder).where(t.snapshots.c.model_id.in_(models))).scalars().all()
-            connection.execute(sa.delete(t.snapshots).where(t.snapshots.c.model_id.in_(models)))
-            connection.execute(sa.delete(t.samplers).where(t.samplers.c.session_id.in_(ended), t.samplers.c.retired))
-            connection.execute(sa.delete(t.operations).where(column.session_id.in_(ended), column.answered_at.is_not(None)))
-            connection.execute(sa.delete(t.sessions).where(t.sessions.c.session_id.in_(ended)))
-            # samples of samplers that belong to no session
-            lost = (column.session_id.is_(None), column.answered_at < before)
-            connection.execute(sa.delete(t.operations).where(*lost))
-        return list(gone)
+            last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
+            known = connection.execute(sa.select(t.info.c.value).where(t.info.c.key == t.LAST_NUMBER)).scalar()
+            connection.execute(sa.delete(t.info).where(t.info.c.key == t.LAST_NUMBER))
+            value = str(max(last, int(known or 0)))
+            connection.execute(sa.insert(t.info).values(key=t.LAST_NUMBER, value=value))
+
+    def take_suspects(self) -> list[str]:
+        """Packs that may be in no row: all that are there the first time, then those of writes that failed since."""
+        found, self._suspects = self._suspects, set()
+        return self.packs.names() if found is None else sorted(found)
 
     def oldest_sampler(self, model_id: str) -> int | None:
         """The operation that froze the oldest unnamed version of a model that may still be sampled."""
@@ -233,13 +245,17 @@ class Store:
         with self.engine.connect() as connection:
             return connection.execute(query).scalar()
 
-    def live_models(self) -> list[str]:
-        live = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
-        query = sa.select(t.operations.c.model_id).where(
-            t.operations.c.kind == "CreateModel", t.operations.c.session_id.in_(live)
-        )
-        with self.engine.connect() as connection:
-            return [name for name in connection.execute(query).scalars() if name]
+
+def _execute(connection: sa.Connection, todo: Sequence[Statement]) -> None:
+    for statement, parameters in todo:
+        connection.execute(statement, parameters)
+
+
+def _encoded(entries: Sequence[Entry]) -> list[bytes]:
+    try:
+        return [encode(record) for entry in entries if (record := record_of(entry)) is not None]
+    except UNENCODABLE as error:
+        raise InvalidRequest(f"a value cannot be stored: {error!a}") from None
 
 
 def holder_text(name: str) -> str:

@@ -1,9 +1,24 @@
 """The journal's tables as SQLAlchemy sees them. The revisions in `migrations/` make and change them."""
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, MetaData, String, Table, Text
+from typing import Any
+
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, MetaData, String, Table, Text, text
 
 PROJECT = "skyrl-actors"
 metadata = MetaData()
+LAST_NUMBER = "last_number"
+"""In `journal_info`: no operation below it is ever made again, although rows are removed."""
+
+# Conditions of partial indexes. A query that is to use the index must say the same words.
+IDLE = text("effect = 'none'")
+OWED = text("answered_at IS NULL")
+OF_SAMPLERS = text("model_id IS NULL")
+LIFETIMES = text("kind IN ('CreateModel', 'Unload')")
+
+
+def _partial(name: str, *columns: str, where: Any) -> Index:
+    return Index(name, *columns, sqlite_where=where, postgresql_where=where)
+
 
 info = Table("journal_info", metadata, Column("key", String(64), primary_key=True), Column("value", Text, nullable=False))
 
@@ -42,6 +57,10 @@ operations = Table(
     Column("result_digest", String(64)),
     Index("operations_of_model", "model_id", "number"),
     Index("operations_of_session", "session_id", "number"),
+    _partial("operations_idle", "answered_at", where=IDLE),
+    _partial("operations_owed", "number", where=OWED),
+    _partial("operations_of_sampler", "stream", "number", where=OF_SAMPLERS),
+    _partial("operations_of_lifetimes", "kind", "session_id", where=LIFETIMES),
 )
 
 samplers = Table(
@@ -55,6 +74,7 @@ samplers = Table(
     Column("owner", String(128)),
     Column("number", BigInteger),
     Column("retired", Boolean, nullable=False, default=False),
+    Index("samplers_of_model", "owner", "number"),
 )
 
 snapshots = Table(
@@ -66,4 +86,18 @@ snapshots = Table(
     Column("folder", String(200), nullable=False),
     Column("num_bytes", BigInteger, nullable=False),
     Column("taken_at", Float, nullable=False),
+)
+
+packs = Table(
+    "packs",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("records", BigInteger, nullable=False),  # that rows name; a pack without any is removed
+)
+
+trimmed = Table(
+    "trimmed",
+    metadata,
+    Column("model_id", String(128), primary_key=True),
+    Column("number", BigInteger, nullable=False),  # the newest of its operations that were removed
 )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+LONGEST_TTL_S = 100 * 365 * 24 * 3600  # of a checkpoint; far below what a date can hold
 SessionVerb = Literal["sessions", "session"]
 CatalogVerb = Literal["runs", "run", "checkpoints", "is_public", "files_for_others", "copy", "set_public", "set_ttl", "delete"]
 

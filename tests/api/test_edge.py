@@ -1,6 +1,7 @@
 """The HTTP application in-process: what odd requests are told."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,23 @@ async def test_a_flooding_session_does_not_starve_another(tmp_path: Path):
         assert waiting > 150, "the small one was answered while most of the flood still waited"
         for request_id in flood:
             assert "sequences" in await posted(http, "/retrieve_future", request_id=request_id)
+
+
+async def test_values_that_cannot_be_stored_are_refused_with_422_and_health_stays_good(http: httpx.AsyncClient):
+    session, model_id = await model_in(http)
+    for path, body in (
+        ("/create_model", {"session_id": session, "model_seq_id": 1, "base_model": MODEL, "lora_config": {"seed": 2**70}}),
+        ("/create_model", {"session_id": session, "model_seq_id": 10**600, "base_model": MODEL}),
+        ("/create_model", {"session_id": session, "model_seq_id": 1, "base_model": MODEL, "user_metadata": {"a": "\ud800"}}),
+        ("/save_weights", {"model_id": model_id, "path": "a\ud800"}),
+        ("/save_weights", {"model_id": model_id, "path": "a", "ttl_seconds": 10**15}),
+        ("/save_weights_for_sampler", {"model_id": model_id, "sampling_session_seq_id": 10**600}),
+        ("/asample", {"base_model": "\ud800", "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}),
+    ):
+        answer = await http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        assert answer.status_code == 422, (path, body, answer.text)
+        assert (await http.get("/healthz")).status_code == 200
+    await resolved(http, "/optim_step", model_id=model_id, seq_id=1)
 
 
 async def test_a_model_of_a_session_that_expired_is_had_back_from_its_step(tmp_path: Path):

@@ -2,13 +2,18 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE, CheckpointFolders
-from skyrl_actors.messages.errors import Conflict, NotFound
+from skyrl_actors.controller.checkpoints import RUN_FILE, SAVED_BY, SPEC_FILE, CheckpointFolders
+from skyrl_actors.controller.session_catalog import SessionCatalog
+from skyrl_actors.controller.tenants import TenantTable
+from skyrl_actors.files import write_durably
+from skyrl_actors.messages.catalog import SessionNote
+from skyrl_actors.messages.errors import Conflict, Corrupt, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 
@@ -114,3 +119,63 @@ def test_deleted_is_deleted(folders: CheckpointFolders):
     assert folders.checkpoints() == [] and not list(folders.folder(path).parent.iterdir())
     with pytest.raises(NotFound):
         folders.delete(path)
+
+
+def test_one_damaged_file_hides_itself_and_nothing_else(folders: CheckpointFolders, clock: Clock, tmp_path: Path):
+    """As a power cut leaves them: empty, cut off, or from another version."""
+    brief, kept = saved(folders, "brief", ttl_seconds=60), saved(folders, "kept")
+    for number, content in enumerate(("", "{", "[]", '{"run_id": "x"}', '{"strange": 1}')):
+        run = tmp_path / f"s_train_{number + 1}"
+        (run / "weights" / "a").mkdir(parents=True)
+        (run / "weights" / "a" / SPEC_FILE).write_text("{}")
+        (run / RUN_FILE).write_text(content)
+    notes = tmp_path / "s_train_0" / "weights"
+    for name, content in (("empty", ""), ("strange", '{"strange": 1, "expires_at": "soon"}'), ("far", '{"expires_at": 1e18}')):
+        (notes / name).mkdir()
+        (notes / name / SPEC_FILE).write_text("")
+        (notes / name / "about.json").write_text(content)
+    (run_entry,) = folders.runs()
+    assert {c.name for c in run_entry.checkpoints} == {"brief", "kept", "empty", "strange", "far"}
+    assert all(datetime.fromtimestamp(c.expires_at, UTC) for c in run_entry.checkpoints if c.expires_at)
+    with pytest.raises(NotFound, match=r"its run.json is damaged"):
+        folders.run("s:train:1")
+    with pytest.raises(Corrupt, match=r"is damaged: its model_spec.json"):
+        folders.spec(TinkerPath("s:train:0", "weights", "empty"))
+    clock.now += 61
+    assert folders.sweep() == 1 and not folders.folder(brief).exists() and folders.existing(kept)
+    folders.note_run(replace(SPEC, model_id="s:train:1"), "s", {})  # its model lives, so what was lost is known
+    assert {run.run_id for run in folders.runs()} == {"s:train:0", "s:train:1"}
+
+
+def test_one_damaged_note_of_a_session_hides_itself_and_nothing_else(folders: CheckpointFolders, clock: Clock, tmp_path: Path):
+    catalog = SessionCatalog(TenantTable(), folders, clock)
+    for session_id in ("s1", "s2"):
+        catalog.opened(SessionNote(session_id, clock.now, {"who": "me"}))
+    (tmp_path / ".sessions" / "s1.json").write_text("")
+    assert [entry.note.session_id for entry in catalog.sessions()] == ["s2", "s"]
+    catalog.opened(SessionNote("s1", clock.now))
+    assert {entry.note.session_id for entry in catalog.sessions()} == {"s1", "s2", "s"}
+    (tmp_path / ".sessions" / "s1.json").write_text("{")
+    clock.now += 1000
+    catalog.sweep(100)
+    assert [entry.note.session_id for entry in catalog.sessions()] == ["s"]
+
+
+def test_the_longest_ttl_is_still_a_date(folders: CheckpointFolders):
+    saved(folders, "a", ttl_seconds=10**15)
+    (entry,) = folders.checkpoints()
+    assert entry.expires_at is not None and datetime.fromtimestamp(entry.expires_at, UTC).year < 10_000
+
+
+def test_a_note_is_replaced_whole_and_synced_before_it_has_its_name(tmp_path: Path):
+    """Traced: the data is on the disk before the rename, and each writer has a file of its own."""
+    seen: list[str] = []
+    real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, call in real.items():
+            patch.setattr(os, name, lambda *a, _name=name, _call=call: (seen.append(f"{_name} {a[0]}"), _call(*a))[1])
+        for _ in range(2):
+            write_durably(tmp_path / "a.json", "{}")
+    kinds = [line.split()[0] for line in seen]
+    assert kinds == ["fsync", "replace", "fsync"] * 2 and seen[1] != seen[4]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]

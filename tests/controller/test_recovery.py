@@ -15,8 +15,9 @@ from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
-from skyrl_actors.messages.errors import InvalidRequest, NotFound, Unavailable
+from skyrl_actors.messages.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.paths import parse_path
 from tests.simulation.backend import Machines, SimBackend
 from tests.simulation.journal import Disk
 
@@ -159,7 +160,7 @@ async def test_numbers_beyond_64_bits_hurt_nobody_else(service: Service):
         controller.journal.write(Accepted(10**6, "bad", "x", None, large, None, None, 0.0, rq.Unload("x"))),
         controller.submit(batch(two, 1)), return_exceptions=True,
     )  # fmt: skip
-    assert isinstance(results[0], Unavailable)
+    assert isinstance(results[0], InvalidRequest) and controller.journal.trouble is None
     assert isinstance(await done(controller, results[1]), rs.LossOutput)  # type: ignore[arg-type]
     await controller.close()
 
@@ -211,3 +212,123 @@ async def test_nothing_is_said_before_the_journal_was_read(service: Service):
             await ask()
     with pytest.raises(Unavailable):
         controller.heartbeat("s1")
+
+
+async def test_a_request_that_cannot_be_stored_is_refused_for_its_client_alone(service: Service):
+    """Numbers beyond 64 bits and text that is not Unicode: no other request waits, and health stays good."""
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
+    large, broken = 2**70, "a\ud800"
+    for request in (
+        rq.CreateModel(ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4), seed=large), "s1"),
+        rq.CreateModel(ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4)), "s1", {"who": broken}),
+        rq.SaveWeights(one, broken),
+        rq.SaveWeights(one, "c", ttl_seconds=10**15),
+        rq.SaveWeights(one, "c", user_metadata={broken: "x"}),
+        rq.SaveForSampler(one, sampler_id="s1:sample:" + "1" * 500),
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, stop=(broken,))),
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, prompt_logprobs=True, prompt_logprobs_last_n=large)),
+        rq.OptimStep(one, AdamParams(learning_rate=large)),
+    ):
+        alone, beside = await asyncio.gather(controller.submit(request), controller.submit(batch(two, 1)), return_exceptions=True)
+        assert isinstance(alone, InvalidRequest), request
+        str(alone).encode()  # the refusal itself can be sent
+        assert isinstance(await done(controller, beside), rs.LossOutput)  # type: ignore[arg-type]
+        assert controller.fault() is None
+    assert isinstance(await done(controller, await controller.submit(batch(one, 1))), rs.LossOutput)
+    await controller.close()
+
+
+async def test_an_answer_that_cannot_be_stored_is_answered_as_a_failure(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+
+    async def strange(*_: object) -> dict[str, float]:
+        return {"norm\ud800": 1.0}
+
+    controller.backend.optim_step = strange  # type: ignore[method-assign]
+    answer = await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams())))
+    assert isinstance(answer, rs.Failure) and answer.category == "server" and "cannot be stored" in answer.message
+    assert controller.fault() is None
+    await controller.close()
+
+
+async def test_samples_of_before_a_restart_are_known_when_they_are_asked_for(service: Service):
+    """A start does not read them: a repeat and the list of what was answered are looked up."""
+    controller = await service.start()
+    await controller.create_session("s1")
+    await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
+    controller.backend.machines.exports[""] = "base"  # type: ignore[attr-defined]
+    requests = [rq.Sample("s1:sample:0", (1,), rq.SamplingParams(2, seed=1), seq_id) for seq_id in range(5)]
+
+    async def sampled(*_: object) -> rs.SampleOutput:
+        return rs.SampleOutput((), "base")
+
+    controller.backend.sample = sampled  # type: ignore[method-assign]
+    ids = [await controller.submit(request) for request in requests]
+    for request_id in ids:
+        await done(controller, request_id)
+    await controller.close()
+    controller = await service.start()
+    controller.backend.sample = sampled  # type: ignore[method-assign]
+    assert not controller.queue._accepted
+    fresh = await controller.submit(rq.Sample("s1:sample:0", (1,), rq.SamplingParams(2, seed=1), 5))
+    await done(controller, fresh)
+    found, cursor = await controller.completed("s1:sample:0", 0, 0, 5)
+    assert [one.request_id for one in found] == [*ids, fresh]
+    assert await controller.completed("s1:sample:0", 0, cursor, 0) == ([], cursor)
+    assert [await controller.submit(request) for request in requests] == ids
+    with pytest.raises(Conflict):
+        await controller.submit(rq.Sample("s1:sample:0", (2,), rq.SamplingParams(2, seed=1), 0))
+    await controller.close()
+
+
+async def test_versions_of_weights_have_new_names_after_a_restart(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+
+    async def saved(number: int) -> str:
+        request = rq.SaveForSampler(model_id, sampler_id=f"s1:sample:{number}")
+        result = await done(controller, await controller.submit(request))
+        assert isinstance(result, rs.SamplerSaved)
+        return result.version
+
+    names = [await saved(0), await saved(1)]
+    await controller.close()
+    controller = await service.start()
+    names += [await saved(2), await saved(3)]
+    assert len(set(names)) == 4
+    await controller.close()
+
+
+async def test_a_state_whose_operations_were_removed_is_refused_and_not_computed_without_them(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+    for token in range(1, 4):
+        await done(controller, await controller.submit(batch(model_id, token)))
+        await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams(learning_rate=0.1 * token))))
+    await controller._recovery.snapshot_now(controller.tenants.models[model_id])
+    journal = controller.journal
+    assert isinstance(journal, SqlJournal)
+    now = journal.wall()
+    journal.wall = lambda: now + service.config.journal.retention_s + 60
+    await done(controller, await controller.submit(batch(model_id, 4)))
+    await journal.sweep()
+    (snapshot,) = await journal.snapshots(model_id)
+    folder = str(journal.folder / "snapshots" / snapshot.folder)
+    service.machines.disk.files[folder] = service.machines.disk.files[f"{folder}.partial"]
+    assert len(await journal.operations(model_id, 0, 10**6)) == 3  # its creation, the last step, and what followed
+    service.machines.kill_rank()
+    assert isinstance(await done(controller, await controller.submit(batch(model_id, 5))), rs.LossOutput)
+    with pytest.raises(NotFound, match="is at step 3; use 0 or 3 to 3; steps before 3 are older"):
+        await controller.checkpoint_spec(parse_path(f"tinker://{model_id}/steps/1"))
+    (journal.folder / "snapshots" / snapshot.folder / "manifest.json").unlink()
+    service.machines.kill_rank()
+    refused = await done(controller, await controller.submit(batch(model_id, 6)))
+    assert isinstance(refused, rs.Failure) and "were removed, and no whole snapshot covers them" in refused.message
+    await controller.create_session("s2")
+    path = f"tinker://{model_id}/steps/0"
+    fork = rq.CreateModel(ModelSpec("s2:train:0", ""), "s2", from_path=path)
+    assert isinstance(await done(controller, await controller.submit(fork)), rs.Loaded | rs.ModelCreated)
+    await controller.close()

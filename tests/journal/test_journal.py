@@ -4,6 +4,7 @@ import asyncio
 import resource
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.store import Store
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import ConfigError, Corrupt, Unavailable
+from skyrl_actors.messages.errors import ConfigError, Corrupt, InvalidRequest, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward, OptimStep, Request
 from skyrl_actors.messages.results import StepDone
@@ -95,6 +96,17 @@ async def test_a_bad_entry_does_not_refuse_the_others_of_its_commit(config: Jour
     )
     assert results[0] is None and isinstance(results[1], Unavailable) and results[2] is None
     assert journal.trouble is None
+    await journal.close()
+
+
+@pytest.mark.parametrize("bad", [{"digest": 2**70}, {"stream": "x" * 300, "model_id": "y" * 300}, {"session_id": "a\0b"}])
+async def test_a_row_that_no_database_takes_is_not_the_journals_trouble(config: JournalConfig, bad: dict):
+    journal = await opened(config)
+    results = await asyncio.gather(
+        journal.write(accepted(1)), journal.write(replace(accepted(2), **bad)), journal.write(accepted(3)), return_exceptions=True
+    )
+    assert results[0] is None and results[2] is None and journal.trouble is None
+    assert isinstance(results[1], InvalidRequest) or (config.url is None and "digest" not in bad)  # SQLite takes any text
     await journal.close()
 
 

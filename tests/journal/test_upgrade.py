@@ -1,5 +1,6 @@
 """Journals of other versions: an older one is brought up, a newer one is refused."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,38 @@ async def test_a_journal_of_the_first_version_opens(config: JournalConfig):
     engine.dispose()
     journal = SqlJournal(config)
     books = await journal.open("x")
-    assert [op.step for op in books.operations] == [0, 1, 1, 2, None]
+    assert [op.step for op in await journal.operations("m", 0, 9)] == [0, 1, 1, 2, None]
+    assert [op.number for op in books.operations] == [1, 2, 3, 4, 5]
     assert books.next_number == 6
+    await journal.close()
+
+
+async def test_packs_of_an_older_journal_are_counted_and_go_with_their_last_row(config: JournalConfig):
+    opening.check_folder(config.folder)
+    engine = opening.connect(opening.database_url(config.folder, config.url))
+    migrate_to(engine, "0002")
+    row = (
+        "INSERT INTO operations (number, request_id, kind, stream, digest, session_id, accepted_at, answered_at, effect, "
+        "payload_pack, payload_offset, payload_length, result_pack, result_offset, result_length) VALUES "
+        "({0}, 'r{0}', 'Sample', 'm', 0, 's', {1}, {1}, 'none', 'old', 0, 1, '{2}', 0, 1)"
+    )
+    now = time.time()
+    with engine.begin() as connection:
+        connection.execute(sa.text("INSERT INTO sessions (session_id, user_metadata, opened_at) VALUES ('s', '{}', 1.0)"))
+        for number, at, pack in ((1, 1.0, "old"), (2, 2.0, "mixed"), (3, now, "mixed")):
+            connection.execute(sa.text(row.format(number, at, pack)))
+    engine.dispose()
+    (config.folder / "packs").mkdir()
+    for name in ("old", "mixed", "orphan"):
+        (config.folder / "packs" / name).write_text("x")
+    journal = SqlJournal(config)
+    await journal.open("x")
+    with journal.store.engine.connect() as connection:
+        found = dict(connection.execute(sa.select(tables.packs.c.name, tables.packs.c.records)).all())
+    assert found == {"old": 4, "mixed": 2}
+    await journal.sweep()
+    assert sorted(file.name for file in (config.folder / "packs").iterdir()) == ["mixed", "old"]  # the third row names both
+    assert [n for n in (1, 2, 3) if await journal.find(f"r{n}")] == [3]
     await journal.close()
 
 
@@ -65,7 +96,7 @@ async def test_a_newer_journal_is_refused(config: JournalConfig):
     with journal.store.engine.begin() as connection:
         connection.execute(sa.text(f"UPDATE {opening.VERSION_TABLE} SET version_num = '0042'"))
     await journal.close()
-    with pytest.raises(ConfigError, match=r"version 0042, written by a newer skyrl-actors; this one knows versions up to 0002"):
+    with pytest.raises(ConfigError, match=r"version 0042, written by a newer skyrl-actors; this one knows versions up to 0003"):
         await SqlJournal(config).open("x")
 
 

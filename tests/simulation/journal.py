@@ -81,6 +81,7 @@ class SimJournal:
         self.disk = disk
         self.chance = chance
         self.trouble: str | None = None
+        self.lost: str | None = None
         self.dead = False
         self._turn = asyncio.Lock()
         self._epoch = 0
@@ -97,10 +98,36 @@ class SimJournal:
         self._epoch = disk.epoch
         live = [s for s in disk.sessions.values() if s.session_id not in disk.ended]
         names = {s.session_id for s in live}
-        operations = [op for op in disk.operations.values() if op.answered_at is None or op.session_id in names]
-        ordered = tuple(sorted(operations, key=lambda op: op.number))
+        owed = [op for op in disk.operations.values() if op.answered_at is None]
+        snapshots = {s.model_id: s for s in sorted(disk.snapshots.values(), key=lambda s: s.number)}
+        created = [op for op in disk.operations.values() if op.kind == "CreateModel" and op.session_id in names]
+        needed = {op.number: op for op in owed}
+        for creation in created:
+            needed |= {op.number: op for op in self._changes(str(creation.model_id), snapshots)}
+        ordered = tuple(needed[number] for number in sorted(needed))
+        recent = frozenset(op.request_id for op in disk.operations.values() if op.answered_at is not None)
         samplers = tuple(sorted(disk.samplers.values(), key=lambda s: s.number or 0))
-        return Books(disk.epoch, max(disk.operations, default=0) + 1, tuple(live), samplers, ordered)
+        return Books(
+            disk.epoch, max(disk.operations, default=0) + 1, tuple(live), samplers, ordered, tuple(snapshots.values()), recent
+        )
+
+    def _changes(self, model_id: str, snapshots: dict[str, SnapshotTaken]) -> list[Operation]:
+        """As the real one reads them: from the newest snapshot or the last step on, whichever is older."""
+        mine = [op for op in self.disk.operations.values() if op.model_id == model_id and op.answered_at is not None]
+        steps = [op.number for op in mine if op.kind == "OptimStep" and op.effect != "none"]
+        since = min(max(steps), snapshots[model_id].number if model_id in snapshots else 0) if steps else 0
+        changed = [op for op in mine if op.effect != "none" or (op.kind == "ForwardBackward" and op.failed)]
+        return [op for op in changed if op.number >= since or op.kind == "CreateModel"]
+
+    async def trimmed(self, model_id: str) -> int:
+        await self._pass_time()
+        return 0
+
+    async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+        await self._pass_time()
+        mine = [op for op in self.disk.operations.values() if op.stream == stream and op.number < before]
+        answered = [op for op in mine if op.answered_at is not None and op.seq_id is not None]
+        return sorted(answered, key=lambda op: op.number)[-limit:]
 
     async def write(self, *entries: Entry) -> None:
         async with self._turn:

@@ -1,0 +1,210 @@
+"""What a journal of many answered samples of living sessions costs: a restart, and writes while it is swept.
+
+The rows are made by the journal's own row types and inserted in bulk. The restart is a controller's, in a process of
+its own, with a backend that does nothing. The sweep runs twice: when nothing is due, and when all samples are.
+
+python -m bench.hostile_journal [--samples 1000000]
+"""
+
+import argparse
+import asyncio
+import os
+import re
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+
+from bench.harness import emit
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.controller.digests import digest_of
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.journal import rows, tables
+from skyrl_actors.journal.encoding import encode
+from skyrl_actors.journal.entries import Accepted, Answered, SamplerOpened, SessionOpened
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.journal.packs import Pack
+from skyrl_actors.messages.requests import Sample, SamplingParams
+from skyrl_actors.messages.results import SampleOutput, Sequence
+from skyrl_actors.messages.weights import SamplerWeights
+from tests.fakes import FakeBackend
+
+SESSIONS = 200
+COMMIT = 64  # samples of one group commit, and so of one pack
+PAUSE_S = 0.005  # between the small writes
+CALM_WRITES = 200
+HOUR_S = 3600.0
+LONGEST_SWEEP_S = 60.0  # that is measured; the sweep of a backlog goes on for longer
+
+
+def config_of(folder: Path) -> ClusterConfig:
+    return ClusterConfig(
+        base_model=TinyBase(name="tiny"), checkpoint_dir=folder / "checkpoints", journal=JournalConfig(folder=folder / "journal")
+    )
+
+
+def sample(session: int, seq_id: int) -> Sample:
+    prompt = tuple(range(1, 33))
+    return Sample(f"s{session}:sample:0", prompt, SamplingParams(32, seed=seq_id), seq_id)
+
+
+def pairs(first: int, count: int) -> Iterator[tuple[Accepted, Answered]]:
+    """Samples of all sessions in turn, each with its answer."""
+    tokens, logprobs = np.arange(32, dtype=np.int32), np.zeros(32, np.float32)
+    result, now = SampleOutput((Sequence(tokens, logprobs, "length"),), "base"), time.time() - HOUR_S
+    for number in range(first, first + count):
+        session, seq_id = number % SESSIONS, number // SESSIONS
+        request, request_id = sample(session, seq_id), f"r{number:032x}"
+        digest = digest_of(request)
+        stream, session_id = f"s{session}:sample:0", f"s{session}"
+        yield (
+            Accepted(number, request_id, stream, seq_id, digest, None, session_id, now, request),
+            Answered(number, request_id, result, "none", now + number * 1e-4),
+        )
+
+
+async def fill(folder: Path, samples: int) -> None:
+    journal = SqlJournal(config_of(folder).journal)
+    await journal.open("bench")
+    for session in range(SESSIONS):
+        name = f"s{session}"
+        opened = SamplerOpened(f"{name}:sample:0", name, "tiny", None, SamplerWeights("base"))
+        await journal.write(SessionOpened(name, {}, time.time()), opened)
+    packs = folder / "journal" / "packs"
+    for first in range(1, samples + 1, 100 * COMMIT):
+        made, counted = [], []
+        for start in range(first, min(first + 100 * COMMIT, samples + 1), COMMIT):
+            some = list(pairs(start, min(COMMIT, samples + 1 - start)))
+            pack = Pack([encode(record) for accepted, answered in some for record in (accepted.request, answered.result)])
+            (packs / pack.name).write_bytes(b"".join(pack.records))
+            counted.append({"name": pack.name, "records": len(pack.records)})
+            blobs = pack.blobs()
+            for accepted, answered in some:
+                row = rows.accepted_row(accepted, next(blobs)) | rows.answered_row(answered, next(blobs))
+                del row["of"]
+                made.append(row)
+        with journal.store.engine.begin() as connection:
+            connection.execute(sa.insert(tables.operations), made)
+            connection.execute(sa.insert(tables.packs), counted)
+    await journal.close()
+
+
+def restart(folder: Path) -> dict[str, float]:
+    """A controller's start, and the first repeat of a request from before; in a fresh process."""
+
+    async def start() -> dict[str, float]:
+        before, began = _peak_mib(), time.perf_counter()
+        controller = Controller(config_of(folder), FakeBackend(), SqlJournal(config_of(folder).journal))
+        await controller.start()
+        restart_s, grown = time.perf_counter() - began, _peak_mib() - before
+        began = time.perf_counter()
+        repeated = await controller.submit(sample(7, 0))
+        assert repeated == f"r{SESSIONS + 7:032x}" or repeated == f"r{7:032x}", "a repeat is the request that it repeats"
+        repeat_ms = 1e3 * (time.perf_counter() - began)
+        assert await controller.retrieve(repeated, 0) is not None
+        await controller.close()
+        return {"restart_s": round(restart_s, 3), "restart_mib": round(grown, 1), "first_repeat_ms": round(repeat_ms, 1)}
+
+    return asyncio.run(start())
+
+
+def _peak_mib() -> float:
+    """Of this process alone; `ru_maxrss` would begin with its parent's."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024  # type: ignore[index]
+
+
+async def sweep(folder: Path, ahead_s: float) -> dict[str, float]:
+    """`ahead_s`: how much later it is for retention."""
+    journal = SqlJournal(config_of(folder).journal, lambda: time.time() + ahead_s)
+    books = await journal.open("bench")
+    number, waits, calm_ms = books.next_number, list[float](), 0.0
+
+    async def write() -> None:
+        nonlocal number
+        began = time.perf_counter()
+        await journal.write(Accepted(number, f"w{number}", "w", None, 0, None, "s0", time.time() + ahead_s, sample(0, number)))
+        number += 1
+        waits.append(1e3 * (time.perf_counter() - began))
+        await asyncio.sleep(PAUSE_S)
+
+    for _ in range(CALM_WRITES):
+        await write()
+    calm_ms, calm_p50 = max(waits), statistics.median(waits)
+    waits.clear()
+    with Disk(folder) as disk:
+        began, sweeping = time.perf_counter(), asyncio.create_task(journal.sweep())
+        while not sweeping.done() and time.perf_counter() - began < LONGEST_SWEEP_S:
+            await write()
+        took_s = time.perf_counter() - began
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+    with journal.store.engine.connect() as connection:
+        left = connection.execute(sa.select(sa.func.count()).where(tables.operations.c.stream != "w")).scalar_one()
+    await journal.close()
+    return {
+        "sweep_s": round(took_s, 2), "rows_left": left, "disk_ms_longest": round(1e3 * disk.longest_s, 1), "calm_ms_p50": round(calm_p50, 2),
+        "calm_ms_longest": round(calm_ms, 1), "write_ms_p50": round(statistics.median(waits), 2),
+        "write_ms_p99": round(sorted(waits)[int(0.99 * (len(waits) - 1))], 1), "stall_ms": round(max(waits), 1),
+    }  # fmt: skip
+
+
+class Disk:
+    """The longest that one small fsync of another file takes meanwhile: what the machine alone makes writes wait."""
+
+    def __init__(self, folder: Path):
+        self.longest_s = 0.0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._probe, args=(folder / "probe",))
+
+    def _probe(self, file: Path) -> None:
+        with file.open("wb", buffering=0) as stream:
+            while not self._ends.wait(4 * PAUSE_S):
+                began = time.perf_counter()
+                stream.write(bytes(4096))
+                os.fsync(stream.fileno())
+                self.longest_s = max(self.longest_s, time.perf_counter() - began)
+
+    def __enter__(self) -> "Disk":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+def run(samples: int = 1_000_000) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp(prefix="hostile-journal-", dir=Path.cwd()))
+    try:
+        began = time.perf_counter()
+        asyncio.run(fill(folder, samples))
+        made_s = time.perf_counter() - began
+        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+            restarted = fresh.submit(restart, folder).result()
+        idle = asyncio.run(sweep(folder, 0.0))
+        all_due = asyncio.run(sweep(folder, 25 * HOUR_S))
+        return {
+            "samples": samples, "sessions": SESSIONS, "made_s": round(made_s, 1), **restarted,
+            **{f"idle_{name}": value for name, value in idle.items()}, **{f"due_{name}": value for name, value in all_due.items()},
+        }  # fmt: skip
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    emit("hostile_journal", run(parser.parse_args().samples))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Sequence numbers from before a restart: read from the journal when their stream is first used again.
+
+A start does not read them, so its time does not depend on how many requests there were.
+"""
+
+import asyncio
+from collections import OrderedDict
+
+from skyrl_actors.controller.completions import Completions
+from skyrl_actors.controller.queue import REMEMBERED, RequestQueue
+from skyrl_actors.journal.base import Journal
+
+STREAMS = 20_000  # of which it is known that they were read; one that is forgotten is read again
+
+
+class Recall:
+    def __init__(self, journal: Journal, queue: RequestQueue, completions: Completions):
+        self._journal = journal
+        self._queue = queue
+        self._completions = completions
+        self._before = 1
+        self._reading: OrderedDict[str, asyncio.Task[None]] = OrderedDict()
+
+    def begin(self, next_number: int) -> None:
+        """Operations below this number are an earlier controller's."""
+        self._before = next_number
+
+    async def stream(self, stream: str) -> None:
+        """What was answered in this stream before the restart is known when this returns. Raises Unavailable."""
+        if self._before == 1:
+            return
+        reading = self._reading.get(stream)
+        if reading is None or (reading.done() and (reading.cancelled() or reading.exception())):
+            reading = self._reading[stream] = asyncio.get_running_loop().create_task(self._read(stream))
+            while len(self._reading) > STREAMS:
+                self._reading.popitem(last=False)
+        if not reading.done():
+            await asyncio.shield(reading)
+
+    async def _read(self, stream: str) -> None:
+        found = await self._journal.remembered(stream, self._before, REMEMBERED)
+        if found:
+            self._queue.recall(stream, [(op.seq_id, op.digest, op.request_id) for op in found if op.seq_id is not None])
+            samples = [(op.seq_id, op.request_id, op.failed) for op in found if op.kind == "Sample"]
+            self._completions.recall(stream, [(seq_id, name, bad) for seq_id, name, bad in samples if seq_id is not None])

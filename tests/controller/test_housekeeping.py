@@ -1,0 +1,147 @@
+"""Loops that tidy: one job that fails ends neither its loop nor the others."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_actors.clock import SteadyClock
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
+from skyrl_actors.controller import housekeeping
+from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.tenants import Session, TenantTable
+from skyrl_actors.journal.entries import Accepted, Answered
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.paths import TinkerPath
+from skyrl_actors.messages.requests import Sample, SamplingParams
+from skyrl_actors.messages.results import Loaded
+from tests.fakes import FakeBackend
+
+
+class Job:
+    """Fails with what nobody foresaw, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def sweep(self, *_: Any) -> int:
+        self.calls += 1
+        raise KeyError("a damaged file")
+
+
+class Records(Job):
+    async def sweep(self) -> int:  # type: ignore[override]
+        return super().sweep()
+
+
+async def test_a_sweep_that_fails_ends_neither_its_loop_nor_the_others():
+    folders, sessions, journal = Job(), Job(), Records()
+    loop = asyncio.create_task(housekeeping.sweep(folders, sessions, journal, 0.001, 1.0))  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        while min(folders.calls, sessions.calls, journal.calls) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert not loop.done()
+    loop.cancel()
+
+
+async def test_a_session_that_cannot_be_freed_does_not_keep_others_alive():
+    tenants, freed = TenantTable(), asyncio.Queue[str]()
+    for name in ("s1", "s2"):
+        tenants.sessions[name] = Session(name, -1.0)
+
+    async def finish(session_id: str) -> None:
+        if session_id == "s1":
+            raise KeyError(session_id)
+        freed.put_nowait(session_id)
+
+    loop = asyncio.create_task(housekeeping.free_silent_sessions(tenants, finish, 0.01))
+    assert [await asyncio.wait_for(freed.get(), 10) for _ in range(2)] == ["s2", "s2"]
+    loop.cancel()
+
+
+def heard(tenants: TenantTable, first: float, last: float, *names: str) -> None:
+    """Heartbeats each 10 s."""
+    for now in range(int(first), int(last), 10):
+        for name in names:
+            tenants.hear(name, float(now))
+
+
+def test_an_outage_of_the_edge_frees_nobody():
+    """No heartbeat arrives for an hour, then all clients are back, one of them a little later."""
+    tenants = TenantTable()
+    for name in ("s1", "s2", "gone"):
+        tenants.sessions[name] = Session(name, tenants.silence.hear(0.0))
+    heard(tenants, 0, 100, "s1", "s2")
+    assert tenants.silent_sessions(100.0, 60.0) == ["gone"]
+    assert tenants.silent_sessions(3700.0, 60.0) == ["gone"] and tenants.silent_sessions(3700.0, 600.0) == []
+    heard(tenants, 3700, 3740, "s1")
+    assert tenants.silent_sessions(3740.0, 60.0) == ["gone"]
+    tenants.hear("s2", 3741.0)
+    heard(tenants, 3750, 4300, "s1")
+    assert tenants.silent_sessions(4300.0, 600.0) == ["gone"]
+    assert tenants.silent_sessions(4300.0, 540.0) == ["gone", "s2"]
+
+
+async def test_a_service_that_nobody_reaches_keeps_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With the gap shortened: sessions live through a silence of all, and one that is silent alone ends."""
+    monkeypatch.setattr("skyrl_actors.controller.silence.LONGEST_GAP_S", 0.05)
+    config = ClusterConfig(
+        base_model=TinyBase(name="tiny"), limits=LimitsConfig(session_timeout_s=0.3), checkpoint_dir=tmp_path / "checkpoints"
+    )
+    controller = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
+    await controller.start()
+    lives, dies = await controller.create_session(), await controller.create_session()
+    await asyncio.sleep(1.0)
+    assert controller.tenants.sessions.keys() == {lives, dies}
+    async with asyncio.timeout(20):
+        while dies in controller.tenants.sessions:
+            controller.heartbeat(lives)
+            await asyncio.sleep(0.01)
+    assert lives in controller.tenants.sessions
+    await controller.close()
+
+
+async def test_lifetimes_and_retention_do_not_follow_a_clock_that_is_set(tmp_path: Path):
+    wall, elapsed = [1e9], [0.0]
+    now = SteadyClock(lambda: wall[0], lambda: elapsed[0])
+    config = JournalConfig(folder=tmp_path / "journal", retention_s=3600.0)
+    journal = SqlJournal(config, now)
+    await journal.open("x")
+    sample = Sample("s:sample:0", (1,), SamplingParams(1))
+    await journal.write(Accepted(1, "r1", "s:sample:0", 1, 7, None, "s", now(), sample))
+    await journal.write(Answered(1, "r1", Loaded("m", "p"), "none", now()))
+    folders = CheckpointFolders(tmp_path / "checkpoints", now)
+    folder = folders.folder(TinkerPath("s:train:0", "weights", "a"))
+    folder.mkdir(parents=True)
+    (folder / SPEC_FILE).write_text("{}")
+    folders.note_run(ModelSpec("s:train:0", "tiny"), "s", {})
+    folders.note(folder, {}, 3600)
+    for jump in (1e9, -2e9):
+        wall[0] += jump
+        await journal.sweep()
+        found = await journal.find("r1")
+        assert found is not None and await journal.result(found) == Loaded("m", "p")
+        assert folders.sweep() == 0 and folder.exists()
+    elapsed[0] += 3601
+    await journal.sweep()
+    found = await journal.find("r1")
+    assert found is None or found.result is None
+    assert folders.sweep() == 1
+    await journal.close()
+
+
+def test_what_an_interrupted_write_left_goes_when_it_is_old(tmp_path: Path):
+    import os
+
+    from skyrl_actors.controller.notes import ABANDONED_S, sweep_abandoned
+
+    old, new = tmp_path / ".run.json.1.partial", tmp_path / ".run.json.2.partial"
+    for file in (old, new, tmp_path / "run.json"):
+        file.write_text("")
+    past = new.stat().st_mtime - ABANDONED_S - 60
+    os.utime(old, (past, past))
+    sweep_abandoned(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".run.json.2.partial", "run.json"]
