@@ -240,6 +240,7 @@ class GroupBuilder:
                 group_config.num_threads, group_config.microbatch_tokens, group_config.collective_timeout_s,
                 group_config.strategy, full_strategy, group_config.activations,
                 group_config.sequence_parallel, group_config.score_uncounted, group_config.preload, config.engine.dtype,
+                config.lora.max_adapters,
             )
             for rank in range(len(self.slots))
         ]  # fmt: skip

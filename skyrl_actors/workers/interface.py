@@ -40,6 +40,7 @@ class WorkerSpec:
     score_uncounted: bool = True
     preload: bool = True
     export_dtype: str = "float32"  # of full weights on their way to engines
+    max_adapters: int = 8  # on the device at once
 
 
 @dataclass(frozen=True, slots=True)
