@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from skyrl_actors.backends.base import Capabilities, Mixture
 from skyrl_actors.backends.environment import actor_environment
 from skyrl_actors.backends.moves import keeper_for, mover_for
-from skyrl_actors.backends.site import reserved_site
+from skyrl_actors.backends.site import adapters_of, reserved_site
 from skyrl_actors.backends.vitals import Vitals
 from skyrl_actors.colocation.in_flight import in_sample_phase
 from skyrl_actors.colocation.keeper import Keeper, SplitKeeper
@@ -96,7 +96,8 @@ class RayBackend:
         self._engines.agreement.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
         return Capabilities(
             self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
-            min(self.config.engine.max_model_len, info.max_context_tokens), self._roles, await self.engines.adapts_head(),
+            min(config.engine.max_model_len, info.max_context_tokens), self._roles, await self.engines.adapts_head(),
+            adapters_of(config, self.base_folder, plan),
         )  # fmt: skip
 
     async def _took_over(self) -> bool:

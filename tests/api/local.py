@@ -20,7 +20,7 @@ import uvicorn
 from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.state import ApiState
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LoraConfig, TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
@@ -47,7 +47,9 @@ class AnsweringBackend(FakeBackend):
         self.sampled: list[str] = []
 
     async def start(self, epoch: int) -> Any:
-        return type(await super().start(epoch))(MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"))
+        return type(await super().start(epoch))(
+            MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"), self.adapters
+        )  # fmt: skip
 
     async def forward_backward(
         self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
@@ -102,7 +104,7 @@ class LocalClient(ControllerClient):
         return await result if inspect.isawaitable(result) else result
 
     async def _local_retrieve(self, request_id: str, timeout_s: float) -> Any:
-        return await self._controller.retrieve(request_id, timeout_s) or self._controller.waiting()
+        return await self._controller.retrieve(request_id, timeout_s) or self._controller.waiting(request_id)
 
     def _local_get_sampler(self, sampler_id: str) -> Any:
         return self._controller.tenants.sampler(sampler_id)
@@ -142,7 +144,7 @@ async def resolved(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
 
 
 async def serve(port: int, folder: Path, base_folder: str, http: dict[str, Any]) -> None:
-    config = config_for(folder, lora=LoraConfig(max_adapters=256), http=http)
+    config = config_for(folder, http=http)
     controller = Controller(config, AnsweringBackend(base_folder), SqlJournal(config.journal))
     await controller.start()
     app = build_app(ApiState(config, LocalClient(controller)))
