@@ -38,7 +38,7 @@ from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, Weight
 from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.build import build_transfer
 from skyrl_actors.transfer.folders import manifests
-from skyrl_actors.workers.interface import TrainWorker
+from skyrl_actors.workers.interface import TORN, TrainWorker
 
 T = TypeVar("T")
 STOP_TIMEOUT_S = 20.0
@@ -114,8 +114,8 @@ class RayBackend:
             if self.config.placement.shares("engine") and self.engines.has_own:
                 await mover.as_taken_over()
             if self._transfer.freeze == "always":  # an earlier config may have left versions to be read from the weights
-                for model_id in await self.residents():
-                    if (group := self._groups["policy"].group) is not None:
+                for model_id, number in (await self.residents()).items():
+                    if number != TORN and (group := self._groups["policy"].group) is not None:
                         await group.write_versions(model_id, ())
         for part, runs in (*zip(supervisors, groups, strict=True), *zip(self.engines.engines, engines, strict=True)):
             if not runs:
