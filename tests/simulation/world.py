@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from skyrl_actors.journal.encoding import encode
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import InternalError, NotFound
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from tests.simulation.backend import Machines, SimBackend, SimWorker, chained
 from tests.simulation.clock import SimLoop
@@ -37,9 +38,9 @@ T = TypeVar("T")
 SETTLED_S = 10.0  # longer than a move that hangs, and what is made anew after it
 CONFIG = ClusterConfig(
     base_model=TinyBase(name="tiny"),
-    journal=JournalConfig(snapshot_operations=3, snapshot_s=1e9),
+    journal=JournalConfig(snapshot_operations=3, snapshot_s=1e9, sweep_s=1e9),  # sweeps run in real threads
     restart=RestartConfig(attempts=1000),
-    limits=LimitsConfig(session_timeout_s=1e9, session_silent_s=20.0, create_wait_s=1e5, result_ttl_s=1.0),
+    limits=LimitsConfig(session_timeout_s=1e9, session_silent_s=10.0, create_wait_s=1e5, result_ttl_s=1.0),
     checkpoint_dir=Path("/nonexistent"),
 )
 
@@ -51,7 +52,7 @@ class World:
     disk: Disk = field(default_factory=Disk)
     crashes: int = 0
     to_leave: int = 0  # tenants that must go for the others to have room
-    calm_until: float = 0.0  # no controller dies: silence is counted from its start
+    silent: set[str] = field(default_factory=set)  # sessions; silence is counted anew by each controller
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -174,7 +175,7 @@ class Tenant:
         if self.chance.random() < 0.5:
             await self.world.call(lambda c: c.finish_session(self.session))
         else:
-            self.world.calm_until = self.world.now + 1.5 * CONFIG.limits.session_silent_s
+            self.world.silent.add(self.session)
 
     async def check(self) -> None:
         request, expected = self._forward()
@@ -249,8 +250,8 @@ async def faults(world: World) -> None:
         await asyncio.sleep(world.chance.expovariate(1 / pause_s))
         kind = world.chance.choices(kinds, weights)[0]
         world.say(f"{world.now:.3f} {kind}")
-        if kind in ("crash", "power") and world.now < world.calm_until:
-            continue
+        if kind in ("crash", "power") and world.silent - world.disk.ended:
+            continue  # else no session would ever be silent for long
         if kind == "crash":
             world.crash()
         elif kind == "rank":
@@ -270,18 +271,31 @@ async def faults(world: World) -> None:
             world.machines.failing_moves = 0.0
 
 
+async def heartbeats(world: World, tenants: list[Tenant]) -> None:
+    """Of clients that are there, also when they have nothing to ask."""
+    while True:
+        await asyncio.sleep(1.0)
+        for tenant in tenants:
+            if world.controller is not None and not tenant.has_left:
+                with suppress(NotFound):  # its session is not open yet
+                    world.controller.heartbeat(tenant.session)
+
+
 async def simulate(seed: int, say: Callable[[str], None]) -> int:
     world = World(seed, say)
     await world.begin()
-    tenants = [Tenant(world, number) for number in range(world.chance.randint(1, 4))]
+    tenants = [Tenant(world, number) for number in range(world.chance.randint(1, 3))]
     world.to_leave = max(0, len(tenants) - world.machines.places)
     trouble = asyncio.ensure_future(faults(world))
-    await asyncio.gather(*(tenant.live(world.chance.randint(5, 25)) for tenant in tenants))
+    alive = asyncio.ensure_future(heartbeats(world, tenants))
+    most = 8 if world.to_leave else 25  # those that wait for each other take longer
+    await asyncio.gather(*(tenant.live(world.chance.randint(5, most)) for tenant in tenants))
     trouble.cancel()
     world.disk.full = False
     world.machines.failing_moves = 0.0
     await asyncio.sleep(SETTLED_S)
     await check(world, tenants)
+    alive.cancel()
     return world.crashes
 
 
