@@ -1,6 +1,6 @@
 """The HTTP application with the real controller and journal behind it and a backend in memory: all but Ray, torch and vLLM.
 
-python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_CONFIG_AS_JSON]
+python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_CONFIG_AS_JSON [LIMITS_AS_JSON ROOM_FOR_LORA_RANKS]]
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import uvicorn
 from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.state import ApiState
+from skyrl_actors.backends.base import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
@@ -143,9 +144,11 @@ async def resolved(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
     return await posted(http, "/retrieve_future", request_id=(await posted(http, path, **body))["request_id"])
 
 
-async def serve(port: int, folder: Path, base_folder: str, http: dict[str, Any]) -> None:
-    config = config_for(folder, http=http)
-    controller = Controller(config, AnsweringBackend(base_folder), SqlJournal(config.journal))
+async def serve(port: int, folder: Path, base_folder: str, http: str = "{}", limits: str = "{}", room: str = "") -> None:
+    config, backend = config_for(folder, http=json.loads(http), limits=json.loads(limits)), AnsweringBackend(base_folder)
+    if room:
+        backend.adapters = AdapterMemory(int(room), 1)
+    controller = Controller(config, backend, SqlJournal(config.journal))
     await controller.start()
     app = build_app(ApiState(config, LocalClient(controller)))
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
@@ -156,4 +159,4 @@ async def serve(port: int, folder: Path, base_folder: str, http: dict[str, Any])
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]) if sys.argv[4:] else {}))
+    asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))
