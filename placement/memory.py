@@ -115,11 +115,12 @@ def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[Part]:
         used = ask.adapters * shape.lora_parameters(ask.lora_rank)
         if ask.all_adapters_bytes is not None:
             used = min(used, ask.all_adapters_bytes // ADAPTER_BYTES)
-            idle = frozenset(ALL) if ask.one_memory else frozenset[str]()
-            add("idle adapters", ask.all_adapters_bytes - used * ADAPTER_BYTES, idle, "*lora.max_host_gib", "*lora.max_rank")
         add("adapters", used * 4, resident, "*lora.max_adapters", "*lora.max_rank")
         add("adapters' gradients", used * 4, gradients, "*lora.max_adapters", "*lora.max_rank")
         add("adapters' moments", used * 8, optimizer, "*lora.max_adapters", "*lora.max_rank")
+        if ask.all_adapters_bytes is not None:
+            idle = frozenset(ALL) if ask.one_memory else frozenset[str]()
+            add("idle adapters", ask.all_adapters_bytes - used * ADAPTER_BYTES, idle, "*lora.max_host_gib", "*lora.max_rank")
     if ask.full_models:
         full = ask.full_models * total
         add("full weights", full * weights, resident, "full_strategy.stage=3", "num_ranks", "*lora.max_full_models")
