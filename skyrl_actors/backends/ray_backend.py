@@ -97,8 +97,7 @@ class RayBackend:
         return Capabilities(
             self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
             min(config.engine.max_model_len, info.max_context_tokens), self._roles, await self.engines.adapts_head(),
-            adapters_of(config, self.base_folder, plan),
-        )  # fmt: skip
+            adapters_of(config, self.base_folder, plan))  # fmt: skip
 
     async def _took_over(self) -> bool:
         """Go on with the parts that run, if any do; what is missing starts in the background."""
