@@ -39,7 +39,7 @@ class FakeBackend:
         self.calls.append((verb, model_id))
 
     async def start(self, epoch: int) -> Capabilities:
-        return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy", "critic"), self.adapters)
+        return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy", "critic"), adapters=self.adapters)
 
     async def ready(self, role: str) -> None:
         pass

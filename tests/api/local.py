@@ -49,7 +49,7 @@ class AnsweringBackend(FakeBackend):
 
     async def start(self, epoch: int) -> Any:
         return type(await super().start(epoch))(
-            MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"), self.adapters
+            MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"), adapters=self.adapters
         )  # fmt: skip
 
     async def forward_backward(

@@ -295,7 +295,9 @@ class SimBackend:
             await self.residents()
         except StateLost:
             await self.ready("policy")
-        return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy",), AdapterMemory(4 * self.machines.places, 1))
+        return Capabilities(
+            "tiny", "/models/tiny", 320, 512, 512, ("policy",), adapters=AdapterMemory(4 * self.machines.places, 1)
+        )
 
     async def ready(self, role: str) -> None:
         while self.machines.rank is None:
