@@ -26,8 +26,8 @@ import sqlalchemy as sa
 
 from bench.harness import emit
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
-from skyrl_actors.controller.digests import digest_of
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.digests import digest_of
 from skyrl_actors.journal import rows, tables
 from skyrl_actors.journal.encoding import encode
 from skyrl_actors.journal.entries import Accepted, Answered, SamplerOpened, SessionOpened

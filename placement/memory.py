@@ -17,6 +17,7 @@ CONTEXT_BYTES = GIB // 2  # of one process on a GPU: CUDA context and libraries
 GRAPHS_BYTES = GIB  # CUDA graphs of an engine that captures them
 MADE_IN_A_PASS = ("activations", "head's gradient in a pass")
 HEAD_CHUNK_LOGITS = 32 * 2**20  # of workers/head
+ADAPTER_BYTES = 16  # of one weight of an adapter, float32: the weight, its gradient, two moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class TrainerAsk:
     microbatch_tokens: int
     activations: str  # "keep", "recompute", "offload"
     moves: bool  # leaves the device between phases
+    all_adapters_bytes: int | None = None  # those on the device too; None: there are no others
+    one_memory: bool = False  # the device is the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class EngineAsk:
     graphs: bool
     moves: bool  # its cache leaves the device between phases
     weights_move: bool  # and so do its weights
+    host_adapters: int = 0  # kept in host memory
+    one_memory: bool = False  # the device is the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +112,15 @@ def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[Part]:
     optimizer = STEPPED if ask.moves else ALL
     if ask.adapters:
         add("base weights", total * c / ask.base_shards, resident, "strategy=fsdp2", "num_ranks")
-        per_adapter = ask.adapters * shape.lora_parameters(ask.lora_rank)
-        copies = 4 + (c if c < 4 else 0)
-        add("adapters", per_adapter * copies, resident, "*lora.max_adapters", "*lora.max_rank")
-        add("adapters' gradients", per_adapter * copies, gradients, "*lora.max_adapters", "*lora.max_rank")
-        add("adapters' moments", per_adapter * 8, optimizer, "*lora.max_adapters", "*lora.max_rank")
+        used = ask.adapters * shape.lora_parameters(ask.lora_rank)
+        if ask.all_adapters_bytes is not None:
+            used = min(used, ask.all_adapters_bytes // ADAPTER_BYTES)
+        add("adapters", used * 4, resident, "*lora.max_adapters", "*lora.max_rank")
+        add("adapters' gradients", used * 4, gradients, "*lora.max_adapters", "*lora.max_rank")
+        add("adapters' moments", used * 8, optimizer, "*lora.max_adapters", "*lora.max_rank")
+        if ask.all_adapters_bytes is not None:
+            idle = frozenset(ALL) if ask.one_memory else frozenset[str]()
+            add("idle adapters", ask.all_adapters_bytes - used * ADAPTER_BYTES, idle, "*lora.max_host_gib", "*lora.max_rank")
     if ask.full_models:
         full = ask.full_models * total
         add("full weights", full * weights, resident, "full_strategy.stage=3", "num_ranks", "*lora.max_full_models")
@@ -156,6 +165,10 @@ def engine_parts(ask: EngineAsk, shape: ModelShape) -> list[Part]:
         Part("engine", "KV cache", ask.kv_bytes, sampling, ("engine.kv_cache_bytes",)),
         Part("engine", "workspace", int(workspace + logits), sampling, ("engine.max_num_batched_tokens", "engine.max_num_seqs")),
     ]
+    if ask.host_adapters:  # each device's process keeps them whole
+        where = frozenset(ALL) if ask.one_memory else frozenset[str]()
+        size = ask.host_adapters * shape.lora_parameters(ask.lora_rank) * b
+        parts.append(Part("engine", "idle adapters", size, where, ("lora.max_adapters", "lora.max_rank"), kept=True))
     if ask.graphs:
         parts.append(Part("engine", "CUDA graphs", GRAPHS_BYTES, sampling, ("engine.enforce_eager=true",)))
     return parts
@@ -219,6 +232,6 @@ def complaints(plan: MemoryPlan, remedies: Sequence[str] = ()) -> list[str]:
         if plan.host_bytes is not None and used > plan.host_bytes:
             found.append(
                 f"what a {device} device keeps in host memory in {phase} needs {used / GIB:.2f} GiB of its {plan.host_bytes / GIB:.2f}; "
-                "use nodes with more memory, or placement.layout=split"
+                "use nodes with more memory, placement.layout=split, or a lower lora.max_host_gib"
             )
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.base import Capabilities, Mixture
+from skyrl_actors.backends.base import AdapterMemory, Capabilities, Mixture
 from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
@@ -29,6 +29,7 @@ class FakeBackend:
         self.go = asyncio.Event()
         self.go.set()
         self.failing: set[str] = set()
+        self.adapters = AdapterMemory()
 
     async def _call(self, verb: str, model_id: str) -> None:
         await self.go.wait()
@@ -38,7 +39,7 @@ class FakeBackend:
         self.calls.append((verb, model_id))
 
     async def start(self, epoch: int) -> Capabilities:
-        return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy", "critic"))
+        return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy", "critic"), adapters=self.adapters)
 
     async def ready(self, role: str) -> None:
         pass

@@ -20,6 +20,17 @@ Mixture = tuple[str, float] | None  # another checkpoint, and the share of the o
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterMemory:
+    """Host memory of each rank for the LoRA models of one role. All of them may be there at once."""
+
+    limit_bytes: int = 2**62
+    bytes_of_rank_1: int = 0  # a LoRA of rank 1 on all layers and the head: weights, gradients, moments
+
+    def bytes_of(self, lora_rank: int) -> int:
+        return lora_rank * self.bytes_of_rank_1
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     base_model: str
     base_folder: str
@@ -28,6 +39,7 @@ class Capabilities:
     max_sample_tokens: int  # prompt and answer of a sample
     roles: tuple[Role, ...]
     adapts_head: bool = True  # engines sample adapters that reach the output layer
+    adapters: AdapterMemory = AdapterMemory()
 
 
 class Backend(Protocol):
@@ -43,7 +55,7 @@ class Backend(Protocol):
         ...
 
     async def residents(self) -> dict[str, int]:
-        """The models whose state is whole in the ranks, with the number of the last operation applied to each."""
+        """The models that ranks hold, with the number of the last operation applied to each; negative when its state is not whole."""
         ...
 
     async def create_model(self, spec: ModelSpec, turn: Turn) -> None: ...

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.memory import (
+    ADAPTER_BYTES,
     EngineAsk,
     MemoryPlan,
     Part,
@@ -19,6 +20,7 @@ from placement.memory import (
 )
 from placement.shape import ModelShape, shape_of
 from placement.types import DoesNotFit, Node, Plan
+from skyrl_actors.backends.base import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
 from skyrl_actors.config.transfers import IpcTransfer, NcclTransfer
@@ -26,6 +28,8 @@ from skyrl_actors.messages.errors import ConfigError
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STEP_BYTES = 256 * 2**20
+HOST_SHARE = 8  # without lora.max_host_gib, LoRA models of a role may take one part in so many of a device's host memory
+PER_PLACE = 4  # where that is not known: so many LoRA models for each on the device
 Change = Callable[[ClusterConfig], ClusterConfig]
 
 
@@ -36,18 +40,32 @@ def shape_in(folder: Path) -> ModelShape:
         raise ConfigError(f"{folder}: {error}") from error
 
 
+def adapter_memory(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> AdapterMemory:
+    """What a create of a LoRA model is measured by: the same figures as the memory plan's."""
+    lora, one = config.lora, ADAPTER_BYTES * shape.lora_parameters(1)
+    size, _, host = _sizes(config, plan, nodes)
+    host = size if config.placement.device == "cpu" else host
+    if lora.max_host_gib is not None:
+        return AdapterMemory(int(lora.max_host_gib * 2**30), one)
+    if host is None:
+        return AdapterMemory(PER_PLACE * lora.max_adapters * lora.max_rank * one, one)
+    return AdapterMemory(max(host // HOST_SHARE, lora.max_rank * one), one)
+
+
 def memory_plan(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> MemoryPlan:
     on_gpu = config.placement.device == "gpu"
     engine = config.engine
     groups: dict[str, list[Part]] = {}
+    adapters = adapter_memory(config, shape, plan, nodes).limit_bytes
     for role, group in (("policy", config.policy), ("critic", config.critic)):
         if group is not None:
             key = "shared" if config.placement.shares(role) else role
-            groups.setdefault(key, []).extend(trainer_parts(_trainer(role, group, config), shape))
+            groups.setdefault(key, []).extend(trainer_parts(_trainer(role, group, config, adapters), shape))
     ask = EngineAsk(
         engine.num_devices, NUMBER_BYTES[engine.dtype], engine.kv_cache_bytes,
         max(engine.max_num_batched_tokens, engine.max_model_len), engine.max_num_seqs, engine.max_loras, config.lora.max_rank,
         on_gpu and not engine.enforce_eager, config.placement.shares("engine"), on_gpu and config.placement.shares("engine"),
+        config.engine_adapters, not on_gpu,
     )  # fmt: skip
     own = groups.setdefault("shared" if config.placement.shares("engine") else "engine", [])
     own.extend(engine_parts(ask, shape) if engine.num_engines else ())
@@ -66,12 +84,13 @@ def memory_plan(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: lis
     return MemoryPlan(named, *_sizes(config, plan, nodes))
 
 
-def _trainer(role: str, group: GroupConfig, config: ClusterConfig) -> TrainerAsk:
+def _trainer(role: str, group: GroupConfig, config: ClusterConfig, adapters_bytes: int) -> TrainerAsk:
     full = group.full_strategy_on(config.placement.device) if config.lora.max_full_models else group.strategy
     return TrainerAsk(
         role, group.num_ranks, NUMBER_BYTES[group.dtype], _base_shards(group), config.lora.max_adapters, config.lora.max_rank,
         config.lora.max_full_models, *_full_bytes(full, group), group.microbatch_tokens // group.sequence_parallel,
         group.activations, config.placement.device == "gpu" and config.placement.shares(role),
+        adapters_bytes, config.placement.device == "cpu",
     )  # fmt: skip
 
 

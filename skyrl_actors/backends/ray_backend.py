@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from skyrl_actors.backends.base import Capabilities, Mixture
 from skyrl_actors.backends.environment import actor_environment
 from skyrl_actors.backends.moves import keeper_for, mover_for
-from skyrl_actors.backends.site import reserved_site
+from skyrl_actors.backends.site import adapters_of, reserved_site
 from skyrl_actors.backends.vitals import Vitals
 from skyrl_actors.colocation.in_flight import in_sample_phase
 from skyrl_actors.colocation.keeper import Keeper, SplitKeeper
@@ -38,7 +38,7 @@ from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, Weight
 from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.build import build_transfer
 from skyrl_actors.transfer.folders import manifests
-from skyrl_actors.workers.interface import TrainWorker
+from skyrl_actors.workers.interface import TORN, TrainWorker
 
 T = TypeVar("T")
 STOP_TIMEOUT_S = 20.0
@@ -96,8 +96,8 @@ class RayBackend:
         self._engines.agreement.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
         return Capabilities(
             self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
-            min(self.config.engine.max_model_len, info.max_context_tokens), self._roles, await self.engines.adapts_head(),
-        )  # fmt: skip
+            min(config.engine.max_model_len, info.max_context_tokens), self._roles, await self.engines.adapts_head(),
+            adapters_of(config, self.base_folder, plan))  # fmt: skip
 
     async def _took_over(self) -> bool:
         """Go on with the parts that run, if any do; what is missing starts in the background."""
@@ -113,8 +113,8 @@ class RayBackend:
             if self.config.placement.shares("engine") and self.engines.has_own:
                 await mover.as_taken_over()
             if self._transfer.freeze == "always":  # an earlier config may have left versions to be read from the weights
-                for model_id in await self.residents():
-                    if (group := self._groups["policy"].group) is not None:
+                for model_id, number in (await self.residents()).items():
+                    if number != TORN and (group := self._groups["policy"].group) is not None:
                         await group.write_versions(model_id, ())
         for part, runs in (*zip(supervisors, groups, strict=True), *zip(self.engines.engines, engines, strict=True)):
             if not runs:

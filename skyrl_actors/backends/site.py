@@ -8,10 +8,15 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from placement.reserve import cluster_nodes, gpu_ids, placed_on, reserve
 from placement.types import DoesNotFit, Plan
+from skyrl_actors.backends.base import AdapterMemory
 from skyrl_actors.backends.demands import check_transfer, plan_for
-from skyrl_actors.backends.memory_demands import checked, refuse, shape_in
+from skyrl_actors.backends.memory_demands import adapter_memory, checked, refuse, shape_in
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError
+
+
+def adapters_of(config: ClusterConfig, base_folder: Path, plan: Plan) -> AdapterMemory:
+    return adapter_memory(config, shape_in(base_folder), plan, cluster_nodes())
 
 
 async def reserved_site(

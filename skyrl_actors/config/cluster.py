@@ -118,7 +118,15 @@ class LoraConfig(FrozenConfig):
         default="adapter",
         description="what save_weights_external writes: the adapter in peft's format, or the base with it merged in",
     )
-    max_adapters: int = Field(default=8, ge=1, description="LoRA models alive at once, in each role")
+    max_adapters: int = Field(
+        default=8, ge=1, description="LoRA models on the device at once, in each role; idle ones wait in host memory"
+    )
+    max_host_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="host memory of each rank for all LoRA models of a role; one more waits until there is room. "
+        "none = an eighth of a device's part of its node's memory",
+    )
     max_full_models: int = Field(default=1, ge=0, description="full fine-tunes alive at once, in each role")
 
     @model_validator(mode="after")
@@ -279,6 +287,11 @@ class ClusterConfig(FrozenConfig):
         description="a second place for checkpoints, by fsspec: s3://bucket/folder, gs://…, file://…; "
         "written before a checkpoint is answered, and read from when the service starts without them",
     )
+
+    @property
+    def engine_adapters(self) -> int:
+        """That an engine keeps in host memory; it reads others again from their files."""
+        return max(4 * self.lora.max_adapters, self.engine.max_loras)
 
     @property
     def logprob_bound(self) -> float:

@@ -210,13 +210,6 @@ class JobConfig(FrozenConfig):
                     f"job.samples_per_prompt {job.samples_per_prompt} is above cluster.limits.num_samples {self.cluster.limits.num_samples}"
                 )
             self._can_sample_beside_learning(job)
-        adapters = (job.lora_rank is not None) + (
-            job.needs_reference if isinstance(job, RlConfig) else isinstance(job, DpoConfig)
-        )
-        if adapters > lora.max_adapters:
-            raise ValueError(
-                f"{job.type} needs {adapters} adapters at once: set cluster.lora.max_adapters (it is {lora.max_adapters})"
-            )
         if job.lora_rank is not None and job.lora_rank > lora.max_rank:
             raise ValueError(f"job.lora_rank {job.lora_rank} is above cluster.lora.max_rank {lora.max_rank}")
         full = job.num_models if isinstance(job, RlConfig) else 1

@@ -52,7 +52,12 @@ class LimitsConfig(FrozenConfig):
     lora_sampler_versions: int = Field(default=256, ge=1, description="the same for a LoRA model")
     result_ttl_s: float = Field(default=30.0, gt=0, description="how long an answer stays in memory; the journal keeps it longer")
     session_silent_s: float = Field(
-        default=60.0, gt=0, description="silence after which a session ends when its place is wanted; SDKs are heard of each 10 s"
+        default=30.0,
+        gt=0,
+        description="silence after which a session ends when its place is wanted; SDKs send a heartbeat every 10 s",
+    )
+    create_wait_s: float = Field(
+        default=600.0, gt=0, description="how long a create waits for room until it fails; after a restart anew"
     )
     session_timeout_s: float = Field(
         default=600.0,

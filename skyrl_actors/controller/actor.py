@@ -155,7 +155,7 @@ class ControllerActor:
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
         await self._up()
-        return await self.controller.retrieve(request_id, timeout_s) or self.controller.waiting()
+        return await self.controller.retrieve(request_id, timeout_s) or self.controller.waiting(request_id)
 
     async def open_sampler(
         self, sampler_id: str | None, session_id: str | None, base_model: str | None, path: str | None

@@ -63,7 +63,7 @@ def settled(spec: ModelSpec, capabilities: Capabilities) -> ModelSpec:
     return replace(spec, lora=replace(spec.lora, train_unembed=reaches))
 
 
-def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities, alive: list[ModelSpec]) -> None:
+def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities) -> None:
     if spec.base_model != capabilities.base_model:
         raise InvalidRequest(f"unknown base model {spec.base_model!r}; this service has {capabilities.base_model!r}")
     if not 0 <= spec.seed <= LARGEST_INT:
@@ -90,16 +90,13 @@ def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilitie
             f"train_unembed true: vLLM takes no adapter on the output layer of {capabilities.base_model}, so this model could not be "
             "sampled; set train_unembed=False, train_attn and train_mlp are allowed"
         )
-    same_kind = [other for other in alive if other.kind == spec.kind]
-    limit, what = (
-        (config.lora.max_adapters, "LoRA models (lora.max_adapters)")
-        if spec.lora
-        else (config.lora.max_full_models, "full fine-tunes (lora.max_full_models)")
-    )
-    if len(same_kind) >= limit:
-        raise CapacityError(
-            f"{len(same_kind)} {spec.role} {what} are alive, the most this service takes; end a session first, or wait: one that is "
-            f"silent for {config.limits.session_silent_s:g} s gives up its place"
+    if spec.lora is None and not config.lora.max_full_models:
+        raise InvalidRequest("this service takes no full fine-tunes (lora.max_full_models is 0); use a LoRA")
+    memory = capabilities.adapters
+    if spec.lora and memory.bytes_of(spec.lora.rank) > memory.limit_bytes:
+        raise InvalidRequest(
+            f"a LoRA of rank {spec.lora.rank} needs {memory.bytes_of(spec.lora.rank) / 2**30:.3g} GiB of host memory, and all of them "
+            f"together may take {memory.limit_bytes / 2**30:.3g} (lora.max_host_gib); use a lower rank"
         )
 
 

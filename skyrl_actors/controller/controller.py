@@ -27,6 +27,7 @@ from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
 from skyrl_actors.controller.named_samplers import NamedSamplers
 from skyrl_actors.controller.recovery import Progress, Recovery
+from skyrl_actors.controller.room import Room
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
 from skyrl_actors.journal import encoding
@@ -34,9 +35,9 @@ from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SessionEnded, SessionOpened
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
-from skyrl_actors.messages.errors import CapacityError, Corrupt, InternalError, InvalidRequest, NotFound, Unavailable
+from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.paths import TinkerPath, checked_id, owner_of, parse_path
+from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
 from skyrl_actors.messages.seeds import seeded
 
@@ -58,7 +59,6 @@ class Controller:
         self.wall = wall
         self._closing = False
         self._last_joined = 0
-        self._making_room = asyncio.Lock()
         folders = CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         memory = bounds.payloads_of(config.limits)
@@ -70,7 +70,8 @@ class Controller:
         self._recovery = Recovery(config, backend, journal, self.tenants, folders, self._disk)
         self._executor = Executor(config, backend, self.tenants, folders, self._disk, self._recovery.fork)
         self._examiner = Examiner()
-        self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery, self.completions)
+        self._room = Room(config, self.tenants, self.finish_session, lambda work: self._lanes.spawn(work))
+        self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery, self.completions, self._room)
         self._named_samplers = NamedSamplers(self.tenants, self._executor, journal, self._lanes.retire)
 
     async def start(self) -> Capabilities:
@@ -100,6 +101,7 @@ class Controller:
             for role in self.able.roles:
                 with suppress(InternalError):  # ranks that are made anew do not hold it
                     await self.backend.delete_model(ModelSpec(model_id, self.able.base_model, role))
+        self._room.begin(self.able, residents)
         for sampler in list(self.tenants.samplers.values()):
             if sampler.session_id is not None and sampler.session_id not in self.tenants.sessions:
                 await self._lanes.retire(sampler)
@@ -172,6 +174,7 @@ class Controller:
                 op = self._ledger.ops[request_id]
                 # Its line is another's by now: it only leaves the open ones.
                 await self._ledger.answer(replace(op, line=None), Outcome(Failure(text, "user")))
+            self._room.withdraw(model_id, f"session {session_id} was finished before this ran")
         await self._lanes.retire_samplers_of(session_id)  # weights that somebody may sample are written before they go
         for model_id in models:
             op = await self._accepted_unload(model_id, session_id)
@@ -216,6 +219,8 @@ class Controller:
         op = await self._ledger.accept(
             request, model_id, seq_id, model_id, model.session_id, digest=digest, request_id=request_id
         )  # fmt: skip
+        if isinstance(request, rq.Unload):
+            self._room.withdraw(model_id, f"model {model_id} was unloaded before there was room for it")
         self._lanes.start_next(model_id)
         return op.request_id
 
@@ -231,12 +236,12 @@ class Controller:
         spec = admission.settled(request.spec, self.able)
         if request.from_path:
             spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
-        async with self._making_room:
-            await self._room_for(spec)
-        # While that was awaited, the same request may have come again, or the session may have ended.
-        if (known := await self._ledger.known(model_id, 0, digest)) is not None:
-            return known
-        self.tenants.session(request.session_id)
+            # Meanwhile the same request may have come again, or the session may have ended.
+            if (known := await self._ledger.known(model_id, 0, digest)) is not None:
+                return known
+            self.tenants.session(request.session_id)
+        admission.check_spec(spec, self.config, self.able)
+        self._room.check_key(model_id)
         request = replace(request, spec=spec)
         self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
         with ExitStack() as undo:
@@ -249,26 +254,6 @@ class Controller:
         self._recovery.progress[model_id] = Progress(op.number)
         self._lanes.start_next(model_id)
         return op.request_id
-
-    async def _room_for(self, spec: ModelSpec) -> None:
-        """Raises CapacityError when there is none, also after ending silent sessions that hold what is wanted, the one that has
-        been silent for longest first."""
-        while spec.model_id not in self.tenants.models:  # else it is a repeat
-            models = list(self.tenants.models.values())
-            in_the_way = [m for m in models if owner_of(m.spec.model_id) == owner_of(spec.model_id)]
-            try:
-                admission.check_count(self.tenants.models, spec.model_id, self.config.limits.models_per_key, "models")
-                in_the_way = [m for m in models if m.spec.kind == spec.kind]
-                admission.check_spec(spec, self.config, self.able, [m.spec for m in models])
-                return
-            except CapacityError:
-                held = {m.session_id for m in in_the_way}
-                silent = self.tenants.silent_sessions(self._now(), self.config.limits.session_silent_s)
-                session_id = next((session_id for session_id in silent if session_id in held), None)
-                if session_id is None:
-                    raise
-                log.warning("session %s is silent, and its place is wanted: its models are freed", session_id)
-                await self.finish_session(session_id)
 
     async def _saved_spec(self, path: str, with_optimizer: bool) -> ModelSpec:
         where = parse_path(path)
@@ -297,6 +282,7 @@ class Controller:
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
         """None when it is not ready in time. Raises NotFound for an id that is unknown or swept."""
         if request_id in self.results:
+            self._heard_of(request_id)
             return await self.results.wait(request_id, timeout_s)
         self.able  # noqa: B018
         operation = await self.journal.find(request_id)
@@ -306,6 +292,14 @@ class Controller:
             return await self.journal.result(operation)
         except Corrupt as error:  # final: asking again would not mend it
             return Failure.of(error)
+
+    def _heard_of(self, request_id: str) -> None:
+        """A client that waits for an answer is not silent."""
+        op = self._ledger.ops.get(request_id)
+        asks = op and (self.tenants.models.get(op.line or "") or self.tenants.samplers.get(op.stream))
+        session = self.tenants.sessions.get(asks.session_id or "") if asks else None
+        if session is not None:
+            session.last_seen = self._now()
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
         """What came of a streamed sample behind its first `have` tokens, or its answer when that is there."""
@@ -339,8 +333,10 @@ class Controller:
         self._last_joined = max(self._last_joined + 1, int(self.wall()) - FIRST_JOIN_S)
         return self._last_joined
 
-    def waiting(self) -> Waiting:
+    def waiting(self, request_id: str = "") -> Waiting:
         """What to tell a client whose answer is not there yet."""
+        if (no_room := self._room.reason(request_id)) is not None:
+            return Waiting("paused_capacity", no_room)
         if self.capabilities is None:
             return Waiting.paused("starting")
         if self.journal.trouble:
@@ -381,6 +377,7 @@ class Controller:
         backend = await self.backend.status() if self.capabilities else {}
         mine = {"name": self.config.name, "ready": self.capabilities is not None, "fault": self.fault(), "epoch": self.epoch}
         uptime_s = round(self.wall() - self.started_at, 1)
+        mine |= self._room.status()
         return {**mine, "uptime_s": uptime_s, **overview.of(self.tenants, self.queue, self._recovery), **backend}
 
     async def close(self) -> None:

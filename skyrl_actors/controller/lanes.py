@@ -16,6 +16,7 @@ from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
 from skyrl_actors.controller.recovery import Progress, Recovery
+from skyrl_actors.controller.room import Room
 from skyrl_actors.controller.slots import FairSlots
 from skyrl_actors.controller.tally import tally, traced
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
@@ -43,7 +44,7 @@ FAULTY_ATTEMPTS = 2  # of an operation that raises in ranks that stay alive
 
 class Lanes:
     def __init__(
-        self, ledger: Ledger, tenants: TenantTable, executor: Executor, recovery: Recovery, completions: Completions
+        self, ledger: Ledger, tenants: TenantTable, executor: Executor, recovery: Recovery, completions: Completions, room: Room
     ):  # fmt: skip
         self.ledger = ledger
         self.queue = ledger.queue
@@ -53,6 +54,7 @@ class Lanes:
         self.config = executor.config
         self._tasks: set[asyncio.Task[None]] = set()
         self.completions = completions
+        self.room = room
         self._sample_slots = FairSlots(self.config.limits.samples_in_flight)
         self._sampling: dict[str, asyncio.Task[None]] = {}
         self._leaving: Counter[str] = Counter()  # retired samplers with samples under way, by version
@@ -93,15 +95,20 @@ class Lanes:
         if isinstance(op.request, rq.Unload):
             self.queue.forget(line)
             self.recovery.progress.pop(line, None)
+        if line not in self.tenants.models:
+            self.room.give_back(line)
         self.start_next(line)
 
     async def _outcome(self, op: Op, progress: Progress) -> Outcome:
         try:
             request = await self._request(op)
+            if isinstance(request, rq.CreateModel):
+                await self.room.take(op.number, op.request_id, request)
+                op.begun = time.monotonic()
             return await self._attempts(op, request, progress)
         except Exception as error:  # noqa: BLE001  the lane's boundary: every fault becomes an answer
             progress.suspect = True
-            if isinstance(op.request, rq.CreateModel):
+            if isinstance(op.request, rq.CreateModel) and self.room.holds(op.request.model_id):
                 with suppress(InternalError):  # some ranks may hold it
                     await self.executor.backend.delete_model(op.request.spec)
             return self._failed(op, error)

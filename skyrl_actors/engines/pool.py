@@ -318,7 +318,7 @@ def build_pool(
         spec = EngineSpec(
             f"engine[{index}]", str(base_folder), config.placement.device, engine.dtype, engine.max_model_len,
             engine.max_num_seqs, engine.max_num_batched_tokens, engine.kv_cache_bytes, engine.max_loras,
-            config.lora.max_rank, config.lora.max_adapters * 4, engine.enforce_eager, engine.call_timeout_s,
+            config.lora.max_rank, config.engine_adapters, engine.enforce_eager, engine.call_timeout_s,
             engine.tensor_parallel, engine.pipeline_parallel, ids, over_nodes, engine.in_flight == "keep",
             takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",
         )  # fmt: skip

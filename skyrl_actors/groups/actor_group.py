@@ -28,7 +28,7 @@ from skyrl_actors.messages.model import LossCall, Role
 from skyrl_actors.messages.results import LossOutput
 from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
-from skyrl_actors.workers.interface import BaseModelInfo, Part, RankStatus, RowOutput, TrainWorker, WorkerSpec
+from skyrl_actors.workers.interface import TORN, BaseModelInfo, Part, RankStatus, RowOutput, TrainWorker, WorkerSpec
 
 log = logging.getLogger(__name__)
 VITALS_TIMEOUT_S = 10.0
@@ -78,10 +78,11 @@ class ActorGroup:
         self.log_files = [status.log_file for status in found]
 
     async def residents(self) -> dict[str, int]:
-        """Models that are whole on all ranks, all behind the same operation."""
+        """Models that some rank holds, and the operation that all ranks applied last; TORN where they are not whole and alike."""
         found = await self._gather([actor.adopt.remote(self.epoch) for actor in self.actors], "residents")
-        common = set.intersection(*(set(status.applied.items()) for status in found))
-        return dict(common)
+        held = sorted(set().union(*(status.applied for status in found)))
+        numbers = {model_id: {status.applied.get(model_id, TORN) for status in found} for model_id in held}
+        return {model_id: one.pop() if len(one) == 1 else TORN for model_id, one in numbers.items()}
 
     async def broadcast(self, method: Any, *args: Any) -> list[Any]:
         """The same call on every rank."""
@@ -240,6 +241,7 @@ class GroupBuilder:
                 group_config.num_threads, group_config.microbatch_tokens, group_config.collective_timeout_s,
                 group_config.strategy, full_strategy, group_config.activations,
                 group_config.sequence_parallel, group_config.score_uncounted, group_config.preload, config.engine.dtype,
+                config.lora.max_adapters,
             )
             for rank in range(len(self.slots))
         ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, UserError
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.workers.interface import PartCall, Refused
+from skyrl_actors.workers.interface import TORN, PartCall, Refused
 
 MAKE_ANEW = ("create_model", "restore_state")
 FORWARD_BACKWARD = "forward_backward"
@@ -33,12 +33,14 @@ class ExactlyOnce:
         self.worker = worker
         self.epoch = 0
         self._applied: dict[str, Applied] = {}
+        self._held: set[str] = set()  # torn models too: they take memory until they are deleted
 
     def adopt(self, epoch: int) -> dict[str, int]:
-        """From now on only this epoch's calls are served. Returns the last operation applied to each whole model."""
+        """From now on only this epoch's calls are served. Returns the last operation applied to each model, TORN for torn ones."""
         self.fence(epoch)
         self.epoch = epoch
-        return {model_id: applied.number for model_id, applied in self._applied.items()}
+        whole = {model_id: applied.number for model_id, applied in self._applied.items()}
+        return {**dict.fromkeys(sorted(self._held), TORN), **whole}
 
     def fence(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -48,6 +50,7 @@ class ExactlyOnce:
         self.fence(epoch)
         self._applied.pop(model_id, None)
         self.worker.delete_model(model_id)
+        self._held.discard(model_id)
 
     def apply(self, epoch: int, model_id: str, turn: Turn, method: str, *args: Any) -> Any:
         """A verb of a model."""
@@ -96,6 +99,7 @@ class ExactlyOnce:
 
     def _apply(self, model_id: str, number: int, method: str, args: tuple[Any, ...]) -> Any:
         self._applied.pop(model_id, None)  # torn, until it is done
+        self._held.add(model_id)
         try:
             result = getattr(self.worker, method)(*args)
         except UserError as error:

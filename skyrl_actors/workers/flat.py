@@ -161,6 +161,12 @@ class FlatState:
             if gradients is not None:
                 gradients.zero_()
 
+    def free_empty_gradients(self) -> None:
+        """Without pending gradients the vector is zero: the next backward makes it anew."""
+        if not self.pending:
+            self._detach_gradients()
+            self.gradients = self._lower_gradients = None
+
     def close(self) -> None:
         self.optimizer = None
 

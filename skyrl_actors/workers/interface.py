@@ -16,6 +16,7 @@ from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
 from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
 
+TORN = -1  # in the place of an operation's number: the state is not whole
 Part = Literal["weights", "gradients", "optimizer"]
 Activations = Literal["keep", "recompute", "offload"]
 
@@ -40,6 +41,7 @@ class WorkerSpec:
     score_uncounted: bool = True
     preload: bool = True
     export_dtype: str = "float32"  # of full weights on their way to engines
+    max_adapters: int = 8  # on the device at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class RankStatus:
 
     spec: WorkerSpec | None  # None: it waits to become a rank
     info: BaseModelInfo | None  # None before `setup`
-    applied: dict[str, int]  # model id -> the last operation applied to its state; only models whose state is whole
+    applied: dict[str, int]  # model id -> the last operation applied to its state, TORN when that broke off
     pid: int
     log_file: str  # where its last words are, on its own machine
 

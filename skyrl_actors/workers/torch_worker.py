@@ -4,7 +4,7 @@ import gc
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from skyrl_actors.workers.holding import Holding, collective, info_of
 from skyrl_actors.workers.interface import BaseModelInfo, Part, PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.packing import plan_passes
+from skyrl_actors.workers.paging import AdapterPager
 from skyrl_actors.workers.passes import Part as Rows
 from skyrl_actors.workers.passes import PassRunner, empty_pass, num_passes_of_all
 from skyrl_actors.workers.snapshot import StateCopy
@@ -39,6 +40,7 @@ class TorchWorker:
         self.spec = spec
         self.device = torch.device("cuda" if spec.device == "gpu" else "cpu")
         self.models: dict[str, TrainedModel] = {}
+        self._pager = AdapterPager(spec.max_adapters, self.device)
         self._holding: Holding | None = None
         self._copies: dict[int, StateCopy] = {}
         self._next_copy = 0
@@ -84,11 +86,15 @@ class TorchWorker:
     def create_model(self, spec: ModelSpec) -> int:
         self.holding.release()
         self._free(spec.model_id)  # one that is made anew
+        if spec.lora is not None:
+            self._pager.make_room()
         try:
-            self.models[spec.model_id] = self.holding.make(spec)
+            model = self.models[spec.model_id] = self.holding.make(spec)
         except ConfigError as error:  # a network that this model alone has, or that is loaded with the first model
             raise InvalidRequest(str(error)) from error
-        return self.models[spec.model_id].state.num_parameters
+        if model.shares_network and isinstance(model.state, FlatState):
+            self._pager.add(spec.model_id, model.state)
+        return model.state.num_parameters
 
     def delete_model(self, model_id: str) -> None:
         self.holding.release()
@@ -99,6 +105,7 @@ class TorchWorker:
         model = self.models.pop(model_id, None)
         if model is None:
             return
+        self._pager.forget(model_id)
         model.state.close()
         if not model.shares_network and not isinstance(model.state, FlatState):
             del model
@@ -111,10 +118,20 @@ class TorchWorker:
         parts = [Rows(self._model(call.model_id), call.columns, call.rows, call.loss) for call in calls]
         together = [part for part in parts if part.model.shares_network]
         refused: dict[int, Refused] = {}
-        for batch in ([together] if together else []) + [[part] for part in parts if not part.model.shares_network]:
+        for batch in self._fitting(together) + [[part] for part in parts if not part.model.shares_network]:
             refused |= self._run(batch, forward_only)
         seconds = time.perf_counter() - started
         return [refused.get(id(part)) or self._output(part, seconds) for part in parts]
+
+    def _fitting(self, parts: list[Rows]) -> list[list[Rows]]:
+        """In batches whose adapters fit on the device at once."""
+        size = self.spec.max_adapters
+        return [parts[start : start + size] for start in range(0, len(parts), size)]
+
+    def _use(self, models: Sequence[TrainedModel]) -> None:
+        """Before their weights are computed with or changed: adapters among them are on the device."""
+        states = {model.spec.model_id: model.state for model in models if model.shares_network}
+        self._pager.use({model_id: state for model_id, state in states.items() if isinstance(state, FlatState)})
 
     def _output(self, part: Rows, seconds: float) -> RowOutput:
         field = "values" if part.model.spec.role == "critic" else "logprobs"
@@ -125,6 +142,7 @@ class TorchWorker:
 
     def _run(self, parts: list[Rows], forward_only: bool) -> dict[int, Refused]:
         """Parts that share passes. When memory runs out, once more with half the budget, if all that was added can be put back."""
+        self._use([part.model for part in parts])
         self.holding.bind(parts[0].model)
         # With other ranks, those may have added what this one refuses: then the model is made anew on all.
         clean = {id(part): forward_only or (self.spec.world_size == 1 and _can_put_back(part.model)) for part in parts}
@@ -186,6 +204,7 @@ class TorchWorker:
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         model = self._model(model_id)
         model.versions.end(self._patience_s)
+        self._use([model])
         norm = collective(self.spec, lambda: model.state.step(adam))
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
@@ -199,6 +218,7 @@ class TorchWorker:
 
     def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mixed: tuple[str, float] | None = None) -> None:
         self._model(model_id).versions.end(self._patience_s)
+        self._use([self._model(model_id)])
         other = None if mixed is None else (Path(mixed[0]), mixed[1])
         self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer, other))
 
@@ -311,7 +331,9 @@ class TorchWorker:
             Path(path).unlink(missing_ok=True)
 
     def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> int:
-        """On a GPU, move parts of all models (and the base with "weights") between device and host memory; returns bytes."""
+        """On a GPU, move parts of models (and the base with "weights") between device and host memory; returns bytes. Adapters that
+        are not in use stay in host memory."""
+        self._pager.phase_moved(parts, to)
         if self.device.type == "cpu":
             return 0
         before = torch.cuda.memory_allocated()
@@ -321,6 +343,8 @@ class TorchWorker:
         for model in self.models.values():
             if "weights" in parts and isinstance(model.network, BaseModel):
                 model.network.move(target)
+            if to == "device" and model.shares_network and not self._pager.is_on_device(model.spec.model_id):
+                continue
             for part in parts:
                 model.state.move(part, target)
         torch.cuda.synchronize()

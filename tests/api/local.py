@@ -1,6 +1,6 @@
 """The HTTP application with the real controller and journal behind it and a backend in memory: all but Ray, torch and vLLM.
 
-python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_CONFIG_AS_JSON]
+python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_CONFIG_AS_JSON [LIMITS_AS_JSON ROOM_FOR_LORA_RANKS]]
 """
 
 import asyncio
@@ -20,7 +20,8 @@ import uvicorn
 from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.state import ApiState
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LoraConfig, TinyBase
+from skyrl_actors.backends.base import AdapterMemory
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
@@ -47,7 +48,9 @@ class AnsweringBackend(FakeBackend):
         self.sampled: list[str] = []
 
     async def start(self, epoch: int) -> Any:
-        return type(await super().start(epoch))(MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"))
+        return type(await super().start(epoch))(
+            MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"), adapters=self.adapters
+        )  # fmt: skip
 
     async def forward_backward(
         self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
@@ -102,7 +105,7 @@ class LocalClient(ControllerClient):
         return await result if inspect.isawaitable(result) else result
 
     async def _local_retrieve(self, request_id: str, timeout_s: float) -> Any:
-        return await self._controller.retrieve(request_id, timeout_s) or self._controller.waiting()
+        return await self._controller.retrieve(request_id, timeout_s) or self._controller.waiting(request_id)
 
     def _local_get_sampler(self, sampler_id: str) -> Any:
         return self._controller.tenants.sampler(sampler_id)
@@ -141,9 +144,11 @@ async def resolved(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
     return await posted(http, "/retrieve_future", request_id=(await posted(http, path, **body))["request_id"])
 
 
-async def serve(port: int, folder: Path, base_folder: str, http: dict[str, Any]) -> None:
-    config = config_for(folder, lora=LoraConfig(max_adapters=256), http=http)
-    controller = Controller(config, AnsweringBackend(base_folder), SqlJournal(config.journal))
+async def serve(port: int, folder: Path, base_folder: str, http: str = "{}", limits: str = "{}", room: str = "") -> None:
+    config, backend = config_for(folder, http=json.loads(http), limits=json.loads(limits)), AnsweringBackend(base_folder)
+    if room:
+        backend.adapters = AdapterMemory(int(room), 1)
+    controller = Controller(config, backend, SqlJournal(config.journal))
     await controller.start()
     app = build_app(ApiState(config, LocalClient(controller)))
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
@@ -154,4 +159,4 @@ async def serve(port: int, folder: Path, base_folder: str, http: dict[str, Any])
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]) if sys.argv[4:] else {}))
+    asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))

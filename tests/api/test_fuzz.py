@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from skyrl_actors.api import schema
 from skyrl_actors.api.app import build_app
-from skyrl_actors.config.cluster import HttpConfig, LimitsConfig, LoraConfig
+from skyrl_actors.config.cluster import HttpConfig, LimitsConfig
 from tests.api.local import MODEL, config_for, edge, posted, resolved
 
 ROUTES = [
@@ -52,7 +52,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
     Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")).save(str(folder / "checkpoints" / "tokenizer.json"))
     limits = LimitsConfig(sessions_per_key=100_000, models_per_key=100_000, body_bytes=2**20)
-    config = config_for(folder, http=HttpConfig(long_poll_s=0.05), limits=limits, lora=LoraConfig(max_adapters=100_000))
+    config = config_for(folder, http=HttpConfig(long_poll_s=0.05), limits=limits)
     with asyncio.Runner() as run:
         context = edge(config)
         http = run.run(context.__aenter__())

@@ -70,12 +70,12 @@ def test_muon_needs_whole_matrices():
 
     able = Capabilities("tiny", "", 320, 512, 512, ("policy",))
     config = ClusterConfig(policy=GroupConfig(full_strategy=Fsdp2Strategy()), critic=None)
-    check_spec(replace(LORA, optimizer="muon"), config, able, [])
-    check_spec(replace(FULL, optimizer="muon"), ClusterConfig(critic=None), able, [])
+    check_spec(replace(LORA, optimizer="muon"), config, able)
+    check_spec(replace(FULL, optimizer="muon"), ClusterConfig(critic=None), able)
     with pytest.raises(
         InvalidRequest, match="optimizer muon is for weights that are held whole; this service shards full fine-tunes \\(fsdp2\\)"
     ):
-        check_spec(replace(FULL, optimizer="muon"), config, able, [])
+        check_spec(replace(FULL, optimizer="muon"), config, able)
 
 
 HEADLESS = Capabilities("tiny", "", 320, 512, 512, ("policy", "critic"), adapts_head=False)
@@ -84,11 +84,11 @@ HEADLESS = Capabilities("tiny", "", 320, 512, 512, ("policy", "critic"), adapts_
 def test_an_adapter_on_a_head_that_engines_cannot_adapt_is_refused_when_it_is_created():
     asked = r"train_unembed true: vLLM takes no adapter on the output layer of tiny, .* set train_unembed=False"
     with pytest.raises(InvalidRequest, match=asked):
-        check_spec(LORA, ClusterConfig(), HEADLESS, [])
+        check_spec(LORA, ClusterConfig(), HEADLESS)
     without = replace(LORA, lora=LoraSpec(8, train_unembed=False))
     for spec in (without, FULL, replace(LORA, role="critic")):  # the last is not sampled
-        check_spec(spec, ClusterConfig(), HEADLESS, [])
-    check_spec(LORA, ClusterConfig(), replace(HEADLESS, adapts_head=True), [])
+        check_spec(spec, ClusterConfig(), HEADLESS)
+    check_spec(LORA, ClusterConfig(), replace(HEADLESS, adapts_head=True))
 
 
 @pytest.mark.parametrize("adapts_head", [True, False])
@@ -99,7 +99,7 @@ def test_who_does_not_name_the_head_has_it_where_it_can_be_sampled(adapts_head: 
     )
     spec = settled(translate.create_model(body, 32.0).spec, able)
     assert spec.lora == LoraSpec(8, train_unembed=adapts_head)
-    check_spec(spec, ClusterConfig(), able, [])
+    check_spec(spec, ClusterConfig(), able)
     critic = settled(replace(LORA, role="critic", lora=LoraSpec(8, train_unembed=None)), able)
     assert critic.lora == LoraSpec(8)
     assert settled(LORA, able) == LORA and settled(FULL, able) == FULL

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl_actors.api import translate, wire
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, LoraConfig, TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
@@ -24,7 +24,6 @@ async def controller(tmp_path: Path):
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
         limits=LimitsConfig(open_requests=50, lora_sampler_versions=2, datums=4),
-        lora=LoraConfig(max_adapters=2),
         checkpoint_dir=tmp_path / "checkpoints",
     )
     made = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
@@ -124,15 +123,6 @@ async def test_a_model_that_was_not_created_leaves_nothing(controller: Controlle
     spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
     assert isinstance(await done(controller, await controller.submit(rq.CreateModel(spec, session))), rs.Failure)
     assert not controller.tenants.models
-
-
-async def test_capacity(controller: Controller):
-    session, _ = await model_in(controller)
-    await model_in(controller)
-    with pytest.raises(CapacityError, match="2 policy LoRA models"):
-        await model_in(controller)
-    await controller.finish_session(session)
-    await model_in(controller)
 
 
 async def test_sessions_take_their_models_with_them(controller: Controller):
@@ -370,32 +360,6 @@ async def test_what_can_not_be_noted_now_is_noted_later_and_done_once(controller
     assert entry.path == saved.path and entry.user_metadata == {"a": "b"}
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     assert [verb for verb, _ in backend.calls].count("save_checkpoint") == 1
-
-
-async def test_a_silent_session_gives_its_place_up_when_it_is_wanted(tmp_path: Path):
-    config = ClusterConfig(
-        base_model=TinyBase(name="tiny"), lora=LoraConfig(max_adapters=2, max_full_models=0),
-        limits=LimitsConfig(session_silent_s=0.2),
-        checkpoint_dir=tmp_path / "checkpoints",
-    )  # fmt: skip
-    controller = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
-    await controller.start()
-    _, gone = await model_in(controller)
-    living, kept = await model_in(controller)
-    with pytest.raises(CapacityError, match=r"silent for 0\.2 s gives up its place"):
-        await model_in(controller)
-    await asyncio.sleep(0.25)
-    controller.heartbeat(living)
-    with pytest.raises(CapacityError, match="0 policy full fine-tunes"):  # those places are not what it holds
-        session = await controller.create_session()
-        await controller.submit(rq.CreateModel(ModelSpec(f"{session}:train:0", "tiny"), session))
-    assert gone in controller.tenants.models
-    session = await controller.create_session()
-    wanted = rq.CreateModel(ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4)), session)
-    one, again = await asyncio.gather(controller.submit(wanted), controller.submit(wanted))
-    assert one == again, "asked twice while the place was freed, it is one request"
-    assert gone not in controller.tenants.models and kept in controller.tenants.models
-    await controller.close()
 
 
 async def test_payloads_of_waiting_requests_leave_memory_and_run_all_the_same(controller: Controller):

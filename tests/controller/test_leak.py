@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, LoraConfig, TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.journal.journal import SqlJournal
@@ -30,7 +30,7 @@ def rss() -> int:
 
 async def test_the_controllers_memory_is_flat(tmp_path: Path):
     config = ClusterConfig(
-        base_model=TinyBase(name="tiny"), lora=LoraConfig(max_adapters=TENANTS), limits=LimitsConfig(result_ttl_s=0.05), checkpoint_dir=tmp_path / "c",
+        base_model=TinyBase(name="tiny"), limits=LimitsConfig(result_ttl_s=0.05), checkpoint_dir=tmp_path / "c",
         journal=JournalConfig(folder=tmp_path / "journal", snapshot_operations=1000),
     )  # fmt: skip
     backend = FakeBackend()

@@ -7,7 +7,7 @@ from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
 from skyrl_actors.messages.turn import Turn
-from skyrl_actors.workers.interface import PartCall, Refused
+from skyrl_actors.workers.interface import TORN, PartCall, Refused
 
 
 class Adder:
@@ -77,7 +77,7 @@ def test_a_torn_model_answers_nothing_until_it_is_made_anew():
     for number, method in ((2, "add"), (None, "read")):
         with pytest.raises(StateLost, match="does not hold a whole m"):
             once.apply(1, "m", Turn(number, 1), method, "m", *([1] if method == "add" else []))
-    assert once.adopt(1) == {}
+    assert once.adopt(1) == {"m": TORN}  # it takes memory, so a controller that does not know it must hear of it
     once.apply(1, "m", Turn(1), "create_model", "m")
     assert once.apply(1, "m", Turn(2, 1), "add", "m", 1) == 1
 
@@ -147,7 +147,9 @@ def test_a_refused_part_leaves_its_model_as_it_was_or_torn():
     turns = [Turn(2, 1), Turn(3, 1), Turn(4, 1)]
     outcomes = once.forward_backward(1, turns, [part("a", 13), part("b", 14), part("c", 0)], False)
     assert [type(outcome) for outcome in outcomes] == [InvalidRequest, InvalidRequest, int]
-    assert once.adopt(1) == {"a": 1, "c": 4}  # b is torn
+    assert once.adopt(1) == {"a": 1, "b": TORN, "c": 4}
+    once.delete(1, "b")
+    assert once.adopt(1) == {"a": 1, "c": 4}
 
 
 def test_a_call_that_breaks_off_tears_all_its_models_and_no_other():
@@ -155,7 +157,7 @@ def test_a_call_that_breaks_off_tears_all_its_models_and_no_other():
     worker.fail = InternalError("broken")
     with pytest.raises(InternalError):
         once.forward_backward(1, [Turn(2, 1), Turn(3, 1)], [part("a", 0), part("b", 0)], False)
-    assert once.adopt(1) == {"c": 1}
+    assert once.adopt(1) == {"a": TORN, "b": TORN, "c": 1}
 
 
 def test_reading_tears_nothing():

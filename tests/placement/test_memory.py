@@ -8,12 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from placement.memory import PHASES, EngineAsk, MemoryPlan, TrainerAsk, activation_bytes, complaints, engine_parts, trainer_parts
+from placement.memory import (
+    ADAPTER_BYTES,
+    PHASES,
+    EngineAsk,
+    MemoryPlan,
+    TrainerAsk,
+    activation_bytes,
+    complaints,
+    engine_parts,
+    trainer_parts,
+)
 from placement.shape import ModelShape, shape_of
 from placement.types import DoesNotFit, Node
 from skyrl_actors import losses
 from skyrl_actors.backends.demands import plan_for
-from skyrl_actors.backends.memory_demands import checked, refuse
+from skyrl_actors.backends.memory_demands import adapter_memory, checked, refuse
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PlacementConfig
 from skyrl_actors.config.engines import ExternalEngine
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy
@@ -97,6 +107,44 @@ def test_the_gradient_of_a_trained_head_has_the_bytes_of_the_plan(monkeypatch: p
     ask = TrainerAsk("policy", 1, 4 if dtype == "float32" else 2, 1, 0, 8, 1, (4, 4, 8), False, tokens, "keep", False)
     planned = {part.what: part.bytes for part in trainer_parts(ask, shape)}
     assert measured == pytest.approx(planned["head's gradient in a pass"], rel=0.1)
+
+
+def test_an_adapter_has_the_bytes_of_the_plan_also_under_a_lower_precision(tmp_path: Path):
+    worker, shape = worker_for("llama", tmp_path / "base", "bfloat16")
+    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(8)))
+    worker.forward_backward((PartCall("m", (0,), batch(0, (9,)), CALL),), False)
+    worker.optim_step("m", AdamParams(1e-3))
+    state = worker.models["m"].state
+    assert isinstance(state, FlatState) and state.gradients is not None and state._lower is None  # type: ignore[reportPrivateUsage]
+    held = [state.weights, state.gradients, *(state.optimizer_tensors()[kind] for kind in ("exp_avg", "exp_avg_sq"))]
+    ask = TrainerAsk("policy", 1, 2, 1, 1, 8, 0, (6, 6, 8), False, 64, "keep", True)
+    planned = [part.bytes for part in trainer_parts(ask, shape) if part.what.startswith("adapters")]
+    assert sum(planned) == sum(tensor.nbytes for tensor in held) == ADAPTER_BYTES * shape.lora_parameters(8)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_plan_counts_idle_adapters_where_they_are(device: str):
+    """On a GPU in host memory, on a CPU beside all else; and a create is measured by the same bytes."""
+
+    def planned(gib: float | None) -> tuple[MemoryPlan, int]:
+        group = GroupConfig(num_ranks=1)
+        config = ClusterConfig.model_validate({
+            "placement": {"device": device}, "policy": group, "critic": None, "lora": {"max_host_gib": gib, "max_full_models": 0},
+        })  # fmt: skip
+        nodes = [Node("n", 8, 1 if device == "gpu" else 0, host_bytes=64 * 2**30, device_bytes=80 * 2**30)]
+        where = plan_for(config, nodes)
+        made = checked(config, QWEN3_8B, where, nodes)[0]
+        return made, adapter_memory(config, QWEN3_8B, where, nodes).limit_bytes
+
+    (less, small), (more, large), (_, derived) = planned(16), planned(40), planned(None)
+    assert (small, large, derived) == (16 * 2**30, 40 * 2**30, 8 * 2**30)  # unless set, an eighth of the host's
+    (kind,) = more.parts
+    for phase in PHASES:
+        on_device = more.used(kind, phase) - less.used(kind, phase)
+        in_host = more.used_of_host(kind, phase) - less.used_of_host(kind, phase)
+        assert (on_device, in_host) == ((24 * 2**30, 0) if device == "cpu" else (0, 24 * 2**30))
+    of_policy = [part for part in more.parts[kind] if part.who == "policy" and "adapters" in part.what]
+    assert sum(part.bytes for part in of_policy) == large
 
 
 def ask_of(**changes: object) -> ClusterConfig:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.base import Capabilities, Mixture
+from skyrl_actors.backends.base import AdapterMemory, Capabilities, Mixture
 from skyrl_actors.colocation.keeper import PhaseKeeper
 from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase
 from skyrl_actors.groups.exactly_once import ExactlyOnce
@@ -57,6 +57,13 @@ class SimWorker:
     faulty: int = 0  # verbs to come that break off half-way
     broken: set[str] = field(default_factory=set)  # what broke off once does not again: then it would be an honest failure
     copies: dict[int, State] = field(default_factory=dict)
+    places: int = 2**31  # models that it has room for
+    crowded: list[list[str]] = field(default_factory=list)  # what it was told to hold beyond that
+
+    def _put(self, model_id: str, state: State) -> None:
+        self.states[model_id] = state
+        if len(self.states) > self.places:
+            self.crowded.append(sorted(self.states))
 
     def _half(self, model_id: str, work: str) -> None:
         if self.faulty and work not in self.broken:
@@ -66,7 +73,7 @@ class SimWorker:
             raise InternalError("a verb broke off")
 
     def create_model(self, spec: ModelSpec) -> None:
-        self.states[spec.model_id] = State(chained("init", spec.seed))
+        self._put(spec.model_id, State(chained("init", spec.seed)))
 
     def delete_model(self, model_id: str) -> None:
         self.states.pop(model_id, None)
@@ -107,7 +114,7 @@ class SimWorker:
         return handle
 
     def restore_state(self, spec: ModelSpec, folder: str) -> None:
-        self.states[spec.model_id] = self.files[folder].copy()
+        self._put(spec.model_id, self.files[folder].copy())
 
     def renumber(self, model_id: str, keep_optimizer: bool) -> None:
         state = self.states[model_id]
@@ -120,9 +127,11 @@ class SimWorker:
 class Machines:
     """What runs beside the controllers: one group of ranks, and files that a power cut removes (exports)."""
 
-    def __init__(self, disk: Disk, chance: random.Random):
+    def __init__(self, disk: Disk, chance: random.Random, places: int):
         self.disk = disk
         self.chance = chance
+        self.places = places
+        self.crowded: list[list[str]] = []
         self.exports: dict[str, Any] = disk.files
         self.broken: set[str] = set()
         self.rank: ExactlyOnce | None = self._new_rank()
@@ -132,7 +141,7 @@ class Machines:
 
     def _new_rank(self) -> ExactlyOnce:
         """Made, and adopted at once, by the controller of this moment."""
-        rank = ExactlyOnce(SimWorker(self.disk.files, broken=self.broken))
+        rank = ExactlyOnce(SimWorker(self.disk.files, broken=self.broken, places=self.places, crowded=self.crowded))
         rank.adopt(self.disk.epoch)
         return rank
 
@@ -286,7 +295,9 @@ class SimBackend:
             await self.residents()
         except StateLost:
             await self.ready("policy")
-        return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy",))
+        return Capabilities(
+            "tiny", "/models/tiny", 320, 512, 512, ("policy",), adapters=AdapterMemory(4 * self.machines.places, 1)
+        )
 
     async def ready(self, role: str) -> None:
         while self.machines.rank is None:

@@ -10,6 +10,7 @@ from skyrl_actors.colocation.keeper import MoveFailed, PhaseKeeper
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.recovery import Recovery
+from skyrl_actors.controller.room import Room
 from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
 from skyrl_actors.messages.errors import InternalError
 from tests.simulation import clock
@@ -99,6 +100,15 @@ def _tells_who_waits(self, wanted, error):
             ticket.set_exception(InternalError(f"could not enter {wanted}: {error}"))
 
 
+def _gives_room_to_all(self, kind):
+    return next(iter(self._present(kind)), None)
+
+
+def _forgets_who_has_room(self, able, residents):
+    self._able = able
+    self._grant()
+
+
 @pytest.mark.parametrize(
     ("cls", "name", "mutant"),
     [
@@ -111,6 +121,8 @@ def _tells_who_waits(self, wanted, error):
         (PhaseKeeper, "_healed", _does_not_heal),
         (PhaseKeeper, "_healed", _believes_that_nothing_moved),
         (Gate, "_fail", _tells_who_waits),
+        (Room, "_next", _gives_room_to_all),
+        (Room, "begin", _forgets_who_has_room),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from skyrl_actors.journal.encoding import encode
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import InternalError, NotFound
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from tests.simulation.backend import Machines, SimBackend, SimWorker, chained
 from tests.simulation.clock import SimLoop
@@ -37,9 +38,9 @@ T = TypeVar("T")
 SETTLED_S = 10.0  # longer than a move that hangs, and what is made anew after it
 CONFIG = ClusterConfig(
     base_model=TinyBase(name="tiny"),
-    journal=JournalConfig(snapshot_operations=3, snapshot_s=1e9),
+    journal=JournalConfig(snapshot_operations=3, snapshot_s=1e9, sweep_s=1e9),  # sweeps run in real threads
     restart=RestartConfig(attempts=1000),
-    limits=LimitsConfig(session_timeout_s=1e9, result_ttl_s=1.0),
+    limits=LimitsConfig(session_timeout_s=1e9, session_silent_s=10.0, create_wait_s=1e5, result_ttl_s=1.0),
     checkpoint_dir=Path("/nonexistent"),
 )
 
@@ -50,10 +51,12 @@ class World:
     say: Callable[[str], None] = lambda text: None
     disk: Disk = field(default_factory=Disk)
     crashes: int = 0
+    to_leave: int = 0  # tenants that must go for the others to have room
+    silent: set[str] = field(default_factory=set)  # sessions; silence is counted anew by each controller
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
-        self.machines = Machines(self.disk, self.chance)
+        self.machines = Machines(self.disk, self.chance, places=self.chance.randint(1, 3))
         self.controller: Controller | None = None
         self.life = asyncio.Event()  # set when the present controller dies
         self.born = asyncio.Event()
@@ -149,6 +152,7 @@ class Tenant:
         self.spec = ModelSpec(f"s{number}:train:0", "tiny", lora=LoraSpec(4), seed=number)
         self.truth = SimWorker({})
         self.seq = 0
+        self.has_left = False
         self.samplers = 0
         self.saved: list[tuple[str, str]] = []  # samplers and their weights
 
@@ -160,6 +164,22 @@ class Tenant:
         done = 0
         while done < operations:
             done += await self._some()
+        if self.world.to_leave:
+            self.world.to_leave -= 1
+            await self.leave()
+
+    async def leave(self) -> None:
+        """Others wait for its room. It says goodbye, or is not heard of any more."""
+        self.has_left = True
+        await self.check()
+        if self.chance.random() < 0.5:
+            await self.world.call(lambda c: c.finish_session(self.session))
+        else:
+            self.world.silent.add(self.session)
+
+    async def check(self) -> None:
+        request, expected = self._forward()
+        assert encode(await self.world.run(request)) == encode(expected)
 
     async def _some(self) -> int:
         """A few requests, sent in order; the answers are awaited afterwards, as the SDK's pipelining does."""
@@ -230,6 +250,8 @@ async def faults(world: World) -> None:
         await asyncio.sleep(world.chance.expovariate(1 / pause_s))
         kind = world.chance.choices(kinds, weights)[0]
         world.say(f"{world.now:.3f} {kind}")
+        if kind in ("crash", "power") and world.silent - world.disk.ended:
+            continue  # else no session would ever be silent for long
         if kind == "crash":
             world.crash()
         elif kind == "rank":
@@ -249,29 +271,50 @@ async def faults(world: World) -> None:
             world.machines.failing_moves = 0.0
 
 
+async def heartbeats(world: World, tenants: list[Tenant]) -> None:
+    """Of clients that are there, also when they have nothing to ask."""
+    while True:
+        await asyncio.sleep(1.0)
+        for tenant in tenants:
+            if world.controller is not None and not tenant.has_left:
+                with suppress(NotFound):  # its session is not open yet
+                    world.controller.heartbeat(tenant.session)
+
+
 async def simulate(seed: int, say: Callable[[str], None]) -> int:
     world = World(seed, say)
     await world.begin()
     tenants = [Tenant(world, number) for number in range(world.chance.randint(1, 3))]
+    world.to_leave = max(0, len(tenants) - world.machines.places)
     trouble = asyncio.ensure_future(faults(world))
-    await asyncio.gather(*(tenant.live(world.chance.randint(5, 25)) for tenant in tenants))
+    alive = asyncio.ensure_future(heartbeats(world, tenants))
+    most = 8 if world.to_leave else 25  # those that wait for each other take longer
+    await asyncio.gather(*(tenant.live(world.chance.randint(5, most)) for tenant in tenants))
     trouble.cancel()
     world.disk.full = False
     world.machines.failing_moves = 0.0
     await asyncio.sleep(SETTLED_S)
     await check(world, tenants)
+    alive.cancel()
     return world.crashes
 
 
 async def check(world: World, tenants: list[Tenant]) -> None:
-    """After the last answer: every state is the sequential one, and the journal has answered all it accepted."""
+    """After the last answer: every state is the sequential one, no rank was given more models than it has room for, and
+    the journal has answered all it accepted."""
+    assert not world.machines.crowded, f"a rank with room for {world.machines.places} held {world.machines.crowded[0]}"
     for tenant in tenants:
-        request, expected = tenant._forward()
-        assert encode(await world.run(request)) == encode(expected)
+        if tenant.has_left:
+            continue
+        await tenant.check()
         assert world.machines.rank is not None
         found, truth = world.machines.rank.worker.states[tenant.spec.model_id], tenant.truth.states[tenant.spec.model_id]
         assert found == truth, f"{tenant.spec.model_id}: {found} instead of {truth}"
-    assert all(op.answered_at is not None for op in world.disk.operations.values())
+    for _ in range(100):  # what sessions that ended had queued is answered beside the rest
+        if all(op.answered_at is not None for op in world.disk.operations.values()):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError("an accepted request was never answered")
 
 
 def run_seed(seed: int, say: Callable[[str], None] = lambda text: None) -> int:
