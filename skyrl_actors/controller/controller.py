@@ -297,9 +297,8 @@ class Controller:
         """A client that waits for an answer is not silent."""
         op = self._ledger.ops.get(request_id)
         asks = op and (self.tenants.models.get(op.line or "") or self.tenants.samplers.get(op.stream))
-        session = self.tenants.sessions.get(asks.session_id or "") if asks else None
-        if session is not None:
-            session.last_seen = self._now()
+        if asks:
+            self.tenants.hear(asks.session_id, self._now())
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
         """What came of a streamed sample behind its first `have` tokens, or its answer when that is there."""

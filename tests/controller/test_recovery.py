@@ -30,7 +30,7 @@ class Service:
             base_model=TinyBase(name="tiny"), checkpoint_dir=folder / "checkpoints", limits=LimitsConfig(result_ttl_s=0.01),
             journal=JournalConfig(folder=folder / "journal", snapshot_operations=10**6), restart=RestartConfig(attempts=3),
         )  # fmt: skip
-        self.machines = Machines(Disk(), random.Random(0))
+        self.machines = Machines(Disk(), random.Random(0), places=8)
 
     async def start(self) -> Controller:
         controller = Controller(self.config, SimBackend(self.machines), SqlJournal(self.config.journal))

@@ -168,7 +168,8 @@ def test_a_service_hands_them_to_prometheus(service: Service, tmp_path: Path):
     assert none.returncode == 2 and "no service named 'nobody' runs here" in none.stderr and not (tmp_path / "n.json").exists()
     wanted = {f"ray_{PREFIX}{name}{'_total' if m.kind == 'counter' else ''}" for name, m in REGISTRY.items()}
     wanted -= {
-        f"ray_{PREFIX}{name}" for name in ("transfers_total", "transfer_seconds_total", "logprob_difference")
+        f"ray_{PREFIX}{name}"
+        for name in ("transfers_total", "transfer_seconds_total", "logprob_difference", "move_failures_total")
     }  # of full weights
     ends = time.monotonic() + 60
     while True:

@@ -1,0 +1,183 @@
+"""The controller's memory under clients that ask for much and take nothing.
+
+    python -m bench.hostile_memory [--requests 10000] [--readers 100]
+
+A controller with a real journal in a process of its own, called over the line as an ingress calls it. Its backend answers
+nothing at first: requests of 6 MiB each are accepted and wait. Then many connections ask for large answers and read nothing.
+Requests are equal, so that the journal's packs are too and take little room on the disk.
+"""
+
+import argparse
+import asyncio
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from bench.harness import emit
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.line import Line, LineServer
+from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
+from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.requests import CreateModel, ForwardBackward
+from skyrl_actors.messages.results import LossOutput
+from tests.api.local import AnsweringBackend
+
+MODEL = "m:train:0"
+ROWS, ROW_TOKENS = 128, 4096  # three arrays of 2 MiB: tokens, targets, weights
+IN_FLIGHT = 8
+CALLS = ("submit", "retrieve", "let_go", "create_session")
+WAIT_S = 600.0
+
+
+class Served:
+    """What the line calls in the controller's process."""
+
+    def __init__(self, controller: Controller, backend: AnsweringBackend):
+        self._controller, self._backend = controller, backend
+
+    async def create_session(self, session_id: str) -> str:
+        return await self._controller.create_session(session_id)
+
+    async def submit(self, request: Any) -> str:
+        return await self._controller.submit(request)
+
+    async def retrieve(self, request_id: str) -> Any:
+        return await self._controller.retrieve(request_id, WAIT_S)
+
+    async def let_go(self, answers: bool) -> None:
+        self._backend.go.set() if answers else self._backend.go.clear()
+
+
+class WideBackend(AnsweringBackend):
+    async def start(self, epoch: int) -> Any:
+        able = await super().start(epoch)
+        return type(able)(able.base_model, able.base_folder, 320, ROW_TOKENS, ROW_TOKENS, able.roles)
+
+
+async def serve(folder: Path, queued_bytes: int) -> None:
+    limits = LimitsConfig(queued_bytes=queued_bytes, result_ttl_s=3600)
+    config = ClusterConfig(
+        base_model=TinyBase(name="m"), limits=limits, checkpoint_dir=folder / "checkpoints",
+        journal=JournalConfig(folder=folder / "journal", snapshot_operations=10**6, snapshot_bytes=2**60, snapshot_s=1e6),
+    )  # fmt: skip
+    backend = WideBackend(str(folder))
+    controller = Controller(config, backend, SqlJournal(config.journal))
+    await controller.start()
+    address = await LineServer(Served(controller, backend), CALLS).address("127.0.0.1")
+    (folder / "address.partial").write_bytes(pickle.dumps(address))
+    (folder / "address.partial").rename(folder / "address")
+    await asyncio.Event().wait()
+
+
+def six_mib() -> ForwardBackward:
+    tokens = np.ones(ROWS * ROW_TOKENS, np.int32)
+    fields: dict[str, Any] = {TARGETS: tokens, "weights": np.ones(len(tokens), np.float32)}
+    columns = Columns(tokens, offsets_of([ROW_TOKENS] * ROWS), fields)
+    return ForwardBackward(MODEL, columns, LossCall("cross_entropy", {}))
+
+
+class Watch:
+    """The highest resident memory of a process since the last look."""
+
+    def __init__(self, process: psutil.Process):
+        self._process = process
+        self.peak = 0
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            self.peak = max(self.peak, self._process.memory_info().rss)
+            await asyncio.sleep(0.05)
+
+    def take(self) -> int:
+        peak, self.peak = max(self.peak, self._process.memory_info().rss), 0
+        return peak
+
+
+async def measured(folder: Path, process: psutil.Process, requests: int, readers: int) -> dict[str, Any]:
+    while not (folder / "address").exists():
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            raise SystemExit("the controller's process died")
+        await asyncio.sleep(0.1)
+    address = pickle.loads((folder / "address").read_bytes())
+
+    async def find() -> Any:
+        return address
+
+    line = Line(find)
+    session = await line.call("create_session", "m")
+    made = await line.call("submit", CreateModel(ModelSpec(MODEL, "Qwen/Qwen3-8B", lora=LoraSpec(4)), session))
+    await line.call("retrieve", made)
+    watch = Watch(process)
+    calm = watch.take()
+
+    await line.call("let_go", False)
+    request, ids = six_mib(), []
+
+    async def submit_some(count: int) -> None:
+        for _ in range(count):
+            ids.append(await line.call("submit", request))
+
+    await asyncio.gather(*(submit_some(requests // IN_FLIGHT) for _ in range(IN_FLIGHT)))
+    queued = watch.take()
+
+    await line.call("let_go", True)
+    few = ids[:: max(1, len(ids) // 20)]
+    for request_id in [*few, ids[-1]]:  # in order: behind the last one all are answered
+        answer = await line.call("retrieve", request_id)
+        assert isinstance(answer, LossOutput), answer
+    answered = watch.take()
+
+    lines = [Line(find) for _ in range(readers)]
+    for one in lines:
+        (await one.opened()).stream.transport.pause_reading()
+    asked = [asyncio.create_task(one.call("retrieve", ids[i % 20])) for one in lines for i in range(10)]
+    await asyncio.sleep(10)
+    unread = watch.take()
+    await asyncio.wait_for(line.call("create_session", "other"), 30)
+    for task in asked:
+        task.cancel()
+    mib = 2**20
+    limits = LimitsConfig()
+    return {
+        "requests": len(ids),
+        "request_mib": round(sum(a.nbytes for a in (request.columns.tokens, *request.columns.fields.values())) / mib, 1),
+        "budget_mib": (limits.payload_memory_bytes + limits.result_memory_bytes) // mib,
+        "calm_rss_mib": calm // mib,
+        "queued_rss_mib": queued // mib,
+        "answered_rss_mib": answered // mib,
+        "readers": readers,
+        "unread_rss_mib": unread // mib,
+    }
+
+
+def run(requests: int = 10_000, readers: int = 100) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="bench-hostile-", dir="/dev/shm") as scratch:
+        command = [sys.executable, "-m", "bench.hostile_memory", "--serve", scratch, "--requests", str(requests)]
+        process = subprocess.Popen(command)
+        try:
+            return asyncio.run(measured(Path(scratch), psutil.Process(process.pid), requests, readers))
+        finally:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--readers", type=int, default=100)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        asyncio.run(serve(options.serve, queued_bytes=max(2**36, options.requests * 2**24)))
+    else:
+        emit("hostile_memory", run(options.requests, options.readers))
