@@ -170,7 +170,7 @@ def test_a_service_hands_them_to_prometheus(service: Service, tmp_path: Path):
     wanted -= {
         f"ray_{PREFIX}{name}"
         for name in ("transfers_total", "transfer_seconds_total", "logprob_difference", "move_failures_total")
-    }  # of full weights
+    }  # of full weights, and of faults
     ends = time.monotonic() + 60
     while True:
         text = exported()
