@@ -43,7 +43,7 @@ check: $(READY)
 	$(BIN)/pyright
 
 bench: $(READY)
-	@for name in latency sdk storm training sampling transfer phases placement durability; do $(BIN)/python -m bench.$$name || exit 1; done
+	@for name in latency sdk storm training sampling transfer phases placement durability hostile; do $(BIN)/python -m bench.$$name || exit 1; done
 
 chaos: $(READY)
 	$(BIN)/python -m bench.chaos --kills 100
