@@ -26,7 +26,17 @@ READ_AHEAD = 2**20
 WRITE_AHEAD = 2**20
 PART = 2**20  # what is read or written at once
 LONGEST_FRAME = 2**30
-NOT_ENCODED = (pickle.PicklingError, TypeError, AttributeError, RecursionError, InvalidRequest)
+NOT_ENCODED = (
+    pickle.PicklingError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    InvalidRequest,
+    ValueError,
+    OverflowError,
+    BufferError,
+    MemoryError,
+)
 BESIDE_BYTES = 2**16  # arrays from this size on travel beside the pickle
 ALIGNMENT = 16
 

@@ -1,5 +1,6 @@
 """The HTTP application: routes under /api/v1, errors as JSON, keys and body sizes checked. No Ray, no torch in here."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 # Looked at before the other routes: called for every step and sample.
 HOT = {f"/api/v1/{path}" for path in ("retrieve_future", "asample", "forward_backward", "forward", "optim_step")}
 # The console's routes look at the key themselves: without one they show totals.
+BODY_S = 60.0  # an SDK gives up one attempt after as long
+COMPRESSION = 16  # of token ids and floats by zstd, and more
 OPEN_PATHS = ("/", "/healthz", "/api/v1/healthz", "/api/v1/client/config", "/api/v1/client/dynamic_config")
 
 
@@ -130,15 +133,18 @@ class Guard:
             text = f"the body has {length} bytes; at most {limit} are taken"
             await JSONResponse({"detail": text, "category": "user"}, 413)(scope, receive, send)
         else:
-            scope.setdefault("state", {})["caller"] = caller
-            bounded = Bounded(receive, send, limit)
-            is_of_unknown_size = "transfer-encoding" in headers or "content-encoding" in headers
             try:
-                async with state.body_room.hold(caller.owner or "", limit if is_of_unknown_size else int(length)):
-                    await self.app(scope, bounded.receive, bounded.send)
-            except CapacityError as error:  # of the room: what routes raise is answered further in
+                lease = await state.body_room.take(caller.owner or "", room_for(headers, limit))
+            except CapacityError as error:
                 busy = JSONResponse({"detail": str(error), "category": "user"}, 429, {"Retry-After": "1"})
                 await busy(scope, receive, send)
+                return
+            scope.setdefault("state", {}).update(caller=caller, body_lease=lease)
+            bounded = Bounded(receive, send, limit)
+            try:
+                await self.app(scope, bounded.receive, bounded.send)
+            finally:
+                lease.release()
 
     @staticmethod
     def _caller(state: ApiState, headers: dict[str, str], path: str) -> Caller | None:
@@ -150,24 +156,42 @@ class Guard:
         return None if owner is None else Caller(owner)
 
 
+def room_for(headers: dict[str, str], limit: int) -> int:
+    """Bytes that a body will take in memory: as many as it says, or as it is likely to have when it is decompressed."""
+    if "transfer-encoding" in headers:
+        return limit
+    length = int(headers.get("content-length", "0"))
+    return min(limit, COMPRESSION * length) if "content-encoding" in headers else length
+
+
 class Bounded:
-    """A body that lies about its length, or does not say it, ends at the bound, with the answer that says so."""
+    """A body that lies about its length, or does not say it, ends at the bound, with the answer that says so. So does one
+    that does not arrive within BODY_S."""
 
     def __init__(self, receive: Receive, send: Send, limit: int):
         self._receive, self._send, self._limit = receive, send, limit
         self._taken = 0
         self._answered = False
+        self._arrives_by: float | None = asyncio.get_running_loop().time() + BODY_S  # None: it is here
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        try:
+            async with asyncio.timeout_at(self._arrives_by):
+                message = await self._receive()
+        except TimeoutError:
+            return await self._refused(408, f"the body did not arrive within {BODY_S:.0f} s")
         self._taken += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            self._arrives_by = None
         if self._taken <= self._limit:
             return message
+        return await self._refused(413, f"the body has more than {self._limit} bytes; at most {self._limit} are taken")
+
+    async def _refused(self, status: int, text: str) -> Message:
         if not self._answered:
-            text = f"the body has more than {self._limit} bytes; at most {self._limit} are taken"
-            answer = JSONResponse({"detail": text, "category": "user"}, 413, {"Connection": "close"})
+            answer = JSONResponse({"detail": text, "category": "user"}, status, {"Connection": "close"})
             self._answered = True
-            await self._send({"type": "http.response.start", "status": 413, "headers": answer.raw_headers})
+            await self._send({"type": "http.response.start", "status": status, "headers": answer.raw_headers})
             await self._send({"type": "http.response.body", "body": answer.body})
         return {"type": "http.disconnect"}
 

@@ -15,15 +15,22 @@ from skyrl_actors.api.state import read_body, state_of
 M = TypeVar("M", bound=BaseModel)
 
 
-def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
-    """A dependency: the JSON body as `model`. A large one is parsed outside the event loop."""
+Check = Callable[[Any, int, int], None]
+"""Of a parsed body, the most tokens of a prompt and the most prompts; raises InvalidRequest."""
+
+
+def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
+    """A dependency: the JSON body as `model`. A large one is parsed and checked outside the event loop, so that what is
+    too long never reaches it."""
 
     async def parsed(request: Request) -> M:
         state = state_of(request)
-        limit = limit_of(request.url.path, state.config.limits, await state.capabilities())
+        limits, able = state.config.limits, await state.capabilities()
+        limit = limit_of(request.url.path, limits, able)
         body = await read_body(request, limit)
-        check_json_size(body, limit, state.config.limits.datums)
-        found = await run_sized(len(body), _validated, model, body)
+        check_json_size(body, limit, limits.datums)
+        found = await run_sized(len(body), _validated, model, body, check, able.max_sample_tokens, limits.num_samples)
+        request.state.body_lease.release()
         if isinstance(found, list):
             raise RequestValidationError(found)
         return found
@@ -31,10 +38,12 @@ def body_of(model: type[M]) -> Callable[[Request], Awaitable[M]]:
     return parsed
 
 
-def _validated(model: type[M], body: bytes) -> M | list[dict[str, Any]]:
+def _validated(model: type[M], body: bytes, check: Check, most_tokens: int, most_prompts: int) -> M | list[dict[str, Any]]:
     """The faults when it is not valid: pydantic's error does not pass from process to process."""
     try:
-        return model.model_validate_json(body)
+        found = model.model_validate_json(body)
+        check(found, most_tokens, most_prompts)
+        return found
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         return [{**fault, "loc": ("body", *fault["loc"])} for fault in faults]

@@ -1,7 +1,12 @@
 """How many bytes a body may have: what the model could ever take (pure)."""
 
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_actors.api import openai_wire, wire
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.messages.errors import InvalidRequest
 
 SMALL_BYTES = 256 * 2**10  # any body but those of batches and prompts: names, numbers, metadata
 SAMPLE_BYTES_PER_TOKEN = 512  # a token id, and the ids to score at its position
@@ -25,3 +30,31 @@ def limit_of(path: str, limits: LimitsConfig, able: Capabilities | None) -> int:
     if able is None:
         return limits.body_bytes
     return min(limits.body_bytes, SMALL_BYTES + per_token * able.max_sample_tokens)
+
+
+def check_sample(body: wire.Asample, most_tokens: int, most_prompts: int) -> None:
+    chunks: Sequence[Any] = [chunk.get("tokens") for chunk in body.prompt.chunks]
+    _check_length(sum(len(tokens) for tokens in chunks if isinstance(tokens, list)), most_tokens)
+
+
+def check_completion(body: openai_wire.Completion, most_tokens: int, most_prompts: int) -> None:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return
+    if prompt and isinstance(prompt[0], int):
+        _check_length(len(prompt), most_tokens)
+        return
+    if len(prompt) > most_prompts:
+        raise InvalidRequest(f"{len(prompt)} prompts in one request; at most {most_prompts} (limits.num_samples)")
+    for one in prompt:
+        if isinstance(one, list):
+            _check_length(len(one), most_tokens)
+
+
+def check_chat(body: openai_wire.ChatCompletion, most_tokens: int, most_prompts: int) -> None:
+    """Its length is known when its template was filled in."""
+
+
+def _check_length(length: int, most: int) -> None:
+    if length >= most:
+        raise InvalidRequest(f"the prompt has {length} tokens; prompt and answer may have {most} together")

@@ -5,8 +5,6 @@ Large bodies wait until there is room for them, and no API key may have more tha
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from skyrl_actors.api.body_limits import SMALL_BYTES
 from skyrl_actors.messages.errors import CapacityError
@@ -22,13 +20,12 @@ class BodyRoom:
         self.taken = 0
         self._of_owner: Counter[str] = Counter()
         self._given = asyncio.Condition()
+        self._waking: set[asyncio.Task[None]] = set()
 
-    @asynccontextmanager
-    async def hold(self, owner: str, num_bytes: int) -> AsyncIterator[None]:
-        """Raises CapacityError when there was no room for PATIENCE_S."""
+    async def take(self, owner: str, num_bytes: int) -> "Lease":
+        """Waits until there is room. Raises CapacityError when there was none for PATIENCE_S."""
         if num_bytes <= SMALL_BYTES:
-            yield
-            return
+            return Lease(self, owner, 0)
         async with self._given:
             try:
                 has_room = self._given.wait_for(lambda: self._has_room(owner, num_bytes))
@@ -40,17 +37,37 @@ class BodyRoom:
                 ) from None
             self.taken += num_bytes
             self._of_owner[owner] += num_bytes
-        try:
-            yield
-        finally:
-            self.taken -= num_bytes
-            self._of_owner[owner] -= num_bytes
-            if not self._of_owner[owner]:
-                del self._of_owner[owner]
-            async with self._given:
-                self._given.notify_all()
+        return Lease(self, owner, num_bytes)
+
+    def give(self, owner: str, num_bytes: int) -> None:
+        self.taken -= num_bytes
+        self._of_owner[owner] -= num_bytes
+        if not self._of_owner[owner]:
+            del self._of_owner[owner]
+        waking = asyncio.get_running_loop().create_task(self._wake())
+        self._waking.add(waking)
+        waking.add_done_callback(self._waking.discard)
+
+    async def _wake(self) -> None:
+        async with self._given:
+            self._given.notify_all()
 
     def _has_room(self, owner: str, num_bytes: int) -> bool:
         held = self._of_owner[owner]
         share = self.limit // 2 if owner else self.limit
         return not self.taken or (self.taken + num_bytes <= self.limit and (not held or held + num_bytes <= share))
+
+
+class Lease:
+    """Room for one body. It ends when the body has been decoded to something small, at the latest with its request."""
+
+    def __init__(self, room: BodyRoom, owner: str, num_bytes: int):
+        self._room = room
+        self._owner = owner
+        self._num_bytes = num_bytes
+
+    def release(self) -> None:
+        """Fine to call twice."""
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        if num_bytes:
+            self._room.give(self._owner, num_bytes)

@@ -6,7 +6,7 @@ may decode to 600 MiB. The number of parts bounds what decoding takes.
 
 from skyrl_actors.messages.errors import InvalidRequest
 
-PARTS_PER_DATUM = 64
+PARTS_PER_DATUM = 512  # SDKs send each message of a conversation as a few chunks
 PARTS = 4096  # besides those of datums
 UNCHECKED_BYTES = 2**16  # what so few bytes decode to does no harm
 NUMBER_BYTES = 4  # of an element of a tensor, as bodies are bounded by their tensors' bytes

@@ -19,6 +19,7 @@ from skyrl_actors.api import openai_wire as wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.apart import run_in_thread
 from skyrl_actors.api.bodies import body_of, documented
+from skyrl_actors.api.body_limits import check_chat, check_completion
 from skyrl_actors.api.openai_answers import Form
 from skyrl_actors.api.openai_text import Codec, Growing, codec_for
 from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
@@ -42,8 +43,8 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [base, *({**base, "id": c.path, "created": int(c.time)} for c in samplers)]}
 
 
-CompletionBody = Annotated[wire.Completion, Depends(body_of(wire.Completion))]
-ChatBody = Annotated[wire.ChatCompletion, Depends(body_of(wire.ChatCompletion))]
+CompletionBody = Annotated[wire.Completion, Depends(body_of(wire.Completion, check_completion))]
+ChatBody = Annotated[wire.ChatCompletion, Depends(body_of(wire.ChatCompletion, check_chat))]
 
 
 @router.post("/completions", openapi_extra=documented(wire.Completion))

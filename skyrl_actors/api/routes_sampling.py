@@ -9,6 +9,7 @@ from skyrl_actors.api import translate, wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.apart import THREAD_BYTES, run_in_thread, run_sized
 from skyrl_actors.api.bodies import body_of, documented
+from skyrl_actors.api.body_limits import check_sample
 from skyrl_actors.api.state import shown, state_of
 from skyrl_actors.losses.custom_graph import PREFIX, graph_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
@@ -17,7 +18,7 @@ from skyrl_actors.messages.results import Failure, Result, Waiting
 from skyrl_actors.messages.sizes import size_of
 
 router = APIRouter()
-SampleBody = Annotated[wire.Asample, Depends(body_of(wire.Asample))]
+SampleBody = Annotated[wire.Asample, Depends(body_of(wire.Asample, check_sample))]
 
 
 @router.post("/create_sampling_session")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from skyrl_actors.api import codec
+from skyrl_actors.api.apart import run_in_thread
 from skyrl_actors.api.body_room import BodyRoom
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.backends.base import Capabilities
@@ -77,7 +78,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     body = b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
-        return await asyncio.to_thread(codec.decompress, body, limit)
+        return await run_in_thread(codec.decompress, body, limit)
     if encoding != "identity":
         raise codec.InvalidRequest(f"content-encoding {encoding!r}: use zstd or none")
     return body

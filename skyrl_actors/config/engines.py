@@ -57,7 +57,9 @@ class EngineConfig(FrozenConfig):
         "the KV cache of the frozen samples again",
     )
     num_threads: int = Field(default=1, ge=1)
-    start_timeout_s: float = Field(default=300.0, gt=0)
+    start_timeout_s: float = Field(
+        default=600.0, gt=0, description="longest an engine may take to load the base model and prove a live update of it"
+    )
     call_timeout_s: float = Field(
         default=600.0, gt=0, description="longest time one sample or transfer may take, without that in which it was frozen"
     )

@@ -10,6 +10,7 @@ from skyrl_actors import remote
 from skyrl_actors.backends.base import Capabilities
 from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller import housekeeping
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.journal.build import build_journal
@@ -100,7 +101,7 @@ class ControllerActor:
         while (lost := self.controller.journal.lost) is None:  # noqa: ASYNC110  it is a plain attribute
             await asyncio.sleep(LOOK_S)
         self._say(lost)
-        await self.controller.close()
+        await housekeeping.attempt("the controller was not closed in order", self.controller.close())
         self._starting = None
         self.controller = self._build()
         await self.start()

@@ -163,8 +163,6 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
     params, length = request.params, len(request.prompt)
     if not length:
         raise InvalidRequest("the prompt is empty")
-    if min(request.prompt) < 0 or max(request.prompt) >= capabilities.vocab_size:
-        raise InvalidRequest(f"the prompt has a token id outside 0 to {capabilities.vocab_size - 1}")
     if not 1 <= params.num_samples <= config.limits.num_samples:
         raise InvalidRequest(f"num_samples {params.num_samples}: use 1 to {config.limits.num_samples}")
     if params.max_tokens < 1 or length + params.max_tokens > capabilities.max_sample_tokens:
@@ -172,6 +170,8 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
             f"prompt of {length} + max_tokens {params.max_tokens} tokens; together they may have {capabilities.max_sample_tokens}, "
             "and max_tokens at least 1 (scoring a prompt samples one token too)"
         )
+    if min(request.prompt) < 0 or max(request.prompt) >= capabilities.vocab_size:
+        raise InvalidRequest(f"the prompt has a token id outside 0 to {capabilities.vocab_size - 1}")
     if not (math.isfinite(params.temperature) and params.temperature >= MIN_TEMPERATURE):
         raise InvalidRequest(f"temperature {params.temperature}: use 0 (greedy) or more")
     if not 0 < params.top_p <= 1:

@@ -213,7 +213,7 @@ class Controller:
         self.tenants.hear(model.session_id, self._now())
         request, digest = await self._examiner.examined(request, model.spec, self.config, self.able)
         model_id, seq_id = request.model_id, getattr(request, "seq_id", None)
-        if (known := await self._ledger.known(model_id, seq_id, digest)) is not None:
+        if (known := await self._ledger.known(model_id, seq_id, digest, request_id)) is not None:
             return known
         self.tenants.model(model_id)  # its session may have ended meanwhile
         op = await self._ledger.accept(
@@ -231,13 +231,13 @@ class Controller:
         encoding.check(request)
         model_id = checked_id(request.model_id, "model id")
         digest = digest_of(request)
-        if (known := await self._ledger.known(model_id, 0, digest)) is not None:
+        if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
             return known
         spec = admission.settled(request.spec, self.able)
         if request.from_path:
             spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
             # Meanwhile the same request may have come again, or the session may have ended.
-            if (known := await self._ledger.known(model_id, 0, digest)) is not None:
+            if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
                 return known
             self.tenants.session(request.session_id)
         admission.check_spec(spec, self.config, self.able)
@@ -263,7 +263,7 @@ class Controller:
 
     async def _submit_sample(self, request: rq.Sample, request_id: str | None) -> str:
         request, digest = await self._examiner.examined(request, None, self.config, self.able)
-        if (known := await self._ledger.known(request.sampler_id, request.seq_id, digest)) is not None:
+        if (known := await self._ledger.known(request.sampler_id, request.seq_id, digest, request_id)) is not None:
             return known
         sampler = self.tenants.sampler(request.sampler_id)
         self.tenants.hear(sampler.session_id, self._now())

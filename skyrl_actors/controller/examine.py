@@ -43,7 +43,12 @@ class Examiner:
 
 def checked(request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities) -> rq.Request:
     """Raises InvalidRequest with what was wrong and what is allowed."""
-    encoding.check(request)
+    request = _of_its_kind(request, spec, config, able)
+    encoding.check(request)  # last: it goes through every number of a prompt
+    return request
+
+
+def _of_its_kind(request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities) -> rq.Request:
     admission.check_save(request)
     match request:
         case rq.ForwardBackward() if spec is not None:

@@ -1,7 +1,7 @@
 """What each request does: backend calls and book-keeping, one function a verb. Called by the lanes."""
 
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,8 +178,11 @@ class Executor:
     async def unload(self, op: Op, request: rq.Unload) -> Outcome:
         model = self.tenants.models.get(request.model_id)
         if model is not None and model.ready:
-            with suppress(StateLost):  # ranks that are made anew do not hold it
+            try:
                 await self.backend.delete_model(model.spec)
+            except StateLost:  # ranks that are made anew do not hold it
+                if any(s.owner == request.model_id for s in self.tenants.samplers.values()):
+                    raise  # nor the weights that its samplers need, which are computed anew first
         return Outcome(rs.Unloaded(request.model_id))
 
     async def open_sampler(self, sampler_id: str, session_id: str | None, base_model: str, path: str | None) -> Sampler:

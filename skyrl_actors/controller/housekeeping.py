@@ -21,7 +21,10 @@ T = TypeVar("T")
 async def free_silent_sessions(tenants: TenantTable, finish: Callable[[str], Awaitable[None]], timeout_s: float) -> None:
     while True:
         await asyncio.sleep(timeout_s / 10)
-        for session_id in tenants.silent_sessions(asyncio.get_running_loop().time(), timeout_s):
+        loop = asyncio.get_running_loop()
+        for session_id in tenants.silent_sessions(loop.time(), timeout_s):
+            if session_id not in tenants.silent_sessions(loop.time(), timeout_s):
+                continue  # it was heard while another one was freed
             log.warning("session %s was silent for %.0f s: its models are freed", session_id, timeout_s)
             await attempt(f"session {session_id} was not freed", finish(session_id))
 

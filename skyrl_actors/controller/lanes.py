@@ -38,7 +38,7 @@ from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS
 
 log = logging.getLogger(__name__)
-TRAINING = (rq.ForwardBackward, rq.OptimStep, rq.LoadWeights)
+REPEATED = (rq.ForwardBackward, rq.OptimStep, rq.LoadWeights, rq.Unload)  # after a fault of ranks that stay alive
 FAULTY_ATTEMPTS = 2  # of an operation that raises in ranks that stay alive
 
 
@@ -152,7 +152,7 @@ class Lanes:
             except InternalError as error:
                 faults += 1
                 log.warning("operation %d (%s) failed: %s", op.number, type(request).__name__, error)
-                if faults >= FAULTY_ATTEMPTS or not isinstance(request, TRAINING):
+                if faults >= FAULTY_ATTEMPTS or not isinstance(request, REPEATED):
                     raise
 
     async def _keep_what_was_loaded(self, op: Op, progress: Progress) -> None:
@@ -262,13 +262,22 @@ class Lanes:
         """Weights that lay in memory only may have gone with a machine: the model that froze them freezes them again."""
         for _ in range(self.config.restart.attempts):
             try:
-                return await self.executor.sample(op.request_id, request, sampler)
+                return await self._computed(op, request, sampler)
             except InternalError as error:
                 # One that another sample had computed anew meanwhile is there now.
                 if not await self._frozen_again(sampler) and not isinstance(error, WeightsGone):
                     raise
                 log.warning("sample %s is run again with weights that were lost: %s", op.request_id, error)
-        return await self.executor.sample(op.request_id, request, sampler)
+        return await self._computed(op, request, sampler)
+
+    async def _computed(self, op: Op, request: rq.Sample, sampler: Sampler) -> Outcome:
+        """A disk that can not be read now can be read later."""
+        while True:
+            try:
+                return await self.executor.sample(op.request_id, request, sampler)
+            except Unavailable as error:
+                log.warning("sample %s waits: %s", op.request_id, error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def _frozen_again(self, sampler: Sampler) -> bool:
         """False when the weights were not missing, so that they are not what failed."""

@@ -149,12 +149,14 @@ class Ledger:
                 written.exception()  # nobody may be waiting for it
         return op
 
-    async def known(self, stream: str, seq_id: int | None, digest: int) -> str | None:
-        """The id of the first request with this number, when it is durable; None when there was none. When nothing was
-        awaited since it was None, it still is."""
+    async def known(self, stream: str, seq_id: int | None, digest: int, request_id: str | None) -> str | None:
+        """The id of the first request with this number or id, when it is durable; None when there was none. When nothing
+        was awaited since it was None, it still is."""
         if seq_id is not None:
             await self.recall.stream(stream)
         found = self.queue.known(stream, seq_id, digest)
+        if found is None and request_id is not None and self.knows(request_id):
+            found = request_id
         return None if found is None else await self.accepted_before(found)
 
     async def accepted_before(self, request_id: str) -> str:

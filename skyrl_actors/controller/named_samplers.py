@@ -14,7 +14,7 @@ from skyrl_actors.controller.pinning import change_of, change_text
 from skyrl_actors.controller.tenants import Sampler, TenantTable
 from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SamplerOpened
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.errors import InvalidRequest, SkyrlActorsError
 from skyrl_actors.messages.paths import checked_id, parse_path
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class NamedSamplers:
                 try:
                     if await self._is_over(sampler, idle_s):
                         await self._retire(sampler)
-                except OSError as error:
+                except SkyrlActorsError as error:
                     log.warning("the checkpoint of sampler %s can not be read: %s", sampler.sampler_id, error)
 
     async def _is_over(self, sampler: Sampler, idle_s: float) -> bool:

@@ -20,11 +20,16 @@ class Payload(Protocol):
     num_bytes: int
 
 
-class PayloadMemory:
-    """`running + waiting <= limit`, except when a single payload is larger: then it runs alone."""
+SMALL_BYTES = 64 * 2**10
 
-    def __init__(self, limit: int):
+
+class PayloadMemory:
+    """`running + waiting <= limit`, except when a single payload is larger: then it runs alone. Small payloads are not
+    counted: an unload must never wait for a create that waits for it, and open requests are bounded in number."""
+
+    def __init__(self, limit: int, small: int = SMALL_BYTES):
         self.limit = limit
+        self.small = small
         self._running: dict[str, int] = {}
         self._waiting: OrderedDict[str, Payload] = OrderedDict()
         self._running_bytes = 0
@@ -37,6 +42,8 @@ class PayloadMemory:
 
     def keep(self, payload: Payload) -> None:
         """A request that was journaled waits for its turn. Its payload leaves memory now if there is no room."""
+        if payload.num_bytes <= self.small:
+            return
         if self._queue or self.num_bytes + payload.num_bytes > self.limit:
             payload.request = None
             return
@@ -46,7 +53,7 @@ class PayloadMemory:
     async def start(self, payload: Payload) -> None:
         """Its payload may be in memory from now on. Waits, first come, first served, for requests that run."""
         request_id = payload.request_id
-        if request_id in self._running:
+        if request_id in self._running or payload.num_bytes <= self.small:
             return
         if self._waiting.pop(request_id, None) is not None:
             self._waiting_bytes -= payload.num_bytes

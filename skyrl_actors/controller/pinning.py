@@ -16,7 +16,7 @@ def change_of(folders: CheckpointFolders, sampler: Sampler) -> Change | None:
         return None
     try:
         is_same = folders.is_version(parse_path(sampler.model_path), sampler.weights.version)
-    except NotFound:
+    except (NotFound, FileNotFoundError):  # the second while it is being removed
         return "deleted"
     return None if is_same else "saved again"
 

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections import Counter, OrderedDict
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.results import Result
@@ -59,9 +61,12 @@ class ResultTable:
         if not self._kept[owner]:
             del self._kept[owner], self._bytes_of[owner]
 
-    async def wait(self, request_id: str, timeout_s: float) -> Result | None:
-        """None when it is not ready in time. Only for ids that are in the table."""
-        future = self._futures[request_id]
+    def wait(self, request_id: str, timeout_s: float) -> Coroutine[Any, Any, Result | None]:
+        """None when it is not ready in time. Only for ids that are in the table when this is called."""
+        return self._wait(self._futures[request_id], timeout_s)
+
+    @staticmethod
+    async def _wait(future: "asyncio.Future[Result]", timeout_s: float) -> Result | None:
         if not future.done():
             await asyncio.wait([future], timeout=timeout_s)
         return future.result() if future.done() else None

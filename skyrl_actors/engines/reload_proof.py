@@ -63,5 +63,7 @@ async def _scores(engine: Reloads, prompt: tuple[int, ...]) -> NDArray[np.float3
 async def _tried(what: str, work: Awaitable[T]) -> T:
     try:
         return await work
+    except TimeoutError:
+        raise  # no fault of the model
     except Exception as error:
         raise ConfigError(f"{what} fails in vLLM ({type(error).__name__}: {error}); {ADVICE}") from error

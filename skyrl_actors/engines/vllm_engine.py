@@ -1,20 +1,18 @@
 """One vLLM engine in an actor. It samples with the weights it is told to use and refuses any others."""
 
 import asyncio
-import json
+import logging
 import os
 import shutil
 import threading
 import time
-import zlib
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from safetensors import SafetensorError, safe_open
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -23,18 +21,22 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from skyrl_actors.engines.adapter_files import check_adapter
 from skyrl_actors.engines.agreement import fixed_prompt
 from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, EngineStatus
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.reload_proof import prove_reload
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
+from skyrl_actors.engines.vllm_tempered import take_marked_ids
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
-from skyrl_actors.messages.weights import ADAPTER_FILE, WeightManifest, WeightStream
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.private_folders import make_folder
 from skyrl_actors.transfer.folders import full_manifests
+
+log = logging.getLogger(__name__)
 
 LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
 
@@ -61,6 +63,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         self._llm = AsyncLLM.from_engine_args(_engine_args(self.spec), stat_loggers=[self._stats])
+        take_marked_ids()
         patched = await self._llm.collective_rpc("skyrl_patch")
         self._tempers = all(FLAG in names for names in patched)
         self._adapts_head = all(await self._llm.collective_rpc("skyrl_adapts_head"))
@@ -172,7 +175,7 @@ class VllmEngine:
         """An adapter is loaded before its first use, under an id and a path of its own version: never replaced."""
         if manifest.version not in self._adapters:
             number, self._next_adapter = self._next_adapter, self._next_adapter + 1
-            await asyncio.to_thread(_check_adapter, manifest, self._base_shapes)
+            await asyncio.to_thread(check_adapter, manifest, self._base_shapes)
             try:
                 await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))
             except EngineDeadError:
@@ -181,7 +184,8 @@ class VllmEngine:
                 if self.spec.tensor_parallel * self.spec.pipeline_parallel > 1:
                     # The answers of the other workers are still in their queues, and would be taken for the next call's.
                     self.dead.set()
-                raise InvalidRequest(f"adapter {manifest.version} can not be loaded: {error}") from error
+                log.warning("adapter %s of %s: %s", manifest.version, manifest.path, error)
+                raise InvalidRequest(f"adapter {manifest.version} can not be loaded: {str(error).splitlines()[0]}") from error
             self._adapters[manifest.version] = number
         return LoRARequest(manifest.version, self._adapters[manifest.version], manifest.path)
 
@@ -334,24 +338,6 @@ def _base_parts(spec: EngineSpec) -> tuple[WeightManifest, ...]:
     with suppress(NotFound):  # files of another kind: vLLM itself says what does not match
         return full_manifests(Path(spec.base_folder), BASE_VERSION)
     return ()
-
-
-def _check_adapter(manifest: WeightManifest, base_shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises InvalidRequest when its files are not whole, not what the trainer wrote, or not for this base model."""
-    file = Path(manifest.path) / ADAPTER_FILE
-    try:
-        json.loads((Path(manifest.path) / "adapter_config.json").read_text())
-        with safe_open(file, "np") as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  it is no mapping
-        for name, shape in shapes.items():
-            layer, _, half = name.removeprefix("base_model.model.").partition(".lora_")
-            base = base_shapes.get(f"{layer}.weight")
-            if base is not None and ((half[:1] == "A" and shape[1] != base[1]) or (half[:1] == "B" and shape[0] != base[0])):
-                raise ValueError(f"{name} {list(shape)} does not match the base model's {layer} {list(base)}")
-        if any(zlib.crc32(file.read_bytes()) != entry.checksum for entry in manifest.tensors):
-            raise ValueError(f"{file.name} arrived with other bytes than it left with")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise InvalidRequest(f"adapter {manifest.version} can not be loaded from {manifest.path}: {error}") from error
 
 
 def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:

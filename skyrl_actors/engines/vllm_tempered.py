@@ -28,6 +28,21 @@ def install(runner: Any) -> bool:
     return True
 
 
+def take_marked_ids() -> None:
+    """In the process that answers: vLLM spells every id of a logprob where a sample has stop texts, and for some tokenizers
+    fails on an id beyond the vocabulary, which ends all samples of the engine."""
+    module: Any = importlib.import_module("vllm.v1.engine.logprobs")
+    if getattr(module.convert_ids_list_to_tokens, "takes_marked_ids", False):
+        return
+    spell = module.convert_ids_list_to_tokens
+
+    def spelled(tokenizer: Any, ids: list[int]) -> list[str]:
+        return spell(tokenizer, [0 if each == TEMPERED else each for each in ids])
+
+    spelled.takes_marked_ids = True  # type: ignore[attr-defined]
+    module.convert_ids_list_to_tokens = spelled
+
+
 def normalizers(logits: Tensor, temperatures: Tensor) -> Tensor:
     """[R]: what is to be subtracted from logprob / temperature. `logits` [R, V]."""
     return (logits.float().log_softmax(-1) / temperatures.unsqueeze(1)).logsumexp(-1)

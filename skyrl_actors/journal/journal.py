@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl_actors import clock
 from skyrl_actors.config.cluster import JournalConfig
@@ -113,7 +113,7 @@ class SqlJournal:
     async def _read(self, function: Callable[..., T], *arguments: Any) -> T:
         try:
             return await asyncio.to_thread(function, *arguments)
-        except DBAPIError as error:
+        except (SQLAlchemyError, OSError) as error:
             raise Unavailable(f"the journal can not be read now: {reason(error)}") from None
 
     async def request(self, operation: Operation) -> Request:

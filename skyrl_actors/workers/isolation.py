@@ -58,7 +58,7 @@ class Differences:
 ALLOWED = {
     torch.float64: Differences(leak=0, moved=1e-9, logprobs=1e-6, gradients=1e-6),
     torch.float32: Differences(leak=0, moved=1e-4, logprobs=1e-3, gradients=1e-2),
-    torch.bfloat16: Differences(leak=0, moved=0.02, logprobs=0.2, gradients=0.6),
+    torch.bfloat16: Differences(leak=0, moved=0.2, logprobs=0.2, gradients=0.6),
 }
 
 

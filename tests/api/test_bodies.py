@@ -3,15 +3,16 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from skyrl_actors.api import apart, schema
-from skyrl_actors.api.body_limits import SMALL_BYTES, limit_of
+from skyrl_actors.api import apart, openai_wire, schema, wire
+from skyrl_actors.api.app import room_for
+from skyrl_actors.api.body_limits import SMALL_BYTES, check_completion, check_sample, limit_of
 from skyrl_actors.api.body_room import BodyRoom
 from skyrl_actors.api.parts import check_json_size, check_proto_size
 from skyrl_actors.backends.base import Capabilities
@@ -71,7 +72,7 @@ def many_options(count: int) -> bytes:
 @pytest.mark.parametrize("body", [empty_datums, datum_of_empty_chunks, tensor_of_many_dimensions, many_options])
 def test_a_body_of_many_small_parts_is_refused_before_it_is_decoded(body: Callable[[int], bytes]):
     with pytest.raises(InvalidRequest, match=r"more than \d+ fields"):
-        check_proto_size(body(200_000), LIMITS.datums)
+        check_proto_size(body(600_000), LIMITS.datums)
 
 
 def test_a_whole_batch_passes_the_count():
@@ -94,7 +95,7 @@ def test_a_cut_body_is_refused(body: bytes):
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [(b"[{}" + b",{}" * 400_000 + b"]", "lists and objects"), (b"[0" + b",0" * 3_000_000 + b"]", "values")],
+    [(b"[{}" + b",{}" * 700_000 + b"]", "lists and objects"), (b"[0" + b",0" * 3_000_000 + b"]", "values")],
 )
 def test_json_of_many_small_parts_is_refused_before_it_is_parsed(body: bytes, said: str):
     with pytest.raises(InvalidRequest, match=said):
@@ -143,13 +144,16 @@ async def test_faults_of_a_large_body_are_named_as_those_of_a_small_one(tmp_path
 async def test_bodies_wait_for_room_and_one_key_leaves_half_of_it():
     room = BodyRoom(4 * 2**20)
     large = 2 * 2**20
-    async with room.hold("a", large):
-        holding = room.hold("a", large)
-        second = asyncio.create_task(holding.__aenter__())
-        await asyncio.sleep(0)
-        assert not second.done(), "half of the room is another key's"
-        async with asyncio.timeout(1), room.hold("b", large), room.hold("b", SMALL_BYTES):
-            pass
+    first = await room.take("a", large)
+    second = asyncio.create_task(room.take("a", large))
+    await asyncio.sleep(0)
+    assert not second.done(), "half of the room is another key's"
+    async with asyncio.timeout(1):
+        of_another = await room.take("b", large)
+        (await room.take("b", SMALL_BYTES)).release()
+    of_another.release()
+    first.release()
+    first.release()
     await asyncio.wait_for(second, 1)
     assert room.taken == large
 
@@ -157,12 +161,56 @@ async def test_bodies_wait_for_room_and_one_key_leaves_half_of_it():
 async def test_a_body_that_finds_no_room_is_refused_in_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("skyrl_actors.api.body_room.PATIENCE_S", 0.05)
     room = BodyRoom(4 * 2**20)
-    async with room.hold("", 4 * 2**20):
-        with pytest.raises(CapacityError, match=r"limits\.body_memory_bytes"):
-            async with room.hold("", 2 * 2**20):
-                pass
-    async with asyncio.timeout(1), room.hold("", 10 * 2**20):  # larger than the room: alone
-        pass
+    lease = await room.take("", 4 * 2**20)
+    with pytest.raises(CapacityError, match=r"limits\.body_memory_bytes"):
+        await room.take("", 2 * 2**20)
+    lease.release()
+    await asyncio.wait_for(room.take("", 10 * 2**20), 1)  # larger than the room: alone
+
+
+async def test_a_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skyrl_actors.api.app.BODY_S", 0.1)
+    async with edge(config_for(tmp_path, limits=LimitsConfig(body_bytes=2**20, body_memory_bytes=2**20))) as http:
+
+        async def never() -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.Event().wait()
+
+        stuck = await asyncio.wait_for(http.post("/forward_backward", content=never()), 10)
+        assert stuck.status_code == 408 and "did not arrive" in stuck.text
+        answer = await asyncio.wait_for(http.post("/forward_backward", content=b"x" * (SMALL_BYTES + 1)), 10)
+        assert answer.status_code == 422, "there is room again"
+
+
+@pytest.mark.parametrize(("headers", "room"), [
+    ({"content-length": "1000"}, 1000),
+    ({"content-length": "1000", "content-encoding": "zstd"}, 16_000),
+    ({"content-length": "90000", "content-encoding": "zstd"}, 10**6),
+    ({"transfer-encoding": "chunked"}, 10**6),
+])  # fmt: skip
+def test_room_is_taken_for_what_a_body_is_likely_to_have(headers: dict[str, str], room: int):
+    assert room_for(headers, 10**6) == room
+
+
+async def test_prompts_that_are_too_long_or_too_many_are_refused_where_they_are_parsed(tmp_path: Path):
+    long: dict[str, Any] = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 600}]}, "base_model": "Qwen/Qwen3-8B"}
+    with pytest.raises(InvalidRequest, match="600 tokens"):
+        check_sample(wire.Asample.model_validate(long), 512, 256)
+    many = openai_wire.Completion(model="m", prompt=["a"] * 300)
+    with pytest.raises(InvalidRequest, match=r"300 prompts .* at most 256 \(limits.num_samples\)"):
+        check_completion(many, 512, 256)
+    async with edge(config_for(tmp_path)) as http:
+        answer = await http.post("/asample", json=long)
+        assert answer.status_code == 422 and "600 tokens" in answer.text
+
+
+def test_conversations_of_many_messages_pass_the_count():
+    message = schema.ForwardBackwardRequest(model_id="m")
+    for _ in range(LIMITS.datums):
+        datum = message.data.add()
+        for _ in range(40):
+            datum.model_input.add().encoded_text.tokens = bytes(40)
+    check_proto_size(message.SerializeToString(), LIMITS.datums)
 
 
 async def test_metadata_is_bounded(tmp_path: Path):

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from skyrl_actors.config.cluster import LimitsConfig
+from skyrl_actors.controller import named_samplers
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
@@ -162,3 +163,24 @@ async def test_samplers_of_a_deleted_checkpoint_are_freed_while_their_session_li
         await until(lambda: backend.dropped == backend.answered)
         refused = await http.post("/asample", json={**sampler, **ASKED})
         assert refused.status_code == 404 and "was deleted" in refused.text
+
+
+async def test_a_file_that_can_not_be_read_once_does_not_end_the_freeing(
+    tmp_path: Path, backend: Serving, monkeypatch: pytest.MonkeyPatch
+):
+    failures = [OSError(5, "Input/output error")] * 3
+    look = named_samplers.change_of
+
+    def change_of(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return look(*arguments)
+
+    async with edge(config_for(tmp_path, limits=LimitsConfig(session_timeout_s=1)), backend) as http:
+        saved = await Saved(http).make()
+        await resolved(http, "/asample", **await saved.open(0), **ASKED)
+        monkeypatch.setattr(named_samplers, "change_of", change_of)
+        await saved.delete()
+        await posted(http, "/session_heartbeat", session_id=saved.session)
+        await until(lambda: backend.dropped == backend.answered)
+        assert not failures

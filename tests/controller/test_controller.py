@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from skyrl_actors.api import translate, wire
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
@@ -391,3 +392,41 @@ async def test_answers_beyond_the_bound_are_read_from_the_journal(controller: Co
     assert ids[0] not in controller.results and controller.results.num_bytes <= 10_000
     assert isinstance(await done(controller, ids[0]), rs.LossOutput)
     assert await controller.submit(batch(model_id, 1), ids[0]) == ids[0], "a repeat is still known"
+
+
+@pytest.mark.parametrize("large", [False, True])
+async def test_a_request_that_comes_twice_at_once_under_one_id_runs_once(
+    controller: Controller, large: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if large:  # it is examined in a thread, and both copies have passed the first look by then
+        monkeypatch.setattr("skyrl_actors.controller.examine.THREAD_BYTES", 0)
+    _, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    found = await asyncio.gather(*(controller.submit(batch(model_id), "rtwice") for _ in range(3)))
+    assert found == ["rtwice"] * 3
+    assert isinstance(await done(controller, "rtwice"), rs.LossOutput)
+    await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams())))
+    assert backend.calls[1:] == [("forward_backward 5", model_id), ("optim_step", model_id)]
+    assert controller.queue.num_open == 0
+
+
+async def test_a_payload_that_can_not_be_read_now_is_read_later(controller: Controller, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skyrl_actors.controller.lanes.LONGEST_PAUSE_S", 0.01)
+    _, model_id = await model_in(controller)
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    backend.go.clear()
+    memory = controller._ledger.memory
+    memory.limit = memory.small = 0
+    ids = [await controller.submit(batch(model_id, i)) for i in (1, 2)]
+    packs, failures = controller.journal._packs, iter([OSError(24, "Too many open files"), PoolTimeout("QueuePool limit")])  # type: ignore[attr-defined]
+    read = packs.read
+
+    def failing(blob):
+        for failure in failures:
+            raise failure
+        return read(blob)
+
+    monkeypatch.setattr(packs, "read", failing)
+    backend.go.set()
+    assert all([isinstance(await done(controller, request_id), rs.LossOutput) for request_id in ids])
+    assert next(failures, None) is None, "both faults were met"

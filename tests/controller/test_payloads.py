@@ -21,7 +21,7 @@ class Op:
 
 
 async def test_a_payload_without_room_leaves_memory_once_it_is_journaled():
-    memory = PayloadMemory(100)
+    memory = PayloadMemory(100, small=0)
     first, second = Op("a", SOME, 80), Op("b", SOME, 30)
     memory.keep(first)
     memory.keep(second)
@@ -29,7 +29,7 @@ async def test_a_payload_without_room_leaves_memory_once_it_is_journaled():
 
 
 async def test_a_request_that_starts_takes_the_room_of_those_that_wait():
-    memory = PayloadMemory(100)
+    memory = PayloadMemory(100, small=0)
     waiting, starting = Op("a", SOME, 80), Op("b", None, 90)
     memory.keep(waiting)
     await asyncio.wait_for(memory.start(starting), 1)
@@ -37,7 +37,7 @@ async def test_a_request_that_starts_takes_the_room_of_those_that_wait():
 
 
 async def test_running_requests_wait_for_each_other_and_a_large_one_runs_alone():
-    memory = PayloadMemory(100)
+    memory = PayloadMemory(100, small=0)
     await memory.start(Op("a", None, 60))
     large, small = (asyncio.create_task(memory.start(Op(name, None, size))) for name, size in (("b", 300), ("c", 10)))
     await asyncio.sleep(0)
@@ -55,7 +55,7 @@ EVENTS = st.lists(st.tuples(st.integers(1, 150), st.sampled_from(["run", "cancel
 @given(EVENTS)
 def test_memory_is_bounded_and_nothing_is_lost_or_stuck(events: list[tuple[int, str]]):
     async def scenario() -> None:
-        memory, running, most = PayloadMemory(100), 0, 0
+        memory, running, most = PayloadMemory(100, small=0), 0, 0
 
         async def run(op: Op, what: str) -> None:
             nonlocal running, most
@@ -88,7 +88,7 @@ def test_memory_is_bounded_and_nothing_is_lost_or_stuck(events: list[tuple[int, 
 
 @pytest.mark.parametrize("size", [1, 1000])
 async def test_a_cancelled_wait_gives_its_room_back(size: int):
-    memory = PayloadMemory(100)
+    memory = PayloadMemory(100, small=0)
     await memory.start(Op("a", None, 100))
     waiting = asyncio.create_task(memory.start(Op("b", None, size)))
     await asyncio.sleep(0)
@@ -97,3 +97,17 @@ async def test_a_cancelled_wait_gives_its_room_back(size: int):
     await asyncio.gather(waiting, return_exceptions=True)
     memory.end("b")
     assert memory.num_bytes == 0
+
+
+async def test_small_requests_pass_those_that_wait_for_memory():
+    memory = PayloadMemory(100, small=10)
+    await memory.start(Op("create", None, 60))  # waits for room that an unload frees
+    large = asyncio.create_task(memory.start(Op("large", None, 300)))
+    await asyncio.sleep(0)
+    unload = Op("unload", SOME, 10)
+    memory.keep(unload)
+    await asyncio.wait_for(memory.start(unload), 1)
+    assert unload.request is SOME and not large.done()
+    memory.end("unload")
+    memory.end("create")
+    await asyncio.wait_for(large, 1)

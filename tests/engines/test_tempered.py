@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from vllm.v1.engine import logprobs
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -140,3 +143,16 @@ def test_the_sampler_of_gpus_gives_the_same(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_sampler_that_is_not_known_is_left_alone():
     assert not vllm_tempered.install(SimpleNamespace(sampler=object()))
+
+
+@pytest.mark.parametrize("prefix", ["metaspace", "bytes"])
+def test_a_stop_text_beside_tempered_logprobs_ends_no_engine(prefix: str):
+    """vLLM spells the ids of logprobs where a sample has stop texts, and some tokenizers have no text beyond their vocabulary."""
+    fast = Tokenizer(models.WordLevel({"<unk>": 0, "\u2581a": 1, "b": 2}, unk_token="<unk>"))
+    if prefix == "metaspace":
+        fast.pre_tokenizer, fast.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
+    vllm_tempered.take_marked_ids()
+    vllm_tempered.take_marked_ids()
+    spelled = logprobs.convert_ids_list_to_tokens(tokenizer, [1, TEMPERED, 2])
+    assert len(spelled) == 3 and "a" in spelled[0] and spelled[2] == "b"

@@ -67,7 +67,7 @@ class World:
             controller = Controller(CONFIG, SimBackend(self.machines), SimJournal(self.disk, self.chance), wall=self._wall)
             controller._disk.run = _nothing  # the disk is simulated
             if self.chance.random() < 0.5:  # payloads of requests that wait are in the journal only
-                controller._ledger.memory.limit = 4000
+                controller._ledger.memory.limit, controller._ledger.memory.small = 4000, 200
                 controller.results._limit_bytes = 4000
             died = asyncio.ensure_future(self.life.wait())
             self.starting: Controller | None = controller
