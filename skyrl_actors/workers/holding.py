@@ -123,9 +123,9 @@ class Holding:
             from skyrl_actors.workers import zero
 
             network, engine = zero.zero_network(strategy, *arguments, trained=True, is_critic=is_critic)
-            return self._in_full_precision(
-                TrainedModel(spec, self._ready(network, sharded=True), zero.ZeroState(network, engine, strategy))
-            )
+            made = self._in_full_precision(TrainedModel(spec, network, zero.ZeroState(network, engine, strategy)))
+            self._ready(network, sharded=True)  # last: a pass leaves small weights gathered, and each rank would read them whole
+            return made
         base = self._whole_base()
         tensors = {name: parameter.data for name, parameter in base.own.items()}
         if is_critic:

@@ -58,7 +58,7 @@ async def test_a_host_that_vanishes_is_reported_and_left_for_the_one_that_takes_
     assert time.monotonic() - began >= 2.0
     if isinstance(results[0], Unavailable):  # it was found out that it did not arrive
         await journal.write(accepted(2))
-    assert journal.trouble is None
+    await until(lambda: journal.trouble is None)
     found = await journal.operations("s:train:0", 0, 9)
     assert [op.number for op in found] == [1, 2]
     await journal.close()
