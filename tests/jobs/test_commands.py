@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -95,6 +96,8 @@ def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
             if said in line:
                 break
         time.sleep(1)
+        if sent == signal.SIGTERM:  # the checkpoint follows the line
+            until(lambda: (tmp_path / "ppo_tiny" / "state.json").exists())
         started = psutil.Process(process.pid).children(recursive=True)
         assert {"raylet", "gcs_server"} <= {child.name() for child in started}
         process.send_signal(sent)
@@ -108,6 +111,13 @@ def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
     assert not list(SHARED_MEMORY.glob("ppo_tiny-*"))
     if sent == signal.SIGTERM:
         goes_on(options, run)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
 
 
 def goes_on(options: list[str], run: Path) -> None:
