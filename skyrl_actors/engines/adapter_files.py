@@ -30,6 +30,6 @@ def check_adapter(manifest: WeightManifest, base_shapes: Mapping[str, tuple[int,
             raise ValueError(f"{file.name} arrived with other bytes than it left with")
     except (OSError, ValueError, SafetensorError) as error:
         log.warning("adapter %s of %s: %s", manifest.version, manifest.path, error)
-        raise InvalidRequest(
-            f"adapter {manifest.version} can not be loaded: its files are not whole or not of this base"
-        ) from error
+        # Texts of the system and of safetensors hold paths, which are not for tenants.
+        reason = str(error) if isinstance(error, ValueError) else "its files are missing or damaged"
+        raise InvalidRequest(f"adapter {manifest.version} can not be loaded: {reason}") from error
