@@ -1,18 +1,20 @@
 # make demo   set up, then watch PPO learn        make check   ruff and pyright
-# make test   set up, then all tests              make bench   benchmarks, one JSON line each
+# make test   set up, then the tests            make bench   benchmarks, one JSON line each
+# make test-fast  tests without a cluster       make test-slow  what make test leaves out
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
 # make simulate  10,000 seeds of the simulated controller (about 10 minutes)
 # make sdk-matrix  every call of twelve versions of the tinker SDK (about 3 minutes)
-# The first of these that runs (a name on PATH may be an empty shim).
+
+# The first of these that runs. A name on PATH can be an empty shim.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do "$$p" -c '' 2>/dev/null && command -v "$$p" && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# A GPU machine gets the CUDA builds, any other the CPU builds.
+# A machine with a GPU gets the CUDA builds, and any other the CPU builds.
 ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
 
-.PHONY: demo test check bench chaos simulate sdk-matrix setup clean
+.PHONY: demo test test-slow test-fast check bench chaos simulate sdk-matrix setup clean
 
 setup: $(READY)
 
@@ -21,12 +23,14 @@ $(READY): pyproject.toml
 	@echo "setting up $(VENV) for $(ENGINE) (a few minutes, about 4 GB)"
 	$(PYTHON) -m venv $(VENV)
 ifeq ($(ENGINE),cpu)
-	# torch first: vLLM for CPU wants the CPU build. Where the configured index has none, PyTorch's own index has.
+	# torch must be first, because vLLM for CPU needs its CPU build. If the configured index lacks it,
+	# it comes from PyTorch's own index.
 	$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" || $(BIN)/python -m pip install -q --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"
 endif
 	$(BIN)/python -m pip install -q -e ".[$(ENGINE),deepspeed,adamw8bit,dev]"
 ifeq ($(ENGINE),cpu)
-	# The usual builds of these are for CUDA: they break imports beside a CPU torch, and nothing here needs them.
+	# The default builds of these are for CUDA and break imports with a CPU build of torch.
+	# This project does not need them.
 	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 endif
 	@touch $@
@@ -35,7 +39,13 @@ demo: $(READY)
 	$(BIN)/skyrl-actors demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+test-fast: $(READY)
+	$(BIN)/python -m pytest -m "not slow and not cluster"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,9 +1,10 @@
-"""Kill anything, change nothing: SDK loops train while a killer sends SIGKILL to random processes of the service.
+"""Kill random processes of a service with SIGKILL while SDK loops train.
 
     python -m bench.chaos --kills 100
 
-The client must see no exception, and the final weights and moments must equal those of an undisturbed run. Prints p50 and
-p99 of the time from a kill to the next answer that each loop got, by process killed.
+The client must see no exception, and the final weights and moments must equal those of an
+undisturbed run. The result contains p50 and p99 of the time from a kill to the next answer of each
+loop, by killed process.
 """
 
 import argparse
@@ -28,12 +29,13 @@ from bench.nodes import TwoNodes
 MACHINE_EVERY, NODE_EVERY = 40, 25
 FIRST_ANSWERS = 8
 LONGEST_S = 60.0
+HEALTHY_S = 240.0  # an engine starts in 30 s, or in 100 s on a busy machine
 OVERLAPPING = "during another's recovery"
 ENGINE_KINDS = ("engine actor", "vLLM process")
 
 
 class Run:
-    """The loops in threads, each until `done` says so."""
+    """The loops in threads, each for its number of steps or until `enough` is set."""
 
     def __init__(self, name: str, steps: dict[str, int] | None = None):
         self.enough = threading.Event()
@@ -42,16 +44,21 @@ class Run:
         self.paths: dict[str, list[str]] = {}
         self.errors: list[str] = []
         self._wanted = steps
-        self._threads = [threading.Thread(target=self._loop, args=(loop, name), name=loop) for loop in LOOPS]
+        self._threads = [
+            threading.Thread(target=self._loop, args=(loop, name), name=loop) for loop in LOOPS
+        ]
 
     def _loop(self, loop: str, name: str) -> None:
         wanted = self._wanted
         try:
             with tinker.ServiceClient() as service:
                 self.steps[loop], self.paths[loop] = LOOPS[loop](
-                    service, name, lambda step: step >= wanted[loop] if wanted else self.enough.is_set(), self.answers[loop]
+                    service,
+                    name,
+                    lambda step: step >= wanted[loop] if wanted else self.enough.is_set(),
+                    self.answers[loop],
                 )
-        except BaseException:  # noqa: BLE001  whatever the client saw is the result
+        except BaseException:  # noqa: BLE001  any error of the client is a result
             self.errors.append(f"{loop}: {traceback.format_exc()}")
             self.enough.set()
 
@@ -78,20 +85,34 @@ def healthy(timeout_s: float) -> bool:
     return False
 
 
-def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...], served: harness.Served) -> list[dict[str, Any]]:
-    """Kinds in turn, shuffled; mostly one fault at a time, now and then the next before the last is mended. Every
-    `MACHINE_EVERY`th is the machine: all processes at once, and what lay in shared memory; every `NODE_EVERY`th the worker
-    node with all ranks and engines, which comes back empty."""
+def killer(
+    run: Run, kills: int, seed: int, kinds: tuple[str, ...], served: harness.Served
+) -> list[dict[str, Any]]:
+    """Kill processes of all kinds, in random order. Return kind and time of each kill.
+
+    Usually the service recovers before the next kill, and sometimes it does not. Every
+    `MACHINE_EVERY`th kill is a power cut: all processes at once, and the contents of shared memory.
+    Every `NODE_EVERY`th is the worker node with all ranks and engines, which restarts empty.
+    """
     choice, made = random.Random(seed), []
-    while any(len(a.times) < FIRST_ANSWERS for a in run.answers.values()) and not run.enough.is_set():
-        time.sleep(0.1)  # a client's own start is not a recovery
+    while (
+        any(len(a.times) < FIRST_ANSWERS for a in run.answers.values()) and not run.enough.is_set()
+    ):
+        time.sleep(0.1)  # the start of a client is not a recovery
     while len(made) < kills and not run.enough.is_set():
-        spared = choice.choice(ENGINE_KINDS)  # one of the two a round: a start of vLLM takes as long as all the others
+        # each round kills one of the two, because vLLM starts as slowly as all others together
+        spared = choice.choice(ENGINE_KINDS)
         for drawn in choice.sample(kinds, len(kinds)):
             if drawn == spared and len(kinds) > 1:
                 continue
             count = len(made) + 1
-            kind = "machine" if count % MACHINE_EVERY == 0 else "worker node" if count % NODE_EVERY == 0 else drawn
+            kind = (
+                "machine"
+                if count % MACHINE_EVERY == 0
+                else "worker node"
+                if count % NODE_EVERY == 0
+                else drawn
+            )
             time.sleep(choice.uniform(0.2, 2.5))
             calm = healthy(0.1)
             moment = time.time()
@@ -106,8 +127,8 @@ def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...], served: harn
             if killed and not run.enough.is_set():
                 made.append({"kind": kind, "at": moment, "processes": killed, "alone": calm})
                 print(f"kill {len(made):3d}/{kills}: {kind}", flush=True)
-            if choice.random() < 0.85 and not healthy(120):
-                run.errors.append(f"not healthy 120 s after the kill of {kind}")
+            if choice.random() < 0.85 and not healthy(HEALTHY_S):
+                run.errors.append(f"not healthy {HEALTHY_S:.0f} s after the kill of {kind}")
                 run.enough.set()
             if len(made) >= kills:
                 break
@@ -115,28 +136,45 @@ def killer(run: Run, kills: int, seed: int, kinds: tuple[str, ...], served: harn
 
 
 def recovery(run: Run, made: list[dict[str, Any]]) -> dict[str, Any]:
-    """Seconds from a kill to the next answer of each loop, and the longest that it waited between two answers until the next
-    kill. A kill while something was still down, or before an answer to the kill before it, is a kind of its own."""
+    """Return quantiles of recovery times by kind of kill.
+
+    They are the seconds from a kill to the next answer of each loop, and the longest wait between
+    two answers until the next kill. Kills during another's recovery are a separate kind.
+    """
     found: dict[str, list[tuple[float, float]]] = {}
     counts: dict[str, int] = {}
     for entry, following in zip(made, [*made[1:], {"at": made[-1]["at"] + LONGEST_S}], strict=True):
-        waits = {loop: answers.after(entry["at"], following["at"]) for loop, answers in run.answers.items()}
-        alone = entry["alone"] and all(entry["at"] + seconds <= following["at"] for seconds, _ in waits.values())
+        waits = {
+            loop: answers.after(entry["at"], following["at"])
+            for loop, answers in run.answers.items()
+        }
+        alone = entry["alone"] and all(
+            entry["at"] + seconds <= following["at"] for seconds, _ in waits.values()
+        )
         kind = entry["kind"] if alone else OVERLAPPING
         counts[kind] = counts.get(kind, 0) + 1
         found.setdefault(kind, []).extend(waits.values())
-        told = "  ".join(f"{loop} {seconds:.1f} ({longest:.1f}) s" for loop, (seconds, longest) in waits.items())
+        text = "  ".join(
+            f"{loop} {seconds:.1f} ({longest:.1f}) s" for loop, (seconds, longest) in waits.items()
+        )
         when = time.strftime("%H:%M:%S", time.localtime(entry["at"]))
-        print(f"{when}  {entry['kind']:16}{'' if alone else OVERLAPPING:28}  {told}", flush=True)
+        print(f"{when}  {entry['kind']:16}{'' if alone else OVERLAPPING:28}  {text}", flush=True)
     return {
-        kind: {"kills": counts[kind], **quantiles([w[0] for w in pairs]), "longest_wait": quantiles([w[1] for w in pairs])}
+        kind: {
+            "kills": counts[kind],
+            **quantiles([w[0] for w in pairs]),
+            "longest_wait": quantiles([w[1] for w in pairs]),
+        }
         for kind, pairs in found.items()
     }
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
-    return {"p50_s": round(statistics.median(ordered), 2), "p99_s": round(ordered[max(0, -(-99 * len(ordered) // 100) - 1)], 2)}
+    return {
+        "p50_s": round(statistics.median(ordered), 2),
+        "p99_s": round(ordered[max(0, -(-99 * len(ordered) // 100) - 1)], 2),
+    }
 
 
 def compare(a: Run, b: Run, checkpoints: Path) -> dict[str, Any]:
@@ -151,7 +189,11 @@ def compare(a: Run, b: Run, checkpoints: Path) -> dict[str, Any]:
 
 def chaos(kills: int, seed: int, kinds: tuple[str, ...], scratch: Path) -> dict[str, Any]:
     checkpoints = scratch / "checkpoints"
-    alone = ("policy.share_passes=false", "critic.share_passes=false")  # so that a replay can be compared bit by bit
+    # makes a replay bitwise comparable
+    alone = (
+        "policy.share_passes=false",
+        "critic.share_passes=false",
+    )
     with harness.service(f"checkpoint_dir={checkpoints}", *alone, nodes=TwoNodes) as served:
         started = time.time()
         disturbed = Run("disturbed").start()
@@ -160,20 +202,27 @@ def chaos(kills: int, seed: int, kinds: tuple[str, ...], scratch: Path) -> dict[
         disturbed.join()
         seconds = time.time() - started
         if disturbed.errors:
-            raise SystemExit("the client saw exceptions:\n" + "\n".join(disturbed.errors))
-        healthy(120)
+            raise SystemExit("the client got exceptions:\n" + "\n".join(disturbed.errors))
+        healthy(HEALTHY_S)
         calm = Run("calm", disturbed.steps).start().join()
         if calm.errors:
             raise SystemExit("the undisturbed run failed:\n" + "\n".join(calm.errors))
         times = recovery(disturbed, made)
     return {
-        "kills": len(made), "seconds": round(seconds), "steps": disturbed.steps, "client_exceptions": 0,
-        **compare(disturbed, calm, checkpoints), "recovery_by_process_killed": times, "seed": seed,
-    }  # fmt: skip
+        "kills": len(made),
+        "seconds": round(seconds),
+        "steps": disturbed.steps,
+        "client_exceptions": 0,
+        **compare(disturbed, calm, checkpoints),
+        "recovery_by_process_killed": times,
+        "seed": seed,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=faults.KINDS, default=list(faults.KINDS))
@@ -182,7 +231,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         result = chaos(options.kills, options.seed, tuple(options.kinds), Path(scratch))
     harness.emit("chaos", result)
-    sys.exit(0 if result["largest_difference"] <= 1e-6 else "the weights differ from the undisturbed run's")
+    sys.exit(
+        0
+        if result["largest_difference"] <= 1e-6
+        else "the weights differ from the undisturbed run's"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What durability costs: operations accepted and answered by a controller with its journal and with none, and snapshots.
+"""The cost of durability: operations of a controller with and without a journal, and snapshots.
 
-One process, a backend that computes nothing, 4 KiB of token data an operation; `submit` returns when the operation is
-durable. Side by side in one run.
+It runs in one process, with a backend that computes nothing and 4 KiB of token data for each
+operation. `submit` returns when the operation is durable. One run measures both ways alternately.
 """
 
 import argparse
@@ -20,21 +20,25 @@ import numpy as np
 from bench.harness import base_folder, emit
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
-from skyrl_actors.journal.base import Journal
-from skyrl_actors.journal.entries import Books, Entry
+from skyrl_actors.journal.entries import Entry, JournalState
 from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward
 from tests.fakes import FakeBackend
 
 OPERATIONS, MODELS = 1000, 8
-PAYLOAD_TOKENS = 4096 // 12  # token, target and weight of 4 bytes each
+PAYLOAD_TOKENS = 4096 // 12  # token, target and weight have 4 bytes each
 
 
 @dataclass(frozen=True)
 class Load:
-    """Clients that submit one operation after another, or arrivals at a rate whoever waits; then waits count from when due."""
+    """Clients that submit one operation after another, or arrivals at a constant rate.
+
+    At a constant rate, an operation does not wait for earlier ones, and its wait counts from the
+    time at which it is due.
+    """
 
     clients: int = 0
     per_s: float = 0.0
@@ -44,10 +48,10 @@ LOADS = Load(clients=1), Load(per_s=1000), Load(clients=16)
 
 
 class NoJournal(SqlJournal):
-    """Promises without writing: what the rest of the controller costs."""
+    """A journal that writes nothing, to measure the rest of the controller."""
 
-    async def open(self, holder: str) -> Books:
-        return Books(1, 1)
+    async def open(self, holder: str) -> JournalState:
+        return JournalState(1, 1)
 
     async def write(self, *entries: Entry) -> None:
         pass
@@ -58,21 +62,30 @@ class NoJournal(SqlJournal):
 
 async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) -> dict[str, float]:
     config = ClusterConfig(
-        base_model=TinyBase(name="tiny"), checkpoint_dir=scratch / "c", limits=LimitsConfig(open_requests=10**6),
-        journal=JournalConfig(folder=scratch / "journal", snapshot_operations=10**9, snapshot_bytes=2**60),
-    )  # fmt: skip
+        base_model=TinyBase(name="tiny"),
+        checkpoint_dir=scratch / "c",
+        limits=LimitsConfig(open_requests=10**6),
+        journal=JournalConfig(
+            folder=scratch / "journal", snapshot_operations=10**9, snapshot_bytes=2**60
+        ),
+    )
     controller = Controller(config, FakeBackend(), make(scratch / "journal"))
     await controller.start()
     session = await controller.create_session()
     models = [f"{session}:train:{i}" for i in range(MODELS)]
     for model_id in models:
         await controller.retrieve(
-            await controller.submit(CreateModel(ModelSpec(model_id, "tiny", lora=LoraSpec(1)), session)), 30
-        )  # fmt: skip
+            await controller.submit(
+                CreateModel(ModelSpec(model_id, "tiny", lora=LoraSpec(1)), session)
+            ),
+            30,
+        )
     tokens = np.ones(PAYLOAD_TOKENS, np.int32)
     columns = Columns(
-        tokens, np.array([0, PAYLOAD_TOKENS]), {"target_tokens": tokens, "weights": np.ones(PAYLOAD_TOKENS, np.float32)}
-    )  # fmt: skip
+        tokens,
+        np.array([0, PAYLOAD_TOKENS]),
+        {"target_tokens": tokens, "weights": np.ones(PAYLOAD_TOKENS, np.float32)},
+    )
     waits: list[float] = []
 
     async def submit(index: int, due: float) -> str:
@@ -93,20 +106,26 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) ->
         return await asyncio.gather(*submits)
 
     started = time.perf_counter()
-    ids = await (asyncio.gather(*(client(i) for i in range(load.clients))) if load.clients else asyncio.gather(arrivals(started)))
+    ids = await (
+        asyncio.gather(*(client(i) for i in range(load.clients)))
+        if load.clients
+        else asyncio.gather(arrivals(started))
+    )
     accepted_s = time.perf_counter() - started
     for request_id in (request_id for some in ids for request_id in some):
         await controller.retrieve(request_id, 60)
     answered_s = time.perf_counter() - started
     await controller.close()
     return {
-        "accepted_per_s": len(waits) / accepted_s, "answered_per_s": len(waits) / answered_s,
-        "submit_ms_p50": statistics.median(waits), "submit_ms_p99": statistics.quantiles(waits, n=100)[98],
-    }  # fmt: skip
+        "accepted_per_s": len(waits) / accepted_s,
+        "answered_per_s": len(waits) / answered_s,
+        "submit_ms_p50": statistics.median(waits),
+        "submit_ms_p99": statistics.quantiles(waits, n=100)[98],
+    }
 
 
 async def compared(load: Load, url: str | None, repeats: int) -> dict[str, Any]:
-    """Medians over repeats that take turns."""
+    """Return medians over repeats that alternate between the two journals."""
     kinds: dict[str, Callable[[Path], Journal]] = {
         "without": lambda folder: NoJournal(JournalConfig(folder=folder)),
         "with": lambda folder: SqlJournal(JournalConfig(folder=folder, url=url)),
@@ -119,22 +138,36 @@ async def compared(load: Load, url: str | None, repeats: int) -> dict[str, Any]:
                 found[kind].append(await measure(make, scratch, load))
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
-    medians = {kind: {k: statistics.median(run[k] for run in runs) for k in runs[0]} for kind, runs in found.items()}
+    medians = {
+        kind: {k: statistics.median(run[k] for run in runs) for k in runs[0]}
+        for kind, runs in found.items()
+    }
     rows = {f"{k}_{kind}": round(v, 2) for kind, row in medians.items() for k, v in row.items()}
-    return rows | {"added_ms_p50": round(medians["with"]["submit_ms_p50"] - medians["without"]["submit_ms_p50"], 2)}
+    return rows | {
+        "added_ms_p50": round(
+            medians["with"]["submit_ms_p50"] - medians["without"]["submit_ms_p50"], 2
+        )
+    }
 
 
 def snapshots() -> dict[str, Any]:
-    """Seconds and bytes of a snapshot of the tiny model: the copy holds up training, the writing does not."""
+    """Return milliseconds and bytes of a snapshot of the tiny model.
+
+    The copy blocks training, and the write does not.
+    """
     from skyrl_actors.journal.snapshots import SnapshotFolders
     from skyrl_actors.messages.model import AdamParams
     from skyrl_actors.workers.interface import WorkerSpec
     from skyrl_actors.workers.torch_worker import TorchWorker
 
-    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base_folder()), "float32", "cpu", 1, 4096, 60.0))
+    worker = TorchWorker(
+        WorkerSpec("policy", 0, 1, str(base_folder()), "float32", "cpu", 1, 4096, 60.0)
+    )
     worker.setup("127.0.0.1", 0)
     tokens = np.arange(64, dtype=np.int32)
-    columns = Columns(tokens, np.array([0, 64]), {"target_tokens": tokens, "weights": np.ones(64, np.float32)})
+    columns = Columns(
+        tokens, np.array([0, 64]), {"target_tokens": tokens, "weights": np.ones(64, np.float32)}
+    )
     found: dict[str, Any] = {}
     for kind, lora in (("lora_rank_32", LoraSpec(32)), ("full_fine_tune", None)):
         worker.create_model(ModelSpec("m", "tiny", lora=lora))
@@ -154,21 +187,33 @@ def snapshots() -> dict[str, Any]:
             writes.append(1e3 * (time.perf_counter() - copied))
             shutil.rmtree(root)
         found[kind] = {
-            "copy_ms": round(statistics.median(copies), 2), "write_ms": round(statistics.median(writes), 1), "bytes": size,
-        }  # fmt: skip
+            "copy_ms": round(statistics.median(copies), 2),
+            "write_ms": round(statistics.median(writes), 1),
+            "bytes": size,
+        }
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a PostgreSQL database instead of SQLite (it must be empty; only one repeat is made)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--url",
+        help="an empty PostgreSQL database instead of SQLite, with only one repeat",
+    )
     options = parser.parse_args()
     repeats = 1 if options.url else 3
     for load in LOADS:
-        emit("durability", {
-            **{k: v for k, v in asdict(load).items() if v}, "operations": OPERATIONS, "database": "postgresql" if options.url else "sqlite",
-            **asyncio.run(compared(load, options.url, repeats)),
-        })  # fmt: skip
+        emit(
+            "durability",
+            {
+                **{k: v for k, v in asdict(load).items() if v},
+                "operations": OPERATIONS,
+                "database": "postgresql" if options.url else "sqlite",
+                **asyncio.run(compared(load, options.url, repeats)),
+            },
+        )
         if options.url:
             return
     emit("snapshot", snapshots())

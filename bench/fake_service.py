@@ -1,6 +1,6 @@
-"""The service with everything real but the backend, which answers at once: HAProxy, Ray Serve, controller actor, journal.
+"""A service whose backend answers at once. HAProxy, Ray Serve, controller and journal are real.
 
-What is measured against it is what the control plane costs.
+Measurements on it show the cost of the control plane.
 """
 
 import os
@@ -29,14 +29,24 @@ class AnsweringController(ControllerActor):
 
 @contextmanager
 def fake_service(*overrides: str) -> Iterator[ClusterConfig]:
-    os.environ |= {"TINKER_BASE_URL": f"http://127.0.0.1:{PORT}", "TINKER_API_KEY": "tml-bench", "TINKER_TELEMETRY": "0"}
+    os.environ |= {
+        "TINKER_BASE_URL": f"http://127.0.0.1:{PORT}",
+        "TINKER_API_KEY": "tml-bench",
+        "TINKER_TELEMETRY": "0",
+    }
     cluster.ControllerActor = AnsweringController  # type: ignore[misc]
     with tempfile.TemporaryDirectory(prefix="bench-edge-") as scratch:
         options = (
-            f"name={NAME}", f"http.port={PORT}", f"journal.folder={scratch}/journal", f"checkpoint_dir={scratch}/checkpoints",
-            "base_model.warmup_steps=0", "base_model.name=Qwen/Qwen3-8B", "lora.max_adapters=4096", "limits.models_per_key=4096",
+            f"name={NAME}",
+            f"http.port={PORT}",
+            f"journal.folder={scratch}/journal",
+            f"checkpoint_dir={scratch}/checkpoints",
+            "base_model.warmup_steps=0",
+            "base_model.name=Qwen/Qwen3-8B",
+            "lora.max_adapters=4096",
+            "limits.models_per_key=4096",
             *overrides,
-        )  # fmt: skip
+        )
         config = ROOT / "configs" / "cpu_tiny.yaml"
         try:
             serve.run(Path(config), options, block=False)

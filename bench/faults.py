@@ -1,4 +1,4 @@
-"""SIGKILL for the processes of a service on this machine, found by what they call themselves."""
+"""Send SIGKILL to processes of a service on this machine, which are found by their titles."""
 
 import json
 import os
@@ -19,13 +19,25 @@ TITLES: dict[str, str | tuple[str, ...]] = {
     "ingress replica": "ray::ServeReplica",
     "Serve proxy": ("haproxy", "ray::HAProxyManager", "ray::ProxyActor"),
 }
-KINDS = ("rank", "group", "engine actor", "vLLM process", "controller", "ingress replica", "Serve proxy")
+KINDS = (
+    "rank",
+    "group",
+    "engine actor",
+    "vLLM process",
+    "controller",
+    "ingress replica",
+    "Serve proxy",
+)
 
 
 def family(name: str) -> list[psutil.Process]:
-    """All processes of the service: the daemons of its Ray session, and what they started."""
+    """Return all processes of the service: the daemons of its Ray session and their children."""
     marks = json.loads(state_file(name).read_text())["marks"]
-    daemons = [p for p in psutil.process_iter(["cmdline"]) if any(m in part for m in marks for part in p.info["cmdline"] or ())]
+    daemons = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if any(m in part for m in marks for part in p.info["cmdline"] or ())
+    ]
     found = {p.pid: p for daemon in daemons for p in (daemon, *_children(daemon))}
     found.pop(os.getpid(), None)
     return list(found.values())
@@ -56,15 +68,20 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def kill(name: str, kind: str, choice: random.Random) -> list[int]:
-    """One process of that kind (all ranks for "group"); returns the process ids."""
+    """Kill one process of that kind, or all ranks for "group". Return the process ids."""
     found = processes(name, kind)
     chosen = found if kind == "group" else choice.sample(found, min(1, len(found)))
     return [process.pid for process in chosen if _killed(process)]
 
 
 def power_cut(name: str) -> int:
-    """As when the power goes: every process of the service at once, and what lay in memory only."""
-    watchers_first = sorted(family(name), key=lambda p: "haproxy_launcher" not in " ".join(_command(p)))
+    """Kill every process of the service at once, and remove its shared memory.
+
+    Returns the number of processes.
+    """
+    watchers_first = sorted(
+        family(name), key=lambda p: "haproxy_launcher" not in " ".join(_command(p))
+    )
     count = sum(_killed(process) for process in watchers_first)
     shutil.rmtree(SHARED_MEMORY / name, ignore_errors=True)
     return count

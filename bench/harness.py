@@ -1,4 +1,4 @@
-"""What the benchmarks share: a service by the real command, the machine's name, one JSON line a result."""
+"""Shared code of the benchmarks: a real service, the machine's properties, and JSON results."""
 
 import json
 import os
@@ -23,7 +23,9 @@ NAME, PORT = "bench", 8123
 
 
 def cli(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "skyrl_actors", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "skyrl_actors", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)} failed:\n{done.stdout}\n{done.stderr}")
 
@@ -35,23 +37,33 @@ class Served:
     nodes: TwoNodes | None
 
     def serve(self) -> None:
-        """Also again, on the same journal, after everything was killed."""
+        """Start the service. After a power cut, this restarts it on the same journal."""
         if self.nodes is not None:
             self.nodes.start()
         cli("serve", self.config, *self.options)
 
 
 @contextmanager
-def service(*overrides: str, config: str = "configs/cpu_tiny.yaml", nodes: type[TwoNodes] | None = None) -> Iterator["Served"]:
-    """A fresh service for one benchmark, on a Ray cluster of its own or on these nodes; the SDK finds it through its
-    environment variables."""
+def service(
+    *overrides: str, config: str = "configs/cpu_tiny.yaml", nodes: type[TwoNodes] | None = None
+) -> Iterator["Served"]:
+    """Run a new service for one benchmark, on its own Ray cluster or on these nodes.
+
+    The SDK finds it through environment variables.
+    """
     os.environ |= {
         "TINKER_BASE_URL": f"http://127.0.0.1:{PORT}",
         "TINKER_API_KEY": "tml-bench",
         "TINKER_TELEMETRY": "0",
     }
     with tempfile.TemporaryDirectory(prefix="bench-journal-") as scratch:
-        options = (f"name={NAME}", f"http.port={PORT}", "http.haproxy=true", f"journal.folder={scratch}", *overrides)
+        options = (
+            f"name={NAME}",
+            f"http.port={PORT}",
+            "http.haproxy=true",
+            f"journal.folder={scratch}",
+            *overrides,
+        )
         served = Served(config, options, nodes(config, options) if nodes else None)
         try:
             served.serve()
@@ -71,7 +83,11 @@ def base_folder(warmup_steps: int = 0) -> Path:
 
 def machine() -> dict[str, Any]:
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         "?",
     )
     return {
@@ -84,8 +100,13 @@ def machine() -> dict[str, Any]:
 
 
 def emit(name: str, result: dict[str, Any]) -> None:
-    """Print one JSON line and keep it in bench/results/<name>.jsonl."""
-    line = {"bench": name, **result, "machine": machine(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    """Print one JSON line and append it to bench/results/<name>.jsonl."""
+    line = {
+        "bench": name,
+        **result,
+        "machine": machine(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
     text = json.dumps(line)
     print(text, flush=True)
     RESULTS.mkdir(exist_ok=True)

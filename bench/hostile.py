@@ -1,9 +1,9 @@
-"""What hostile or careless clients can do to a service, in one table: memory, stalls, fairness, and the journal's size.
+"""The damage that hostile or careless clients can do: memory, stalls, fairness and journal size.
 
     python -m bench.hostile [--quick]
 
-`hostile_memory`, `hostile_stalls` and `hostile_journal` are its parts, and run alone too. --quick takes a hundredth of the
-requests and rows.
+The parts `hostile_memory`, `hostile_stalls` and `hostile_journal` also run alone. --quick uses a
+hundredth of the requests and rows.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Row:
 
 
 def shares() -> dict[str, Any]:
-    """How many open requests each of three keys gets, when each takes all it can before the next one comes."""
+    """Return the open requests of three keys, if each takes all that it can before the next."""
     limits = LimitsConfig()
     queue = queue_of(limits)
     got = []
@@ -48,7 +48,9 @@ def shares() -> dict[str, Any]:
 
 def rows(found: dict[str, Any]) -> list[Row]:
     memory, stalls, journal = found["memory"], found["stalls"], found["journal"]
-    grown = {name: memory[f"{name}_rss_mib"] - memory["calm_rss_mib"] for name in ("queued", "unread")}
+    grown = {
+        name: memory[f"{name}_rss_mib"] - memory["calm_rss_mib"] for name in ("queued", "unread")
+    }
     budget = memory["budget_mib"]
     heartbeat, ratio = stalls["attacked"]["heartbeat_ms_p99"], stalls["forward_backward_ratio"]
     stall_ms = max(journal["idle_stall_ms"], journal["due_stall_ms"])
@@ -56,18 +58,32 @@ def rows(found: dict[str, Any]) -> list[Row]:
     return [
         Row(
             f"memory for {memory['requests']} queued requests of {memory['request_mib']} MiB",
-            f"{grown['queued']} MiB", f"{budget} MiB", grown["queued"] <= budget,
+            f"{grown['queued']} MiB",
+            f"{budget} MiB",
+            grown["queued"] <= budget,
         ),
         Row(
             f"memory with {memory['readers']} readers that do not read",
-            f"{grown['unread']} MiB", f"{budget} MiB", grown["unread"] <= budget,
+            f"{grown['unread']} MiB",
+            f"{budget} MiB",
+            grown["unread"] <= budget,
         ),
-        Row("heartbeat of one key while another attacks, 99 %", f"{heartbeat} ms", "100 ms", heartbeat < 100),
+        Row(
+            "heartbeat of one key while another attacks, 99 %",
+            f"{heartbeat} ms",
+            "100 ms",
+            heartbeat < 100,
+        ),
         Row("its small forward_backward, median over calm", f"{ratio} x", "3 x", ratio < 3),
-        Row("open requests left for a third key", str(third), "1", third >= 1),
-        Row(f"restart with {journal['samples']} answered samples", f"{journal['restart_s']} s", "2 s", journal["restart_s"] < 2),
+        Row("open requests that remain for a third key", str(third), "1", third >= 1),
+        Row(
+            f"restart with {journal['samples']} answered samples",
+            f"{journal['restart_s']} s",
+            "2 s",
+            journal["restart_s"] < 2,
+        ),
         Row("longest stall of a write during a sweep", f"{stall_ms} ms", "50 ms", stall_ms < 50),
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:

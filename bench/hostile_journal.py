@@ -1,9 +1,10 @@
-"""What a journal of many answered samples of living sessions costs: a restart, and writes while it is swept.
+"""The cost of a journal with many answered samples: a restart, and writes during a sweep.
 
-The rows are made by the journal's own row types and inserted in bulk. The restart is a controller's, in a process of
-its own, with a backend that does nothing. The sweep runs twice: when nothing is due, and when all samples are.
+    python -m bench.hostile_journal [--samples 1000000]
 
-python -m bench.hostile_journal [--samples 1000000]
+The sessions of the samples are alive. The rows have the journal's own types and are inserted in
+bulk. A controller restarts in a separate process, with a backend that does nothing. The sweep runs
+twice: with no due samples, and with all samples due.
 """
 
 import argparse
@@ -39,16 +40,18 @@ from skyrl_actors.messages.weights import SamplerWeights
 from tests.fakes import FakeBackend
 
 SESSIONS = 200
-COMMIT = 64  # samples of one group commit, and so of one pack
+COMMIT = 64  # samples of one group commit, which are one pack
 PAUSE_S = 0.005  # between the small writes
 CALM_WRITES = 200
 HOUR_S = 3600.0
-LONGEST_SWEEP_S = 60.0  # that is measured; the sweep of a backlog goes on for longer
+LONGEST_SWEEP_S = 60.0  # time that is measured; the sweep of a backlog takes longer
 
 
 def config_of(folder: Path) -> ClusterConfig:
     return ClusterConfig(
-        base_model=TinyBase(name="tiny"), checkpoint_dir=folder / "checkpoints", journal=JournalConfig(folder=folder / "journal")
+        base_model=TinyBase(name="tiny"),
+        checkpoint_dir=folder / "checkpoints",
+        journal=JournalConfig(folder=folder / "journal"),
     )
 
 
@@ -58,9 +61,12 @@ def sample(session: int, seq_id: int) -> Sample:
 
 
 def pairs(first: int, count: int) -> Iterator[tuple[Accepted, Answered]]:
-    """Samples of all sessions in turn, each with its answer."""
+    """Yield samples, each with its answer. The sessions alternate."""
     tokens, logprobs = np.arange(32, dtype=np.int32), np.zeros(32, np.float32)
-    result, now = SampleOutput((Sequence(tokens, logprobs, "length"),), "base"), time.time() - HOUR_S
+    result, now = (
+        SampleOutput((Sequence(tokens, logprobs, "length"),), "base"),
+        time.time() - HOUR_S,
+    )
     for number in range(first, first + count):
         session, seq_id = number % SESSIONS, number // SESSIONS
         request, request_id = sample(session, seq_id), f"r{number:032x}"
@@ -84,12 +90,20 @@ async def fill(folder: Path, samples: int) -> None:
         made, counted = [], []
         for start in range(first, min(first + 100 * COMMIT, samples + 1), COMMIT):
             some = list(pairs(start, min(COMMIT, samples + 1 - start)))
-            pack = Pack([encode(record) for accepted, answered in some for record in (accepted.request, answered.result)])
+            pack = Pack(
+                [
+                    encode(record)
+                    for accepted, answered in some
+                    for record in (accepted.request, answered.result)
+                ]
+            )
             (packs / pack.name).write_bytes(b"".join(pack.records))
             counted.append({"name": pack.name, "records": len(pack.records)})
             blobs = pack.blobs()
             for accepted, answered in some:
-                row = rows.accepted_row(accepted, next(blobs)) | rows.answered_row(answered, next(blobs))
+                row = rows.accepted_row(accepted, next(blobs)) | rows.answered_row(
+                    answered, next(blobs)
+                )
                 del row["of"]
                 made.append(row)
         with journal.store.engine.begin() as connection:
@@ -99,39 +113,64 @@ async def fill(folder: Path, samples: int) -> None:
 
 
 def restart(folder: Path) -> dict[str, float]:
-    """A controller's start, and the first repeat of a request from before; in a fresh process."""
+    """Measure a controller's start and the first repeat of an earlier request.
+
+    It runs in a new process.
+    """
 
     async def start() -> dict[str, float]:
         before, began = _peak_mib(), time.perf_counter()
-        controller = Controller(config_of(folder), FakeBackend(), SqlJournal(config_of(folder).journal))
+        controller = Controller(
+            config_of(folder), FakeBackend(), SqlJournal(config_of(folder).journal)
+        )
         await controller.start()
         restart_s, grown = time.perf_counter() - began, _peak_mib() - before
         began = time.perf_counter()
         repeated = await controller.submit(sample(7, 0))
-        assert repeated == f"r{SESSIONS + 7:032x}" or repeated == f"r{7:032x}", "a repeat is the request that it repeats"
+        assert repeated == f"r{SESSIONS + 7:032x}" or repeated == f"r{7:032x}", (
+            "a repeat must get the id of the first request"
+        )
         repeat_ms = 1e3 * (time.perf_counter() - began)
         assert await controller.retrieve(repeated, 0) is not None
         await controller.close()
-        return {"restart_s": round(restart_s, 3), "restart_mib": round(grown, 1), "first_repeat_ms": round(repeat_ms, 1)}
+        return {
+            "restart_s": round(restart_s, 3),
+            "restart_mib": round(grown, 1),
+            "first_repeat_ms": round(repeat_ms, 1),
+        }
 
     return asyncio.run(start())
 
 
 def _peak_mib() -> float:
-    """Of this process alone; `ru_maxrss` would begin with its parent's."""
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024  # type: ignore[index]
+    """Return the peak memory of this process. `ru_maxrss` would include its parent's."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
 
 
 async def sweep(folder: Path, ahead_s: float) -> dict[str, float]:
-    """`ahead_s`: how much later it is for retention."""
+    """Measure writes during a sweep. Retention's clock is `ahead_s` seconds ahead."""
     journal = SqlJournal(config_of(folder).journal, lambda: time.time() + ahead_s)
-    books = await journal.open("bench")
-    number, waits, calm_ms = books.next_number, list[float](), 0.0
+    state = await journal.open("bench")
+    number, waits, calm_ms = state.next_number, list[float](), 0.0
 
     async def write() -> None:
         nonlocal number
         began = time.perf_counter()
-        await journal.write(Accepted(number, f"w{number}", "w", None, 0, None, "s0", time.time() + ahead_s, sample(0, number)))
+        await journal.write(
+            Accepted(
+                number,
+                f"w{number}",
+                "w",
+                None,
+                0,
+                None,
+                "s0",
+                time.time() + ahead_s,
+                sample(0, number),
+            )
+        )
         number += 1
         waits.append(1e3 * (time.perf_counter() - began))
         await asyncio.sleep(PAUSE_S)
@@ -148,17 +187,24 @@ async def sweep(folder: Path, ahead_s: float) -> dict[str, float]:
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)
     with journal.store.engine.connect() as connection:
-        left = connection.execute(sa.select(sa.func.count()).where(tables.operations.c.stream != "w")).scalar_one()
+        left = connection.execute(
+            sa.select(sa.func.count()).where(tables.operations.c.stream != "w")
+        ).scalar_one()
     await journal.close()
     return {
-        "sweep_s": round(took_s, 2), "rows_left": left, "disk_ms_longest": round(1e3 * disk.longest_s, 1), "calm_ms_p50": round(calm_p50, 2),
-        "calm_ms_longest": round(calm_ms, 1), "write_ms_p50": round(statistics.median(waits), 2),
-        "write_ms_p99": round(sorted(waits)[int(0.99 * (len(waits) - 1))], 1), "stall_ms": round(max(waits), 1),
-    }  # fmt: skip
+        "sweep_s": round(took_s, 2),
+        "rows_left": left,
+        "disk_ms_longest": round(1e3 * disk.longest_s, 1),
+        "calm_ms_p50": round(calm_p50, 2),
+        "calm_ms_longest": round(calm_ms, 1),
+        "write_ms_p50": round(statistics.median(waits), 2),
+        "write_ms_p99": round(sorted(waits)[int(0.99 * (len(waits) - 1))], 1),
+        "stall_ms": round(max(waits), 1),
+    }
 
 
 class Disk:
-    """The longest that one small fsync of another file takes meanwhile: what the machine alone makes writes wait."""
+    """The longest time of a small fsync of another file: the machine's share of a stall."""
 
     def __init__(self, folder: Path):
         self.longest_s = 0.0
@@ -193,15 +239,21 @@ def run(samples: int = 1_000_000) -> dict[str, Any]:
         idle = asyncio.run(sweep(folder, 0.0))
         all_due = asyncio.run(sweep(folder, 25 * HOUR_S))
         return {
-            "samples": samples, "sessions": SESSIONS, "made_s": round(made_s, 1), **restarted,
-            **{f"idle_{name}": value for name, value in idle.items()}, **{f"due_{name}": value for name, value in all_due.items()},
-        }  # fmt: skip
+            "samples": samples,
+            "sessions": SESSIONS,
+            "made_s": round(made_s, 1),
+            **restarted,
+            **{f"idle_{name}": value for name, value in idle.items()},
+            **{f"due_{name}": value for name, value in all_due.items()},
+        }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=1_000_000)
     emit("hostile_journal", run(parser.parse_args().samples))
 

@@ -1,10 +1,11 @@
-"""The controller's memory under clients that ask for much and take nothing.
+"""The controller's memory with clients that request large answers and do not read them.
 
     python -m bench.hostile_memory [--requests 10000] [--readers 100]
 
-A controller with a real journal in a process of its own, called over the line as an ingress calls it. Its backend answers
-nothing at first: requests of 6 MiB each are accepted and wait. Then many connections ask for large answers and read nothing.
-Requests are equal, so that the journal's packs are too and take little room on the disk.
+A controller with a real journal runs in a separate process and is called over RPC, as by an
+ingress. At first its backend answers nothing, so accepted requests of 6 MiB each wait. Then many
+connections request large answers and do not read them. All requests are equal, so that the
+journal's packs are equal too and need little disk space.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,22 @@ from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
-from skyrl_actors.line import Line, LineServer
 from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward
-from skyrl_actors.messages.results import LossOutput
+from skyrl_actors.messages.results import LossOutput, Ready
+from skyrl_actors.transport.rpc import Deferred, RpcClient, RpcServer
 from tests.api.local import AnsweringBackend
 
 MODEL = "m:train:0"
 ROWS, ROW_TOKENS = 128, 4096  # three arrays of 2 MiB: tokens, targets, weights
 IN_FLIGHT = 8
-CALLS = ("submit", "retrieve", "let_go", "create_session")
+CALLS = ("submit", "retrieve", "fetch", "let_go", "create_session")
 WAIT_S = 600.0
 
 
 class Served:
-    """What the line calls in the controller's process."""
+    """The RPC methods in the controller's process."""
 
     def __init__(self, controller: Controller, backend: AnsweringBackend):
         self._controller, self._backend = controller, backend
@@ -51,7 +53,10 @@ class Served:
         return await self._controller.submit(request)
 
     async def retrieve(self, request_id: str) -> Any:
-        return await self._controller.retrieve(request_id, WAIT_S)
+        return await self._controller.ready(request_id, WAIT_S)
+
+    async def fetch(self, request_id: str, num_bytes: int) -> Deferred:
+        return Deferred(num_bytes=num_bytes, load=partial(self._controller.retrieve, request_id, 0))
 
     async def let_go(self, answers: bool) -> None:
         self._backend.go.set() if answers else self._backend.go.clear()
@@ -60,19 +65,29 @@ class Served:
 class WideBackend(AnsweringBackend):
     async def start(self, epoch: int) -> Any:
         able = await super().start(epoch)
-        return type(able)(able.base_model, able.base_folder, 320, ROW_TOKENS, ROW_TOKENS, able.roles)
+        return type(able)(
+            able.base_model, able.base_folder, 320, ROW_TOKENS, ROW_TOKENS, able.roles
+        )
 
 
 async def serve(folder: Path, queued_bytes: int) -> None:
     limits = LimitsConfig(queued_bytes=queued_bytes, result_ttl_s=3600)
     config = ClusterConfig(
-        base_model=TinyBase(name="m"), limits=limits, checkpoint_dir=folder / "checkpoints",
-        journal=JournalConfig(folder=folder / "journal", snapshot_operations=10**6, snapshot_bytes=2**60, snapshot_s=1e6),
-    )  # fmt: skip
+        base_model=TinyBase(name="m"),
+        limits=limits,
+        checkpoint_dir=folder / "checkpoints",
+        journal=JournalConfig(
+            folder=folder / "journal",
+            snapshot_operations=10**6,
+            snapshot_bytes=2**60,
+            snapshot_s=1e6,
+        ),
+    )
     backend = WideBackend(str(folder))
     controller = Controller(config, backend, SqlJournal(config.journal))
     await controller.start()
-    address = await LineServer(Served(controller, backend), CALLS).address("127.0.0.1")
+    server = RpcServer(Served(controller, backend), CALLS, unsent_bytes=limits.result_memory_bytes)
+    address = await server.address("127.0.0.1")
     (folder / "address.partial").write_bytes(pickle.dumps(address))
     (folder / "address.partial").rename(folder / "address")
     await asyncio.Event().wait()
@@ -86,7 +101,7 @@ def six_mib() -> ForwardBackward:
 
 
 class Watch:
-    """The highest resident memory of a process since the last look."""
+    """The peak resident memory of a process since the last `take`."""
 
     def __init__(self, process: psutil.Process):
         self._process = process
@@ -103,7 +118,9 @@ class Watch:
         return peak
 
 
-async def measured(folder: Path, process: psutil.Process, requests: int, readers: int) -> dict[str, Any]:
+async def measured(
+    folder: Path, process: psutil.Process, requests: int, readers: int
+) -> dict[str, Any]:
     while not (folder / "address").exists():
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             raise SystemExit("the controller's process died")
@@ -113,9 +130,11 @@ async def measured(folder: Path, process: psutil.Process, requests: int, readers
     async def find() -> Any:
         return address
 
-    line = Line(find)
+    line = RpcClient(find)
     session = await line.call("create_session", "m")
-    made = await line.call("submit", CreateModel(ModelSpec(MODEL, "Qwen/Qwen3-8B", lora=LoraSpec(4)), session))
+    made = await line.call(
+        "submit", CreateModel(ModelSpec(MODEL, "Qwen/Qwen3-8B", lora=LoraSpec(4)), session)
+    )
     await line.call("retrieve", made)
     watch = Watch(process)
     calm = watch.take()
@@ -132,15 +151,20 @@ async def measured(folder: Path, process: psutil.Process, requests: int, readers
 
     await line.call("let_go", True)
     few = ids[:: max(1, len(ids) // 20)]
-    for request_id in [*few, ids[-1]]:  # in order: behind the last one all are answered
-        answer = await line.call("retrieve", request_id)
+    for request_id in [*few, ids[-1]]:  # they run in order, so after the last one all are answered
+        ready = await line.call("retrieve", request_id)
+        assert isinstance(ready, Ready), ready
+        answer = await line.call("fetch", request_id, ready.num_bytes)
         assert isinstance(answer, LossOutput), answer
     answered = watch.take()
 
-    lines = [Line(find) for _ in range(readers)]
+    lines = [RpcClient(find) for _ in range(readers)]
     for one in lines:
         (await one.opened()).stream.transport.pause_reading()
-    asked = [asyncio.create_task(one.call("retrieve", ids[i % 20])) for one in lines for i in range(10)]
+    sizes = [(await line.call("retrieve", few[i])).num_bytes for i in range(10)]
+    asked = [
+        asyncio.create_task(one.call("fetch", few[i], sizes[i])) for one in lines for i in range(10)
+    ]
     await asyncio.sleep(10)
     unread = watch.take()
     await asyncio.wait_for(line.call("create_session", "other"), 30)
@@ -150,7 +174,10 @@ async def measured(folder: Path, process: psutil.Process, requests: int, readers
     limits = LimitsConfig()
     return {
         "requests": len(ids),
-        "request_mib": round(sum(a.nbytes for a in (request.columns.tokens, *request.columns.fields.values())) / mib, 1),
+        "request_mib": round(
+            sum(a.nbytes for a in (request.columns.tokens, *request.columns.fields.values())) / mib,
+            1,
+        ),
         "budget_mib": (limits.payload_memory_bytes + limits.result_memory_bytes) // mib,
         "calm_rss_mib": calm // mib,
         "queued_rss_mib": queued // mib,
@@ -162,10 +189,20 @@ async def measured(folder: Path, process: psutil.Process, requests: int, readers
 
 def run(requests: int = 10_000, readers: int = 100) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-hostile-", dir="/dev/shm") as scratch:
-        command = [sys.executable, "-m", "bench.hostile_memory", "--serve", scratch, "--requests", str(requests)]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.hostile_memory",
+            "--serve",
+            scratch,
+            "--requests",
+            str(requests),
+        ]
         process = subprocess.Popen(command)
         try:
-            return asyncio.run(measured(Path(scratch), psutil.Process(process.pid), requests, readers))
+            return asyncio.run(
+                measured(Path(scratch), psutil.Process(process.pid), requests, readers)
+            )
         finally:
             process.kill()
             process.wait()

@@ -1,9 +1,9 @@
-"""What one API key can do to another: latency of small calls of one key while another sends the worst that is accepted.
+"""The latency of one API key's small calls while another key sends the worst accepted bodies.
 
     python -m bench.hostile_stalls [--seconds 20]
 
-The service with everything real but the backend, which answers at once. The other key's clients run in a process of
-their own and send one body after another, each kind in turn, four at a time.
+The backend of the service answers at once, and the rest is real. The clients of the other key run
+in a separate process. Four bodies at a time are sent, and the kinds alternate.
 """
 
 import argparse
@@ -32,16 +32,20 @@ Body = tuple[str, bytes, dict[str, str]]  # path, content, headers
 
 
 def large_json(model_id: str) -> Body:
-    """60 MiB of numbers in a batch that could be one."""
+    """Return a body of valid form with 60 MiB of numbers."""
     numbers = "1" + ",1" * (15 * 2**20)
     chunk = f'{{"type":"encoded_text","tokens":[{numbers}]}}'
-    data = f'[{{"model_input":{{"chunks":[{chunk}]}},"loss_fn_inputs":{{"target_tokens":{{"data":[1],"dtype":"int64"}}}}}}]'
-    body = f'{{"model_id":"{model_id}","forward_backward_input":{{"data":{data},"loss_fn":"cross_entropy"}}}}'
+    targets = '{"target_tokens":{"data":[1],"dtype":"int64"}}'
+    data = f'[{{"model_input":{{"chunks":[{chunk}]}},"loss_fn_inputs":{targets}}}]'
+    forward_backward = f'{{"data":{data},"loss_fn":"cross_entropy"}}'
+    body = f'{{"model_id":"{model_id}","forward_backward_input":{forward_backward}}}'
     return "/forward_backward", body.encode(), JSON
 
 
 def empty_objects(model_id: str) -> Body:
-    body = f'{{"model_id":"{model_id}","forward_backward_input":{{"data":[{{}}' + ",{}" * (20 * MIB // 3)
+    body = f'{{"model_id":"{model_id}","forward_backward_input":{{"data":[{{}}' + ",{}" * (
+        20 * MIB // 3
+    )
     return "/forward_backward", (body + '],"loss_fn":"x"}}').encode(), JSON
 
 
@@ -60,11 +64,15 @@ def huge_prompt(model_id: str) -> Body:
 
 
 def long_text(model_id: str) -> Body:
-    return "/../../v1/completions", json.dumps({"model": MODEL, "prompt": "word " * 50_000}).encode(), JSON
+    return (
+        "/../../v1/completions",
+        json.dumps({"model": MODEL, "prompt": "word " * 50_000}).encode(),
+        JSON,
+    )
 
 
 def whole_batch(model_id: str) -> Body:
-    """As many datums as are taken, which is also what is answered in JSON."""
+    """Return a batch with the largest accepted number of datums. Its answer is JSON."""
     message = schema.ForwardBackwardRequest(model_id=model_id, loss_fn="cross_entropy")
     for _ in range(ROWS):
         datum = message.data.add()
@@ -75,17 +83,27 @@ def whole_batch(model_id: str) -> Body:
 
 
 KINDS: list[Callable[[str], Body]] = [
-    large_json, empty_objects, empty_datums, long_prompt, huge_prompt, long_text, whole_batch,
-]  # fmt: skip
+    large_json,
+    empty_objects,
+    empty_datums,
+    long_prompt,
+    huge_prompt,
+    long_text,
+    whole_batch,
+]
 
 
 def session_of(key: str) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=120)
-    return aiohttp.ClientSession(f"http://127.0.0.1:{PORT}", headers={"x-api-key": key}, timeout=timeout)
+    return aiohttp.ClientSession(
+        f"http://127.0.0.1:{PORT}", headers={"x-api-key": key}, timeout=timeout
+    )
 
 
 async def posted(http: aiohttp.ClientSession, path: str, body: Any) -> Any:
-    content, headers = (body, PROTO) if isinstance(body, bytes) else (json.dumps(body).encode(), JSON)
+    content, headers = (
+        (body, PROTO) if isinstance(body, bytes) else (json.dumps(body).encode(), JSON)
+    )
     async with http.post(f"/api/v1{path}", data=content, headers=headers) as answer:
         found = await answer.read()
         if answer.status != 200:
@@ -118,10 +136,12 @@ async def attack(counts: Any, stop: Any) -> None:
                     if answer.status == 200 and b"request_id" in found:
                         wanted = json.dumps({"request_id": json.loads(found)["request_id"]})
                         for _ in range(3):  # each poll renders the answer
-                            async with http.post("/api/v1/retrieve_future", data=wanted, headers=JSON) as polled:
+                            async with http.post(
+                                "/api/v1/retrieve_future", data=wanted, headers=JSON
+                            ) as polled:
                                 await polled.read()
                 except (aiohttp.ClientError, TimeoutError):
-                    pass  # refused in the middle of its body
+                    pass  # the service refused it before the end of its body
                 counts[which] += 1
                 turn += 1
 
@@ -133,7 +153,10 @@ def attack_in_process(counts: Any, stop: Any) -> None:
 
 
 async def small_calls(seconds: float) -> dict[str, float]:
-    """Milliseconds: heartbeats, and small forward_backwards with their answers, by two clients of the same key."""
+    """Return milliseconds of heartbeats and of small forward_backwards with their answers.
+
+    Two clients of one key send them.
+    """
     until = time.perf_counter() + seconds
     beats: list[float] = []
     batches: list[float] = []
@@ -177,7 +200,7 @@ def run(seconds: float = 20.0) -> dict[str, Any]:
         attacker = spawn.Process(target=attack_in_process, args=(counts, stop))
         attacker.start()
         try:
-            while sum(counts) < len(KINDS):  # its bodies are made, and each kind was sent
+            while sum(counts) < len(KINDS):  # until each kind was sent
                 time.sleep(0.2)
             before = list(counts)
             attacked = asyncio.run(small_calls(seconds))
@@ -188,7 +211,12 @@ def run(seconds: float = 20.0) -> dict[str, Any]:
             attacker.kill()
         ratio = attacked["forward_backward_ms_p50"] / calm["forward_backward_ms_p50"]
         bodies = {kind.__name__: count for kind, count in zip(KINDS, sent, strict=True)}
-        return {"calm": calm, "attacked": attacked, "forward_backward_ratio": round(ratio, 2), "bodies": bodies}
+        return {
+            "calm": calm,
+            "attacked": attacked,
+            "forward_backward_ratio": round(ratio, 2),
+            "bodies": bodies,
+        }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""What the control plane costs on a backend that answers at once: milliseconds a verb with one client, operations per second
-with many, and memory over many requests.
+"""The cost of the control plane, with a backend that answers at once.
+
+It is measured as milliseconds of each verb with one client, operations per second with many
+clients, and memory over many requests.
 
     python -m bench.latency [--requests 100000]
 """
@@ -27,20 +29,27 @@ LOAD_S = 10.0
 
 def verbs(wire: Wire) -> dict[str, Callable[[int], Any]]:
     session, model = wire.model()
-    wire.post("/create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL})
+    wire.post(
+        "/create_sampling_session",
+        {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL},
+    )
     return {
         "session_heartbeat": lambda i: wire.post("/session_heartbeat", {"session_id": session}),
         "create_session": lambda i: wire.post("/create_session", {}),
         "forward_backward": lambda i: wire.done("/forward_backward", batch(model, i + 1)),
-        "forward": lambda i: wire.done("/forward_backward", batch(model, i + 10_000, forward_only=True)),
+        "forward": lambda i: wire.done(
+            "/forward_backward", batch(model, i + 10_000, forward_only=True)
+        ),
         "optim_step": lambda i: wire.done("/optim_step", {"model_id": model, "seq_id": i + 20_000}),
-        "save_weights_for_sampler": lambda i: wire.done("/save_weights_for_sampler", {"model_id": model, "path": f"c{i}", "seq_id": i + 30_000}),
+        "save_weights_for_sampler": lambda i: wire.done(
+            "/save_weights_for_sampler", {"model_id": model, "path": f"c{i}", "seq_id": i + 30_000}
+        ),
         "asample": lambda i: wire.done("/asample", sample(f"{session}:sample:0", i)),
-    }  # fmt: skip
+    }
 
 
 def latency() -> dict[str, Any]:
-    """The backend takes no time, so all of it is added."""
+    """Measure the latency of each verb. The backend takes no time, so all of it is overhead."""
     found = {}
     for name, call in verbs(Wire(PORT)).items():
         took = []
@@ -53,14 +62,20 @@ def latency() -> dict[str, Any]:
     return found
 
 
-async def one_client(http: aiohttp.ClientSession, model: str, numbers: Iterator[int], until: float, took: list[float]) -> None:
+async def one_client(
+    http: aiohttp.ClientSession, model: str, numbers: Iterator[int], until: float, took: list[float]
+) -> None:
     while time.perf_counter() < until:
         seq_id = next(numbers)
         started = time.perf_counter()
-        async with http.post("/api/v1/forward_backward", data=batch(model, seq_id), headers=PROTO) as answer:
+        async with http.post(
+            "/api/v1/forward_backward", data=batch(model, seq_id), headers=PROTO
+        ) as answer:
             request_id = (await answer.json())["request_id"]
         body = json.dumps({"request_id": request_id})
-        async with http.post("/api/v1/retrieve_future", data=body, headers={**JSON, "accept": PROTO["content-type"]}) as answer:
+        async with http.post(
+            "/api/v1/retrieve_future", data=body, headers={**JSON, "accept": PROTO["content-type"]}
+        ) as answer:
             assert answer.status == 200, await answer.text()
             await answer.read()
         took.append(1e3 * (time.perf_counter() - started))
@@ -69,18 +84,25 @@ async def one_client(http: aiohttp.ClientSession, model: str, numbers: Iterator[
 async def throughput(clients: int) -> dict[str, Any]:
     models = [Wire(PORT).model()[1] for _ in range(clients)]
     took: list[float] = []
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{PORT}", connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with aiohttp.ClientSession(
+        f"http://127.0.0.1:{PORT}", connector=aiohttp.TCPConnector(limit=0)
+    ) as http:
         started = time.perf_counter()
-        await asyncio.gather(*(one_client(http, model, count(1), started + LOAD_S, took) for model in models))
+        await asyncio.gather(
+            *(one_client(http, model, count(1), started + LOAD_S, took) for model in models)
+        )
         seconds = time.perf_counter() - started
     cuts = statistics.quantiles(took, n=100)
     return {
-        "clients": clients, "operations_per_s": round(len(took) / seconds), "ms_p50": round(cuts[49], 1), "ms_p99": round(cuts[98], 1)
-    }  # fmt: skip
+        "clients": clients,
+        "operations_per_s": round(len(took) / seconds),
+        "ms_p50": round(cuts[49], 1),
+        "ms_p99": round(cuts[98], 1),
+    }
 
 
 def resident() -> dict[str, float]:
-    """MiB of the controller, and of the replicas and HAProxy together."""
+    """Return the memory in MiB of the controller, and of the replicas and HAProxy together."""
     found = {"controller": 0.0, "edge": 0.0}
     for process in psutil.process_iter(["cmdline", "memory_info"]):
         command = " ".join(process.info["cmdline"] or ())
@@ -97,15 +119,24 @@ def resident() -> dict[str, float]:
 
 
 async def memory(requests: int, clients: int = 2) -> dict[str, Any]:
-    """After each fifth of them. Few clients, so that the 10,000 numbers that are remembered of each model are soon full."""
+    """Measure memory after each fifth of the requests.
+
+    There are few clients, so that the 10,000 sequence numbers that are kept for a model are reached
+    soon.
+    """
     models = {Wire(PORT).model()[1]: count(1) for _ in range(clients)}
     readings = []
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{PORT}", connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with aiohttp.ClientSession(
+        f"http://127.0.0.1:{PORT}", connector=aiohttp.TCPConnector(limit=0)
+    ) as http:
         took: list[float] = []
         for share in range(1, 6):
             while 2 * len(took) < requests * share / 5:
                 await asyncio.gather(
-                    *(one_client(http, model, numbers, time.perf_counter() + 2.0, took) for model, numbers in models.items())
+                    *(
+                        one_client(http, model, numbers, time.perf_counter() + 2.0, took)
+                        for model, numbers in models.items()
+                    )
                 )
             readings.append(resident())
     return {"requests": 2 * len(took), "resident_mib": readings}
@@ -113,7 +144,12 @@ async def memory(requests: int, clients: int = 2) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=100_000, help="of the memory test; 0 leaves it out")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=100_000,
+        help="requests of the memory test; 0 = no memory test",
+    )
     options = parser.parse_args()
     with fake_service("limits.result_ttl_s=5", "journal.sweep_s=30", "journal.retention_s=60"):
         for name, figures in latency().items():

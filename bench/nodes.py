@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine: a head that gives no CPUs, and a node where everything that needs some runs."""
+"""A Ray cluster of two nodes on this machine: a head without CPUs, and a worker node."""
 
 import os
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from skyrl_actors.commands.serve import end_ray_session, ray_marks
 from skyrl_actors.config.load import load
 
 STORE = f"--object-store-memory={cluster.OBJECT_STORE_BYTES}"
-AGENT_PORT = "--dashboard-agent-listen-port=52370"  # the head has the usual one
+AGENT_PORT = "--dashboard-agent-listen-port=52370"  # the head uses the default one
 
 
 class TwoNodes:
-    """Made for the service of this config, which joins them when it is served."""
+    """Two nodes for the service of this config, which joins them when it starts."""
 
     def __init__(self, config: str, overrides: Sequence[str]):
         use_ray_token(create=True)
@@ -23,19 +23,34 @@ class TwoNodes:
         self._node: list[psutil.Process] = []
 
     def start(self) -> None:
-        self._ray("start", "--head", "--disable-usage-stats", "--include-dashboard=false", "--num-cpus=0", STORE)
+        self._ray(
+            "start",
+            "--head",
+            "--disable-usage-stats",
+            "--include-dashboard=false",
+            "--num-cpus=0",
+            STORE,
+        )
         self.start_node()
 
     def start_node(self) -> None:
         before = raylets()
         cpus = max(os.cpu_count() or 1, 2)
-        self._ray("start", f"--address={cluster.ray_address()}", f"--num-cpus={cpus}", STORE, AGENT_PORT)
+        self._ray(
+            "start", f"--address={cluster.ray_address()}", f"--num-cpus={cpus}", STORE, AGENT_PORT
+        )
         (self._node,) = ([process] for pid, process in raylets().items() if pid not in before)
 
     def kill_node(self) -> int:
-        """SIGKILL for all processes of the node at once; it is started again. Returns how many there were."""
+        """Kill all processes of the node at once, and restart it.
+
+        Return the number of processes.
+        """
         family = [
-            process for raylet in self._node if raylet.is_running() for process in (raylet, *raylet.children(recursive=True))
+            process
+            for raylet in self._node
+            if raylet.is_running()
+            for process in (raylet, *raylet.children(recursive=True))
         ]
         for process in family:
             if process.is_running():
@@ -54,4 +69,8 @@ class TwoNodes:
 
 
 def raylets() -> dict[int, psutil.Process]:
-    return {process.pid: process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet"}
+    return {
+        process.pid: process
+        for process in psutil.process_iter(["name"])
+        if process.info["name"] == "raylet"
+    }

@@ -1,9 +1,9 @@
-"""What a change of phase costs: seconds and bytes of every move while a client trains and samples in turn.
+"""The cost of a phase change: seconds and bytes of every move while a client trains and samples.
 
     python -m bench.phases
 
-One JSON line: for LoRA and full fine-tune on the tiny model, the median of each move's milliseconds and MiB, from the service's own
-phase timeline.
+The result is one JSON line with the median milliseconds and MiB of each move, for LoRA and full
+fine-tune of the tiny model. They come from the service's phase timeline.
 """
 
 import json
@@ -29,7 +29,8 @@ def timeline() -> list[dict[str, Any]]:
 def alternate(client: tinker.ServiceClient, rank: int) -> dict[str, Any]:
     model = client.create_lora_training_client("skyrl-actors/tiny", rank=rank).result()
     prompt = types.ModelInput.from_ints(list(range(32)))
-    row = types.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": list(range(1, 33))})  # type: ignore[arg-type]
+    targets = {"target_tokens": list(range(1, 33))}
+    row = types.Datum(model_input=prompt, loss_fn_inputs=targets)  # type: ignore[arg-type]
     for _ in range(ROUNDS):
         model.forward_backward([row], "cross_entropy").result()
         model.optim_step(types.AdamParams(learning_rate=1e-4)).result()

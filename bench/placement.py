@@ -1,8 +1,9 @@
-"""Seconds to plan large clusters: policy, critic and engines of tensor parallel 8, colocated and apart.
+"""Seconds to plan large clusters: policy, critic and engines of tensor parallel 8.
 
     python -m bench.placement
 
-One JSON line: medians for 64, 1024 and 4096 GPUs in nodes of eight, sixteen nodes a rack.
+The layouts are colocated and split. The result is one JSON line with medians for 64, 1024 and 4096
+GPUs. A node has eight GPUs, and a rack has sixteen nodes.
 """
 
 import statistics
@@ -22,8 +23,18 @@ def nodes_of(gpus: int) -> list[Node]:
 def groups_of(gpus: int, colocated: bool) -> list[list[Demand]]:
     if colocated:
         share = 0.3
-        return [[Demand("policy", gpus, share), Demand("critic", gpus, share), Demand("engine", gpus, share, 8, 8)]]
-    return [[Demand("policy", gpus // 4)], [Demand("critic", gpus // 4)], [Demand("engine", gpus // 2, 1.0, 8, 8)]]
+        return [
+            [
+                Demand("policy", gpus, share),
+                Demand("critic", gpus, share),
+                Demand("engine", gpus, share, 8, 8),
+            ]
+        ]
+    return [
+        [Demand("policy", gpus // 4)],
+        [Demand("critic", gpus // 4)],
+        [Demand("engine", gpus // 2, 1.0, 8, 8)],
+    ]
 
 
 def main() -> None:
@@ -36,7 +47,9 @@ def main() -> None:
                 made = plan(groups_of(gpus, colocated), nodes_of(gpus), "GPU")
                 seconds.append(time.perf_counter() - started)
                 assert len(made.slots) == gpus
-            found[f"{'colocated' if colocated else 'split'}_{gpus}_s"] = round(statistics.median(seconds), 4)
+            found[f"{'colocated' if colocated else 'split'}_{gpus}_s"] = round(
+                statistics.median(seconds), 4
+            )
     emit("placement", found)
 
 

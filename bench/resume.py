@@ -1,6 +1,9 @@
-"""A run that is killed (SIGKILL) and started again, against the same run undisturbed: every metric of every step, and the picture.
+"""Compare a run that is killed with SIGKILL and resumed with the same run undisturbed.
 
-python -m bench.resume [--config configs/jobs/ppo_tiny.yaml]   writes docs/images/resumed.png; about five minutes on two cores
+    python -m bench.resume [--config configs/jobs/ppo_tiny.yaml]
+
+It compares every metric of every step and writes docs/images/resumed.png. It takes about five
+minutes on two cores.
 """
 
 import argparse
@@ -22,14 +25,38 @@ PICTURE = ROOT / "docs" / "images" / "resumed.png"
 
 
 def start(config: str, folder: Path) -> subprocess.Popen[bytes]:
-    overrides = [f"job.iterations={STEPS}", "job.stop_at_accuracy=1.01", "job.eval_every=3", f"run.checkpoint_every={EVERY}"]
-    command = [sys.executable, "-m", "skyrl_actors", "train", config, *overrides, f"run.folder={folder}", "run.name=run"]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    overrides = [
+        f"job.iterations={STEPS}",
+        "job.stop_at_accuracy=1.01",
+        "job.eval_every=3",
+        f"run.checkpoint_every={EVERY}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "skyrl_actors",
+        "train",
+        config,
+        *overrides,
+        f"run.folder={folder}",
+        "run.name=run",
+    ]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     file = folder / "run" / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return (
+        [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        if file.exists()
+        else []
+    )
 
 
 def whole(config: str, folder: Path) -> None:
@@ -45,7 +72,7 @@ def killed_at(config: str, folder: Path, step: int) -> None:
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    time.sleep(5)  # Ray's own processes notice
+    time.sleep(5)  # time for Ray's processes to detect it
 
 
 def draw(undisturbed: list[dict[str, Any]], resumed: list[dict[str, Any]], at: int) -> None:
@@ -53,8 +80,13 @@ def draw(undisturbed: list[dict[str, Any]], resumed: list[dict[str, Any]], at: i
 
     present = [key for key in COMPARED if any(key in row for row in undisturbed)]
     figure = Figure(figsize=(13, 3.2 * -(-len(present) // 3)), layout="constrained")
-    for axes, key in zip(figure.subplots(-(-len(present) // 3), 3, squeeze=False).flat, present, strict=False):
-        for name, history, style in (("undisturbed", undisturbed, "o-"), ("killed and resumed", resumed, "x--")):
+    for axes, key in zip(
+        figure.subplots(-(-len(present) // 3), 3, squeeze=False).flat, present, strict=False
+    ):
+        for name, history, style in (
+            ("undisturbed", undisturbed, "o-"),
+            ("killed and resumed", resumed, "x--"),
+        ):
             points = [(row["step"], row[key]) for row in history if key in row]
             axes.plot(*zip(*points, strict=True), style, label=name, markersize=5)
         axes.axvline(at, color="gray", linewidth=1, linestyle=":")
@@ -66,7 +98,9 @@ def draw(undisturbed: list[dict[str, Any]], resumed: list[dict[str, Any]], at: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", default="configs/jobs/ppo_tiny.yaml")
     config = parser.parse_args().config
     with tempfile.TemporaryDirectory(prefix="bench-resume-") as scratch:
@@ -76,9 +110,15 @@ def main() -> None:
         whole(config, right)
         undisturbed, resumed = rows(left), rows(right)
         summary = json.loads((right / "run" / "summary.json").read_text())
-        assert [row["step"] for row in resumed] == [row["step"] for row in undisturbed] == list(range(STEPS + 1))
+        assert (
+            [row["step"] for row in resumed]
+            == [row["step"] for row in undisturbed]
+            == list(range(STEPS + 1))
+        )
         largest = {
-            key: max(abs(a[key] - b[key]) for a, b in zip(undisturbed, resumed, strict=True) if key in a)
+            key: max(
+                abs(a[key] - b[key]) for a, b in zip(undisturbed, resumed, strict=True) if key in a
+            )
             for key in COMPARED
             if any(key in row for row in undisturbed)
         }

@@ -1,16 +1,19 @@
-"""Sampled tokens a second through SDK and service, against vLLM's offline LLM.generate with the same engine settings.
+"""Sampled tokens per second through SDK and service, and with vLLM's offline LLM.generate.
 
-Rounds alternate in one run; whose turn is first, and which load, moves on from round to round, as what ran before heats the
-machine. The prompts, lengths, temperature, dtype, threads, KV bytes and LoRA setting are the same;
-both sample the base model, both return logprobs, and both draw each sample from a seed of its own, as the service does always.
-Three loads of 64 sequences: one sample of 384 tokens for each of 64 prompts (`service_ratio`), groups of 8 samples for each of 8
-prompts, as RL draws them (`group_ratio`), and 64 short samples of 128 tokens, where what a request costs by itself weighs most
-(`short_ratio`).
+Both have the same engine settings. Rounds alternate in one run, and the order of the two and of the
+loads rotates, because the earlier work heats the machine. Prompts, lengths, temperature, dtype,
+threads, KV bytes and the LoRA setting are the same. Both sample the base model, return logprobs and
+use a separate seed for each sample, as the service always does. Three loads have 64 sequences each:
 
-The baseline is measured in two layouts. `offline` has vLLM's processes of the service's engine: the core in a process of its
-own, as vLLM ships it, and the model in the core; the ratios above are to it. `in_process` has the core in the caller's own
-process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), which nothing that answers requests while it generates can have: its ratios are
-`in_process_*_ratio`, and also hold what vLLM itself loses between its processes (`layout_ratio`).
+- `service_ratio`: one sample of 384 tokens for each of 64 prompts;
+- `group_ratio`: groups of 8 samples for each of 8 prompts, as in RL;
+- `short_ratio`: 64 short samples of 128 tokens, in which the cost of a request weighs most.
+
+The baseline has two layouts. `offline` has the same vLLM processes as the service's engine: a
+separate process for the core, which is vLLM's default, and the model in the core. The ratios above
+use it. `in_process` has the core in the caller's process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`). A
+program that answers requests during generation cannot have this layout. Its ratios are
+`in_process_*_ratio`, and include the loss of vLLM between its processes (`layout_ratio`).
 """
 
 import functools
@@ -34,7 +37,12 @@ from bench.harness import ROOT, base_folder, emit, service
 
 ROUNDS, SEQUENCES = 9, 64
 TOKENS, SHORT, GROUP = 384, 128, 8
-LOADS = {"service": (1, TOKENS), "group": (GROUP, TOKENS), "short": (1, SHORT)}  # samples of a prompt, tokens of a sample
+# samples per prompt, tokens per sample
+LOADS = {
+    "service": (1, TOKENS),
+    "group": (GROUP, TOKENS),
+    "short": (1, SHORT),
+}
 BASELINES = ("offline", "in_process")
 
 
@@ -44,30 +52,48 @@ def prompts() -> list[list[int]]:
 
 
 def offline(layout: str) -> None:
-    """The child process: one round for each line on standard input, seconds on standard output."""
+    """Run the child process: one round for each input line, with the seconds as output."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.llm_engine import LLMEngine
 
     if layout == "offline":
-        # vLLM's variable for this would also give the worker a process, which the service's engine has not.
-        LLMEngine.from_engine_args = functools.partial(LLMEngine.from_engine_args, enable_multiprocessing=True)
+        # vLLM's variable for this would also start a worker process, which the service's engine
+        # does not have.
+        LLMEngine.from_engine_args = functools.partial(
+            LLMEngine.from_engine_args, enable_multiprocessing=True
+        )
     engine = LLM(
-        str(base_folder()), dtype="float32", max_model_len=512, max_num_seqs=128, max_num_batched_tokens=4096,
-        kv_cache_memory_bytes=128 * 2**20, enforce_eager=True, enable_lora=True, max_loras=4, max_lora_rank=32,
-        generation_config="vllm", disable_log_stats=True,
-    )  # fmt: skip
+        str(base_folder()),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=128,
+        max_num_batched_tokens=4096,
+        kv_cache_memory_bytes=128 * 2**20,
+        enforce_eager=True,
+        enable_lora=True,
+        max_loras=4,
+        max_lora_rank=32,
+        generation_config="vllm",
+        disable_log_stats=True,
+    )
     inputs = [{"prompt_token_ids": p} for p in prompts()]
     print("ready", file=sys.__stdout__, flush=True)
     for line in sys.stdin:
         group, tokens = map(int, line.split())
         params = [
             SamplingParams(
-                n=group, max_tokens=tokens, temperature=1.0, seed=i, ignore_eos=True, logprobs=0, detokenize=False,
+                n=group,
+                max_tokens=tokens,
+                temperature=1.0,
+                seed=i,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for i in range(SEQUENCES // group)
-        ]  # fmt: skip
+        ]
         started = time.perf_counter()
         engine.generate(inputs[: SEQUENCES // group], params, use_tqdm=False)
         print(json.dumps(time.perf_counter() - started), file=sys.__stdout__, flush=True)
@@ -75,9 +101,14 @@ def offline(layout: str) -> None:
 
 def start_offline(layout: str) -> subprocess.Popen[str]:
     environment = {
-        **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    }  # fmt: skip
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     command = [sys.executable, "-m", "bench.sampling", layout]
     child = subprocess.Popen(
         command,
@@ -96,7 +127,7 @@ def start_offline(layout: str) -> subprocess.Popen[str]:
 
 
 def end(child: subprocess.Popen[str]) -> None:
-    """With vLLM's core, which would outlive it."""
+    """Stop the child and vLLM's core, which would outlive it."""
     below = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     for process in below:
@@ -128,15 +159,23 @@ def service_round(sampler: tinker.SamplingClient, group: int, tokens: int) -> fl
     return count / (time.perf_counter() - started)
 
 
-def measure(sampler: tinker.SamplingClient, adapted: tinker.SamplingClient) -> dict[str, dict[str, list[float]]]:
-    """Tokens a second of each round: of whom, and of which load."""
-    rates: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in ("service", *BASELINES)}
+def measure(
+    sampler: tinker.SamplingClient, adapted: tinker.SamplingClient
+) -> dict[str, dict[str, list[float]]]:
+    """Return tokens per second of each round, by way and load."""
+    rates: dict[str, dict[str, list[float]]] = {
+        name: defaultdict(list) for name in ("service", *BASELINES)
+    }
     children = {name: start_offline(name) for name in BASELINES}
-    runs: dict[str, Callable[[int, int], float]] = {"service": functools.partial(service_round, sampler)}
+    runs: dict[str, Callable[[int, int], float]] = {
+        "service": functools.partial(service_round, sampler)
+    }
     runs |= {name: functools.partial(offline_round, child) for name, child in children.items()}
     try:
-        for i in range(ROUNDS + 1):  # the first one warms up
-            for load in track(turned([*LOADS, "lora"], i // len(runs)), description=f"round {i} of {ROUNDS}"):
+        for i in range(ROUNDS + 1):  # the first round is a warm-up
+            for load in track(
+                turned([*LOADS, "lora"], i // len(runs)), description=f"round {i} of {ROUNDS}"
+            ):
                 if load == "lora":
                     rates["service"][load].append(service_round(adapted, *LOADS["service"]))
                     continue
@@ -154,7 +193,10 @@ def turned(names: list[str], by: int) -> list[str]:
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """Median of the rounds' ratios: the machine's speed drifts, less within a round than over all of them."""
+    """Return the median of the rounds' ratios.
+
+    The speed of the machine drifts less within a round than over all rounds.
+    """
     return round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3)
 
 
@@ -164,16 +206,35 @@ def main() -> None:
         model = client.create_lora_training_client("skyrl-actors/tiny", rank=8).result()
         rates = measure(sampler, model.save_weights_and_get_sampling_client().result())
     ours, apart, inside = rates["service"], rates["offline"], rates["in_process"]
-    emit("sampling", {
-        **{f"{load}_tokens_per_s": round(statistics.median(values)) for load, values in ours.items()},
-        **{f"{name}_{load}_tokens_per_s": round(statistics.median(rates[name][load])) for name in BASELINES for load in LOADS},
-        **{f"{load}_ratio": ratio(ours[load], apart[load]) for load in LOADS},
-        **{f"{load}_ratios": [round(a / b, 3) for a, b in zip(ours[load], apart[load], strict=True)] for load in LOADS},
-        **{f"in_process_{load}_ratio": ratio(ours[load], inside[load]) for load in LOADS},
-        "layout_ratio": ratio(apart["service"], inside["service"]),
-        "lora_ratio": ratio(ours["lora"], ours["service"]),
-        "sequences": SEQUENCES, "group": GROUP, "tokens": TOKENS, "short_tokens": SHORT, "rounds": ROUNDS,
-    })  # fmt: skip
+    emit(
+        "sampling",
+        {
+            **{
+                f"{load}_tokens_per_s": round(statistics.median(values))
+                for load, values in ours.items()
+            },
+            **{
+                f"{name}_{load}_tokens_per_s": round(statistics.median(rates[name][load]))
+                for name in BASELINES
+                for load in LOADS
+            },
+            **{f"{load}_ratio": ratio(ours[load], apart[load]) for load in LOADS},
+            **{
+                f"{load}_ratios": [
+                    round(a / b, 3) for a, b in zip(ours[load], apart[load], strict=True)
+                ]
+                for load in LOADS
+            },
+            **{f"in_process_{load}_ratio": ratio(ours[load], inside[load]) for load in LOADS},
+            "layout_ratio": ratio(apart["service"], inside["service"]),
+            "lora_ratio": ratio(ours["lora"], ours["service"]),
+            "sequences": SEQUENCES,
+            "group": GROUP,
+            "tokens": TOKENS,
+            "short_tokens": SHORT,
+            "rounds": ROUNDS,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a small forward_backward costs beyond the worker's own compute: SDK, HTTP, Serve, controller, Ray and back."""
+"""The overhead of a small forward_backward: SDK, HTTP, Serve, controller and Ray."""
 
 import statistics
 import time
@@ -14,7 +14,9 @@ CALLS, TOKENS = 150, 32
 def main() -> None:
     row = types.Datum(
         model_input=types.ModelInput.from_ints([1] * TOKENS),
-        loss_fn_inputs={"target_tokens": types.TensorData(data=[2] * TOKENS, dtype="int64", shape=[TOKENS])},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=[2] * TOKENS, dtype="int64", shape=[TOKENS])
+        },
     )
     added, total, steps = [], [], []
     with service("base_model.warmup_steps=0"), tinker.ServiceClient() as client:
@@ -31,10 +33,17 @@ def main() -> None:
             model.optim_step(types.AdamParams()).result()
             steps.append(1e3 * (time.perf_counter() - started))
     cuts = statistics.quantiles(added, n=100)
-    emit("sdk", {
-        "added_ms_p50": round(cuts[49], 2), "added_ms_p95": round(cuts[94], 2), "total_ms_p50": round(statistics.median(total), 2),
-        "optim_step_ms_p50": round(statistics.median(steps), 2), "calls": CALLS, "tokens": TOKENS,
-    })  # fmt: skip
+    emit(
+        "sdk",
+        {
+            "added_ms_p50": round(cuts[49], 2),
+            "added_ms_p95": round(cuts[94], 2),
+            "total_ms_p50": round(statistics.median(total), 2),
+            "optim_step_ms_p50": round(statistics.median(steps), 2),
+            "calls": CALLS,
+            "tokens": TOKENS,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""An overload: four waves of 512 samples, 512 forward_backward and 32 heartbeats, a second apart, with every answer waited for.
+"""An overload: four waves of 512 samples, 512 forward_backward and 32 heartbeats.
 
-    python -m bench.storm [--real]     # --real: the tiny model and vLLM instead of a backend that answers at once
+    python -m bench.storm [--real]
 
-Nothing may fail, and heartbeats must come through.
+The backend answers at once. With --real it is the tiny model and vLLM.
+
+The waves are a second apart, and every answer is retrieved. No call may fail, and heartbeats must
+be answered.
 """
 
 import argparse
@@ -36,8 +39,14 @@ class Storm:
         self.errors: list[str] = []
 
     async def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, bytes]:
-        content, kind = (body, PROTO) if isinstance(body, bytes) else (json.dumps(body).encode(), JSON)
-        headers = {**kind, "accept": f"{PROTO['content-type']}, application/json", "x-api-key": "tml-bench"}
+        content, kind = (
+            (body, PROTO) if isinstance(body, bytes) else (json.dumps(body).encode(), JSON)
+        )
+        headers = {
+            **kind,
+            "accept": f"{PROTO['content-type']}, application/json",
+            "x-api-key": "tml-bench",
+        }
         async with self._http.post(f"/api/v1{path}", data=content, headers=headers) as answer:
             return answer.status, await answer.read()
 
@@ -64,7 +73,11 @@ class Storm:
             }
             await self.done("/create_model", body)
             self.models.append(f"{self.session}:train:{number}")
-        body = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": self._base_model}
+        body = {
+            "session_id": self.session,
+            "sampling_session_seq_id": 0,
+            "base_model": self._base_model,
+        }
         await self.post("/create_sampling_session", body)
 
     async def timed(self, kind: str, work: Any) -> None:
@@ -83,7 +96,10 @@ class Storm:
     async def wave(self, number: int) -> None:
         await asyncio.sleep(number * WAVE_S)
         sampler = f"{self.session}:sample:0"
-        works = [("sample", self.done("/asample", sample(sampler, number * SAMPLES + i))) for i in range(SAMPLES)]
+        works = [
+            ("sample", self.done("/asample", sample(sampler, number * SAMPLES + i)))
+            for i in range(SAMPLES)
+        ]
         for i in range(BATCHES):
             body = batch(self.models[i % MODELS], number * BATCHES + i + 1)
             works.append(("forward_backward", self.done("/forward_backward", body)))
@@ -118,10 +134,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--real", action="store_true", help="the tiny model and vLLM")
     real = parser.parse_args().real
-    made: AbstractContextManager[Any] = service("base_model.warmup_steps=0") if real else fake_service()
+    made: AbstractContextManager[Any] = (
+        service("base_model.warmup_steps=0") if real else fake_service()
+    )
     with made:
-        figures = asyncio.run(storm(REAL_PORT if real else FAKE_PORT, "skyrl-actors/tiny" if real else "Qwen/Qwen3-8B"))
-    emit("storm", {"backend": "vLLM and one rank, tiny model" if real else "answers at once", **figures})
+        figures = asyncio.run(
+            storm(
+                REAL_PORT if real else FAKE_PORT, "skyrl-actors/tiny" if real else "Qwen/Qwen3-8B"
+            )
+        )
+    emit(
+        "storm",
+        {"backend": "vLLM and one rank, tiny model" if real else "answers at once", **figures},
+    )
     if figures["errors"]:
         raise SystemExit(1)
 

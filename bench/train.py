@@ -1,10 +1,11 @@
-"""What forward_backward costs: plain torch loops, a worker, and a worker behind SDK and service, side by side in one run.
+"""The cost of forward_backward: plain torch loops, a worker, and a worker behind SDK and service.
 
     python -m bench.train                        # all; about 15 minutes on two cores
     python -m bench.train --only ragged,combined
 
-One JSON line. Ratios are medians of rounds that take turns: above 1 is faster than the plain loop. Losses are compared too:
-what is measured computes the same.
+One run measures all, and its result is one JSON line. Ratios are medians of alternating rounds. A
+ratio above 1 is faster than the plain loop. Losses are compared too, to prove that all compute the
+same.
 """
 
 import argparse
@@ -48,7 +49,10 @@ def ratio(found: dict[str, list[float]], ours: str, theirs: str) -> float:
 
 
 def rates(found: dict[str, list[float]], tokens: int) -> dict[str, int]:
-    return {f"{name}_tokens_per_s": round(tokens / statistics.median(values)) for name, values in found.items()}
+    return {
+        f"{name}_tokens_per_s": round(tokens / statistics.median(values))
+        for name, values in found.items()
+    }
 
 
 def same(a: float, b: float) -> None:
@@ -62,15 +66,19 @@ def _full_model(lengths_of: Callable[[int], Sequence[int]], name: str) -> dict[s
         data = [rows_of(i, lengths_of(7)) for i in range(ROUNDS + 1)]
         columns = [columns_of(rows) for rows in data]
         same(compute(worker, [("full", columns[0])]), plain_loop(plain, data[0], 4))
-        found = side_by_side({
-            "padded": lambda i: plain_loop(plain, data[i], 4),
-            "one_by_one": lambda i: plain_loop(plain, data[i], 1),
-            "worker": lambda i: compute(worker, [("full", columns[i])]),
-        }, ROUNDS)  # fmt: skip
+        found = side_by_side(
+            {
+                "padded": lambda i: plain_loop(plain, data[i], 4),
+                "one_by_one": lambda i: plain_loop(plain, data[i], 1),
+                "worker": lambda i: compute(worker, [("full", columns[i])]),
+            },
+            ROUNDS,
+        )
     return {
-        f"{name}_ratio": ratio(found, "worker", "padded"), f"{name}_one_by_one_ratio": ratio(found, "worker", "one_by_one"),
+        f"{name}_ratio": ratio(found, "worker", "padded"),
+        f"{name}_one_by_one_ratio": ratio(found, "worker", "one_by_one"),
         f"{name}": rates(found, tokens_in(data[1])),
-    }  # fmt: skip
+    }
 
 
 def uniform() -> dict[str, Any]:
@@ -85,19 +93,30 @@ def _many(lengths: Sequence[Sequence[int]], name: str, rounds: int) -> dict[str,
     with base_of() as base:
         worker = worker_of(base)
         names = tenants(worker, len(lengths))
-        parts = [(tenant, columns_of(rows_of(i, own))) for i, (tenant, own) in enumerate(zip(names, lengths, strict=True))]
+        parts = [
+            (tenant, columns_of(rows_of(i, own)))
+            for i, (tenant, own) in enumerate(zip(names, lengths, strict=True))
+        ]
         same(compute(worker, parts), sum(compute(worker, [part]) for part in parts))
-        found = side_by_side({
-            "together": lambda i: compute(worker, parts),
-            "alone": lambda i: [compute(worker, [part]) for part in parts],
-        }, rounds)  # fmt: skip
+        found = side_by_side(
+            {
+                "together": lambda i: compute(worker, parts),
+                "alone": lambda i: [compute(worker, [part]) for part in parts],
+            },
+            rounds,
+        )
     tokens = sum(columns.num_tokens for _, columns in parts)
-    return {f"{name}_ratio": ratio(found, "together", "alone"), name: {"tokens": tokens, **rates(found, tokens)}}
+    return {
+        f"{name}_ratio": ratio(found, "together", "alone"),
+        name: {"tokens": tokens, **rates(found, tokens)},
+    }
 
 
 def tenants8() -> dict[str, Any]:
-    """One sequence of 16 to 32 tokens each."""
-    return _many([[length] for length in np.linspace(16, 32, 8).astype(int)], "tenants8", 3 * ROUNDS)
+    """Measure 8 tenants with one sequence of 16 to 32 tokens each."""
+    return _many(
+        [[length] for length in np.linspace(16, 32, 8).astype(int)], "tenants8", 3 * ROUNDS
+    )
 
 
 def tenants8_large() -> dict[str, Any]:
@@ -105,20 +124,31 @@ def tenants8_large() -> dict[str, Any]:
 
 
 def logits_memory() -> dict[str, Any]:
-    """Peak memory of a loss over 4096 tokens and 151,936 words, forward and backward, each in a process of its own."""
+    """Measure the peak memory of a loss over 4096 tokens and a vocabulary of 151,936.
+
+    It covers forward and backward, each way in a separate process.
+    """
     peaks = {way: _in_process(f"head-{way}") for way in ("full", "chunked")}
     return {
         "logits_memory_ratio": round(peaks["chunked"]["peak"] / peaks["full"]["peak"], 4),
-        "logits_memory": {way: round(found["peak"] / 2**20) for way, found in peaks.items()} | {"unit": "MiB"},
+        "logits_memory": {way: round(found["peak"] / 2**20) for way, found in peaks.items()}
+        | {"unit": "MiB"},
         "logits_time_ratio": round(peaks["full"]["seconds"] / peaks["chunked"]["seconds"], 3),
     }
 
 
 def combined() -> dict[str, Any]:
-    """4 LoRA tenants over 8 layers and a large vocabulary: peft, padded, full logits, one tenant after the other, against one
-    packed pass; speed and memory of each in a process of its own, taking turns three times. Half of the tokens are prompts:
-    `scored` answers their logprobs too, as a service does by default; the others do not (score_uncounted=false)."""
-    rounds = [{way: _in_process(f"combined-{way}") for way in ("peft", "worker", "bfloat16", "scored")} for _ in range(3)]
+    """Compare peft with one packed pass, for 4 LoRA tenants over 8 layers and a large vocabulary.
+
+    peft pads, computes full logits and runs one tenant after the other. Speed and memory are
+    measured in separate processes, three times alternately. Half of the tokens are prompts.
+    `scored` also returns their logprobs, which is the default of a service; the others do not
+    (score_uncounted=false).
+    """
+    rounds = [
+        {way: _in_process(f"combined-{way}") for way in ("peft", "worker", "bfloat16", "scored")}
+        for _ in range(3)
+    ]
     middle = {way: statistics.median(r[way]["seconds"] for r in rounds) for way in rounds[0]}
     memory = {way: statistics.median(r[way]["peak"] for r in rounds) for way in rounds[0]}
     tokens = rounds[0]["peft"]["tokens"]
@@ -129,20 +159,30 @@ def combined() -> dict[str, Any]:
         "combined_bfloat16_ratio": round(middle["peft"] / middle["bfloat16"], 3),
         "combined_memory_ratio": round(memory["worker"] / memory["peft"], 3),
         "combined": {
-            way: {"tokens_per_s": round(tokens / middle[way]), "extra_mib": round(memory[way] / 2**20)} for way in middle
+            way: {
+                "tokens_per_s": round(tokens / middle[way]),
+                "extra_mib": round(memory[way] / 2**20),
+            }
+            for way in middle
         },
     }
 
 
 def sharded_tenants() -> dict[str, Any]:
-    """4 tenants, a base sharded over two ranks by FSDP2, about 360 tokens a rank: in one pass and one at a time."""
+    """Measure 4 tenants in one pass and one at a time.
+
+    FSDP2 shards the base over two ranks. A rank has about 360 tokens.
+    """
     from bench.train_ranks import time_tenants
     from tests.workers.ranks import Ranks
 
     with base_of() as base:
         pool = Ranks(2, 600.0)
         try:
-            found = {kind: pool.run(time_tenants, str(base), kind, ROUNDS)[0] for kind in ("fsdp2", "replica")}
+            found = {
+                kind: pool.run(time_tenants, str(base), kind, ROUNDS)[0]
+                for kind in ("fsdp2", "replica")
+            }
         finally:
             pool.close()
     return {
@@ -160,7 +200,9 @@ def service() -> dict[str, Any]:
 
 def trl() -> dict[str, Any]:
     if find_spec("trl") is None:
-        raise SystemExit("trl is not installed: pip install '.[bench]', or leave it out with --only")
+        raise SystemExit(
+            "trl is not installed; pip install '.[bench]', or leave this part out with --only"
+        )
     from bench.train_trl import compare
 
     with base_of() as base:
@@ -168,18 +210,32 @@ def trl() -> dict[str, Any]:
 
 
 def growth() -> dict[str, Any]:
-    """Seconds of one call as it grows: tokens of one adapter (rows of 512), tenants with 64 tokens each, ranks of one thread
-    (rows of 128, 2048 tokens); and milliseconds that a tenant costs to make and to delete."""
+    """Measure the seconds of one call as it grows.
+
+    It grows in tokens of one adapter (rows of 512), in tenants with 64 tokens each, and in ranks of
+    one thread (rows of 128, 2048 tokens). The milliseconds to create and to delete a tenant are
+    measured too.
+    """
     with base_of() as base:
         ranks = {count: _seconds_on_ranks(base, count) for count in (1, 2)}
         worker = worker_of(base)
         made = statistics.median(seconds(lambda: tenants(worker, 1)) for _ in range(9))
         deleted = statistics.median(_deleted(worker) for _ in range(9))
         names = tenants(worker, 64)
-        tokens = {count: _timed(worker, [(names[0], [512] * (count // 512))]) for count in (1024, 4096, 16384, 65536)}
-        many = {count: _timed(worker, [(name, [64]) for name in names[:count]]) for count in (1, 4, 16, 64)}
+        tokens = {
+            count: _timed(worker, [(names[0], [512] * (count // 512))])
+            for count in (1024, 4096, 16384, 65536)
+        }
+        many = {
+            count: _timed(worker, [(name, [64]) for name in names[:count]])
+            for count in (1, 4, 16, 64)
+        }
     return {
-        "growth": {"seconds_by_tokens": tokens, "seconds_by_tenants": many, "seconds_by_ranks": ranks},
+        "growth": {
+            "seconds_by_tokens": tokens,
+            "seconds_by_tenants": many,
+            "seconds_by_ranks": ranks,
+        },
         "tenant_ms": {"create": round(made * 1000, 1), "delete": round(deleted * 1000, 3)},
     }
 
@@ -206,7 +262,12 @@ def _timed(worker: Any, parts: Sequence[tuple[str, Sequence[int]]]) -> float:
 
 
 def _in_process(case: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-m", "bench.train", "--case", case], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.train", "--case", case],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout.splitlines()[-1])
@@ -223,17 +284,27 @@ def run_case(case: str) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "uniform": uniform, "ragged": ragged_lengths, "tenants8": tenants8, "tenants8_large": tenants8_large,
-    "logits_memory": logits_memory, "combined": combined, "sharded_tenants": sharded_tenants, "service": service, "trl": trl, "growth": growth,
-}  # fmt: skip
+    "uniform": uniform,
+    "ragged": ragged_lengths,
+    "tenants8": tenants8,
+    "tenants8_large": tenants8_large,
+    "logits_memory": logits_memory,
+    "combined": combined,
+    "sharded_tenants": sharded_tenants,
+    "service": service,
+    "trl": trl,
+    "growth": growth,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--only",
         default=",".join(name for name in PARTS if name != "trl" or find_spec("trl")),
-        help=f"some of {', '.join(PARTS)}",
+        help=f"comma-separated names of {', '.join(PARTS)}",
     )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -244,7 +315,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     for name in options.only.split(","):
         if name not in PARTS:
-            raise SystemExit(f"no part {name!r}; there are {', '.join(PARTS)}")
+            raise SystemExit(f"unknown part {name!r}; use {', '.join(PARTS)}")
         print(f"{name} …", file=sys.stderr, flush=True)
         result |= PARTS[name]()
     emit("train", result | {"threads": THREADS, "rounds": ROUNDS})

@@ -1,4 +1,7 @@
-"""What bench.train measures in processes of their own. Each prepares, and gives the work whose time and memory count."""
+"""The cases that bench.train measures in separate processes.
+
+Each prepares, and returns the work whose time and memory are measured.
+"""
 
 import time
 from collections.abc import Callable
@@ -47,16 +50,23 @@ def head(way: str) -> Work:
 
 
 def combined(way: str) -> Work:
-    """4 sequences of 32 to 512 tokens (log-uniform) of each of 4 tenants; the first half of each is a prompt."""
+    """Return 4 sequences of 32 to 512 tokens (log-uniform) for each of 4 tenants.
+
+    The first half of each sequence is a prompt.
+    """
     data = [rows_of(i, ragged(20 + i, 4), VOCAB) for i in range(4)]
     with base_of(VOCAB, 8) as base:
         step = _peft(base, data) if way == "peft" else _worker(base, data, way)
-    step()  # allocators and kernels are warm, and memory that is kept is there
+    step()  # this warms allocators and kernels, and allocates the memory that is kept
 
     def work() -> dict[str, Any]:
         started = time.perf_counter()
         loss = step()
-        return {"seconds": time.perf_counter() - started, "loss": loss, "tokens": sum(tokens_in(rows) for rows in data)}
+        return {
+            "seconds": time.perf_counter() - started,
+            "loss": loss,
+            "tokens": sum(tokens_in(rows) for rows in data),
+        }
 
     return work
 
@@ -80,14 +90,26 @@ def _peft(base: Path, data: list[list[np.ndarray]]) -> Callable[[], float]:
 
 
 def _worker(base: Path, data: list[list[np.ndarray]], way: str) -> Callable[[], float]:
-    """Prompts go through the head only in the way that answers their logprobs too, which is the default of a service."""
-    worker = worker_of(base, dtype="bfloat16" if way == "bfloat16" else "float32", score_uncounted=way == "scored")
-    parts = [(name, columns_of(rows, prompts=True)) for name, rows in zip(tenants(worker, len(data)), data, strict=True)]
+    """Return a worker.
+
+    Prompts pass the head only if their logprobs are returned too, which is the default of a
+    service.
+    """
+    worker = worker_of(
+        base, dtype="bfloat16" if way == "bfloat16" else "float32", score_uncounted=way == "scored"
+    )
+    parts = [
+        (name, columns_of(rows, prompts=True))
+        for name, rows in zip(tenants(worker, len(data)), data, strict=True)
+    ]
     return lambda: compute(worker, parts)
 
 
 CASES: dict[str, Callable[[], Work]] = {
     "head-full": lambda: head("full"),
     "head-chunked": lambda: head("chunked"),
-    **{f"combined-{way}": (lambda way=way: combined(way)) for way in ("peft", "worker", "bfloat16", "scored")},
+    **{
+        f"combined-{way}": (lambda way=way: combined(way))
+        for way in ("peft", "worker", "bfloat16", "scored")
+    },
 }

@@ -1,4 +1,4 @@
-"""What the ranks of bench.train run."""
+"""The functions that the ranks of bench.train run."""
 
 from typing import Any
 
@@ -9,25 +9,35 @@ from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.interface import PartCall, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 
-LENGTHS = (40, 60, 80)  # of each of four tenants: 720 tokens
+LENGTHS = (40, 60, 80)  # lengths for each of four tenants, 720 tokens in total
 
 
-def time_tenants(rank: int, world: int, port: int, base: str, kind: str, rounds: int) -> dict[str, list[float]]:
+def time_tenants(
+    rank: int, world: int, port: int, base: str, kind: str, rounds: int
+) -> dict[str, list[float]]:
     strategy: Any = Fsdp2Strategy() if kind == "fsdp2" else ReplicaStrategy()
-    worker = TorchWorker(WorkerSpec("policy", rank, world, base, "float32", "cpu", 1, 4096, 600.0, strategy))
+    worker = TorchWorker(
+        WorkerSpec("policy", rank, world, base, "float32", "cpu", 1, 4096, 600.0, strategy)
+    )
     worker.setup("127.0.0.1", port)
     parts = [(name, columns_of(rows_of(i, LENGTHS))) for i, name in enumerate(tenants(worker, 4))]
 
     def run(some: list[Any]) -> None:
         shares = assign_parts([columns.lengths for _, columns in some], world)[rank]
-        calls = tuple(PartCall(name, rows, columns, CALL) for rows, (name, columns) in zip(shares, some, strict=True))
+        calls = tuple(
+            PartCall(name, rows, columns, CALL)
+            for rows, (name, columns) in zip(shares, some, strict=True)
+        )
         worker.forward_backward(calls, False)
 
-    return side_by_side({"together": lambda i: run(parts), "alone": lambda i: [run([part]) for part in parts]}, rounds)
+    return side_by_side(
+        {"together": lambda i: run(parts), "alone": lambda i: [run([part]) for part in parts]},
+        rounds,
+    )
 
 
 def time_rows(rank: int, world: int, port: int, base: str, rounds: int) -> list[float]:
-    """One adapter, 16 rows of 128 tokens, and the step that sums its gradients."""
+    """Measure one adapter with 16 rows of 128 tokens, and the step that sums its gradients."""
     worker = TorchWorker(WorkerSpec("policy", rank, world, base, "float32", "cpu", 1, 1024, 600.0))
     worker.setup("127.0.0.1", port)
     (name,) = tenants(worker, 1)

@@ -1,4 +1,4 @@
-"""The worker alone against the same worker behind SDK and service, with the same adapter and data, taking turns."""
+"""The worker alone and behind SDK and service, alternately, with the same adapter and data."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,17 @@ import tinker
 from tinker import types
 
 from bench.harness import service
-from bench.train_setup import THREADS, columns_of, compute, ragged, rows_of, side_by_side, tenants, tokens_in, worker_of
+from bench.train_setup import (
+    THREADS,
+    columns_of,
+    compute,
+    ragged,
+    rows_of,
+    side_by_side,
+    tenants,
+    tokens_in,
+    worker_of,
+)
 from bench.training import datum
 
 
@@ -19,9 +29,13 @@ def compare(base: Path, rounds: int) -> dict[str, Any]:
     data = [rows_of(i, ragged(7)) for i in range(rounds + 1)]
     columns = [columns_of(rows) for rows in data]
     options = (
-        f"policy.num_threads={THREADS}", "critic=null", "lora.alpha=16", "base_model.type=pretrained", "base_model.name=m50",
+        f"policy.num_threads={THREADS}",
+        "critic=null",
+        "lora.alpha=16",
+        "base_model.type=pretrained",
+        "base_model.name=m50",
         f"base_model.path={base}",
-    )  # fmt: skip
+    )
     with service(*options) as _, tinker.ServiceClient() as client:
         tenant = client.create_lora_training_client("m50", rank=8, seed=0, train_unembed=False)
         datums = [[datum(row) for row in rows] for rows in data]
@@ -30,5 +44,10 @@ def compare(base: Path, rounds: int) -> dict[str, Any]:
             return tenant.forward_backward(datums[i], "cross_entropy").result()
 
         same(ours(0).metrics["loss:sum"], compute(worker, [(name, columns[0])]))
-        found = side_by_side({"worker": lambda i: compute(worker, [(name, columns[i])]), "service": ours}, rounds)
-    return {"service_ratio": ratio(found, "service", "worker"), "service": rates(found, tokens_in(data[1]))}
+        found = side_by_side(
+            {"worker": lambda i: compute(worker, [(name, columns[i])]), "service": ours}, rounds
+        )
+    return {
+        "service_ratio": ratio(found, "service", "worker"),
+        "service": rates(found, tokens_in(data[1])),
+    }

@@ -1,4 +1,4 @@
-"""Models, data and loops that the training benchmark compares: plain torch beside a worker."""
+"""Models, data and loops of the training benchmark, for plain torch and for a worker."""
 
 import tempfile
 import time
@@ -24,17 +24,29 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def config_of(vocab_size: int, layers: int) -> Qwen3Config:
-    """512 wide: 50.6 million weights with 16 layers and a vocabulary of 512."""
+    """Return the config of a model of width 512.
+
+    It has 50.6 million weights with 16 layers and a vocabulary of 512.
+    """
     return Qwen3Config(
-        vocab_size=vocab_size, hidden_size=512, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=65536, tie_word_embeddings=True, eos_token_id=1,
-        bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=65536,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
 
 
 @contextmanager
 def folder_of(config: Qwen3Config, dtype: torch.dtype = torch.float32) -> Iterator[Path]:
-    """Random weights."""
+    """Create the model with random weights. Return its folder."""
     with tempfile.TemporaryDirectory(prefix="bench-base-") as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
@@ -48,26 +60,35 @@ def base_of(vocab_size: int = 512, layers: int = 16) -> Iterator[Path]:
 
 
 def rows_of(seed: int, lengths: Sequence[int], vocab_size: int = 512) -> list[np.ndarray]:
-    """Each with one token more than its length: inputs and targets are it without its last and its first."""
+    """Return rows with one token more than their length.
+
+    Inputs are a row without its last token, and targets are a row without its first.
+    """
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, n + 1) for n in lengths]
 
 
 def ragged(seed: int, count: int = 16) -> list[int]:
-    """32 to 512, log-uniform, as they arrive."""
+    """Return log-uniform lengths of 32 to 512, in random order."""
     rng = np.random.default_rng(seed)
     return np.exp(rng.uniform(np.log(32), np.log(512), count)).astype(int).tolist()
 
 
 def columns_of(rows: Sequence[np.ndarray], prompts: bool = False) -> Columns:
-    """With `prompts`, the first half of each row has weight 0."""
+    """Return the columns of these rows. With `prompts`, the first half of a row has weight 0."""
 
     def weights(count: int) -> np.ndarray:
         return (np.arange(count) >= (count // 2 if prompts else 0)).astype(np.float32)
 
-    return columns_from([
-        Example(row[:-1].astype(np.int32), {TARGETS: row[1:].astype(np.int32), "weights": weights(len(row) - 1)}) for row in rows
-    ])  # fmt: skip
+    return columns_from(
+        [
+            Example(
+                row[:-1].astype(np.int32),
+                {TARGETS: row[1:].astype(np.int32), "weights": weights(len(row) - 1)},
+            )
+            for row in rows
+        ]
+    )
 
 
 def tokens_in(rows: Sequence[np.ndarray]) -> int:
@@ -78,8 +99,13 @@ def plain_model(base: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).train()
 
 
-def plain_loop(model: Any, rows: Sequence[np.ndarray], per_pass: int, prompts: bool = False) -> float:
-    """Padded to the longest of each microbatch, sum of the losses; gradients accumulate. Returns the total loss."""
+def plain_loop(
+    model: Any, rows: Sequence[np.ndarray], per_pass: int, prompts: bool = False
+) -> float:
+    """Run padded microbatches and accumulate gradients. Return the sum of the losses.
+
+    A microbatch is padded to its longest row.
+    """
     total = 0.0
     for start in range(0, len(rows), per_pass):
         some = rows[start : start + per_pass]
@@ -90,7 +116,11 @@ def plain_loop(model: Any, rows: Sequence[np.ndarray], per_pass: int, prompts: b
         for i, row in enumerate(some):
             n = len(row) - 1
             skip = n // 2 if prompts else 0
-            tokens[i, :n], mask[i, :n], targets[i, skip:n] = torch.tensor(row[:-1]), 1, torch.tensor(row[1 + skip :])
+            tokens[i, :n], mask[i, :n], targets[i, skip:n] = (
+                torch.tensor(row[:-1]),
+                1,
+                torch.tensor(row[1 + skip :]),
+            )
         padded = None if bool(mask.all()) else mask
         logits = model(input_ids=tokens, attention_mask=padded, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -100,7 +130,18 @@ def plain_loop(model: Any, rows: Sequence[np.ndarray], per_pass: int, prompts: b
 
 
 def worker_of(base: Path, budget: int = 1024, **options: Any) -> TorchWorker:
-    spec = WorkerSpec("policy", 0, 1, str(base), options.pop("dtype", "float32"), "cpu", THREADS, budget, 600.0, **options)
+    spec = WorkerSpec(
+        "policy",
+        0,
+        1,
+        str(base),
+        options.pop("dtype", "float32"),
+        "cpu",
+        THREADS,
+        budget,
+        600.0,
+        **options,
+    )
     worker = TorchWorker(spec)
     worker.setup("127.0.0.1", 0)
     return worker
@@ -109,12 +150,14 @@ def worker_of(base: Path, budget: int = 1024, **options: Any) -> TorchWorker:
 def tenants(worker: TorchWorker, count: int, unembed: bool = False) -> list[str]:
     names = [f"t{i}" for i in range(count)]
     for i, name in enumerate(names):
-        worker.create_model(ModelSpec(name, "m50", lora=LoraSpec(8, 16.0, train_unembed=unembed), seed=i))
+        worker.create_model(
+            ModelSpec(name, "m50", lora=LoraSpec(8, 16.0, train_unembed=unembed), seed=i)
+        )
     return names
 
 
 def compute(worker: TorchWorker, parts: Sequence[tuple[str, Columns]]) -> float:
-    """One call for all of them; returns the total loss."""
+    """Run one call with all rows. Return the sum of the losses."""
     calls = tuple(PartCall(name, tuple(range(c.num_rows)), c, CALL) for name, c in parts)
     outputs = worker.forward_backward(calls, False)
     assert all(isinstance(output, RowOutput) for output in outputs), outputs
@@ -128,7 +171,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def side_by_side(ways: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, round by round in turn, behind one round that warms up."""
+    """Return the seconds of each way in alternating rounds, after a warm-up round."""
     for work in ways.values():
         work(0)
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -139,7 +182,10 @@ def side_by_side(ways: dict[str, Callable[[int], Any]], rounds: int) -> dict[str
 
 
 def peak_of(work: Callable[[], Any]) -> int:
-    """Bytes of memory that it takes at most beyond what is taken now. In a process of its own, please."""
+    """Return the peak memory of `work` in bytes, beyond the present use.
+
+    It must run in a separate process.
+    """
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     work()
@@ -147,5 +193,9 @@ def peak_of(work: Callable[[], Any]) -> int:
 
 
 def _status(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) * 1024

@@ -1,4 +1,7 @@
-"""TRL's SFTTrainer with peft against a worker: the same adapter's shape, rows in the same order, 16 a step, 4 a microbatch."""
+"""TRL's SFTTrainer with peft, and a worker, with the same adapter shape and order of rows.
+
+A step has 16 rows, and a microbatch 4.
+"""
 
 import os
 import statistics
@@ -7,14 +10,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.train_setup import LAYERS, THREADS, columns_of, compute, plain_model, ragged, rows_of, tenants, tokens_in, worker_of
+from bench.train_setup import (
+    LAYERS,
+    THREADS,
+    columns_of,
+    compute,
+    plain_model,
+    ragged,
+    rows_of,
+    tenants,
+    tokens_in,
+    worker_of,
+)
 from skyrl_actors.messages.model import AdamParams
 
 ROWS = 16
 
 
 def compare(base: Path, rounds: int) -> dict[str, Any]:
-    """Seconds of each step; the first of either warms up. They run one after the other: the trainer keeps its loop to itself."""
+    """Return the seconds of each step, without the first, which is a warm-up.
+
+    The two run one after the other, because the trainer's loop cannot be interleaved.
+    """
     data = [rows_of(i, ragged(7, ROWS)) for i in range(rounds + 1)]
     theirs = _trainer_steps(base, [row for rows in data for row in rows], rounds + 1)
     worker = worker_of(base)
@@ -26,7 +43,10 @@ def compare(base: Path, rounds: int) -> dict[str, Any]:
         worker.optim_step(name, AdamParams(1e-4))
         ours.append(time.perf_counter() - started)
     tokens = tokens_in(data[0])
-    rates = {way: tokens / statistics.median(steps[1:]) for way, steps in (("trl", theirs), ("worker", ours))}
+    rates = {
+        way: tokens / statistics.median(steps[1:])
+        for way, steps in (("trl", theirs), ("worker", ours))
+    }
     return {
         "trl_ratio": round(rates["worker"] / rates["trl"], 3),
         "trl": {f"{way}_tokens_per_s": round(rate) for way, rate in rates.items()},
@@ -59,15 +79,29 @@ def _trainer_steps(base: Path, rows: list[Any], steps: int) -> list[float]:
 
     with tempfile.TemporaryDirectory() as scratch:
         config = SFTConfig(
-            output_dir=scratch, per_device_train_batch_size=4, gradient_accumulation_steps=ROWS // 4, max_steps=steps, max_length=None,
-            learning_rate=1e-4, report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True, bf16=False, shuffle_dataset=False,
-            gradient_checkpointing=False, optim="adamw_torch_fused", disable_tqdm=True, train_sampling_strategy="sequential",
+            output_dir=scratch,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=ROWS // 4,
+            max_steps=steps,
+            max_length=None,
+            learning_rate=1e-4,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            shuffle_dataset=False,
+            gradient_checkpointing=False,
+            optim="adamw_torch_fused",
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},
-        )  # fmt: skip
+        )
         trainer = SFTTrainer(
             model=plain_model(base),
             args=config,
-            train_dataset=Dataset(table, fingerprint="rows"),  # a name of its own: none need be made by pickling it
+            # a fixed name, so that none is computed by pickling
+            train_dataset=Dataset(table, fingerprint="rows"),
             processing_class=make_tokenizer(),
             peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=LAYERS, lora_dropout=0.0),
             callbacks=[Clock()],

@@ -1,7 +1,8 @@
-"""Tokens a second of forward_backward + optim_step through SDK and service, against a plain PyTorch + peft loop.
+"""Tokens per second of forward_backward and optim_step, through the service and in a plain loop.
 
-Same base model, LoRA rank, batches and threads, in one run; rounds of the two alternate. `service_ratio` is the ratio of
-the medians; `padded_baseline` is the usual way of writing the loop (one padded batch).
+The plain loop is PyTorch with peft. Base model, LoRA rank, batches and threads are the same, and
+rounds alternate in one run. `service_ratio` is the ratio of the medians. `padded_baseline` is the
+usual form of the loop, with one padded batch.
 """
 
 import statistics
@@ -37,13 +38,18 @@ def datum(row: np.ndarray) -> types.Datum:
     )
 
 
-def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[np.ndarray]) -> None:
+def plain_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: list[np.ndarray]
+) -> None:
     width = max(len(row) for row in rows) - 1
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     targets = torch.full((len(rows), width), -100)
     mask = torch.zeros(len(rows), width, dtype=torch.int64)
     for i, row in enumerate(rows):
-        tokens[i, : len(row) - 1], targets[i, : len(row) - 1] = torch.tensor(row[:-1]), torch.tensor(row[1:])
+        tokens[i, : len(row) - 1], targets[i, : len(row) - 1] = (
+            torch.tensor(row[:-1]),
+            torch.tensor(row[1:]),
+        )
         mask[i, : len(row) - 1] = 1
     logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
     F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
@@ -56,10 +62,17 @@ def main() -> None:
     base = AutoModelForCausalLM.from_pretrained(base_folder())
     lora = LoraConfig(r=RANK, lora_alpha=32, target_modules=LAYERS, lora_dropout=0.0)
     model = get_peft_model(base, lora).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True
+    )
     ours, plain = [], []
-    with service("base_model.warmup_steps=0", f"policy.num_threads={THREADS}"), tinker.ServiceClient() as client:
-        tenant = client.create_lora_training_client("skyrl-actors/tiny", rank=RANK, train_unembed=False).result()
+    with (
+        service("base_model.warmup_steps=0", f"policy.num_threads={THREADS}"),
+        tinker.ServiceClient() as client,
+    ):
+        tenant = client.create_lora_training_client(
+            "skyrl-actors/tiny", rank=RANK, train_unembed=False
+        ).result()
         for i in range(ROUNDS + 2):
             rows = batch(i)
             data = [datum(row) for row in rows]
@@ -76,11 +89,19 @@ def main() -> None:
             if i >= 2:
                 ours.append(count / (middle - started))
                 plain.append(count / (time.perf_counter() - middle))
-    emit("training", {
-        "service_tokens_per_s": round(statistics.median(ours)), "plain_tokens_per_s": round(statistics.median(plain)),
-        "service_ratio": round(statistics.median(ours) / statistics.median(plain), 3), "rows": ROWS, "lora_rank": RANK,
-        "threads": THREADS, "rounds": ROUNDS, "padded_baseline": True,
-    })  # fmt: skip
+    emit(
+        "training",
+        {
+            "service_tokens_per_s": round(statistics.median(ours)),
+            "plain_tokens_per_s": round(statistics.median(plain)),
+            "service_ratio": round(statistics.median(ours) / statistics.median(plain), 3),
+            "rows": ROWS,
+            "lora_rank": RANK,
+            "threads": THREADS,
+            "rounds": ROUNDS,
+            "padded_baseline": True,
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
-"""Seconds to move all weights of a 100M-parameter float32 model, and an adapter, from a training rank into a vLLM engine.
+"""Seconds to transfer weights from a training rank to a vLLM engine.
 
     python -m bench.transfer
 
-One JSON line, medians. shm_s: freezing the version in shared memory, and the engine's load of it. repack_s: the engine loading again what
-it has mapped already, which is vLLM's own work on its layers. shm_ratio: shm_s against repack_s and a
-plain copy of the same bytes into new memory (copy_s; warm_copy_s into memory that was used before). Deleting versions is not counted: it
-happens when they are no longer wanted. gloo_s: freezing, and a broadcast by TCP in buckets; live_s: the
-same from the weights themselves, with nothing written. lora_ms: an adapter of rank 16 written and added.
-Checksums are off here; with them: shm_checked_s.
+The weights are those of a float32 model with 100M parameters, and an adapter. The result is one
+JSON line with medians:
+
+- shm_s: write the version to shared memory, and load it in the engine.
+- repack_s: load mapped weights again, which is vLLM's own work on its layers.
+- copy_s: copy the same bytes to new memory; warm_copy_s: copy them to used memory.
+- shm_ratio: shm_s divided by the sum of repack_s and copy_s.
+- gloo_s: write the version, and broadcast it over TCP in buckets.
+- live_s: broadcast the live weights, and write nothing.
+- lora_ms: write and add an adapter of rank 16.
+- shm_checked_s: shm_s with checksums, which are off in the others.
+
+The deletion of versions is not counted, because it happens later.
 """
 
 import asyncio
@@ -19,18 +26,26 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from skyrl_actors.backends.environment import actor_environment
+from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.config.cluster import ClusterConfig
 
 ROUNDS = 5
 SHAPE = {
-    "vocab_size": 32_768, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11, "num_attention_heads": 12,
-    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 512, "eos_token_id": 1, "bos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 32_768,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 11,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
 
 
 def make_base(folder: Path) -> None:
-    """Random weights; the tokenizer of the tiny model, as nothing is decoded."""
+    """Create a model with random weights. Its tokenizer is unused, so it is the tiny model's."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -41,8 +56,10 @@ def make_base(folder: Path) -> None:
     AutoTokenizer.from_pretrained(base_folder()).save_pretrained(folder)
 
 
-async def seconds(work: Callable[[int], Awaitable[None]], behind: Callable[[int], None] = lambda number: None) -> float:
-    """Median, behind one that warms up; what is done `behind` each is not counted."""
+async def seconds(
+    work: Callable[[int], Awaitable[None]], behind: Callable[[int], None] = lambda number: None
+) -> float:
+    """Return the median seconds after a warm-up. The call of `behind` after each is not counted."""
     found: list[float] = []
     for number in range(ROUNDS + 1):
         started = time.perf_counter()
@@ -66,7 +83,9 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
     worker.setup("127.0.0.1", 0)
     worker.create_model(ModelSpec("full", "b"))
     worker.create_model(ModelSpec("lora", "b", lora=LoraSpec(16, train_unembed=False)))
-    engine = VllmEngine(EngineSpec("e", str(base), "cpu", "float32", 256, 8, 512, 64 * 2**20, 2, 16, 8, True, 120.0))
+    engine = VllmEngine(
+        EngineSpec("e", str(base), "cpu", "float32", 256, 8, 512, 64 * 2**20, 2, 16, 8, True, 120.0)
+    )
     await engine.start()
 
     def frozen(version: str, checksums: bool = False):
@@ -86,19 +105,27 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
     async def gloo(number: int) -> None:
         manifest = frozen(f"full@{number}")
         asked = WeightStream("", 0, 2, "gloo", 64 * 2**20, 60.0)
-        await engine.load_full(manifest.version, (manifest,), (worker.open_stream(manifest, asked),))
+        await engine.load_full(
+            manifest.version, (manifest,), (worker.open_stream(manifest, asked),)
+        )
 
     async def live(number: int) -> None:
-        manifest = worker.export_weights("full", str(work / f"full@{number}"), f"full@{number}", False, "when_needed")
+        manifest = worker.export_weights(
+            "full", str(work / f"full@{number}"), f"full@{number}", False, "lazy"
+        )
         assert manifest is not None
         asked = WeightStream("", 0, 2, "gloo", 64 * 2**20, 60.0)
-        await engine.load_full(manifest.version, (manifest,), (worker.open_stream(manifest, asked),))
+        await engine.load_full(
+            manifest.version, (manifest,), (worker.open_stream(manifest, asked),)
+        )
 
     async def repack(number: int) -> None:
         await engine.load_full("kept", (kept,))
 
     async def lora(number: int) -> None:
-        manifest = worker.export_weights("lora", str(work / f"lora@{number}"), f"lora@{number}", False)
+        manifest = worker.export_weights(
+            "lora", str(work / f"lora@{number}"), f"lora@{number}", False
+        )
         assert manifest is not None
         await engine._lora_request(manifest)
 
@@ -112,18 +139,31 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
 
     shm_s, repack_s = await seconds(shm, discard), await seconds(repack)
     copy_s, warm_copy_s = await seconds(copy), await seconds(warm_copy)
-    checked_s, gloo_s, lora_s = await seconds(lambda n: shm(n, True), discard), await seconds(gloo, discard), await seconds(lora)
+    checked_s, gloo_s, lora_s = (
+        await seconds(lambda n: shm(n, True), discard),
+        await seconds(gloo, discard),
+        await seconds(lora),
+    )
     live_s = await seconds(live, discard)
     await engine.stop()
     return {
-        "bytes": kept.num_bytes, "shm_ratio": round(shm_s / (repack_s + copy_s), 2), "shm_s": round(shm_s, 3), "repack_s": round(repack_s, 3),
-        "copy_s": round(copy_s, 3), "warm_copy_s": round(warm_copy_s, 3), "shm_checked_s": round(checked_s, 3), "gloo_s": round(gloo_s, 3),
-        "live_s": round(live_s, 3), "lora_ms": round(lora_s * 1000, 1), "rounds": ROUNDS,
-    }  # fmt: skip
+        "bytes": kept.num_bytes,
+        "shm_ratio": round(shm_s / (repack_s + copy_s), 2),
+        "shm_s": round(shm_s, 3),
+        "repack_s": round(repack_s, 3),
+        "copy_s": round(copy_s, 3),
+        "warm_copy_s": round(warm_copy_s, 3),
+        "shm_checked_s": round(checked_s, 3),
+        "gloo_s": round(gloo_s, 3),
+        "live_s": round(live_s, 3),
+        "lora_ms": round(lora_s * 1000, 1),
+        "rounds": ROUNDS,
+    }
 
 
 def main() -> None:
-    os.environ |= actor_environment(ClusterConfig()) | {"OMP_NUM_THREADS": "1"}  # before torch is imported
+    # must precede the import of torch
+    os.environ |= actor_environment(ClusterConfig()) | {"OMP_NUM_THREADS": "1"}
     from bench.harness import emit
 
     work = Path(tempfile.mkdtemp(prefix="bench-transfer-", dir="/dev/shm"))

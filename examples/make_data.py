@@ -1,6 +1,8 @@
-"""Small datasets for the jobs of configs/jobs: words to write backwards, as answers and as pairs of answers.
+"""Make small datasets for the jobs in configs/jobs: words to write backwards.
 
-python -m examples.make_data data
+The files contain answers and pairs of answers:
+
+    python -m examples.make_data data
 """
 
 import json
@@ -16,9 +18,13 @@ def word(rng: random.Random) -> str:
 
 
 def wrong(rng: random.Random, text: str) -> str:
-    """The word itself, or its reverse with one letter changed."""
+    """Return a wrong answer: the word itself, or its reverse with one letter changed."""
     place = rng.randrange(len(text))
-    changed = text[::-1][:place] + rng.choice([c for c in LETTERS if c != text[::-1][place]]) + text[::-1][place + 1 :]
+    changed = (
+        text[::-1][:place]
+        + rng.choice([c for c in LETTERS if c != text[::-1][place]])
+        + text[::-1][place + 1 :]
+    )
     return rng.choice([text, changed]) if text != text[::-1] else changed
 
 
@@ -34,7 +40,10 @@ def main(folder: Path, answers: int = 6000, pairs: int = 3000) -> None:
         for text in words[:pairs]:
             row = {"prompt": f"Reverse: {text}", "chosen": text[::-1], "rejected": wrong(rng, text)}
             file.write(json.dumps(row) + "\n")
-    print(f"{folder}/answers.jsonl: {min(answers, len(words))} rows, {folder}/pairs.jsonl: {min(pairs, len(words))} rows")
+    print(
+        f"{folder}/answers.jsonl: {min(answers, len(words))} rows, "
+        f"{folder}/pairs.jsonl: {min(pairs, len(words))} rows"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Supervised fine-tuning through the official tinker SDK, against a service started with
+"""Supervised fine-tuning with the official tinker SDK.
 
-skyrl-actors serve configs/cpu_tiny.yaml
+Start a service first:
 
-export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local
-python -m examples.sft
+    skyrl-actors serve configs/cpu_tiny.yaml
+
+    export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local
+    python -m examples.sft
 """
 
 import argparse
@@ -15,7 +17,10 @@ from examples.words import MODEL, Chat, accuracy, tensor, words
 
 
 def datum(chat: Chat, text: str) -> types.Datum:
-    """Weight 1 on the answer only; position i of the input predicts position i of the targets."""
+    """Return a training example. Only tokens of the answer have weight 1.
+
+    Position i of the input predicts position i of the targets.
+    """
     prompt, answer = chat.prompt(text), chat.answer(text)
     tokens = prompt + answer
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
@@ -26,7 +31,9 @@ def datum(chat: Chat, text: str) -> types.Datum:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
@@ -36,7 +43,9 @@ def main() -> None:
     with tinker.ServiceClient() as service:
         model = service.create_lora_training_client(options.base_model, rank=32, seed=0).result()
         chat = Chat(model.get_tokenizer())
-        before = accuracy(service.create_sampling_client(base_model=options.base_model).result(), chat, held_out)
+        before = accuracy(
+            service.create_sampling_client(base_model=options.base_model).result(), chat, held_out
+        )
         print(f"held-out accuracy before: {before:.2f}", flush=True)
         for step in range(options.steps):
             texts = [w for w in words(options.batch, seed=100 + step) if w not in held_out]
@@ -46,7 +55,10 @@ def main() -> None:
             model.optim_step(types.AdamParams(learning_rate=rate, eps=1e-8)).result()
             tokens = sum(sum(d.loss_fn_inputs["weights"].data) for d in data)
             if step % 5 == 4:
-                print(f"step {step + 1:3d}  loss {batch.result().metrics['loss:sum'] / tokens:.3f}", flush=True)
+                print(
+                    f"step {step + 1:3d}  loss {batch.result().metrics['loss:sum'] / tokens:.3f}",
+                    flush=True,
+                )
         after = accuracy(model.save_weights_and_get_sampling_client().result(), chat, held_out)
         print(f"held-out accuracy after:  {after:.2f}")
         print(f"saved {model.save_state('sft').result().path}")

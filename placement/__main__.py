@@ -1,4 +1,6 @@
-"""`python -m placement ASKS.yaml --nodes cluster.yaml`: who would sit where, for any asks, without the rest of this project.
+"""`python -m placement DEMANDS.yaml --nodes cluster.yaml`: print a plan for any demands.
+
+It needs nothing else of this project. The file of demands:
 
 device: GPU
 groups:                        # demands of one group share slots
@@ -22,19 +24,25 @@ from placement.types import Demand, DoesNotFit
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m placement", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m placement",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("asks", type=Path, help="a file as above")
+    parser.add_argument("demands", type=Path, help="a file as above")
     parser.add_argument("--nodes", type=Path, required=True, help="a Ray cluster-launcher file")
     options = parser.parse_args()
     try:
-        asks: Any = yaml.safe_load(options.asks.read_text())
-        groups = [[Demand(**demand) for demand in group] for group in asks["groups"]]
-        print(render(plan(groups, nodes_from_cluster_file(options.nodes), asks.get("device", "GPU"))))
+        demands: Any = yaml.safe_load(options.demands.read_text())
+        groups = [[Demand(**demand) for demand in group] for group in demands["groups"]]
+        print(
+            render(
+                plan(groups, nodes_from_cluster_file(options.nodes), demands.get("device", "GPU"))
+            )
+        )
     except (DoesNotFit, OSError, yaml.YAMLError) as error:
         sys.exit(f"error: {error}")
     except (KeyError, TypeError) as error:
-        sys.exit(f"error: {options.asks}: {error}; see --help for its form")
+        sys.exit(f"error: {options.demands}: {error}; see --help for its form")
 
 
 if __name__ == "__main__":

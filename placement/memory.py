@@ -1,8 +1,8 @@
-"""Will it fit? Bytes of each device in each phase, from the model's shape and what is asked for (pure).
+"""The memory plan: bytes on each device in each phase, for a model's shape and the demands.
 
-The parts are those of colocation: what is resident in a phase counts there, plus what work in that phase needs. Figures of
-weights, gradients, moments and KV cache are exact; activations, workspaces and contexts are estimates, and the reserve is for
-what fragments.
+A phase counts what is resident in it, plus what the work in it needs. The sizes of weights,
+gradients, moments and the KV cache are exact. Those of activations, workspaces and contexts are
+estimates. The reserve covers fragmentation. This module is pure.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,67 +13,75 @@ from placement.shape import ModelShape
 PHASES = ("TRAIN", "STEP", "SYNC", "SAMPLE")
 TRAINED, STEPPED, ALL = frozenset({"TRAIN", "STEP", "SYNC"}), frozenset({"STEP"}), frozenset(PHASES)
 GIB = 2**30
-CONTEXT_BYTES = GIB // 2  # of one process on a GPU: CUDA context and libraries
+CONTEXT_BYTES = GIB // 2  # CUDA context and libraries of one process on a GPU
 GRAPHS_BYTES = GIB  # CUDA graphs of an engine that captures them
 MADE_IN_A_PASS = ("activations", "head's gradient in a pass")
-HEAD_CHUNK_LOGITS = 32 * 2**20  # of workers/head
-ADAPTER_BYTES = 16  # of one weight of an adapter, float32: the weight, its gradient, two moments
+HEAD_CHUNK_LOGITS = 32 * 2**20  # logits that workers/head computes at once
+ADAPTER_BYTES = 16  # for one float32 weight of an adapter: the weight, its gradient, two moments
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerAsk:
-    """One group of training ranks, as far as memory is concerned."""
+    """The properties of a group of training ranks that determine its memory."""
 
     kind: str  # "policy", "critic"
     ranks: int
-    compute_bytes: int  # of one number: 4 or 2
-    base_shards: int  # ranks over which the frozen base is spread; 1: each has it whole
+    compute_bytes: int  # bytes of one number: 4 or 2
+    base_shards: int  # ranks over which the frozen base is sharded; 1: each rank holds all of it
     adapters: int
     lora_rank: int
     full_models: int
-    full_bytes: tuple[float, float, float]  # on each rank for one weight of a full fine-tune: weights, gradients, moments
-    offloaded: bool  # moments, and weights as far as they are of float32, lie in host memory
+    # bytes on each rank for one weight of a full fine-tune: weights, gradients, moments
+    full_bytes: tuple[float, float, float]
+    offloaded: bool  # moments and float32 weights are in host memory
     microbatch_tokens: int
     activations: str  # "keep", "recompute", "offload"
     moves: bool  # leaves the device between phases
-    all_adapters_bytes: int | None = None  # those on the device too; None: there are no others
-    one_memory: bool = False  # the device is the host
+    all_adapters_bytes: int | None = None  # idle adapters included; None: there are no idle ones
+    one_memory: bool = False  # the device is a CPU, so device and host share one memory
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAsk:
+    """The properties of an engine that determine its memory."""
+
     devices: int  # tensor parallel × pipeline parallel
-    weight_bytes: int  # of one number
-    kv_bytes: int  # of one device
+    weight_bytes: int  # bytes of one number
+    kv_bytes: int  # bytes of the KV cache on one device
     batched_tokens: int
     max_seqs: int
     adapters: int
     lora_rank: int
     graphs: bool
     moves: bool  # its cache leaves the device between phases
-    weights_move: bool  # and so do its weights
-    host_adapters: int = 0  # kept in host memory
-    one_memory: bool = False  # the device is the host
+    weights_move: bool  # its weights leave the device too
+    host_adapters: int = 0  # adapters that are kept in host memory
+    one_memory: bool = False  # the device is a CPU, so device and host share one memory
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    who: str
+class MemoryItem:
+    """One row of the memory plan, for example the weights of the policy."""
+
+    who: str  # role: "policy", "critic" or "engine"
     what: str
     bytes: int
-    phases: frozenset[str]  # in which it is on the device
-    settings: tuple[str, ...] = ()  # what makes it smaller
-    kept: bool = False  # lies in host memory while it is not on the device
+    phases: frozenset[str]  # phases in which it is on the device
+    settings: tuple[str, ...] = ()  # config keys that make it smaller
+    kept: bool = False  # it is in host memory while it is not on the device
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`parts` of each kind of device ("policy & engine", "critic"), and the bytes such a device has; None: not known."""
+    """The memory of each kind of device, for example "policy & engine" or "critic".
 
-    parts: dict[str, tuple[Part, ...]]
+    `parts` contains the items on each kind. `device_bytes` is None if it is not known.
+    """
+
+    parts: dict[str, tuple[MemoryItem, ...]]
     device_bytes: int | None
     reserve: float
-    host_bytes: int | None = None  # a device's part of its node's memory
+    host_bytes: int | None = None  # a device's share of its node's memory
 
     @property
     def usable_bytes(self) -> int | None:
@@ -83,29 +91,43 @@ class MemoryPlan:
         return sum(part.bytes for part in self.parts[device] if phase in part.phases)
 
     def used_of_host(self, device: str, phase: str) -> int:
-        return sum(part.bytes for part in self.parts[device] if part.kept and phase not in part.phases)
+        return sum(
+            part.bytes for part in self.parts[device] if part.kept and phase not in part.phases
+        )
 
     def shortfalls(self) -> list[tuple[str, str, int]]:
-        """(device, phase, bytes over) wherever it does not fit."""
+        """Return (device, phase, missing bytes) for each phase in which a device is too small."""
         usable = self.usable_bytes
         if usable is None:
             return []
-        every = [(device, phase, self.used(device, phase) - usable) for device in self.parts for phase in PHASES]
+        every = [
+            (device, phase, self.used(device, phase) - usable)
+            for device in self.parts
+            for phase in PHASES
+        ]
         return [found for found in every if found[2] > 0]
 
-    def largest(self, device: str, phase: str) -> Part:
-        return max((part for part in self.parts[device] if phase in part.phases), key=lambda part: part.bytes)
+    def largest(self, device: str, phase: str) -> MemoryItem:
+        return max(
+            (part for part in self.parts[device] if phase in part.phases),
+            key=lambda part: part.bytes,
+        )
 
 
-def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[Part]:
+def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[MemoryItem]:
+    """Return the items of one training rank."""
     total, c = shape.num_parameters, ask.compute_bytes
     weights, gradient, moments = ask.full_bytes
-    parts: list[Part] = []
+    parts: list[MemoryItem] = []
 
     def add(what: str, size: float, phases: frozenset[str], *settings: str) -> None:
         if size > 0:
             named = tuple(f"{ask.kind}.{s}" if s[0] != "*" else s[1:] for s in settings)
-            parts.append(Part(ask.kind, what, int(size), phases, named, kept=what not in MADE_IN_A_PASS))
+            parts.append(
+                MemoryItem(
+                    ask.kind, what, int(size), phases, named, kept=what not in MADE_IN_A_PASS
+                )
+            )
 
     resident = TRAINED if ask.moves else ALL
     gradients = frozenset({"TRAIN", "STEP"}) if ask.moves else ALL
@@ -120,27 +142,68 @@ def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[Part]:
         add("adapters' moments", used * 8, optimizer, "*lora.max_adapters", "*lora.max_rank")
         if ask.all_adapters_bytes is not None:
             idle = frozenset(ALL) if ask.one_memory else frozenset[str]()
-            add("idle adapters", ask.all_adapters_bytes - used * ADAPTER_BYTES, idle, "*lora.max_host_gib", "*lora.max_rank")
+            add(
+                "idle adapters",
+                ask.all_adapters_bytes - used * ADAPTER_BYTES,
+                idle,
+                "*lora.max_host_gib",
+                "*lora.max_rank",
+            )
     if ask.full_models:
         full = ask.full_models * total
-        add("full weights", full * weights, resident, "full_strategy.stage=3", "num_ranks", "*lora.max_full_models")
-        add("full gradients", full * gradient, gradients, "full_strategy.stage=2", "*lora.max_full_models")
-        where: frozenset[str] = frozenset() if ask.offloaded else optimizer
-        add("full moments", full * moments, where, "full_strategy.offload_optimizer=true", "*lora.max_full_models")
-    # Passes run in STEP too, where nothing is left of TRAIN to load.
+        add(
+            "full weights",
+            full * weights,
+            resident,
+            "full_strategy.stage=3",
+            "num_ranks",
+            "*lora.max_full_models",
+        )
+        add(
+            "full gradients",
+            full * gradient,
+            gradients,
+            "full_strategy.stage=2",
+            "*lora.max_full_models",
+        )
+        add(
+            "full moments",
+            full * moments,
+            frozenset[str]() if ask.offloaded else optimizer,
+            "full_strategy.offload_optimizer=true",
+            "*lora.max_full_models",
+        )
+    # Passes run in STEP too, because all that TRAIN needs is loaded there.
     if ask.full_models and ask.kind != "critic":
-        add("head's gradient in a pass", head_gradient_bytes(ask, shape), frozenset({"TRAIN", "STEP"}), "*lora.max_full_models")
-    add("activations", activation_bytes(ask, shape), frozenset({"TRAIN", "STEP"}), "microbatch_tokens", "activations=recompute")
+        add(
+            "head's gradient in a pass",
+            head_gradient_bytes(ask, shape),
+            frozenset({"TRAIN", "STEP"}),
+            "*lora.max_full_models",
+        )
+    add(
+        "activations",
+        activation_bytes(ask, shape),
+        frozenset({"TRAIN", "STEP"}),
+        "microbatch_tokens",
+        "activations=recompute",
+    )
     return parts
 
 
 def head_gradient_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
-    """Of a trained head: the sum over chunks in float32, and the result in the dtype of the weights."""
+    """Return the bytes of a trained head's gradient in one pass.
+
+    It is the sum over chunks in float32, and the result in the dtype of the weights.
+    """
     return shape.vocab * shape.hidden * (4 + (ask.compute_bytes if ask.compute_bytes < 4 else 0))
 
 
 def activation_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
-    """Of one packed pass, with the head's chunk of logits: as they are, and as float32, and exponentiated."""
+    """Return the bytes of activations of one packed pass, including a chunk of the head's logits.
+
+    The logits exist as computed, in float32 and exponentiated.
+    """
     tokens, c = ask.microbatch_tokens, ask.compute_bytes
     layer = shape.layer_activation_bytes(c)
     kept = shape.layers * layer
@@ -152,50 +215,103 @@ def activation_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
     return tokens * (kept + 4 * shape.hidden * c) + logits * (c + 8)
 
 
-def engine_parts(ask: EngineAsk, shape: ModelShape) -> list[Part]:
+def engine_parts(ask: EngineAsk, shape: ModelShape) -> list[MemoryItem]:
+    """Return the items of one device of an engine."""
     resident = frozenset({"SYNC", "SAMPLE"}) if ask.weights_move else ALL
     sampling = frozenset({"SAMPLE"}) if ask.moves else ALL
     b = ask.weight_bytes
     adapters = ask.adapters * shape.lora_parameters(ask.lora_rank) * b / ask.devices
-    workspace = ask.batched_tokens * (shape.hidden * 6 + shape.intermediate * shape.active_experts * 3) * b / ask.devices
+    workspace = (
+        ask.batched_tokens
+        * (shape.hidden * 6 + shape.intermediate * shape.active_experts * 3)
+        * b
+        / ask.devices
+    )
     logits = ask.max_seqs * shape.vocab * 8
     parts = [
-        Part("engine", "weights", int(shape.num_parameters * b / ask.devices), resident, ("engine.tensor_parallel",), kept=True),
-        Part("engine", "adapters", int(adapters), resident, ("engine.max_loras", "lora.max_rank"), kept=True),
-        Part("engine", "KV cache", ask.kv_bytes, sampling, ("engine.kv_cache_bytes",)),
-        Part("engine", "workspace", int(workspace + logits), sampling, ("engine.max_num_batched_tokens", "engine.max_num_seqs")),
+        MemoryItem(
+            "engine",
+            "weights",
+            int(shape.num_parameters * b / ask.devices),
+            resident,
+            ("engine.tensor_parallel",),
+            kept=True,
+        ),
+        MemoryItem(
+            "engine",
+            "adapters",
+            int(adapters),
+            resident,
+            ("engine.max_loras", "lora.max_rank"),
+            kept=True,
+        ),
+        MemoryItem("engine", "KV cache", ask.kv_bytes, sampling, ("engine.kv_cache_bytes",)),
+        MemoryItem(
+            "engine",
+            "workspace",
+            int(workspace + logits),
+            sampling,
+            ("engine.max_num_batched_tokens", "engine.max_num_seqs"),
+        ),
     ]
-    if ask.host_adapters:  # each device's process keeps them whole
+    if ask.host_adapters:  # the process of each device keeps complete adapters
         where = frozenset(ALL) if ask.one_memory else frozenset[str]()
         size = ask.host_adapters * shape.lora_parameters(ask.lora_rank) * b
-        parts.append(Part("engine", "idle adapters", size, where, ("lora.max_adapters", "lora.max_rank"), kept=True))
+        parts.append(
+            MemoryItem(
+                "engine",
+                "idle adapters",
+                size,
+                where,
+                ("lora.max_adapters", "lora.max_rank"),
+                kept=True,
+            )
+        )
     if ask.graphs:
-        parts.append(Part("engine", "CUDA graphs", GRAPHS_BYTES, sampling, ("engine.enforce_eager=true",)))
+        parts.append(
+            MemoryItem(
+                "engine", "CUDA graphs", GRAPHS_BYTES, sampling, ("engine.enforce_eager=true",)
+            )
+        )
     return parts
 
 
-def bucket_part(who: str, bucket_bytes: int, shape: ModelShape, number_bytes: int) -> Part:
-    """Of a stream of weights: as large as asked for, or as the largest tensor."""
+def bucket_part(who: str, bucket_bytes: int, shape: ModelShape, number_bytes: int) -> MemoryItem:
+    """Return the bucket of a weight transfer.
+
+    It has the configured size, or that of the largest tensor if that is more.
+    """
     size = max(bucket_bytes, shape.vocab * shape.hidden * number_bytes)
-    return Part(who, "transfer bucket", size, frozenset({"SYNC", "SAMPLE"}), ("transfer.bucket_bytes",))
+    return MemoryItem(
+        who, "transfer bucket", size, frozenset({"SYNC", "SAMPLE"}), ("transfer.bucket_bytes",)
+    )
 
 
-def context_part(who: Iterable[str], on_gpu: bool) -> list[Part]:
-    """Of the processes that share a device, in every phase: a sleeping one keeps its context."""
-    return [Part(name, "context", CONTEXT_BYTES, ALL) for name in who] if on_gpu else []
+def context_part(who: Iterable[str], on_gpu: bool) -> list[MemoryItem]:
+    """Return the contexts of the processes that share a device.
+
+    They exist in every phase, because a sleeping process keeps its context.
+    """
+    return [MemoryItem(name, "context", CONTEXT_BYTES, ALL) for name in who] if on_gpu else []
 
 
 def render(plan: MemoryPlan, found: Sequence[str] = ()) -> str:
-    """A table for each kind of device, GiB, and `complaints`."""
+    """Return a table in GiB for each kind of device, followed by the `complaints` in `found`."""
     lines: list[str] = []
     for device, parts in plan.parts.items():
         lines += ["", f"memory of a {device} device, GiB" + _limit(plan)]
         width = max(len(f"{part.who} {part.what}") for part in parts)
         lines.append(f"{'':<{width}}  " + "".join(f"{phase:>8}" for phase in PHASES))
         for part in parts:
-            cells = "".join(f"{part.bytes / GIB:>8.2f}" if phase in part.phases else f"{'–':>8}" for phase in PHASES)
+            cells = "".join(
+                f"{part.bytes / GIB:>8.2f}" if phase in part.phases else f"{'–':>8}"
+                for phase in PHASES
+            )
             lines.append(f"{part.who + ' ' + part.what:<{width}}  {cells}")
-        lines.append(f"{'in all':<{width}}  " + "".join(f"{plan.used(device, phase) / GIB:>8.2f}" for phase in PHASES))
+        lines.append(
+            f"{'in all':<{width}}  "
+            + "".join(f"{plan.used(device, phase) / GIB:>8.2f}" for phase in PHASES)
+        )
         if any(plan.used_of_host(device, phase) for phase in PHASES):
             cells = "".join(f"{plan.used_of_host(device, phase) / GIB:>8.2f}" for phase in PHASES)
             lines.append(f"{'in host memory':<{width}}  {cells}" + (_host_limit(plan)))
@@ -205,8 +321,11 @@ def render(plan: MemoryPlan, found: Sequence[str] = ()) -> str:
 
 def _limit(plan: MemoryPlan) -> str:
     if plan.device_bytes is None or plan.usable_bytes is None:
-        return " (how much it has is not known; set placement.device_memory_gib)"
-    return f" (has {plan.device_bytes / GIB:.1f}, of which {plan.reserve:.0%} stay free for fragments: {plan.usable_bytes / GIB:.1f})"
+        return " (its memory is not known; set placement.device_memory_gib)"
+    return (
+        f" (has {plan.device_bytes / GIB:.1f}, of which {plan.reserve:.0%} stay free for "
+        f"fragments: {plan.usable_bytes / GIB:.1f})"
+    )
 
 
 def _host_limit(plan: MemoryPlan) -> str:
@@ -214,7 +333,7 @@ def _host_limit(plan: MemoryPlan) -> str:
 
 
 def complaints(plan: MemoryPlan, remedies: Sequence[str] = ()) -> list[str]:
-    """Where it does not fit, with both numbers and what to change."""
+    """Describe each shortfall, with both numbers and the keys to change."""
     found: list[str] = []
     alike: dict[tuple[str, int], list[str]] = {}
     for device, phase, over in plan.shortfalls():
@@ -223,15 +342,17 @@ def complaints(plan: MemoryPlan, remedies: Sequence[str] = ()) -> list[str]:
         part = plan.largest(device, phases[0])
         change = ", ".join(remedies or part.settings) or "smaller models or larger devices"
         found.append(
-            f"{device} in {', '.join(phases)} needs {plan.used(device, phases[0]) / GIB:.2f} GiB of {(plan.usable_bytes or 0) / GIB:.2f}, "
-            f"{over / GIB:.2f} too much; the largest part is {part.who} {part.what} ({part.bytes / GIB:.2f}); change {change}"
+            f"{device} in {', '.join(phases)} needs {plan.used(device, phases[0]) / GIB:.2f} GiB "
+            f"of {(plan.usable_bytes or 0) / GIB:.2f}, {over / GIB:.2f} too much; "
+            f"the largest part is {part.who} {part.what} ({part.bytes / GIB:.2f}); change {change}"
         )
     for device in plan.parts:
         phase = max(PHASES, key=lambda phase: plan.used_of_host(device, phase))
         used = plan.used_of_host(device, phase)
         if plan.host_bytes is not None and used > plan.host_bytes:
             found.append(
-                f"what a {device} device keeps in host memory in {phase} needs {used / GIB:.2f} GiB of its {plan.host_bytes / GIB:.2f}; "
-                "use nodes with more memory, placement.layout=split, or a lower lora.max_host_gib"
+                f"what a {device} device keeps in host memory in {phase} needs {used / GIB:.2f} "
+                f"GiB of its {plan.host_bytes / GIB:.2f}; use nodes with more memory, "
+                "placement.layout=split, or a lower lora.max_host_gib"
             )
     return found

@@ -1,8 +1,9 @@
-"""Decide who goes where, before anything starts (pure).
+"""Plan the placement of actors on nodes, before anything starts.
 
-Demands of one group share slots, rank by rank; groups have slots of their own. A group goes to the node it fills best, else
-to the NVLink domain, the rack, the zone it fills best, where it takes the emptiest nodes first. Devices that must be
-neighbours (a `block`) stay on one node; groups with the largest blocks choose first.
+Demands of one group share slots, rank by rank. Each group has its own slots. A group goes to the
+node that it fills best. If it fits no node, it goes to the NVLink domain, rack, zone or region that
+it fills best, and takes the emptiest nodes first. The devices of a `block` stay on one node. Groups
+with the largest blocks are placed first. This module is pure.
 """
 
 from collections.abc import Sequence
@@ -14,14 +15,20 @@ LEVELS = ("nvlink-domain", "rack", "ray.io/availability-zone", "ray.io/region")
 
 
 def plan(groups: Sequence[Sequence[Demand]], nodes: Sequence[Node], device: str) -> Plan:
-    """Raises DoesNotFit with what is asked and what there is."""
+    """Return a plan for all groups.
+
+    Raises:
+        DoesNotFit: The message contains the demanded and the existing slots.
+    """
     for group in groups:
         _check_group(group)
     room = _Room(nodes)
     chosen: dict[int, list[str]] = {}
     for index in sorted(range(len(groups)), key=lambda i: -_block(groups[i])):
         group = groups[index]
-        chosen[index] = room.take(group[0].count, _block(group), _width(group), _resources(group[0].device or device))
+        chosen[index] = room.take(
+            group[0].count, _block(group), _width(group), _resources(group[0].device or device)
+        )
         if not chosen[index]:
             raise DoesNotFit(_arithmetic(groups, group, nodes, room, device))
     slots: list[Slot] = []
@@ -31,13 +38,16 @@ def plan(groups: Sequence[Sequence[Demand]], nodes: Sequence[Node], device: str)
             slots.append(Slot(len(slots), node, _resources(group[0].device or device), holds))
     everybody = [demand for group in groups for demand in group]
     return Plan(
-        device, tuple(slots), {node.name: float(room.capacity(node.name, _resources(device))) for node in nodes},
-        {demand.kind: demand.width for demand in everybody}, {demand.kind: demand.block for demand in everybody},
-    )  # fmt: skip
+        device,
+        tuple(slots),
+        {node.name: float(room.capacity(node.name, _resources(device))) for node in nodes},
+        {demand.kind: demand.width for demand in everybody},
+        {demand.kind: demand.block for demand in everybody},
+    )
 
 
 class _Room:
-    """What the nodes have left."""
+    """The free devices of the nodes."""
 
     def __init__(self, nodes: Sequence[Node]):
         self._free = {node.name: {"GPU": node.gpus, "CPU": node.cpus} for node in nodes}
@@ -54,22 +64,39 @@ class _Room:
         return int(min(self._free[node][key] // amount for key, amount in needs.items()))
 
     def take(self, count: int, block: int, width: int, needs: dict[str, float]) -> list[str]:
-        """A node for each of `count` slots; empty, and nothing taken, when they do not fit."""
+        """Take `count` slots. Return the node of each, or an empty list if they do not fit."""
         blocks = {name: self.capacity(name, needs) // block for name in self._free}
         wanted = count // block
         for domains in self._levels:
-            sizes = {name: sum(blocks[node] for node in members) for name, members in domains.items()}
+            sizes = {
+                name: sum(blocks[node] for node in members) for name, members in domains.items()
+            }
             fitting = [name for name in sizes if sizes[name] >= wanted]
             if fitting:
                 members = domains[min(fitting, key=lambda name: sizes[name])]
                 members = sorted(members, key=lambda node: -blocks[node])
-                # Actors of several blocks stay on one node where they can; what is left of them is spread.
-                whole = self._fill(members, {n: blocks[n] * block // width for n in members}, count // width, width, needs)
+                # An actor of several blocks stays on one node if possible, and is spread otherwise.
+                whole = self._fill(
+                    members,
+                    {n: blocks[n] * block // width for n in members},
+                    count // width,
+                    width,
+                    needs,
+                )
                 left = {n: self.capacity(n, needs) // block for n in members}
-                return whole + self._fill(members, left, (count - len(whole)) // block, block, needs)
+                return whole + self._fill(
+                    members, left, (count - len(whole)) // block, block, needs
+                )
         return []
 
-    def _fill(self, members: list[str], blocks: dict[str, int], wanted: int, block: int, needs: dict[str, float]) -> list[str]:
+    def _fill(
+        self,
+        members: list[str],
+        blocks: dict[str, int],
+        wanted: int,
+        block: int,
+        needs: dict[str, float],
+    ) -> list[str]:
         chosen: list[str] = []
         for node in members:
             number = min(blocks[node], wanted - len(chosen) // block) * block
@@ -95,20 +122,36 @@ def _check_group(group: Sequence[Demand]) -> None:
     for demand in group:
         if demand.count % demand.width or demand.width % demand.block:
             raise DoesNotFit(
-                f"{demand.kind}: {demand.count} devices for actors of {demand.width}, {demand.block} on one node: these do not divide"
+                f"{demand.kind}: count {demand.count} must be a multiple of width {demand.width}, "
+                f"and width of block {demand.block}"
             )
     total = sum(demand.share for demand in group)
     if total > 1.0 + 1e-9:
-        raise DoesNotFit(f"{' + '.join(f'{d.kind} {d.share:g}' for d in group)} = {total:g} of a slot; a slot is 1")
+        raise DoesNotFit(
+            f"{' + '.join(f'{d.kind} {d.share:g}' for d in group)} = {total:g} of a slot; "
+            "a slot is 1"
+        )
     if len({demand.count for demand in group}) > 1:
-        raise DoesNotFit(f"colocated actors share slots one to one, but {', '.join(f'{d.kind} has {d.count}' for d in group)}")
+        raise DoesNotFit(
+            "colocated actors share slots one to one, but "
+            f"{', '.join(f'{d.kind} has {d.count}' for d in group)}"
+        )
 
 
 def _arithmetic(
-    groups: Sequence[Sequence[Demand]], short_of: Sequence[Demand], nodes: Sequence[Node], room: _Room, device: str
+    groups: Sequence[Sequence[Demand]],
+    short_of: Sequence[Demand],
+    nodes: Sequence[Node],
+    room: _Room,
+    device: str,
 ) -> str:
-    """The whole demand against all nodes; where that would do, what keeps one group from its place."""
-    alike = [group for group in groups if (group[0].device or device) == (short_of[0].device or device)]
+    """Compare the whole demand with all nodes.
+
+    If it fits in total, explain why one group does not.
+    """
+    alike = [
+        group for group in groups if (group[0].device or device) == (short_of[0].device or device)
+    ]
     wanted = sum(group[0].count for group in alike)
     kind = short_of[0].device or device
     there = {node.name: _Room([node]).capacity(node.name, _resources(kind)) for node in nodes}
@@ -122,7 +165,8 @@ def _arithmetic(
     blocks = sum(count // block for count in left.values())
     names = " & ".join(demand.kind for demand in short_of)
     return (
-        f"{text}; {names} needs {short_of[0].count // block} times {block} on one node, and what the others leave "
-        f"({', '.join(f'{name}: {count}' for name, count in left.items())}) holds {blocks}; use fewer devices for each engine "
-        "(engine.tensor_parallel), or nodes with more"
+        f"{text}; {names} needs {short_of[0].count // block} times {block} on one node, "
+        "and what the others leave "
+        f"({', '.join(f'{name}: {count}' for name, count in left.items())}) holds {blocks}; "
+        "use fewer devices for each engine (engine.tensor_parallel), or nodes with more"
     )

@@ -1,4 +1,4 @@
-"""A plan as text for people."""
+"""A plan as a text table."""
 
 from placement.types import Plan
 
@@ -9,7 +9,9 @@ def render(plan: Plan) -> str:
     width = max(len(slot.node) for slot in plan.slots)
     lines = [f"{'slot':>4}  {'node':<{width}}  {'device':<6}  actors"]
     for slot in plan.slots[:SHOWN_SLOTS]:
-        actors = ", ".join(f"{_name(plan, kind, rank)} {share:g}" for kind, rank, share in slot.holds)
+        actors = ", ".join(
+            f"{_name(plan, kind, rank)} {share:g}" for kind, rank, share in slot.holds
+        )
         device = "GPU" if "GPU" in slot.resources else "CPU"
         lines.append(f"{slot.index:>4}  {slot.node:<{width}}  {device:<6}  {actors}")
     if len(plan.slots) > SHOWN_SLOTS:
@@ -19,6 +21,6 @@ def render(plan: Plan) -> str:
 
 
 def _name(plan: Plan, kind: str, rank: int) -> str:
-    """engine[1].0 is the first device of the second engine, where an engine has several."""
+    """Return the name of an actor, or of its device: engine[1].0 is engine 1's first device."""
     width = plan.widths.get(kind, 1)
     return f"{kind}[{rank}]" if width == 1 else f"{kind}[{rank // width}].{rank % width}"

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import ray
@@ -24,8 +24,10 @@ NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
 
 
 def cluster_nodes(free: bool = False) -> list[Node]:
-    """Living nodes of the Ray cluster with what each has in all, or with what nobody holds now. Names are those of the hosts;
-    of two nodes on one host the second bears its id as well."""
+    """Return the living nodes of the Ray cluster, with their total or their `free` resources.
+
+    A node has the name of its host. If a host has two nodes, the second name also contains its id.
+    """
     found: dict[str, Node] = {}
     available = available_resources_per_node() if free else {}
     for n in ray.nodes():
@@ -34,19 +36,32 @@ def cluster_nodes(free: bool = False) -> list[Node]:
             name = f"{name}/{n['NodeID'][:8]}" if name in found else name
             has = available.get(n["NodeID"], {}) if free else total
             found[name] = Node(
-                name, has.get("CPU", 0.0), has.get("GPU", 0.0), n.get("Labels") or {}, device_bytes_of(total),
-                int(total["memory"]) if "memory" in total else None, n["NodeID"],
-            )  # fmt: skip
+                name,
+                has.get("CPU", 0.0),
+                has.get("GPU", 0.0),
+                n.get("Labels") or {},
+                device_bytes_of(total),
+                int(total["memory"]) if "memory" in total else None,
+                n["NodeID"],
+            )
     return list(found.values())
 
 
 async def reserve(
-    plan: Plan, name: str, timeout_s: float, say: Callable[[str], None], detached: bool = False, pinned: bool = False
+    plan: Plan,
+    name: str,
+    timeout_s: float,
+    say: Callable[[str], None],
+    detached: bool = False,
+    pinned: bool = False,
 ) -> PlacementGroup:
-    """Wait until all slots are held; `pinned`, each on the node that the plan names (Ray can not move it to another then).
+    """Reserve the slots of a plan as a placement group.
 
-    Raises DoesNotFit at the deadline, with what the cluster has free, or when a node of the plan is gone; nothing is held then.
-    `detached` slots outlive this process.
+    `detached` slots outlive this process. `pinned` slots are on the nodes that the plan names, and
+    Ray cannot move them to other nodes.
+
+    Raises:
+        DoesNotFit: The timeout passed, or a node of the plan is gone. No slot stays reserved.
     """
     before = reserved_before(plan, name) if detached else None
     if before is not None:
@@ -55,13 +70,22 @@ async def reserve(
     ids = {node.name: node.ray_id for node in cluster_nodes()}
     if pinned and (gone := sorted({slot.node for slot in plan.slots} - set(ids))):
         raise DoesNotFit(
-            f"placement group {name}: gone since they were planned: {', '.join(gone)}; start again for a plan without"
+            f"placement group {name}: these nodes are gone since the plan was made: "
+            f"{', '.join(gone)}; start again for a new plan"
         )
     group = placement_group(
-        [slot.resources for slot in plan.slots], strategy="PACK", name=name, lifetime=lifetime,
-        bundle_label_selector=[{NODE_ID: ids[slot.node]} for slot in plan.slots] if pinned else None,  # type: ignore[arg-type]
-    )  # fmt: skip
-    say(f"waiting for {len(plan.slots)} {plan.device} slot(s) (placement group {name}, at most {timeout_s:.0f} s)")
+        [slot.resources for slot in plan.slots],
+        strategy="PACK",
+        name=name,
+        lifetime=lifetime,
+        bundle_label_selector=[{NODE_ID: ids[slot.node]} for slot in plan.slots]
+        if pinned
+        else None,  # type: ignore[arg-type]
+    )
+    say(
+        f"waiting for {len(plan.slots)} {plan.device} slot(s) (placement group {name}, "
+        f"at most {timeout_s:.0f} s)"
+    )
     try:
         await asyncio.wait_for(group.ready(), timeout_s)  # type: ignore[arg-type]
         placed_on(plan, group)
@@ -74,8 +98,11 @@ async def reserve(
 
 
 async def gpu_ids(plan: Plan, group: PlacementGroup, kind: str, timeout_s: float) -> dict[int, str]:
-    """Which GPU of its node each slot of a kind is, asked on the spot, for actors that have all of theirs on one node; empty
-    where the plan has no GPUs."""
+    """Return the GPU id of each slot of a kind, by slot index.
+
+    A probe in each slot reads it. Only actors with all slots on one node are included. Without GPUs
+    in the plan, the result is empty.
+    """
     actors = plan.actors_of(kind) if plan.device == "GPU" else ()
     slots = [slot for own in actors if len({slot.node for slot in own}) == 1 for slot in own]
 
@@ -87,7 +114,9 @@ async def gpu_ids(plan: Plan, group: PlacementGroup, kind: str, timeout_s: float
         probe.options(
             num_gpus=PROBE_SHARE,
             num_cpus=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot.index),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=slot.index
+            ),
         ).remote()
         for slot in slots
     ]
@@ -96,13 +125,18 @@ async def gpu_ids(plan: Plan, group: PlacementGroup, kind: str, timeout_s: float
     except TimeoutError:
         for ref in asked:
             ray.cancel(ref)
-        raise DoesNotFit(f"the GPUs of {kind} did not say their ids within {timeout_s:.0f} s") from None
+        raise DoesNotFit(
+            f"the GPU ids of {kind} could not be read within {timeout_s:.0f} s"
+        ) from None
     return {slot.index: each for slot, each in zip(slots, found, strict=True)}
 
 
 def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:
-    """Slots that an earlier process of this service reserved, if they are those of the plan and their nodes live; others are
-    given back, and what runs in them ends."""
+    """Return the slots that an earlier process of this service reserved, or None.
+
+    They must equal those of the plan, and their nodes must be alive. Other slots are released, and
+    the processes in them end.
+    """
     try:
         group = get_placement_group(name)
     except ValueError:
@@ -115,16 +149,54 @@ def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:
     return None
 
 
+def left_without_node(group: PlacementGroup) -> list[dict[str, float]]:
+    """Return the slots of lost nodes that Ray has not placed again although living nodes fit them.
+
+    Ray tries some of them again only when another node joins.
+    """
+    table = placement_group_table(group)
+    waiting = [
+        table["bundles"][index] for index, node in table["bundles_to_node_id"].items() if not node
+    ]
+    if table["state"] != "RESCHEDULING" or not waiting:
+        return []
+    return waiting if fits(waiting, list(available_resources_per_node().values())) else []
+
+
+def fits(bundles: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether the free resources fit all bundles, if the largest are placed first."""
+    left = [dict(each) for each in free]
+    for bundle in sorted(bundles, key=lambda each: -sum(each.values())):
+        for here in left:
+            if all(here.get(kind, 0.0) >= amount for kind, amount in bundle.items()):
+                for kind, amount in bundle.items():
+                    here[kind] -= amount
+                break
+        else:
+            return False
+    return True
+
+
 def placed_on(plan: Plan, group: PlacementGroup) -> Plan:
-    """The plan with the nodes that the reserved slots are on. Raises DoesNotFit when neighbours are on several."""
+    """Return the plan with the nodes of the reserved slots.
+
+    Raises:
+        DoesNotFit: The devices of a block are on several nodes.
+    """
     names = {node.ray_id: node.name for node in cluster_nodes()}
     where: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    found = replace(plan, slots=tuple(replace(s, node=names.get(where[s.index], where[s.index])) for s in plan.slots))
+    found = replace(
+        plan,
+        slots=tuple(replace(s, node=names.get(where[s.index], where[s.index])) for s in plan.slots),
+    )
     for kind, block in plan.blocks.items():
         slots = found.slots_of(kind)
         for i in range(0, len(slots), block):
             if len({slot.node for slot in slots[i : i + block]}) > 1:
-                raise DoesNotFit(f"{kind}: devices {i} to {i + block - 1} must be on one node, and Ray placed them on several")
+                raise DoesNotFit(
+                    f"{kind}: devices {i} to {i + block - 1} must be on one node, and Ray placed "
+                    "them on several"
+                )
     return found
 
 
@@ -135,14 +207,19 @@ def _not_placed(plan: Plan, name: str, timeout_s: float) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     key = plan.device
     return (
-        f"placement group {name}: {len(plan.slots)} bundles of {plan.slots[0].resources} were not placed within {timeout_s:.0f} s; "
-        + (f"gone since they were planned: {', '.join(gone)}; " if gone else "")
+        f"placement group {name}: {len(plan.slots)} bundles of {plan.slots[0].resources} were not "
+        f"placed within {timeout_s:.0f} s; "
+        + (f"these nodes are gone since the plan was made: {', '.join(gone)}; " if gone else "")
         + "; ".join(
-            f"{node}: {count} asked, {here[node].gpus if key == 'GPU' else here[node].cpus:g} {key} free"
+            f"{node}: {count} asked, "
+            f"{here[node].gpus if key == 'GPU' else here[node].cpus:g} {key} free"
             for node, count in asked.items()
             if node in here
         )
-        + "; in all "
-        + "; ".join(f"{kind}: {free.get(kind, 0.0):g} free of {total.get(kind, 0.0):g}" for kind in ("CPU", "GPU"))
-        + "; stop what holds the rest, or ask for fewer ranks and engines"
+        + "; in total "
+        + "; ".join(
+            f"{kind}: {free.get(kind, 0.0):g} free of {total.get(kind, 0.0):g}"
+            for kind in ("CPU", "GPU")
+        )
+        + "; stop the processes that use the rest, or configure fewer ranks and engines"
     )

@@ -1,4 +1,4 @@
-"""The command line: demo, train, runs, report, serve, status, trace, stop, key, journal, plan, doctor."""
+"""The command line `skyrl-actors`."""
 
 import os
 import secrets
@@ -15,19 +15,26 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Post-train language models by reinforcement learning on a Ray cluster. Every command has --help.",
+    help="Post-train language models by reinforcement learning on a Ray cluster. "
+    "Every command has --help.",
 )
-Config = Annotated[Path, typer.Argument(help="a YAML file, e.g. configs/cpu_tiny.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key.sub=value …, over the file")]
+Config = Annotated[Path, typer.Argument(help="a YAML file, for example configs/cpu_tiny.yaml")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key.sub=value …, which override the file")
+]
 INTERRUPTED = 130
-USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")  # typer brings its own click
+# Typer contains a copy of click
+USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 RAY_TOKEN = Path.home() / ".ray" / "auth_token"
 DEMO_CONFIG = Path(__file__).parent.parent / "configs" / "jobs" / "ppo_tiny.yaml"
 
 
 @app.command(rich_help_panel="Training")
 def demo(overrides: Overrides = None) -> None:
-    """Watch PPO learn on this machine: a tiny model, real Ray and vLLM, a few minutes, no GPU."""
+    """Train a tiny model with PPO on this machine.
+
+    It uses Ray and vLLM, takes a few minutes and needs no GPU.
+    """
     from skyrl_actors.commands.train import train as run
 
     run(DEMO_CONFIG, overrides or [])
@@ -35,8 +42,11 @@ def demo(overrides: Overrides = None) -> None:
 
 @app.command(rich_help_panel="Training")
 def train(config: Config, overrides: Overrides = None) -> None:
-    """Run a training job, or go on with one that was interrupted (same run.name, same config). Joins the Ray cluster in
-    RAY_ADDRESS (set inside `ray job submit`), else starts its own."""
+    """Run a training job. An interrupted run with the same run.name and config is resumed.
+
+    The command joins the Ray cluster in RAY_ADDRESS, which `ray job submit` sets. Without
+    RAY_ADDRESS it starts Ray and stops it at the end.
+    """
     from skyrl_actors.commands.train import train as run
 
     run(config, overrides or [])
@@ -44,18 +54,25 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
 @app.command(rich_help_panel="Training")
 def runs(
-    folder: Annotated[Path, typer.Argument(help="where runs are kept (run.folder)")] = Path("runs"),
-    json: Annotated[bool, typer.Option(help="machine-readable")] = False,
+    folder: Annotated[
+        Path, typer.Argument(help="folder that contains the runs (run.folder)")
+    ] = Path("runs"),
+    json: Annotated[bool, typer.Option(help="print JSON")] = False,
 ) -> None:
-    """List training runs beside each other: state, metric before and after, steps, seconds."""
+    """List training runs with state, metric before and after, steps and seconds."""
     from skyrl_actors.commands.runs import show
 
     show(folder, json)
 
 
 @app.command(rich_help_panel="Training")
-def report(run: Annotated[Path, typer.Argument(help="the folder of a run, e.g. runs/ppo_tiny")]) -> None:
-    """Write report.html of a run, finished or not: curves, time shares, rollouts, metrics, config, in one file."""
+def report(
+    run: Annotated[Path, typer.Argument(help="the folder of a run, for example runs/ppo_tiny")],
+) -> None:
+    """Write report.html of a run, which can still be running.
+
+    The file contains curves, time shares, rollouts, metrics and the config.
+    """
     from skyrl_actors.commands.runs import report as write
 
     write(run)
@@ -65,9 +82,11 @@ def report(run: Annotated[Path, typer.Argument(help="the folder of a run, e.g. r
 def serve(
     config: Config,
     overrides: Overrides = None,
-    block: Annotated[bool, typer.Option(help="stay in the foreground; Ctrl-C stops the service")] = False,
+    block: Annotated[
+        bool, typer.Option(help="stay in the foreground; Ctrl-C stops the service")
+    ] = False,
 ) -> None:
-    """Start the Tinker endpoint: joins the Ray cluster of this machine, or starts one."""
+    """Start a service. It joins the Ray cluster of this machine, or starts one."""
     from skyrl_actors.commands.serve import run
 
     run(config, overrides or [], block)
@@ -77,8 +96,10 @@ Name = Annotated[str, typer.Option(help="the service's name in its config")]
 
 
 @app.command(rich_help_panel="Service")
-def status(name: Name = "skyrl-actors", json: Annotated[bool, typer.Option(help="machine-readable")] = False) -> None:
-    """Models, phase, groups, engines and queue of a running service."""
+def status(
+    name: Name = "skyrl-actors", json: Annotated[bool, typer.Option(help="print JSON")] = False
+) -> None:
+    """Show models, phase, groups, engines and queue of a running service."""
     from skyrl_actors.commands.serve import status as run
 
     run(name, json)
@@ -89,7 +110,10 @@ def trace(
     output: Annotated[Path, typer.Argument(help="the file to write")] = Path("trace.json"),
     name: Name = "skyrl-actors",
 ) -> None:
-    """Write the last phases, operations and transfers of a running service as a trace for Perfetto or chrome://tracing."""
+    """Write a trace of a running service for Perfetto or chrome://tracing.
+
+    It contains the latest phases, operations and transfers.
+    """
     from skyrl_actors.commands.trace import run
 
     run(name, output)
@@ -97,9 +121,14 @@ def trace(
 
 @app.command(rich_help_panel="Service")
 def key(
-    name: Annotated[str, typer.Argument(help="who will hold it; what he makes stays his when the key is replaced")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="name of the owner, who keeps models and checkpoints when the key is replaced"
+        ),
+    ] = "",
 ) -> None:
-    """Make an API key: for its holder, and as the line that goes into http.api_keys_file."""
+    """Create an API key, and print it with the line for http.api_keys_file."""
     from skyrl_actors.commands.keys import make
 
     make(name)
@@ -107,7 +136,7 @@ def key(
 
 @app.command(rich_help_panel="Service")
 def stop(name: Name = "skyrl-actors") -> None:
-    """End a service, and Ray with it if `serve` started Ray."""
+    """Stop a service. If `serve` started Ray, Ray is stopped too."""
     from skyrl_actors.commands.serve import stop as run
 
     run(name)
@@ -117,11 +146,16 @@ def stop(name: Name = "skyrl-actors") -> None:
 def journal(
     config: Config,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="list the operations of this model; without it, the models")] = None,
-    last: Annotated[int, typer.Option(help="only so many of the newest operations", min=1)] = 50,
-    json: Annotated[bool, typer.Option(help="machine-readable")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="list the operations of this model; default: list the models")
+    ] = None,
+    last: Annotated[int, typer.Option(help="number of newest operations to list", min=1)] = 50,
+    json: Annotated[bool, typer.Option(help="print JSON")] = False,
 ) -> None:
-    """What a service promised and did. A new model can start from any past step: tinker://<model id>/steps/<n>."""
+    """List the requests that a service accepted and what came of them.
+
+    A new model can start from any past step, as `tinker://<model id>/steps/<n>`.
+    """
     from skyrl_actors.commands.journal import run
 
     run(config, overrides or [], model, last, json)
@@ -131,13 +165,23 @@ def journal(
 def plan(
     config: Config,
     overrides: Overrides = None,
-    nodes: Annotated[Path | None, typer.Option(help="a Ray cluster-launcher file; default: this machine")] = None,
+    nodes: Annotated[
+        Path | None, typer.Option(help="a Ray cluster-launcher file; default: this machine")
+    ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="a model's config.json, for the memory plan of a base model that is not on this machine")
+        Path | None,
+        typer.Option(
+            help="a model's config.json, "
+            "for the memory plan of a base model that is not on this machine"
+        ),
     ] = None,
 ) -> None:
-    """Print who would be placed where, and the memory of each device in each phase, starting nothing; or say why it can not fit.
-    Takes service and job configs."""
+    """Print the placement of all actors and the memory of each device in each phase.
+
+    Nothing is started.
+
+    If the config does not fit, the reason is printed. Configs of services and of jobs are accepted.
+    """
     from skyrl_actors.commands.plan import run
 
     run(config, overrides or [], nodes, model)
@@ -145,7 +189,10 @@ def plan(
 
 @app.command(rich_help_panel="Before you start")
 def doctor(port: Annotated[int, typer.Option(help="port of the endpoint to check")] = 8000) -> None:
-    """Check versions, torch build, vLLM, memory and ports; say what to do about each failure."""
+    """Check this machine, and print a remedy for each failure.
+
+    The checks cover versions, the PyTorch build, vLLM, memory and ports.
+    """
     from skyrl_actors.commands.doctor import run
 
     if not run(port):
@@ -153,11 +200,18 @@ def doctor(port: Annotated[int, typer.Option(help="port of the endpoint to check
 
 
 def use_ray_token(create: bool = True) -> None:
-    """Ray's ports are open to the network, so a Ray that we start asks for the token in the user's home.
+    """Make a Ray that is started here require the token in ~/.ray/auth_token.
 
-    Ray reads the mode once, at import; so this comes first. Commands that start no Ray create no token.
+    Ray's ports are open to the network.
+
+    Ray reads the mode once, at import, so this must be called first. Commands that do not start Ray
+    do not create a token.
     """
-    if "RAY_AUTH_MODE" in os.environ or "RAY_ADDRESS" in os.environ or not (create or RAY_TOKEN.exists()):
+    if (
+        "RAY_AUTH_MODE" in os.environ
+        or "RAY_ADDRESS" in os.environ
+        or not (create or RAY_TOKEN.exists())
+    ):
         return
     if not RAY_TOKEN.exists():
         RAY_TOKEN.parent.mkdir(mode=0o700, exist_ok=True)
@@ -167,7 +221,10 @@ def use_ray_token(create: bool = True) -> None:
 
 
 def main() -> None:
-    """Errors meant for people are printed without a traceback; Ctrl-C and SIGTERM clean up and end with 130."""
+    """Run the command line.
+
+    User errors are printed without a traceback. Ctrl-C and SIGTERM clean up and exit with 130.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     use_ray_token(create=sys.argv[1:2] in (["demo"], ["train"], ["serve"]))
 
@@ -175,7 +232,8 @@ def main() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background commands with SIGINT ignored
+    # shells start background commands with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = app(standalone_mode=False)
     except SkyrlActorsError as error:
@@ -187,7 +245,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     if code == INTERRUPTED:
-        print("interrupted: everything that was started has been ended", file=sys.stderr)
+        print("interrupted: everything that was started has been stopped", file=sys.stderr)
     sys.exit(code or 0)
 
 

@@ -1,4 +1,7 @@
-"""Awaiting remote calls with a deadline that says who was missing, and with our own errors as they were raised."""
+"""Await remote calls with a deadline, and find, start and end named actors.
+
+A missed deadline names the actors that did not answer. The project's own errors arrive unchanged.
+"""
 
 import asyncio
 import json
@@ -12,7 +15,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.experimental import internal_kv
 
-from skyrl_actors.messages.errors import CollectiveFailed, InternalError, SkyrlActorsError, StateLost, WeightsGone
+from skyrl_actors.messages.errors import (
+    CollectiveFailed,
+    InternalError,
+    SkyrlActorsError,
+    StateLost,
+    WeightsGone,
+)
 
 log = logging.getLogger(__name__)
 NAMESPACE = "skyrl-actors"
@@ -20,25 +29,31 @@ NAME_FREE_S = 20.0
 
 
 class ActorDied(StateLost):
-    """A process that the work needs is gone."""
+    """A process that the call needs is gone."""
 
 
 class Overdue(StateLost):
-    """Some actors did not answer in time; `missing` names them."""
+    """Some actors did not answer in time. `missing` names them."""
 
     missing: tuple[str, ...] = ()
 
 
 async def ended(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel these and wait until they have ended."""
+    """Cancel these tasks and wait until they have ended."""
     some = [task for task in tasks if task is not None]
     for task in some:
         task.cancel()
     await asyncio.gather(*some, return_exceptions=True)
 
 
-async def gather(refs: Sequence[ObjectRef], names: Sequence[str], what: str, timeout_s: float) -> list[Any]:
-    """Results in order. Errors of many actors become one; a deadline names the actors that did not answer."""
+async def gather(
+    refs: Sequence[ObjectRef], names: Sequence[str], what: str, timeout_s: float
+) -> list[Any]:
+    """Return the results in order.
+
+    Errors of several actors become one. A missed deadline raises Overdue with the names of the
+    actors.
+    """
     if not refs:
         return []
     tasks = [asyncio.ensure_future(settled(ref)) for ref in refs]
@@ -55,14 +70,19 @@ async def gather(refs: Sequence[ObjectRef], names: Sequence[str], what: str, tim
         overdue = Overdue(f"{what}: no answer within {timeout_s:g} s from {', '.join(missing)}")
         overdue.missing = tuple(missing)
         raise overdue
-    errors = {name: task.exception() for name, task in zip(names, tasks, strict=True) if task.exception()}
+    errors = {
+        name: task.exception() for name, task in zip(names, tasks, strict=True) if task.exception()
+    }
     if errors:
         raise merged(errors, what)
     return [task.result() for task in tasks]
 
 
 async def settled(ref: ObjectRef) -> Any:
-    """The result of one call. Our own errors come back as they were raised, everything else as InternalError."""
+    """Return the result of one call.
+
+    The project's own errors are raised unchanged, all others as InternalError.
+    """
     try:
         return await ref
     except RayTaskError as error:
@@ -77,7 +97,7 @@ async def settled(ref: ObjectRef) -> Any:
 
 
 def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:
-    """One error for many: the same one from several ranks is said once, with all their names."""
+    """Merge errors of several actors. Equal texts appear once, with the names of their actors."""
     kinds: dict[str, list[str]] = {}
     for name, error in errors.items():
         kinds.setdefault(str(error), []).append(name)
@@ -92,12 +112,12 @@ def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:
 
 
 def node_address() -> str:
-    """Of this process's machine, as Ray knows it."""
+    """Return the address of this process's machine, as Ray knows it."""
     return ray.util.get_node_ip_address()
 
 
 def named(name: str) -> ActorHandle | None:
-    """The living actor of this name."""
+    """Return the living actor of this name, or None."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -105,32 +125,39 @@ def named(name: str) -> ActorHandle | None:
 
 
 def names_with(prefix: str) -> list[str]:
-    """Of the living actors."""
+    """Return the names of living actors that start with `prefix`."""
     entries: Any = ray.util.list_named_actors(all_namespaces=True)
-    return [e["name"] for e in entries if e["namespace"] == NAMESPACE and e["name"].startswith(prefix)]
+    return [
+        e["name"] for e in entries if e["namespace"] == NAMESPACE and e["name"].startswith(prefix)
+    ]
 
 
 def make_named(actor_class: Any, *arguments: Any) -> ActorHandle:
+    """Create a named actor. Raises InternalError when the name is taken."""
     try:
         return actor_class.remote(*arguments)
     except ValueError as error:
-        raise InternalError(f"an actor's name is not free yet: {error}") from None
+        raise InternalError(f"an actor's name is still taken: {error}") from None
 
 
 async def publish(service: str, content: dict[str, str] | None) -> None:
-    """Let everybody in this Ray cluster know where a service is; None: it is no more. The service works without it, so that it
-    fails is only logged."""
+    """Publish a service's address in this Ray cluster; None removes it.
+
+    The service works without it, so a failure is only logged.
+    """
     try:
         if content is None:
             await asyncio.to_thread(internal_kv._internal_kv_del, service, namespace=NAMESPACE)
         else:
-            await asyncio.to_thread(internal_kv._internal_kv_put, service, json.dumps(content), namespace=NAMESPACE)
+            await asyncio.to_thread(
+                internal_kv._internal_kv_put, service, json.dumps(content), namespace=NAMESPACE
+            )
     except RayError as error:
         log.warning("the address of %s was not published: %s", service, error)
 
 
 def published(service: str) -> dict[str, str] | None:
-    """What a service of this Ray cluster made known of itself."""
+    """Return what a service of this Ray cluster published, or None."""
     content: bytes | None = internal_kv._internal_kv_get(service, namespace=NAMESPACE)
     return json.loads(content) if content else None
 
@@ -143,7 +170,7 @@ async def end_named(names: Sequence[str]) -> None:
             ray.kill(actor)
     deadline = asyncio.get_running_loop().time() + NAME_FREE_S
     while taken := [name for name in names if named(name) is not None]:
-        # Ray has no event for it; it takes milliseconds.
+        # Ray has no event for a free name. It takes milliseconds.
         if asyncio.get_running_loop().time() > deadline:
             raise InternalError(f"{', '.join(taken)} did not end within {NAME_FREE_S:.0f} s")
         await asyncio.sleep(0.02)

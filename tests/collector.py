@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps what it hears."""
+"""An OpenTelemetry collector that keeps the spans it receives."""
 
 import gzip
 import threading
@@ -14,7 +14,7 @@ from skyrl_actors.observe.spans import ids_of
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Any]]]:
-    """Takes spans as a collector does."""
+    """Yield the collector's address and the list of received spans."""
     heard: list[Any] = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -23,7 +23,12 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
             request = ExportTraceServiceRequest.FromString(body)
-            heard.extend(span for resource in request.resource_spans for scope in resource.scope_spans for span in scope.spans)
+            heard.extend(
+                span
+                for resource in request.resource_spans
+                for scope in resource.scope_spans
+                for span in scope.spans
+            )
             self.send_response(200)
             self.end_headers()
 
@@ -41,6 +46,6 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
 
 
 def of_request(heard: list[Any], request_id: str) -> list[Any]:
-    """Its spans, as they came."""
+    """Return the spans of this request in the order of their arrival."""
     trace_id = ids_of(request_id)[0]
     return [span for span in heard if int.from_bytes(span.trace_id) == trace_id]

@@ -1,4 +1,4 @@
-"""Shared pieces: tiny base models, and one real service for all tests that need one."""
+"""Shared fixtures: a tiny base model, and one real service for all tests that need one."""
 
 import os
 import random
@@ -26,33 +26,45 @@ use_ray_token()  # before anything imports ray
 
 from skyrl_actors.backends.base_models import base_model_folder  # noqa: E402
 from skyrl_actors.config.cluster import TinyBase  # noqa: E402
+from tests.marks import mark_clusters  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-# A slow example is no wrong one.
-settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A slow example is not a failure.
+settings.register_profile(
+    "shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shared-machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A Ray that a test starts and ends in its own process takes the machine's note of where the service's is with it."""
+    """Run the tests that use the `service` fixture last.
+
+    A test that starts and stops Ray in its own process removes the address of the service's Ray.
+    """
+    mark_clusters(items)
     items.sort(key=lambda item: "service" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
 def random_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny base model with random weights: for numbers, where skill does not matter."""
+    """The tiny base model with random weights, for tests of numbers only."""
     base = TinyBase(name="tiny", warmup_steps=0, cache_dir=tmp_path_factory.mktemp("base"))
     return base_model_folder(base, lambda count: [])
 
 
-def run_cli(*arguments: str, timeout: float = 240, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run_cli(
+    *arguments: str, timeout: float = 240, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "skyrl_actors", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd)
 
 
 def free_port() -> int:
-    """Outside the range from which the system gives ports to whoever asks for any: by the time the service binds this one,
-    Ray's processes have asked for many. Also beside Ray's own ranges (10002 to 19999) and those of Serve's replicas (30000 on)."""
+    """Return a port that is free now and outside of the ranges that others take ports from.
+
+    The system's range is excluded, because Ray's processes take many ports before the service binds
+    this one. So are Ray's own range (10002 to 19999) and that of Serve's replicas (30000 and up).
+    """
     while True:
         with socket.socket() as probe:
             port = random.randrange(21_000, 29_000)
@@ -74,24 +86,38 @@ class Service:
 
 def start_service(service: Service, *more: str) -> None:
     started = run_cli(
-        "serve", "configs/cpu_tiny.yaml", f"name={service.name}", f"http.port={service.url.rsplit(':', 1)[1]}",
-        f"checkpoint_dir={service.checkpoints}", f"journal.folder={service.journal}", "journal.snapshot_operations=5",
-        "base_model.type=pretrained", "base_model.name=tiny", f"base_model.path={service.base}", *more,
-    )  # fmt: skip
+        "serve",
+        "configs/cpu_tiny.yaml",
+        f"name={service.name}",
+        f"http.port={service.url.rsplit(':', 1)[1]}",
+        f"checkpoint_dir={service.checkpoints}",
+        f"journal.folder={service.journal}",
+        "journal.snapshot_operations=5",
+        "base_model.type=pretrained",
+        "base_model.name=tiny",
+        f"base_model.path={service.base}",
+        *more,
+    )
     assert started.returncode == 0, started.stdout + started.stderr
 
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, random_base: Path) -> Iterator[Service]:
-    """A real service by the real command, with its own Ray; ended by the real command."""
+    """A real service with its own Ray, started and stopped by the real commands."""
     port, folder = free_port(), tmp_path_factory.mktemp("service")
     name = f"test-{port}"
-    made = Service(name, f"http://127.0.0.1:{port}", folder / "checkpoints", random_base, folder / "journal")
+    made = Service(
+        name, f"http://127.0.0.1:{port}", folder / "checkpoints", random_base, folder / "journal"
+    )
     start_service(made)
     os.environ["TINKER_BASE_URL"], os.environ["TINKER_API_KEY"] = made.url, "tml-test"
     yield made
     stopped = run_cli("stop", "--name", name)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    daemons = [p for p in psutil.process_iter(["name"]) if p.info["name"] in ("raylet", "gcs_server", "haproxy")]
+    daemons = [
+        p
+        for p in psutil.process_iter(["name"])
+        if p.info["name"] in ("raylet", "gcs_server", "haproxy")
+    ]
     _, alive = psutil.wait_procs(daemons, timeout=3)  # one may be ending just now
     assert not alive

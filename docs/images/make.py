@@ -1,6 +1,7 @@
-"""The pictures of the docs, of a real service that a real SDK client trains: python docs/images/make.py (Debian: chromium, chromium-driver)
+"""Make the screenshots of the docs: `python docs/images/make.py`.
 
-Starts and stops a service of its own on this machine (about four minutes on two cores).
+A real SDK client trains on a real service, which this script starts and stops on this machine. It
+takes about four minutes on two cores. On Debian it needs the packages chromium and chromium-driver.
 """
 
 import os
@@ -23,8 +24,16 @@ BY_CLI = [sys.executable, "-m", "skyrl_actors"]
 
 def browser(folder: str, width: int, height: int) -> webdriver.Chrome:
     options = webdriver.ChromeOptions()
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
-    for flag in (*flags.split(), "--disable-sync", f"--window-size={width},{height}", f"--user-data-dir={folder}/chromium"):
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-background-networking --disable-component-update"
+    )
+    for flag in (
+        *flags.split(),
+        "--disable-sync",
+        f"--window-size={width},{height}",
+        f"--user-data-dir={folder}/chromium",
+    ):
         options.add_argument(flag)
     return webdriver.Chrome(options, webdriver.ChromeService("/usr/bin/chromedriver"))
 
@@ -33,11 +42,14 @@ def console(driver: webdriver.Chrome, run: str) -> None:
     for theme in ("light", "dark"):
         driver.get(f"http://127.0.0.1:{PORT}/?theme={theme}&run={run}")
         WebDriverWait(driver, 30).until(
-            lambda d: d.execute_script("return document.querySelectorAll('#curves .js-plotly-plot').length > 3")
+            lambda d: d.execute_script(
+                "return document.querySelectorAll('#curves .js-plotly-plot').length > 3"
+            )
         )
-        time.sleep(25)  # some history
+        time.sleep(25)  # so that the curves have some history
         driver.execute_script(
-            "document.querySelector('#curves').replaceChildren(...[...document.querySelectorAll('#curves > div')].slice(0, 6))"
+            "const curves = document.querySelector('#curves');"
+            "curves.replaceChildren(...[...curves.querySelectorAll(':scope > div')].slice(0, 6))"
         )
         height = driver.execute_script("return document.body.scrollHeight")
         driver.set_window_size(1300, height + 140)
@@ -48,7 +60,9 @@ def console(driver: webdriver.Chrome, run: str) -> None:
 def ray_dashboard(driver: webdriver.Chrome, token: str) -> None:
     driver.set_window_size(1500, 1000)
     driver.get("http://127.0.0.1:8265/#/actors")
-    field = WebDriverWait(driver, 30).until(lambda d: d.find_element(By.CSS_SELECTOR, "[role=dialog] input"))
+    field = WebDriverWait(driver, 30).until(
+        lambda d: d.find_element(By.CSS_SELECTOR, "[role=dialog] input")
+    )
     field.send_keys(token)
     driver.find_element(By.XPATH, "//button[text()='Submit' or text()='SUBMIT']").click()
     time.sleep(10)
@@ -65,9 +79,16 @@ def main(runs: str) -> None:
             f"checkpoint_dir={folder}/checkpoints",
         ]
         subprocess.run([*BY_CLI, "serve", "configs/cpu_tiny.yaml", *options], cwd=ROOT, check=True)
-        environment = {**os.environ, "TINKER_BASE_URL": f"http://127.0.0.1:{PORT}", "TINKER_API_KEY": "tml-local"}
+        environment = {
+            **os.environ,
+            "TINKER_BASE_URL": f"http://127.0.0.1:{PORT}",
+            "TINKER_API_KEY": "tml-local",
+        }
         trains = subprocess.Popen(
-            [sys.executable, "-m", "examples.ppo_critic"], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "examples.ppo_critic"],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
         )
         driver = browser(folder, 1300, 1200)
         try:

@@ -1,7 +1,7 @@
-"""Who asks, and what he may see: his own, and what others published.
+"""Decide which objects a caller may see: the caller's own and published ones.
 
-Every id that the service makes for the holder of a key bears the owner's mark, and what belongs to it bears that id: models,
-samplers, runs, checkpoints, requests. So ownership is read from the id, and needs no table.
+Every id that the service creates for an API key contains the owner's mark. Models, samplers, runs,
+checkpoints and requests contain such an id. So ownership is read from the id and needs no table.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from skyrl_actors.messages.paths import TinkerPath, owner_mark, owner_of
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`owner` None: no keys are configured, and everything is everybody's."""
+    """The sender of a request. `owner` None: no keys are configured and all may see everything."""
 
     owner: str | None = None
 
@@ -28,25 +28,30 @@ class Caller:
         return self.owner is None or owner_of(text) == self.owner
 
     def own(self, text: str, what: str) -> str:
-        """The id, when it is his. What is another's is answered as what never was."""
+        """Return the id if the caller owns it. Raises NotFound otherwise, as for an unknown id."""
         if not self.owns(text):
             raise NotFound(f"unknown {what} {text[:200]!r}")
         return text
 
 
 def caller_of(request: Request) -> Caller:
+    """Return the caller that the middleware found for this request."""
     return request.state.caller
 
 
 async def readable(request: Request, path: TinkerPath, token: str | None = None) -> TinkerPath:
-    """The path, when the caller may read it: his own, a published one, or one of the account whose key `token` is."""
+    """Return the path if the caller may read it. Raises NotFound otherwise.
+
+    The caller may read its own paths, published ones, and those of the account of `token`.
+    """
     state, caller = state_of(request), caller_of(request)
-    given_by = owner_of_credential(state, token) if token else None
-    is_theirs = given_by is not None and owner_of(path.model_id) == given_by
-    if caller.owns(path.model_id) or is_theirs or await is_public(state, path):
+    token_owner = owner_of_credential(state, token) if token else None
+    is_shared = token_owner is not None and owner_of(path.model_id) == token_owner
+    if caller.owns(path.model_id) or is_shared or await is_public(state, path):
         return path
     raise NotFound(f"no checkpoint {path}")
 
 
 async def is_public(state: ApiState, path: TinkerPath) -> bool:
+    """Return whether the checkpoint is published. Past steps never are."""
     return path.kind != "steps" and await state.client.catalog("is_public", path)

@@ -1,4 +1,4 @@
-"""Results to the bytes and JSON that SDKs read. Nothing here knows of HTTP."""
+"""Convert results to the protobuf and JSON that SDKs read. This module does not use HTTP."""
 
 import math
 from collections.abc import Sequence
@@ -14,15 +14,18 @@ from skyrl_actors.messages.sampling import SparseLayout
 
 
 def loss_output_to_proto(output: LossOutput) -> bytes:
-    """Rows of one width form a record, in their order."""
+    """Encode as protobuf. Adjacent rows of one width form a record, in their order."""
     message = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for width, first, end in _runs(output):
         record = message.loss_fn_outputs.add(num_datums=end - first)
         bounds = output.offsets[first : end + 1]
         for name, array in output.fields.items():
             tensor = record.fields[name]
-            tensor.data = np.ascontiguousarray(_cut(array, bounds[0], bounds[-1], width), "<f4").tobytes()
-            tensor.offsets = ((bounds - bounds[0]) * 4 * max(width, 1)).astype("<i8").tobytes()  # bytes, not elements
+            tensor.data = np.ascontiguousarray(
+                _cut(array, bounds[0], bounds[-1], width), "<f4"
+            ).tobytes()
+            # SDKs expect the offsets in bytes.
+            tensor.offsets = ((bounds - bounds[0]) * 4 * max(width, 1)).astype("<i8").tobytes()
             tensor.dtype = schema.FLOAT32
             if width:
                 tensor.trailing_shape.append(width)
@@ -32,7 +35,7 @@ def loss_output_to_proto(output: LossOutput) -> bytes:
 
 
 def _runs(output: LossOutput) -> list[tuple[int, int, int]]:
-    """(width, first row, row behind the last) of neighbours with one width."""
+    """Return (width, first row, end row) for each run of adjacent rows of one width."""
     rows = len(output.offsets) - 1
     if output.widths is None:
         return [(0, 0, rows)]
@@ -46,12 +49,17 @@ def _cut(array: NDArray[np.float32], start: int, end: int, width: int) -> NDArra
 
 
 def loss_output_to_json(output: LossOutput) -> dict[str, Any]:
+    """Encode as JSON, for clients that do not accept protobuf."""
     rows = []
     widths = np.zeros(len(output.offsets) - 1, np.int64) if output.widths is None else output.widths
     for (start, end), width in zip(pairwise(output.offsets.tolist()), widths.tolist(), strict=True):
         parts = {name: _cut(array, start, end, width) for name, array in output.fields.items()}
         rows.append({name: _tensor_to_json(part) for name, part in parts.items()})
-    return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": rows, "metrics": output.metrics}
+    return {
+        "loss_fn_output_type": "ArrayRecord",
+        "loss_fn_outputs": rows,
+        "metrics": output.metrics,
+    }
 
 
 def _tensor_to_json(array: NDArray[np.float32]) -> dict[str, Any]:
@@ -59,6 +67,7 @@ def _tensor_to_json(array: NDArray[np.float32]) -> dict[str, Any]:
 
 
 def sample_to_proto(output: SampleOutput) -> bytes:
+    """Encode as a protobuf SampleResponse."""
     message = schema.SampleResponse(prompt_cache_hit_tokens=output.cached_tokens)
     for sequence in output.sequences:
         added = message.sequences.add(
@@ -73,7 +82,12 @@ def sample_to_proto(output: SampleOutput) -> bytes:
     if output.topk_prompt_ids is not None and output.topk_prompt_logprobs is not None:
         _set_topk(message.topk_prompt_logprobs, output.topk_prompt_ids, output.topk_prompt_logprobs)
     if output.targets is not None:
-        _set_tensor(message.target_prompt_logprobs, output.targets.values, output.targets.shape, output.targets.layout)
+        _set_tensor(
+            message.target_prompt_logprobs,
+            output.targets.values,
+            output.targets.shape,
+            output.targets.layout,
+        )
     if output.alternatives is not None:
         both = output.alternatives
         _set_tensor(message.prompt_alt_tokens.tokens, both.tokens, both.tokens.shape)
@@ -81,8 +95,10 @@ def sample_to_proto(output: SampleOutput) -> bytes:
     return message.SerializeToString()
 
 
-def _set_tensor(message: Any, values: NDArray[Any], shape: Sequence[int], layout: SparseLayout | None = None) -> None:
-    """In the layout of the request: dense, or the listed cells only."""
+def _set_tensor(
+    message: Any, values: NDArray[Any], shape: Sequence[int], layout: SparseLayout | None = None
+) -> None:
+    """Write the tensor in the layout of the request: dense, or the listed cells only."""
     is_float = values.dtype.kind == "f"
     message.dtype = schema.FLOAT32 if is_float else schema.INT64
     message.shape.extend(shape)
@@ -102,29 +118,50 @@ def _set_topk(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
 
 
 def sample_to_json(output: SampleOutput) -> dict[str, Any]:
+    """Encode as the JSON of a sample. Missing logprobs are null."""
     body: dict[str, Any] = {
         "type": "sample",
         "sequences": [
-            {"stop_reason": s.stop_reason, "tokens": s.tokens.tolist(), "logprobs": s.shown_logprobs.tolist()}
+            {
+                "stop_reason": s.stop_reason,
+                "tokens": s.tokens.tolist(),
+                "logprobs": s.shown_logprobs.tolist(),
+            }
             for s in output.sequences
         ],
     }
     if output.prompt_logprobs is not None:
-        body["prompt_logprobs"] = [None if math.isnan(x) else x for x in output.prompt_logprobs.tolist()]
+        body["prompt_logprobs"] = [
+            None if math.isnan(x) else x for x in output.prompt_logprobs.tolist()
+        ]
     if output.topk_prompt_ids is not None and output.topk_prompt_logprobs is not None:
-        rows = zip(output.topk_prompt_ids.tolist(), output.topk_prompt_logprobs.tolist(), strict=True)
-        kept = [[(i, lp) for i, lp in zip(ids, lps, strict=True) if lp > -99999.0] for ids, lps in rows]
+        rows = zip(
+            output.topk_prompt_ids.tolist(), output.topk_prompt_logprobs.tolist(), strict=True
+        )
+        kept = [
+            [(i, lp) for i, lp in zip(ids, lps, strict=True) if lp > -99999.0] for ids, lps in rows
+        ]
         body["topk_prompt_logprobs"] = [row or None for row in kept]
     if output.targets is not None:
         layout = output.targets.layout
         body["target_prompt_logprobs"] = {
-            "data": output.targets.values.tolist(), "dtype": "float32", "shape": list(output.targets.shape),
-            **({"sparse_crow_indices": list(layout.crow), "sparse_col_indices": list(layout.col)} if layout else {}),
-        }  # fmt: skip
+            "data": output.targets.values.tolist(),
+            "dtype": "float32",
+            "shape": list(output.targets.shape),
+            **(
+                {"sparse_crow_indices": list(layout.crow), "sparse_col_indices": list(layout.col)}
+                if layout
+                else {}
+            ),
+        }
     if output.alternatives is not None:
         tokens, logprobs = output.alternatives.tokens, output.alternatives.logprobs
         body["prompt_alt_tokens"] = {
-            "tokens": {"data": tokens.ravel().tolist(), "dtype": "int64", "shape": list(tokens.shape)},
+            "tokens": {
+                "data": tokens.ravel().tolist(),
+                "dtype": "int64",
+                "shape": list(tokens.shape),
+            },
             "logprobs": _tensor_to_json(logprobs),
         }
     return body

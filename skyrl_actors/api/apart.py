@@ -1,6 +1,7 @@
-"""Work that holds Python's interpreter lock for long runs in another process, so that other requests are answered meanwhile.
+"""Run work that holds Python's interpreter lock for long in another process.
 
-Parsing JSON of many megabytes is one call into C that never gives up the lock: a thread does not help.
+Other requests are answered meanwhile. Parsing JSON of many megabytes is one call into C that never
+releases the lock, so a thread does not help.
 """
 
 import os
@@ -14,26 +15,31 @@ from anyio.lowlevel import RunVar
 from skyrl_actors.messages.errors import Unavailable
 
 R = TypeVar("R")
-THREAD_BYTES = 128 * 2**10  # smaller inputs are handled on the event loop, in well under a millisecond
+THREAD_BYTES = 128 * 2**10  # smaller inputs take well under 1 ms, on the event loop
 PROCESS_BYTES = 2**20  # smaller inputs are handled in a thread
 DEADLINE_S = 40.0
 NICENESS = 10
-THREADS = 2  # more would only take the interpreter lock from each other and from the event loop
+THREADS = 2  # more would only compete for the interpreter lock
 _processes: RunVar[anyio.CapacityLimiter] = RunVar("processes of large requests")
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("threads of large requests")
 
 
 async def run_apart(function: Callable[..., R], *arguments: Any) -> R:
-    """Run a function of a module in a worker process, one at a time; arguments and result are pickled.
+    """Run a module-level function in a worker process, one at a time.
 
-    Raises what the function raises, and Unavailable when the process died or took more than DEADLINE_S.
+    Arguments and result are pickled. Raises the function's errors, and Unavailable when the process
+    died or took more than DEADLINE_S.
     """
     limiter = _of_this_loop(_processes, 1)
     try:
         with anyio.fail_after(DEADLINE_S):
-            return await to_process.run_sync(_with_low_priority, function, arguments, cancellable=True, limiter=limiter)
+            return await to_process.run_sync(
+                _with_low_priority, function, arguments, cancellable=True, limiter=limiter
+            )
     except TimeoutError:
-        raise Unavailable(f"other large requests took more than {DEADLINE_S:.0f} s; try again later") from None
+        raise Unavailable(
+            f"other large requests took more than {DEADLINE_S:.0f} s; try again later"
+        ) from None
     except anyio.BrokenWorkerProcess as error:
         raise Unavailable(f"the process that handles large requests died: {error}") from None
 
@@ -45,11 +51,12 @@ def _with_low_priority(function: Callable[..., R], arguments: tuple[Any, ...]) -
 
 
 async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
+    """Run the function in one of THREADS worker threads."""
     return await to_thread.run_sync(function, *arguments, limiter=_of_this_loop(_threads, THREADS))
 
 
 async def run_sized(num_bytes: int, function: Callable[..., R], *arguments: Any) -> R:
-    """Here, in a thread or in another process, by the size of the input."""
+    """Run the function here, in a thread or in another process, by the size of its input."""
     if num_bytes > PROCESS_BYTES:
         return await run_apart(function, *arguments)
     if num_bytes > THREAD_BYTES:

@@ -1,4 +1,7 @@
-"""The HTTP application: routes under /api/v1, errors as JSON, keys and body sizes checked. No Ray, no torch in here."""
+"""Build the HTTP application: routes, errors as JSON, API keys and limits of body sizes.
+
+It imports neither Ray nor torch.
+"""
 
 import asyncio
 import logging
@@ -25,22 +28,42 @@ from skyrl_actors.api.access import Caller
 from skyrl_actors.api.body_limits import limit_of
 from skyrl_actors.api.state import ARCHIVES, ApiState, shown, state_of
 from skyrl_actors.api.tokens import owner_of_credential
-from skyrl_actors.messages.errors import CapacityError, SkyrlActorsError, Unavailable
+from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 
 log = logging.getLogger(__name__)
-# Looked at before the other routes: called for every step and sample.
-HOT = {f"/api/v1/{path}" for path in ("retrieve_future", "asample", "forward_backward", "forward", "optim_step")}
-# The console's routes look at the key themselves: without one they show totals.
-BODY_S = 60.0  # an SDK gives up one attempt after as long
-COMPRESSION = 16  # of token ids and floats by zstd, and more
-OPEN_PATHS = ("/", "/healthz", "/api/v1/healthz", "/api/v1/client/config", "/api/v1/client/dynamic_config")
+# These routes come first in the route table, because every step and sample calls them.
+HOT = {
+    f"/api/v1/{path}"
+    for path in ("retrieve_future", "asample", "forward_backward", "forward", "optim_step")
+}
+# The console's routes check the key themselves: without one they show totals only.
+BODY_S = 60.0  # an SDK also gives up one attempt after this time
+PATIENCE_S = 30.0  # how long a body waits for memory
+COMPRESSION = 16  # assumed ratio of zstd for token ids and floats; it can be higher
+OPEN_PATHS = (
+    "/",
+    "/healthz",
+    "/api/v1/healthz",
+    "/api/v1/client/config",
+    "/api/v1/client/dynamic_config",
+)
 
 
 def build_app(state: ApiState | None = None) -> FastAPI:
-    """`state` may be set later as `app.state.api`, before the first request."""
-    app = FastAPI(title="skyrl-actors", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json")
+    """Build the application. `app.state.api` may be set later, before the first request."""
+    app = FastAPI(
+        title="skyrl-actors", docs_url=None, redoc_url=None, openapi_url="/api/v1/openapi.json"
+    )
     app.state.api = state
-    for module in (routes_service, routes_training, routes_sampling, routes_files, routes_catalog, routes_sessions, not_served):
+    for module in (
+        routes_service,
+        routes_training,
+        routes_sampling,
+        routes_files,
+        routes_catalog,
+        routes_sessions,
+        not_served,
+    ):
         app.include_router(module.router, prefix="/api/v1")
 
     app.include_router(routes_openai.router)
@@ -50,7 +73,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
 
     @app.get("/healthz")
     async def healthz(request: Request) -> JSONResponse:
-        """200 when a request would be served now, else 503 with the reason."""
+        """Answer 200 if a request would be served now, otherwise 503 with the reason."""
         return await routes_service.health(state_of(request))
 
     app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in HOT)
@@ -66,19 +89,24 @@ def build_app(state: ApiState | None = None) -> FastAPI:
 
 async def _known_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SkyrlActorsError)
-    # 503 for our own faults: the SDK tries those again. A 4xx says that trying again is useless.
+    # The service's own faults get 503, which SDKs retry. A 4xx means that a retry is useless.
     status = error.status if error.category == "user" else 503
     if status == 409:
-        status = 400  # the SDK repeats 409 for minutes; this conflict does not go away
+        status = 400  # SDKs repeat 409 for minutes, and this conflict is permanent
     if status == 503 and not isinstance(error, Unavailable):
         log.warning("%s %s: %s", request.method, request.url.path, error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(_error_body(request, shown(state_of(request), error), error.category, status), status, headers)
+    return JSONResponse(
+        _error_body(request, shown(state_of(request), error), error.category, status),
+        status,
+        headers,
+    )
 
 
 def _error_body(request: Request, text: str, category: str, status: int) -> dict[str, Any]:
-    """OpenAI's clients look for the message in another place."""
-    text = text.encode(errors="backslashreplace").decode()  # it may quote text that is not valid Unicode
+    """Return the error's JSON. OpenAI's clients expect the message in another field."""
+    # The text may quote a part of the request that is not valid Unicode.
+    text = text.encode(errors="backslashreplace").decode()
     if request.url.path.startswith("/v1/"):
         kind = "server_error" if category == "server" else "invalid_request_error"
         return {"error": {"message": text, "type": kind, "param": None, "code": status}}
@@ -87,18 +115,23 @@ def _error_body(request: Request, text: str, category: str, status: int) -> dict
 
 async def _invalid_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    faults = [f"{'.'.join(str(p) for p in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()]
+    faults = [
+        f"{'.'.join(str(p) for p in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()
+    ]
     return JSONResponse(_error_body(request, "; ".join(faults), "user", 422), 422)
 
 
 async def _gone(request: Request, error: Exception) -> JSONResponse:
-    """Nobody reads it; nothing was done."""
-    return JSONResponse(_error_body(request, "the body ended before it was whole", "user", 400), 400)
+    """Answer a request whose client has disconnected. Nothing was done."""
+    return JSONResponse(
+        _error_body(request, "the body ended before it was complete", "user", 400), 400
+    )
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
     text, status = (
-        f"{request.method} {request.url.path} is not served; GET /api/v1/openapi.json lists what is",
+        f"{request.method} {request.url.path} is not served; "
+        "GET /api/v1/openapi.json lists the served paths",
         getattr(error, "status_code", 404),
     )
     return JSONResponse(_error_body(request, text, "user", status), status)
@@ -111,7 +144,7 @@ async def _unknown_error(request: Request, error: Exception) -> JSONResponse:
 
 
 class Guard:
-    """Refuses unknown API keys (when keys are configured) and bodies that say they are too large."""
+    """Refuse unknown API keys, when keys are configured, and bodies that are declared too large."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -121,23 +154,36 @@ class Guard:
             await self.app(scope, receive, send)
             return
         state: ApiState = scope["app"].state.api
-        headers = {key.decode("latin1").lower(): value.decode("latin1") for key, value in scope["headers"]}
+        headers = {
+            key.decode("latin1").lower(): value.decode("latin1") for key, value in scope["headers"]
+        }
         caller = self._caller(state, headers, scope["path"])
         limit = limit_of(scope["path"], state.config.limits, state.known_capabilities)
         length = headers.get("content-length", "0")
         if caller is None:
-            refusal = JSONResponse({"detail": "unknown API key or token (header X-API-Key)", "category": "user"}, 401)
-            refusal.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'  # an SDK with a token fetches a new one
+            refusal = JSONResponse(
+                {"detail": "unknown API key or token (header X-API-Key)", "category": "user"}, 401
+            )
+            # This header makes an SDK with a token fetch a new one.
+            refusal.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
             await refusal(scope, receive, send)
         elif not length.isdigit() or int(length) > limit:
-            text = f"the body has {length} bytes; at most {limit} are taken"
+            text = f"the body has {length} bytes; at most {limit} are allowed"
             await JSONResponse({"detail": text, "category": "user"}, 413)(scope, receive, send)
         else:
             try:
-                lease = await state.body_room.take(caller.owner or "", room_for(headers, limit))
-            except CapacityError as error:
-                busy = JSONResponse({"detail": str(error), "category": "user"}, 429, {"Retry-After": "1"})
-                await busy(scope, receive, send)
+                lease = await state.body_budget.take(
+                    caller.owner or "", room_for(headers, limit), PATIENCE_S
+                )
+            except TimeoutError:
+                text = (
+                    f"{state.body_budget.taken} bytes of request bodies are being read; "
+                    f"at most {state.body_budget.limit} are allowed "
+                    "(limits.body_memory_bytes); try again later"
+                )
+                await JSONResponse({"detail": text, "category": "user"}, 429, {"Retry-After": "1"})(
+                    scope, receive, send
+                )
                 return
             scope.setdefault("state", {}).update(caller=caller, body_lease=lease)
             bounded = Bounded(receive, send, limit)
@@ -148,8 +194,12 @@ class Guard:
 
     @staticmethod
     def _caller(state: ApiState, headers: dict[str, str], path: str) -> Caller | None:
-        """None when keys are configured and none of them was given."""
-        if not state.owners or path in OPEN_PATHS or path.startswith((f"{ARCHIVES}/", routes_console.PREFIX)):
+        """Return the caller, or None when keys are configured and the request has none of them."""
+        if (
+            not state.owners
+            or path in OPEN_PATHS
+            or path.startswith((f"{ARCHIVES}/", routes_console.PREFIX))
+        ):
             return Caller()
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         owner = owner_of_credential(state, given)
@@ -157,7 +207,7 @@ class Guard:
 
 
 def room_for(headers: dict[str, str], limit: int) -> int:
-    """Bytes that a body will take in memory: as many as it says, or as it is likely to have when it is decompressed."""
+    """Return the bytes of memory that a body needs: its length, or an estimate if compressed."""
     if "transfer-encoding" in headers:
         return limit
     length = int(headers.get("content-length", "0"))
@@ -165,14 +215,18 @@ def room_for(headers: dict[str, str], limit: int) -> int:
 
 
 class Bounded:
-    """A body that lies about its length, or does not say it, ends at the bound, with the answer that says so. So does one
-    that does not arrive within BODY_S."""
+    """Limit a body's size and time, whatever its headers declare.
+
+    A body that is too long is answered with 413. One that does not arrive within BODY_S is answered
+    with 408.
+    """
 
     def __init__(self, receive: Receive, send: Send, limit: int):
         self._receive, self._send, self._limit = receive, send, limit
         self._taken = 0
         self._answered = False
-        self._arrives_by: float | None = asyncio.get_running_loop().time() + BODY_S  # None: it is here
+        # None: the whole body has arrived.
+        self._arrives_by: float | None = asyncio.get_running_loop().time() + BODY_S
 
     async def receive(self) -> Message:
         try:
@@ -185,13 +239,19 @@ class Bounded:
             self._arrives_by = None
         if self._taken <= self._limit:
             return message
-        return await self._refused(413, f"the body has more than {self._limit} bytes; at most {self._limit} are taken")
+        return await self._refused(
+            413, f"the body has more than {self._limit} bytes; at most {self._limit} are allowed"
+        )
 
     async def _refused(self, status: int, text: str) -> Message:
         if not self._answered:
-            answer = JSONResponse({"detail": text, "category": "user"}, status, {"Connection": "close"})
+            answer = JSONResponse(
+                {"detail": text, "category": "user"}, status, {"Connection": "close"}
+            )
             self._answered = True
-            await self._send({"type": "http.response.start", "status": status, "headers": answer.raw_headers})
+            await self._send(
+                {"type": "http.response.start", "status": status, "headers": answer.raw_headers}
+            )
             await self._send({"type": "http.response.body", "body": answer.body})
         return {"type": "http.disconnect"}
 

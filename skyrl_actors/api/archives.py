@@ -1,6 +1,7 @@
-"""Checkpoints as tar files, streamed: nothing is built on disk, and nothing larger than a block is in memory.
+"""Stream checkpoints as tar files, and sign the links to them.
 
-A link to one is signed and ends, because whoever follows it sends no key.
+Nothing is built on disk, and at most one block is in memory. A link is signed and expires, because
+its downloads carry no API key.
 """
 
 import hashlib
@@ -26,40 +27,50 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 def secret_of(root: Path, name: str = SECRET_FILE) -> bytes:
-    """Made once for a checkpoint folder, shared by all replicas that see it."""
+    """Return the secret of a checkpoint folder; create it if missing.
+
+    All replicas that see the folder share it.
+    """
     file = root / name
     if not file.exists() or not file.stat().st_size:
         root.mkdir(parents=True, exist_ok=True)
         staging = root / f"{name}.{secrets.token_hex(4)}"
         staging.touch(mode=0o600)
-        with staging.open("wb") as stream:  # after a power cut it is whole or absent, and never empty
+        # Synced: after a power cut the file is complete or absent, and never empty.
+        with staging.open("wb") as stream:
             stream.write(secrets.token_bytes(32))
             stream.flush()
             os.fsync(stream.fileno())
         if file.exists() and not file.stat().st_size:
             file.unlink()
-        with suppress(FileExistsError):  # another replica was first
+        with suppress(FileExistsError):  # another replica created it first
             file.hardlink_to(staging)
         staging.unlink()
     return file.read_bytes()
 
 
 def signature(secret: bytes, path: TinkerPath, expires: int, file: str = "") -> str:
-    """`file`: one of the checkpoint's files; without it, all of them."""
-    return hmac.new(secret, f"{path} {expires} {file}".encode(errors="replace"), hashlib.sha256).hexdigest()
+    """Sign a link to one `file` of the checkpoint, or to all of them without `file`."""
+    return hmac.new(
+        secret, f"{path} {expires} {file}".encode(errors="replace"), hashlib.sha256
+    ).hexdigest()
 
 
 def public_url(http: HttpConfig, host: str) -> str:
-    """Where clients reach the service, without a slash at the end. `host` is what a request was addressed to: its sender chooses
-    it, so it is believed only when it names the sender's own machine, where the end of a tunnel may have another port.
-    Raises ConfigError when the address is not known."""
+    """Return the service's URL for clients, without a slash at the end.
+
+    `host` is the Host header of a request. Its sender chooses it, so it is used only when it is a
+    loopback address, where a tunnel may have another port. Raises ConfigError when the URL is not
+    known.
+    """
     if http.public_url:
         return http.public_url.rstrip("/")
     if own := _loopback(host):
         return f"http://{own}"
     if http.host in EVERYWHERE:
         raise ConfigError(
-            "this service does not know the address that clients reach it at, so it gives out no links; set http.public_url"
+            f"http.host {http.host} does not tell which address clients use, "
+            "so the service creates no links; set http.public_url"
         )
     return f"http://{f'[{http.host}]' if ':' in http.host else http.host}:{http.port}"
 
@@ -77,16 +88,18 @@ def _loopback(host: str) -> str | None:
 
 
 def check(secret: bytes, path: TinkerPath, expires: int, given: str, file: str = "") -> None:
-    """Raises InvalidRequest for a link that was not given out, or has ended."""
-    # As bytes: letters beyond ASCII are an error for text.
-    if not hmac.compare_digest(signature(secret, path, expires, file).encode(), given.encode(errors="replace")):
-        raise InvalidRequest("this link was not given out by the service; ask for the archive again")
+    """Check a link's signature. Raises InvalidRequest for a wrong or expired one."""
+    # Compared as bytes: compare_digest refuses text beyond ASCII.
+    if not hmac.compare_digest(
+        signature(secret, path, expires, file).encode(), given.encode(errors="replace")
+    ):
+        raise InvalidRequest("this link was not created by this service; request the archive again")
     if expires < time.time():
-        raise InvalidRequest("this link has ended; ask for the archive again")
+        raise InvalidRequest("this link has expired; request the archive again")
 
 
 def tar(folder: Path) -> Iterator[bytes]:
-    """The files of a checkpoint, as the members of a tar in its name."""
+    """Yield a tar archive of a checkpoint's files, in a folder of the checkpoint's name."""
     for file in sorted(folder.iterdir()):
         info = tarfile.TarInfo(f"{folder.name}/{file.name}")
         status = file.stat()

@@ -1,4 +1,4 @@
-"""JSON bodies of routes that take prompts: bounded, and parsed outside the event loop when they are large."""
+"""Read JSON bodies with prompts: bounded, and parsed outside the event loop when large."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -16,12 +16,18 @@ M = TypeVar("M", bound=BaseModel)
 
 
 Check = Callable[[Any, int, int], None]
-"""Of a parsed body, the most tokens of a prompt and the most prompts; raises InvalidRequest."""
+"""Called with a parsed body, the most tokens of a prompt and the most prompts.
+
+Raises InvalidRequest.
+"""
 
 
 def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
-    """A dependency: the JSON body as `model`. A large one is parsed and checked outside the event loop, so that what is
-    too long never reaches it."""
+    """Return a dependency that reads the JSON body as `model`.
+
+    A large body is parsed and checked outside the event loop, so that a body that is too long never
+    blocks it.
+    """
 
     async def parsed(request: Request) -> M:
         state = state_of(request)
@@ -29,7 +35,9 @@ def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
         limit = limit_of(request.url.path, limits, able)
         body = await read_body(request, limit)
         check_json_size(body, limit, limits.datums)
-        found = await run_sized(len(body), _validated, model, body, check, able.max_sample_tokens, limits.num_samples)
+        found = await run_sized(
+            len(body), _validated, model, body, check, able.max_sample_tokens, limits.num_samples
+        )
         request.state.body_lease.release()
         if isinstance(found, list):
             raise RequestValidationError(found)
@@ -38,8 +46,10 @@ def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
     return parsed
 
 
-def _validated(model: type[M], body: bytes, check: Check, most_tokens: int, most_prompts: int) -> M | list[dict[str, Any]]:
-    """The faults when it is not valid: pydantic's error does not pass from process to process."""
+def _validated(
+    model: type[M], body: bytes, check: Check, most_tokens: int, most_prompts: int
+) -> M | list[dict[str, Any]]:
+    """Return the model, or the faults: pydantic's error cannot be pickled between processes."""
     try:
         found = model.model_validate_json(body)
         check(found, most_tokens, most_prompts)
@@ -50,6 +60,6 @@ def _validated(model: type[M], body: bytes, check: Check, most_tokens: int, most
 
 
 def documented(model: type[BaseModel]) -> dict[str, object]:
-    """For `openapi_extra` of a route that reads its body with `body_of`."""
+    """Return the `openapi_extra` of a route that reads its body with `body_of`."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

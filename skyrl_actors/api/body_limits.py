@@ -1,14 +1,14 @@
-"""How many bytes a body may have: what the model could ever take (pure)."""
+"""Limit the bytes of a body to what the model could ever process (pure)."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from skyrl_actors.api import openai_wire, wire
-from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.errors import InvalidRequest
 
-SMALL_BYTES = 256 * 2**10  # any body but those of batches and prompts: names, numbers, metadata
+SMALL_BYTES = 256 * 2**10  # of bodies without batches and prompts: names, numbers, metadata
 SAMPLE_BYTES_PER_TOKEN = 512  # a token id, and the ids to score at its position
 TEXT_BYTES_PER_TOKEN = 64
 BATCHES = ("/api/v1/forward_backward", "/api/v1/forward")
@@ -21,7 +21,10 @@ PROMPTS = {
 
 
 def limit_of(path: str, limits: LimitsConfig, able: Capabilities | None) -> int:
-    """The most bytes that a body for this path may have, also after decompression. `able` None: not known yet."""
+    """Return the most bytes of a body for this path, also after decompression.
+
+    `able` None: the capabilities are not known yet.
+    """
     if path in BATCHES or path in UNREAD:
         return limits.body_bytes
     per_token = PROMPTS.get(path)
@@ -33,11 +36,13 @@ def limit_of(path: str, limits: LimitsConfig, able: Capabilities | None) -> int:
 
 
 def check_sample(body: wire.Asample, most_tokens: int, most_prompts: int) -> None:
+    """Check the prompt's length. Raises InvalidRequest."""
     chunks: Sequence[Any] = [chunk.get("tokens") for chunk in body.prompt.chunks]
     _check_length(sum(len(tokens) for tokens in chunks if isinstance(tokens, list)), most_tokens)
 
 
 def check_completion(body: openai_wire.Completion, most_tokens: int, most_prompts: int) -> None:
+    """Check the number of prompts and their lengths. Raises InvalidRequest."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return
@@ -45,16 +50,20 @@ def check_completion(body: openai_wire.Completion, most_tokens: int, most_prompt
         _check_length(len(prompt), most_tokens)
         return
     if len(prompt) > most_prompts:
-        raise InvalidRequest(f"{len(prompt)} prompts in one request; at most {most_prompts} (limits.num_samples)")
+        raise InvalidRequest(
+            f"{len(prompt)} prompts in one request; at most {most_prompts} (limits.num_samples)"
+        )
     for one in prompt:
         if isinstance(one, list):
             _check_length(len(one), most_tokens)
 
 
 def check_chat(body: openai_wire.ChatCompletion, most_tokens: int, most_prompts: int) -> None:
-    """Its length is known when its template was filled in."""
+    """Do nothing: the length is known only after the chat template has been applied."""
 
 
 def _check_length(length: int, most: int) -> None:
     if length >= most:
-        raise InvalidRequest(f"the prompt has {length} tokens; prompt and answer may have {most} together")
+        raise InvalidRequest(
+            f"the prompt has {length} tokens; prompt and answer together may have at most {most}"
+        )

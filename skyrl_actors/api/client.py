@@ -1,4 +1,4 @@
-"""How ingress replicas and jobs talk to the controller actor."""
+"""Call the controller actor from ingress replicas and jobs."""
 
 import asyncio
 import time
@@ -8,70 +8,88 @@ from typing import Any, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.controller.tenants import Model, Sampler
-from skyrl_actors.line import Line
 from skyrl_actors.messages.catalog import CatalogVerb, SessionEntry
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
-from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
+from skyrl_actors.messages.results import Completion, Failure, PartialSample, Ready, Result, Waiting
 from skyrl_actors.messages.sizes import size_of
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled
+from skyrl_actors.transport.rpc import RpcClient
 
 R = TypeVar("R")
 POLL_S = 30.0
-PATIENCE_S = 45.0  # below the minute after which an SDK gives up one attempt
+PATIENCE_S = 45.0  # an SDK gives up one attempt after a minute
 GRACE_S = 3.0
-COPY_TIMEOUT_S = 55.0  # an SDK waits a minute, and asks again; the copy goes on meanwhile
+COPY_TIMEOUT_S = 55.0  # an SDK gives up after a minute and repeats; the copy continues
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 BULK_BYTES = 64 * 2**10
 
 
 def actor_name(name: str) -> str:
+    """Return the name of the controller actor of a service."""
     return f"{name}:controller"
 
 
 def find_controller(name: str) -> ActorHandle:
-    """Raises ValueError when there is none."""
+    """Return the controller actor of this service. Raises ValueError when there is none."""
     return ray.get_actor(actor_name(name), namespace=NAMESPACE)
 
 
 class ControllerClient:
-    """Every call may be made twice without harm, so a call that meets a dead controller is made again when Ray has
-    restarted it. `patience_s` is how long that is tried; then it is Unavailable, which clients try again themselves."""
+    """A client of the controller that retries calls.
+
+    Every call is idempotent. A call that fails because the controller died is repeated for
+    `patience_s`, while Ray restarts it. Then the client raises Unavailable, which SDKs retry.
+    """
 
     def __init__(self, handle: ActorHandle, patience_s: float = PATIENCE_S):
         self.handle = handle
         self.patience_s = patience_s
-        self._line = Line(lambda: settled(handle.get_line.remote(node_address())))
-        # Of its own, so that small calls do not wait behind large ones.
-        self._bulk_line = Line(lambda: settled(handle.get_line.remote(node_address())))
+        self._line = RpcClient(lambda: settled(handle.get_line.remote(node_address())))
+        # A separate connection, so that small calls do not wait behind large ones.
+        self._bulk_line = RpcClient(lambda: settled(handle.get_line.remote(node_address())))
 
-    async def _call(self, method: str, *arguments: Any, patience_s: float | None = None, timeout_s: float = PATIENCE_S) -> Any:
-        deadline = asyncio.get_running_loop().time() + (self.patience_s if patience_s is None else patience_s)
+    async def _call(
+        self,
+        method: str,
+        *arguments: Any,
+        patience_s: float | None = None,
+        timeout_s: float = PATIENCE_S,
+    ) -> Any:
+        deadline = asyncio.get_running_loop().time() + (
+            self.patience_s if patience_s is None else patience_s
+        )
         pause_s = FIRST_PAUSE_S
         while True:
             try:
                 return await asyncio.wait_for(self._ask(method, *arguments), timeout_s)
             except TimeoutError:
-                raise Unavailable(f"the controller did not answer {method} within {timeout_s:.0f} s") from None
+                raise Unavailable(
+                    f"the controller did not answer {method} within {timeout_s:.0f} s"
+                ) from None
             except ActorDied as error:
                 if asyncio.get_running_loop().time() + pause_s > deadline:
-                    raise Unavailable(f"the controller restarts: {error}") from None
-            # Ray queues calls for an actor that it is restarting, but not from the very moment of its death.
+                    raise Unavailable(f"the controller is restarting: {error}") from None
+            # Ray queues calls for an actor that it is restarting, but not in the first moments
+            # after its death.
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        is_bulk = method == "submit" and size_of(arguments[0]) > BULK_BYTES
+        is_bulk = method == "fetch" or (method == "submit" and size_of(arguments[0]) > BULK_BYTES)
         return await (self._bulk_line if is_bulk else self._line).call(method, *arguments)
 
     async def submit(self, request: Request, mark: str = "", request_id: str | None = None) -> str:
-        """`mark` of the owner, at the end of the request's id. A repeat under one `request_id` is one request."""
+        """Submit a request. A repeat with the same `request_id` is the same request.
+
+        `mark` is the owner's; it ends the request id.
+        """
         began, request_id = time.time(), request_id or f"r{uuid.uuid4().hex}{mark}"
         named(request_id)
         accepted: str = await self._call("submit", request, request_id)
@@ -83,15 +101,20 @@ class ControllerClient:
         if SPANS.sends:
             SPANS.send(Span(name, "ingress", began, time.time() - began, request_id))
 
-    async def retrieve(self, request_id: str, timeout_s: float) -> Result | Waiting:
-        """Ends in time, whatever happens to the controller meanwhile."""
+    async def retrieve(self, request_id: str, timeout_s: float) -> Result | Ready | Waiting:
+        """Return the result, or Waiting after `timeout_s`, even if the controller is down.
+
+        A large answer is returned as Ready, for `fetch`.
+        """
         began = time.time()
         named(request_id)
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
-                found = await self._call("retrieve", request_id, left_s, patience_s=0.0, timeout_s=left_s + GRACE_S)
+                found = await self._call(
+                    "retrieve", request_id, left_s, patience_s=0.0, timeout_s=left_s + GRACE_S
+                )
                 if not isinstance(found, Waiting):
                     self._spanned("deliver", request_id, began)
                 return found
@@ -100,34 +123,57 @@ class ControllerClient:
                     return Waiting.paused("unreachable")
             await asyncio.sleep(LONGEST_PAUSE_S / 5)
 
+    async def fetch(self, request_id: str, ready: Ready) -> Result:
+        """Return a large answer. Raises Unavailable when the controller dies and stays down."""
+        return await self._call("fetch", request_id, ready.num_bytes)
+
     async def run(self, request: Request, expected: type[R]) -> R:
-        """Submit and wait."""
+        """Submit the request and return its result."""
         return await self.result(await self.submit(request), expected)
 
     async def result(self, request_id: str, expected: type[R]) -> R:
-        """A failure of category user is raised as InvalidRequest, any other as InternalError."""
+        """Wait for the result of a request.
+
+        Raises InvalidRequest for a failure of category user, else InternalError.
+        """
         while True:
             result = await self.retrieve(request_id, POLL_S)
+            if isinstance(result, Ready):
+                result = await self.fetch(request_id, result)
             if isinstance(result, Failure):
-                raise (InvalidRequest if result.category == "user" else InternalError)(result.message)
+                raise (InvalidRequest if result.category == "user" else InternalError)(
+                    result.message
+                )
             if not isinstance(result, Waiting):
-                assert isinstance(result, expected), f"{type(result).__name__} instead of {expected.__name__}"
+                assert isinstance(result, expected), (
+                    f"{type(result).__name__} instead of {expected.__name__}"
+                )
                 return result
 
     async def capabilities(self) -> Capabilities:
         return await self._call("get_capabilities")
 
-    async def create_session(self, user_metadata: dict[str, str], display_name: str | None = None, mark: str = "") -> str:
-        return await self._call("create_session", f"s{uuid.uuid4().hex[:16]}{mark}", user_metadata, display_name)
+    async def create_session(
+        self, user_metadata: dict[str, str], display_name: str | None = None, mark: str = ""
+    ) -> str:
+        return await self._call(
+            "create_session", f"s{uuid.uuid4().hex[:16]}{mark}", user_metadata, display_name
+        )
 
     async def heartbeat(self, session_id: str) -> None:
         await self._call("heartbeat", session_id)
 
-    async def finish_session(self, session_id: str, how: str | None = None, detail: str | None = None) -> None:
+    async def finish_session(
+        self, session_id: str, how: str | None = None, detail: str | None = None
+    ) -> None:
         await self._call("finish_session", session_id, how, detail)
 
     async def open_sampler(
-        self, sampler_id: str | None, session_id: str | None, base_model: str | None, path: str | None
+        self,
+        sampler_id: str | None,
+        session_id: str | None,
+        base_model: str | None,
+        path: str | None,
     ) -> Sampler:
         return await self._call("open_sampler", sampler_id, session_id, base_model, path)
 
@@ -143,8 +189,12 @@ class ControllerClient:
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
         return await self._call("catalog", verb, *arguments)
 
-    async def copy_checkpoint(self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None) -> None:
-        await self._call("catalog", "copy", source, target, session_id, ttl_seconds, timeout_s=COPY_TIMEOUT_S)
+    async def copy_checkpoint(
+        self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None
+    ) -> None:
+        await self._call(
+            "catalog", "copy", source, target, session_id, ttl_seconds, timeout_s=COPY_TIMEOUT_S
+        )
 
     async def sessions(self, owner: str | None = None) -> list[SessionEntry]:
         return await self._call("session_catalog", "sessions", owner)
@@ -153,8 +203,17 @@ class ControllerClient:
         return await self._call("session_catalog", "session", session_id)
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
+        """Return new tokens of a streamed sample beyond the first `have`, or its result."""
         try:
-            return await self._call("partial", request_id, have, timeout_s, patience_s=0.0, timeout_s=timeout_s + GRACE_S)
+            news = await self._call(
+                "partial",
+                request_id,
+                have,
+                timeout_s,
+                patience_s=0.0,
+                timeout_s=timeout_s + GRACE_S,
+            )
+            return await self.fetch(request_id, news) if isinstance(news, Ready) else news
         except Unavailable:
             await asyncio.sleep(LONGEST_PAUSE_S)
             return PartialSample()
@@ -162,11 +221,22 @@ class ControllerClient:
     async def cancel_sample(self, request_id: str) -> None:
         await self._call("cancel_sample", request_id)
 
-    async def completed(self, sampler_id: str, clone: int, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
-        """Ends in time, whatever happens to the controller meanwhile."""
+    async def completed(
+        self, sampler_id: str, clone: int, cursor: int, timeout_s: float
+    ) -> tuple[list[Completion], int]:
+        """Return new completions and the cursor.
+
+        There are none after `timeout_s`, or if the controller is down.
+        """
         try:
             return await self._call(
-                "completed", sampler_id, clone, cursor, timeout_s, patience_s=0.0, timeout_s=timeout_s + GRACE_S
+                "completed",
+                sampler_id,
+                clone,
+                cursor,
+                timeout_s,
+                patience_s=0.0,
+                timeout_s=timeout_s + GRACE_S,
             )
         except Unavailable:
             return [], cursor

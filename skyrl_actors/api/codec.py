@@ -1,4 +1,4 @@
-"""Bytes and JSON of requests to Columns. Nothing here knows of HTTP."""
+"""Decode requests from protobuf and JSON to Columns. This module does not use HTTP."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,27 +16,36 @@ from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.requests import ForwardBackward
 from skyrl_actors.messages.sampling import PromptTargets, SparseLayout
 
-DTYPES = {schema.FLOAT32: np.float32, schema.INT64: np.int64, "float32": np.float32, "int64": np.int64}
+DTYPES = {
+    schema.FLOAT32: np.float32,
+    schema.INT64: np.int64,
+    "float32": np.float32,
+    "int64": np.int64,
+}
 
 
 class BodyTooLarge(InvalidRequest):
+    """A body, or its decoded content, exceeds a limit."""
+
     status = 413
 
 
 def decompress(body: bytes, limit: int) -> bytes:
-    """zstd with a bound on what comes out. Raises BodyTooLarge or InvalidRequest."""
+    """Decompress zstd up to `limit` bytes. Raises BodyTooLarge or InvalidRequest."""
     try:
         with zstandard.ZstdDecompressor().stream_reader(body) as reader:
             plain = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise InvalidRequest(f"the body is not valid zstd: {error}") from None
     if len(plain) > limit:
-        raise BodyTooLarge(f"the decompressed body has more than {limit} bytes, the most this service takes")
+        raise BodyTooLarge(
+            f"the decompressed body has more than {limit} bytes; at most {limit} are allowed"
+        )
     return plain
 
 
 def forward_backward_from_proto(body: bytes, limit: int = 2**31) -> ForwardBackward:
-    """The protobuf body of /forward_backward (SDK 0.25 and later)."""
+    """Decode the protobuf body of /forward_backward (SDK 0.25 and later)."""
     message = schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -45,7 +54,10 @@ def forward_backward_from_proto(body: bytes, limit: int = 2**31) -> ForwardBackw
     bound = SparseBound(limit)
     examples = [_example_from_proto(i, datum, bound) for i, datum in enumerate(message.data)]
     config: dict[str, Any] = dict(message.loss_fn_config)
-    config |= {key: getattr(v, v.WhichOneof("kind") or "number") for key, v in message.loss_fn_config_v2.items()}
+    config |= {
+        key: getattr(v, v.WhichOneof("kind") or "number")
+        for key, v in message.loss_fn_config_v2.items()
+    }
     return ForwardBackward(
         message.model_id,
         columns_from(examples, limit),
@@ -59,9 +71,15 @@ def _example_from_proto(index: int, datum: Any, bound: "SparseBound") -> Example
     parts = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("kind") != "encoded_text":
-            raise InvalidRequest(f"datum {index} has a chunk of kind {chunk.WhichOneof('kind')}; only text tokens are served")
+            raise InvalidRequest(
+                f"datum {index} has a chunk of kind {chunk.WhichOneof('kind')}; "
+                "only text tokens are served"
+            )
         parts.append(_array(chunk.encoded_text.tokens, np.int32, "tokens"))
-    fields = {name: _tensor_from_proto(f"datum {index}: {name}", tensor, bound) for name, tensor in datum.loss_fn_inputs.items()}
+    fields = {
+        name: _tensor_from_proto(f"datum {index}: {name}", tensor, bound)
+        for name, tensor in datum.loss_fn_inputs.items()
+    }
     return Example(np.concatenate(parts) if parts else np.zeros(0, np.int32), fields)
 
 
@@ -84,9 +102,9 @@ def _array(data: bytes, dtype: Any, name: str) -> NDArray[Any]:
 
 
 def _shaped(flat: NDArray[Any], shape: Sequence[int], what: str) -> NDArray[Any]:
-    """One-dimensional unless the shape says otherwise."""
+    """Reshape; without a shape, the array stays one-dimensional."""
     if flat.ndim != 1:
-        raise InvalidRequest(f"{what}: data must be flat, with its shape beside it")
+        raise InvalidRequest(f"{what}: data must be a flat list; give its shape in `shape`")
     if not shape:
         return flat
     if min(shape) < 0 or math.prod(shape) != flat.size:
@@ -95,23 +113,38 @@ def _shaped(flat: NDArray[Any], shape: Sequence[int], what: str) -> NDArray[Any]
 
 
 class SparseBound:
-    """Makes CSR matrices dense; all of one request may have `limit` bytes together, as if they had been sent dense."""
+    """Convert CSR matrices to dense ones; all of one request may have `limit` bytes together."""
 
     def __init__(self, limit: int):
         self._limit = limit
         self._taken = 0
 
     def dense(
-        self, what: str, shape: Sequence[int], values: NDArray[Any], crow: NDArray[Any], col: NDArray[Any]
-    ) -> NDArray[Any]:  # fmt: skip
-        """[T, K]; cells that are not listed are 0."""
+        self,
+        what: str,
+        shape: Sequence[int],
+        values: NDArray[Any],
+        crow: NDArray[Any],
+        col: NDArray[Any],
+    ) -> NDArray[Any]:
+        """Return [T, K]. Cells that are not listed are 0."""
         if len(shape) != 2 or min(shape) < 0:
-            raise InvalidRequest(f"{what} is sparse and has shape {list(shape)}; a sparse tensor has two dimensions")
+            raise InvalidRequest(
+                f"{what} is sparse and has shape {list(shape)}; a sparse tensor has two dimensions"
+            )
         self._taken += shape[0] * shape[1] * values.itemsize
         if self._taken > self._limit:
-            raise BodyTooLarge(f"{what} has shape {list(shape)}: made dense, the request has more than {self._limit} bytes")
+            raise BodyTooLarge(
+                f"{what} has shape {list(shape)}: "
+                f"as dense tensors, the request has more than {self._limit} bytes"
+            )
         counts = np.diff(crow)
-        is_csr = len(crow) == shape[0] + 1 and crow[0] == 0 and (counts >= 0).all() and crow[-1] == len(col) == len(values)
+        is_csr = (
+            len(crow) == shape[0] + 1
+            and crow[0] == 0
+            and (counts >= 0).all()
+            and crow[-1] == len(col) == len(values)
+        )
         if not is_csr or (len(col) and (col.min() < 0 or col.max() >= shape[1])):
             raise InvalidRequest(f"{what} is not a CSR matrix of shape {list(shape)}")
         dense = np.zeros(tuple(shape), values.dtype)
@@ -119,83 +152,127 @@ class SparseBound:
         return dense
 
 
-def forward_backward_from_json(body: Mapping[str, Any], forward_only: bool, limit: int = 2**31) -> ForwardBackward:
-    """The JSON bodies of /forward_backward and /forward (SDKs before 0.25)."""
+def forward_backward_from_json(
+    body: Mapping[str, Any], forward_only: bool, limit: int = 2**31
+) -> ForwardBackward:
+    """Decode the JSON body of /forward_backward or /forward (SDKs before 0.25)."""
     content = body.get("forward_input" if forward_only else "forward_backward_input")
     if not isinstance(content, Mapping) or not isinstance(body.get("model_id"), str):
-        raise InvalidRequest("the body needs model_id and " + ("forward_input" if forward_only else "forward_backward_input"))
+        raise InvalidRequest(
+            "the body needs model_id and "
+            + ("forward_input" if forward_only else "forward_backward_input")
+        )
     data = content.get("data")
     if not isinstance(data, list) or not isinstance(content.get("loss_fn"), str):
         raise InvalidRequest("the input needs data (a list) and loss_fn (a string)")
     bound = SparseBound(limit)
     examples = [_example_from_json(i, datum, bound) for i, datum in enumerate(data)]
     config, seq_id = content.get("loss_fn_config") or {}, body.get("seq_id")
-    if not isinstance(config, Mapping) or isinstance(seq_id, bool) or not isinstance(seq_id, int | None):
-        raise InvalidRequest("loss_fn_config is an object, and seq_id a whole number")
+    if (
+        not isinstance(config, Mapping)
+        or isinstance(seq_id, bool)
+        or not isinstance(seq_id, int | None)
+    ):
+        raise InvalidRequest("loss_fn_config must be an object, and seq_id a whole number")
     return ForwardBackward(
-        body["model_id"], columns_from(examples, limit), LossCall(content["loss_fn"], dict(config)), forward_only, seq_id
+        body["model_id"],
+        columns_from(examples, limit),
+        LossCall(content["loss_fn"], dict(config)),
+        forward_only,
+        seq_id,
     )
 
 
 def _example_from_json(index: int, datum: Any, bound: SparseBound) -> Example:
     try:
-        tokens = _numbers(f"datum {index}: tokens", tokens_from_chunks(datum["model_input"]["chunks"]), np.int32)
+        tokens = _numbers(
+            f"datum {index}: tokens", tokens_from_chunks(datum["model_input"]["chunks"]), np.int32
+        )
         tensors = datum["loss_fn_inputs"].items()
-        fields = {name: _tensor_from_json(f"datum {index}: {name}", tensor, bound) for name, tensor in tensors}
+        fields = {
+            name: _tensor_from_json(f"datum {index}: {name}", tensor, bound)
+            for name, tensor in tensors
+        }
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InvalidRequest(f"datum {index} is not a Datum: {type(error).__name__} {error}") from None
+        raise InvalidRequest(
+            f"datum {index} is not a Datum: {type(error).__name__} {error}"
+        ) from None
     return Example(tokens, fields)
 
 
 def _tensor_from_json(what: str, tensor: Any, bound: SparseBound) -> NDArray[np.generic]:
-    values, shape = _numbers(what, tensor["data"], DTYPES[tensor["dtype"]]), tensor.get("shape") or []
+    values, shape = (
+        _numbers(what, tensor["data"], DTYPES[tensor["dtype"]]),
+        tensor.get("shape") or [],
+    )
     if not all(isinstance(size, int) for size in shape):
-        raise InvalidRequest(f"{what}: shape is a list of whole numbers")
+        raise InvalidRequest(f"{what}: shape must be a list of whole numbers")
     crow, col = tensor.get("sparse_crow_indices"), tensor.get("sparse_col_indices")
     if crow is None or col is None:
         return _shaped(values, shape, what)
-    return bound.dense(what, shape, values, _numbers(what, crow, np.int64), _numbers(what, col, np.int64))
+    return bound.dense(
+        what, shape, values, _numbers(what, crow, np.int64), _numbers(what, col, np.int64)
+    )
 
 
 def _numbers(what: str, data: Any, dtype: Any) -> NDArray[Any]:
-    """Whole numbers are not made of fractions, nor any number of true and false."""
+    """Convert to an array. Raises InvalidRequest for fractions in integer tensors and booleans."""
     found = np.asarray(data)
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
     if found.size and found.dtype.kind not in kinds:
         raise InvalidRequest(f"{what} must be a list of {'whole ' * (kinds == 'iu')}numbers")
     info = np.iinfo(dtype) if kinds == "iu" else None
-    if info is not None and found.size and (int(found.min()) < info.min or int(found.max()) > info.max):
+    if (
+        info is not None
+        and found.size
+        and (int(found.min()) < info.min or int(found.max()) > info.max)
+    ):
         raise InvalidRequest(f"{what} has a number that does not fit {np.dtype(dtype).name}")
     with np.errstate(over="ignore"):
         return found.astype(dtype)
 
 
 def tokens_from_chunks(chunks: Sequence[Mapping[str, Any]]) -> list[int]:
-    """All text chunks in order; SDKs up to 0.16 leave out `type`, so the keys decide."""
+    """Return the tokens of all text chunks in order.
+
+    SDKs up to 0.16 omit `type`, so the keys decide the kind.
+    """
     tokens: list[int] = []
     for chunk in chunks:
         if not isinstance(chunk, Mapping):
-            raise InvalidRequest(f"a chunk is an object with tokens, not {type(chunk).__name__}")
+            raise InvalidRequest(
+                f"a chunk must be an object with tokens, not {type(chunk).__name__}"
+            )
         if "tokens" not in chunk or chunk.get("type", "encoded_text") != "encoded_text":
-            raise InvalidRequest(f"a chunk of kind {chunk.get('type', sorted(chunk))}; only text tokens are served")
+            raise InvalidRequest(
+                f"a chunk of kind {chunk.get('type', sorted(chunk))}; only text tokens are served"
+            )
         tokens.extend(chunk["tokens"])
     return tokens
 
 
 def prompt_targets_from_json(tensor: Any, limit: int) -> PromptTargets:
-    """The ids to score at each position of a prompt, [P - 1, K] int64; -1 scores nothing."""
+    """Decode the ids to score at each prompt position, [P - 1, K] int64; -1 scores nothing."""
     what = "target_prompt_logprobs"
     if not isinstance(tensor, Mapping) or tensor.get("dtype") != "int64":
-        raise InvalidRequest(f"{what} is an int64 tensor of token ids")
-    shape, crow, col = (tensor.get(key) for key in ("shape", "sparse_crow_indices", "sparse_col_indices"))
+        raise InvalidRequest(f"{what} must be an int64 tensor of token ids")
+    shape, crow, col = (
+        tensor.get(key) for key in ("shape", "sparse_crow_indices", "sparse_col_indices")
+    )
     ids = _numbers(what, tensor.get("data", ()), np.int64)
-    if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise InvalidRequest(f"{what} has shape {shape}; [tokens of the prompt - 1, K] is needed")
+    if (
+        not isinstance(shape, list)
+        or len(shape) != 2
+        or not all(isinstance(size, int) and size >= 0 for size in shape)
+    ):
+        raise InvalidRequest(f"{what} has shape {shape}; it must be [prompt tokens - 1, K]")
     layout = None
     if crow is None or col is None:
         _shaped(ids, shape, what)
     else:
-        # Made dense only to be checked.
-        SparseBound(limit).dense(what, shape, ids, _numbers(what, crow, np.int64), _numbers(what, col, np.int64))
+        # Converted to a dense matrix only for its checks.
+        SparseBound(limit).dense(
+            what, shape, ids, _numbers(what, crow, np.int64), _numbers(what, col, np.int64)
+        )
         layout = SparseLayout(tuple(crow), tuple(col))
     return PromptTargets((shape[0], shape[1]), tuple(ids.ravel().tolist()), layout)

@@ -1,4 +1,8 @@
-"""What the console page shows to whom (pure): everything where no keys are configured, else totals and what is the viewer's own."""
+"""Filter the controller's status for a viewer of the console (pure).
+
+Without configured keys a viewer sees everything. Otherwise a viewer sees totals and its own
+objects.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,14 +11,30 @@ from typing import Any
 from skyrl_actors.messages.paths import owner_of
 
 TO_ALL = (
-    "name", "ready", "epoch", "uptime_s", "sessions", "samplers", "open_requests", "recoveries", "counts", "phase", "seconds_in_phase",
-    "phase_timeline", "controller_rss_bytes", "logprob_differences", "weight_load_seconds",
-)  # fmt: skip
+    "name",
+    "ready",
+    "epoch",
+    "uptime_s",
+    "sessions",
+    "samplers",
+    "open_requests",
+    "recoveries",
+    "counts",
+    "phase",
+    "seconds_in_phase",
+    "phase_timeline",
+    "controller_rss_bytes",
+    "logprob_differences",
+    "weight_load_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """`all`: no keys are configured. Otherwise `owner` is the holder of the key that was given; None when none was."""
+    """The viewer of the console.
+
+    `all`: no keys are configured. Otherwise `owner` is the key's owner, or None without a key.
+    """
 
     all: bool
     owner: str | None = None
@@ -28,7 +48,7 @@ class Viewer:
 
 
 def _engine(engine: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
-    """A version bears the id of its model, and an error may name anything."""
+    """Hide versions of other tenants, which contain ids, and errors, which may quote any id."""
     version, state = str(engine.get("version") or ""), str(engine.get("state"))
     shown = {**engine, "state": state if viewer.all or state.isupper() else "no answer"}
     if version and ":" in version and not viewer.sees(version):
@@ -37,13 +57,16 @@ def _engine(engine: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
 
 
 def _group(group: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
-    """Why it is down, its processes' last lines may say; those of one machine have process ids."""
+    """Hide the reason of a fault, which may quote log lines, and the process ids."""
     shown = {key: value for key, value in group.items() if viewer.all or key != "pids"}
     return shown | ({} if viewer.all or group.get("state") == "up" else {"state": "down"})
 
 
 def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
-    """`status` as the controller answers it; `queued` is the number of all requests in line, `models` those of the viewer."""
+    """Return the part of the controller's `status` that this viewer may see.
+
+    `queued` is the number of all queued requests. `models` are those of the viewer.
+    """
     shown = {key: status[key] for key in TO_ALL if key in status}
     models = status.get("models", [])
     queued: Mapping[str, int] = status.get("queued", {})
@@ -52,10 +75,18 @@ def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
         **shown,
         "engines": [_engine(engine, viewer) for engine in status.get("engines", [])],
         "groups": {role: _group(group, viewer) for role, group in status.get("groups", {}).items()},
-        "fault": status.get("fault") if viewer.all or not status.get("fault") else "something is being made anew",
+        "fault": status.get("fault")
+        if viewer.all or not status.get("fault")
+        else "the service is recovering",
         "queued": sum(queued.values()),
         "num_models": len(models),
-        "models": [{**m, "queued": queued.get(m["model_id"], 0)} for m in models if viewer.sees(m["model_id"])],
-        "tenants": {name: counts for name, counts in tenants.items() if viewer.all or name == viewer.owner},
+        "models": [
+            {**m, "queued": queued.get(m["model_id"], 0)}
+            for m in models
+            if viewer.sees(m["model_id"])
+        ],
+        "tenants": {
+            name: counts for name, counts in tenants.items() if viewer.all or name == viewer.owner
+        },
         "key": "none needed" if viewer.all else "given" if viewer.is_known else "missing",
     }

@@ -1,4 +1,4 @@
-"""The Ray Serve deployment: stateless replicas of the HTTP application in front of the controller actor."""
+"""The Ray Serve deployment: stateless HTTP replicas in front of the controller actor."""
 
 from typing import Any
 
@@ -17,12 +17,13 @@ from skyrl_actors.observe.process import Observed
     name="tinker-api",
     max_ongoing_requests=4000,
     ray_actor_options={"num_cpus": 0},
-    # Replicas hold nothing: a client whose long poll is cut asks again.
+    # Replicas have no state: a client whose long poll is cut repeats it.
     graceful_shutdown_wait_loop_s=0.2,
     graceful_shutdown_timeout_s=2.0,
     health_check_period_s=1.0,
     health_check_timeout_s=30.0,
-    logging_config=LoggingConfig(enable_access_log=False),  # a line for each poll would cost more than the poll
+    # An access log line for each poll would cost more than the poll.
+    logging_config=LoggingConfig(enable_access_log=False),
 )
 @serve.ingress()
 class TinkerApi:
@@ -31,12 +32,15 @@ class TinkerApi:
         self.state = ApiState(config, ControllerClient(find_controller(config.name)))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Serve in the replica, after the constructor."""
+        """Return the application. Serve calls this in the replica, after the constructor."""
         return build_app(self.state)
 
 
 def build(arguments: dict[str, Any]) -> serve.Application:
-    """For `serve deploy`: arguments are {"config": path, "overrides": [...]}; starts the controller where there is none."""
+    """Build the application for `serve deploy`, and start the controller if there is none.
+
+    `arguments` are {"config": path, "overrides": [...]}.
+    """
     from skyrl_actors.commands.serve import deployed_application
 
     return deployed_application(arguments)

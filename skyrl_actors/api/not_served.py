@@ -1,12 +1,21 @@
-"""Calls of the protocol that have no meaning here. They answer 404 with the reason: SDKs would repeat a 501 for minutes."""
+"""Answer calls of the protocol that this service does not serve with 404 and the reason.
+
+SDKs would retry a 501 for minutes.
+"""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 CALLS: dict[tuple[str, str], str] = {
-    ("GET", "/audit"): "no audit log is kept; the journal lists what every model went through (skyrl-actors journal)",
+    (
+        "GET",
+        "/audit",
+    ): "there is no audit log; skyrl-actors journal lists the operations of every model",
     ("GET", "/billing/usage/events"): "nothing is billed here",
-    ("GET", "/billing/usage/checkpoints/current"): "nothing is billed here; checkpoints say their size_bytes",
+    (
+        "GET",
+        "/billing/usage/checkpoints/current",
+    ): "nothing is billed here; size_bytes of a checkpoint is its size",
     ("PUT", "/sessions/{session_id}/project"): "there are no projects here",
     ("GET", "/sessions/{session_id}/trace_export"): "traces are not exported over HTTP",
     ("GET", "/auth/apikey/me"): "keys have no accounts; they are configured with http.api_keys",
@@ -17,7 +26,13 @@ router = APIRouter(include_in_schema=False)
 
 def _answering(reason: str):
     async def refuse(request: Request) -> JSONResponse:
-        return JSONResponse({"detail": f"{request.method} {request.url.path} is not served: {reason}", "category": "user"}, 404)
+        return JSONResponse(
+            {
+                "detail": f"{request.method} {request.url.path} is not served: {reason}",
+                "category": "user",
+            },
+            404,
+        )
 
     return refuse
 

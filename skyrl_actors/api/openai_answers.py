@@ -1,4 +1,4 @@
-"""Samples as OpenAI's objects: whole, and in chunks."""
+"""Format samples as OpenAI's objects, complete and in chunks."""
 
 import secrets
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from skyrl_actors.messages.results import Sequence as Sampled
 
 @dataclass(frozen=True, slots=True)
 class Form:
+    """The constant parts of the answers to one request."""
+
     id: str
     kind: str  # text_completion or chat.completion
     model: str
@@ -25,7 +27,13 @@ class Form:
 
     def object(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
         kind = f"{self.kind}.chunk" if chunk and self.is_chat else self.kind
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
 
 
 def new_id(prefix: str) -> str:
@@ -34,43 +42,60 @@ def new_id(prefix: str) -> str:
 
 def usage(prompt_tokens: int, completion_tokens: int, cached: int = 0) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }  # fmt: skip
+    }
 
 
-def whole(form: Form, outputs: Sequence[SampleOutput], prompt_lengths: Sequence[int], stops: Sequence[str]) -> dict[str, Any]:
-    """`stops`: the text from the first of them on is left out, as OpenAI does."""
+def whole(
+    form: Form, outputs: Sequence[SampleOutput], prompt_lengths: Sequence[int], stops: Sequence[str]
+) -> dict[str, Any]:
+    """Format complete answers. The text ends before the first of `stops`, as in OpenAI's API."""
     sampled = [sequence for output in outputs for sequence in output.sequences]
     choices = []
     for index, one in enumerate(sampled):
         text = Growing(form.codec, stops).more(one.tokens.tolist(), last=True)
-        content: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if form.is_chat else {"text": text}
+        content: dict[str, Any] = (
+            {"message": {"role": "assistant", "content": text}} if form.is_chat else {"text": text}
+        )
         logprobs = _logprobs(form, one) if form.with_logprobs else None
-        choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": one.stop_reason})
+        choices.append(
+            {"index": index, **content, "logprobs": logprobs, "finish_reason": one.stop_reason}
+        )
     generated = sum(len(one.tokens) for one in sampled)
     counted = usage(sum(prompt_lengths), generated, sum(output.cached_tokens for output in outputs))
-    # The version of the weights that answered, for who must know.
+    # `system_fingerprint` is the version of the weights that answered.
     return form.object(choices) | {"usage": counted, "system_fingerprint": outputs[0].version}
 
 
 def first_chunk(form: Form) -> dict[str, Any]:
+    """Return the chunk that starts a stream, without text."""
     content = {"delta": {"role": "assistant", "content": ""}} if form.is_chat else {"text": ""}
-    return form.object([{"index": 0, **content, "logprobs": None, "finish_reason": None}], chunk=True)
+    return form.object(
+        [{"index": 0, **content, "logprobs": None, "finish_reason": None}], chunk=True
+    )
 
 
 def chunk(form: Form, text: str, part: PartialSample, reason: str | None) -> dict[str, Any]:
-    content: dict[str, Any] = {"delta": {"content": text} if text else {}} if form.is_chat else {"text": text}
+    """Return a chunk with new text; `reason` is set in the last one."""
+    content: dict[str, Any] = (
+        {"delta": {"content": text} if text else {}} if form.is_chat else {"text": text}
+    )
     logprobs = _plain_logprobs(form, part) if form.with_logprobs else None
-    return form.object([{"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}], chunk=True)
+    return form.object(
+        [{"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}], chunk=True
+    )
 
 
 def usage_chunk(form: Form, prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Return the chunk with token counts that ends a stream, if requested."""
     return form.object([], chunk=True) | {"usage": usage(prompt_tokens, completion_tokens)}
 
 
 def _logprobs(form: Form, one: Sampled) -> dict[str, Any]:
-    """The likeliest tokens beside each, best first, as many as were asked for."""
+    """Return the logprobs, with the requested number of the likeliest tokens, best first."""
     part = PartialSample(tuple(one.tokens.tolist()), tuple(one.shown_logprobs.tolist()))
     content = _plain_logprobs(form, part)
     if one.topk_ids is None or one.topk_logprobs is None:
@@ -83,18 +108,29 @@ def _logprobs(form: Form, one: Sampled) -> dict[str, Any]:
         for entry, row in zip(content["content"], best, strict=True):
             entry["top_logprobs"] = [_entry(text, logprob) for text, logprob in row]
     else:
-        content["top_logprobs"] = [dict(reversed(row)) for row in best]  # of equal texts the likelier one stays
+        # Reversed: of equal texts the likelier one stays.
+        content["top_logprobs"] = [dict(reversed(row)) for row in best]
     return content
 
 
 def _plain_logprobs(form: Form, part: PartialSample) -> dict[str, Any]:
     texts = [form.codec.text_of(token) for token in part.tokens]
     if form.is_chat:
-        return {"content": [{**_entry(t, lp), "top_logprobs": []} for t, lp in zip(texts, part.logprobs, strict=True)]}
+        return {
+            "content": [
+                {**_entry(t, lp), "top_logprobs": []}
+                for t, lp in zip(texts, part.logprobs, strict=True)
+            ]
+        }
     offsets = [0]
     for text in texts:
         offsets.append(offsets[-1] + len(text))
-    return {"tokens": texts, "token_logprobs": list(part.logprobs), "top_logprobs": None, "text_offset": offsets[:-1]}
+    return {
+        "tokens": texts,
+        "token_logprobs": list(part.logprobs),
+        "top_logprobs": None,
+        "text_offset": offsets[:-1],
+    }
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Text to tokens and back for the OpenAI routes: the base model's own tokenizer and chat template."""
+"""Convert text to tokens and back with the base model's own tokenizer and chat template."""
 
 import json
 from collections.abc import Sequence
@@ -12,55 +12,73 @@ from tokenizers import Tokenizer
 
 from skyrl_actors.messages.errors import InvalidRequest
 
-INCOMPLETE = "\ufffd"  # what a cut character decodes to
+INCOMPLETE = "\ufffd"  # what an incomplete character decodes to
 
 
 class Codec:
-    """Of one base model's folder. Templates run in a sandbox: a model's files are not code of ours."""
+    """The tokenizer and chat template of one base model's folder.
+
+    Templates run in a sandbox, because the model's files are not trusted code.
+    """
 
     def __init__(self, folder: Path):
         self._tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text())
-        self._longest_token = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        self._longest_token = max(
+            map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1
+        )
         self._config: dict[str, Any] = _json(folder / "tokenizer_config.json")
         file = folder / "chat_template.jinja"
         self._template = file.read_text() if file.is_file() else self._config.get("chat_template")
 
     def encode(self, text: str, most_tokens: int) -> list[int]:
-        """Raises InvalidRequest for a text that has more than `most_tokens` whatever its tokens are, before time is spent
-        on them."""
+        """Encode a prompt. Raises InvalidRequest for a text that is too long.
+
+        A text that exceeds `most_tokens` even with the longest tokens is refused before it is
+        encoded.
+        """
         most = most_tokens * self._longest_token
         if len(text) > most:
             raise InvalidRequest(
-                f"the prompt has {len(text)} characters; {most_tokens} tokens, the most taken here, have at most {most}"
+                f"the prompt has {len(text)} characters; at most {most_tokens} tokens are "
+                f"allowed, and these have at most {most} characters"
             )
-        # A batch of one: the tokenizer gives up the interpreter lock for batches only.
+        # A batch of one: the tokenizer releases the interpreter lock only for batches.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def text_of(self, token: int) -> str:
-        """With special tokens spelled out."""
+        """Decode one token. Special tokens are included."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def chat(self, messages: Sequence[dict[str, str]], most_tokens: int) -> list[int]:
+        """Apply the chat template and encode the result. Raises InvalidRequest."""
         if not isinstance(self._template, str):
             raise InvalidRequest("the base model has no chat template; use /v1/completions")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        special = {key: _as_text(self._config.get(key)) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        special = {
+            key: _as_text(self._config.get(key))
+            for key in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
         try:
             template = environment.from_string(self._template)
-            text = template.render(messages=list(messages), add_generation_prompt=True, tools=None, **special)
+            text = template.render(
+                messages=list(messages), add_generation_prompt=True, tools=None, **special
+            )
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
         return self.encode(text, most_tokens)
 
 
 class Growing:
-    """The text of a sample as its tokens come. What may still change is held back: cut characters, and the beginning of a stop
-    text; behind a stop text nothing more comes."""
+    """Decode a sample's text while its tokens arrive.
+
+    Text that may still change is kept back: incomplete characters, and the beginning of a stop
+    text. After a stop text no more text follows.
+    """
 
     def __init__(self, codec: Codec, stops: Sequence[str]):
         self._codec = codec
@@ -70,7 +88,7 @@ class Growing:
         self.stopped = False
 
     def more(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The text that is new and certain; with `last`, all that is left."""
+        """Add tokens and return the text that is new and final; with `last`, all of the rest."""
         self._tokens.extend(tokens)
         text = self._codec.decode(self._tokens)
         ends = [where for stop in self._stops if (where := text.find(stop)) >= 0]
@@ -83,17 +101,24 @@ class Growing:
 
     def _unsure(self, text: str) -> int:
         cut = len(text) - len(text.rstrip(INCOMPLETE))
-        begun = [size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        begun = [
+            size
+            for stop in self._stops
+            for size in range(1, len(stop))
+            if text.endswith(stop[:size])
+        ]
         return max([cut, *begun])
 
 
 @lru_cache(maxsize=4)
 def codec_for(folder: str) -> Codec:
-    """Raises InvalidRequest when the folder can not be read from here."""
+    """Load the codec of a model folder. Raises InvalidRequest when it cannot be read."""
     try:
         return Codec(Path(folder))
     except OSError as error:
-        raise InvalidRequest(f"the tokenizer of the base model can not be read here: {error}") from None
+        raise InvalidRequest(
+            f"the tokenizer of the base model cannot be read here: {error}"
+        ) from None
 
 
 def _json(file: Path) -> dict[str, Any]:

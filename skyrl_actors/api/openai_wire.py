@@ -1,19 +1,37 @@
-"""The bodies of OpenAI's completions and chat completions, as far as they are served; a field that is not is refused by name.
+"""The bodies of OpenAI's completions and chat completions, as far as they are served.
 
-https://platform.openai.com/docs/api-reference/completions and …/chat
+Fields that are not served are refused by name. See
+https://platform.openai.com/docs/api-reference/completions and …/chat.
 """
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# Fields that change nothing here, whatever they say.
-WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
+# Fields that are accepted with any value and have no effect.
+WITHOUT_EFFECT = (
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "parallel_tool_calls",
+    "safety_identifier",
+    "prompt_cache_key",
+)
 # Fields that are served only with the value that means "off".
 OFF: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},),
-    "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
-}  # fmt: skip
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
 
 
 class StreamOptions(BaseModel):
@@ -55,7 +73,13 @@ class OpenAiBody(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (
+            ()
+            if self.stop is None
+            else (self.stop,)
+            if isinstance(self.stop, str)
+            else tuple(self.stop)
+        )
 
 
 class Completion(OpenAiBody):
@@ -82,7 +106,11 @@ class Message(BaseModel):
 
     @property
     def for_template(self) -> dict[str, str]:
-        return {"role": self.role, "content": self.text, **({"name": self.name} if self.name else {})}
+        return {
+            "role": self.role,
+            "content": self.text,
+            **({"name": self.name} if self.name else {}),
+        }
 
 
 class ChatCompletion(OpenAiBody):

@@ -1,17 +1,21 @@
-"""How many parts a body has, counted before it is decoded (pure).
+"""Limit the number of parts of a body before it is decoded (pure).
 
-An empty message takes two bytes in protobuf and some hundred in memory, an empty JSON list three and 56: a body of 4 MiB
-may decode to 600 MiB. The number of parts bounds what decoding takes.
+An empty protobuf message has two bytes and takes about a hundred in memory. An empty JSON list has
+three bytes and takes 56. So a body of 4 MiB may decode to 600 MiB. The number of parts bounds the
+memory for decoding.
 """
 
 from skyrl_actors.messages.errors import InvalidRequest
 
 PARTS_PER_DATUM = 512  # SDKs send each message of a conversation as a few chunks
-PARTS = 4096  # besides those of datums
-UNCHECKED_BYTES = 2**16  # what so few bytes decode to does no harm
-NUMBER_BYTES = 4  # of an element of a tensor, as bodies are bounded by their tensors' bytes
+PARTS = 4096  # in addition to those of datums
+UNCHECKED_BYTES = 2**16  # smaller bodies cannot decode to much
+NUMBER_BYTES = 4  # of a tensor's element; a body's limit counts the bytes of its tensors
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-MALFORMED = "the body is not a ForwardBackwardRequest: it ends within a field, or has one of an unknown kind"
+MALFORMED = (
+    "the body is not a ForwardBackwardRequest: "
+    "it ends within a field, or has a field of an unknown kind"
+)
 # Fields that hold messages, by field number, from a ForwardBackwardRequest down.
 Nested = dict[int, "Nested"]
 LEAF: Nested = {}
@@ -19,29 +23,32 @@ TENSOR: Nested = {2: LEAF}
 CHUNK: Nested = {1: LEAF, 2: LEAF, 3: LEAF}
 DATUM: Nested = {1: CHUNK, 2: {2: TENSOR}}
 BATCH: Nested = {3: DATUM, 5: LEAF, 7: {2: LEAF}}
-SHAPE = 4  # of a tensor: numbers in a row, each of which is a part
+SHAPE = 4  # a tensor's packed numbers, each of which counts as a part
 
 
 def check_json_size(body: bytes, limit_bytes: int, datums: int) -> None:
-    """Raises InvalidRequest for JSON with more lists, objects or numbers than a body of so many datums needs."""
+    """Check that JSON has no more parts than a body of this many datums needs.
+
+    Parts are lists, objects and numbers. Raises InvalidRequest.
+    """
     if len(body) <= UNCHECKED_BYTES:
         return
     most = _most(datums)
     found = body.count(b"{") + body.count(b"[")
     if found > most:
-        raise InvalidRequest(f"the body has {found} lists and objects; at most {most} are taken")
+        raise InvalidRequest(f"the body has {found} lists and objects; at most {most} are allowed")
     values, most_values = body.count(b","), limit_bytes // NUMBER_BYTES + most
     if values > most_values:
-        raise InvalidRequest(f"the body has {values} values; at most {most_values} are taken")
+        raise InvalidRequest(f"the body has {values} values; at most {most_values} are allowed")
 
 
 def check_proto_size(body: bytes, datums: int) -> None:
-    """Raises InvalidRequest for a ForwardBackwardRequest with more parts than one of so many datums needs."""
+    """Check that protobuf has no more parts than this many datums need. Raises InvalidRequest."""
     if len(body) <= UNCHECKED_BYTES:
         return
     most = _most(datums)
     if _count(memoryview(body), BATCH, most) < 0:
-        raise InvalidRequest(f"the body has more than {most} fields; at most so many are taken")
+        raise InvalidRequest(f"the body has more than {most} fields; at most {most} are allowed")
 
 
 def _most(datums: int) -> int:
@@ -49,7 +56,7 @@ def _most(datums: int) -> int:
 
 
 def _count(content: memoryview, nested: Nested, left: int) -> int:
-    """`left` less the fields in here; below zero as soon as there are more."""
+    """Subtract the number of fields from `left`. Return a negative number when it is exceeded."""
     at, end = 0, len(content)
     while at < end:
         left -= 1

@@ -1,4 +1,4 @@
-"""Samples of one HTTP request: those that its client will get no answer of are cancelled."""
+"""Cancel the samples of an HTTP request whose client no longer waits for them."""
 
 import asyncio
 import logging
@@ -17,11 +17,14 @@ from skyrl_actors.messages.results import SampleOutput
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_ending: set[asyncio.Task[None]] = set()  # the loop alone would not keep them
+_ending: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references
 
 
 class RequestedSamples:
-    """`mark` of the owner ends the ids. Whoever makes one calls `cancel` when no more answers are wanted."""
+    """The samples of one request. The creator calls `cancel` when no more answers are needed.
+
+    `mark` is the owner's; it ends the request ids.
+    """
 
     def __init__(self, client: ControllerClient, mark: str):
         self._client = client
@@ -29,14 +32,17 @@ class RequestedSamples:
         self._accepted: dict[str, asyncio.Task[str]] = {}
 
     async def submit(self, sample: Sample) -> str:
+        """Submit a sample and return its request id."""
         request_id = f"r{uuid.uuid4().hex}{self._mark}"
         task = asyncio.create_task(self._client.submit(sample, self._mark, request_id))
         self._accepted[request_id] = task
         return await asyncio.shield(task)
 
     async def answers(self) -> list[SampleOutput]:
-        """In the order of their requests. Raises what the first that failed failed of."""
-        waiting = [asyncio.create_task(self._client.result(each, SampleOutput)) for each in self._accepted]
+        """Return the answers in the order of their requests. Raises the first failure."""
+        waiting = [
+            asyncio.create_task(self._client.result(each, SampleOutput)) for each in self._accepted
+        ]
         try:
             found = await asyncio.gather(*waiting)
         finally:
@@ -46,10 +52,11 @@ class RequestedSamples:
         return found
 
     def answered(self) -> None:
+        """Mark all samples as answered, so that `cancel` does nothing."""
         self._accepted.clear()
 
     def cancel(self) -> None:
-        """In the background, because the task that calls this may be cancelled itself."""
+        """Cancel in the background, because the calling task may be cancelled itself."""
         for request_id, task in self._accepted.items():
             ending = asyncio.create_task(self._cancelled(request_id, task))
             _ending.add(ending)
@@ -58,14 +65,17 @@ class RequestedSamples:
 
     async def _cancelled(self, request_id: str, accepted: asyncio.Task[str]) -> None:
         try:
-            await accepted  # one that is just being accepted can not be cancelled yet
+            await accepted  # a request cannot be cancelled before it is accepted
             await self._client.cancel_sample(request_id)
         except SkyrlActorsError as error:
             log.info("sample %s was not cancelled: %s", request_id, error)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises ClientDisconnect, with `work` cancelled, when the client closes the connection first."""
+    """Return the result of `work`; cancel it when the client disconnects first.
+
+    Raises ClientDisconnect then.
+    """
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -84,10 +94,12 @@ async def _gone(receive: Receive) -> None:
 
 
 class SampleStream(StreamingResponse):
-    """Server-sent events of samples, which end with their stream."""
+    """Server-sent events of samples, which are cancelled at the end of the stream."""
 
     def __init__(self, samples: RequestedSamples, events: AsyncIterator[str]):
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
         self._samples = samples
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Training runs, checkpoints and sessions: what there is, and what may be done with it afterwards."""
+"""Routes that list and change training runs, checkpoints and sessions."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -20,20 +20,30 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
 Scope = Literal["owned", "accessible"]
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-EXTERNAL_SINCE = (0, 28)  # older SDKs stumble over the type
+EXTERNAL_SINCE = (0, 28)  # older SDKs fail on this checkpoint type
 
 
 @router.get("/training_runs")
-async def training_runs(request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned") -> dict[str, Any]:
-    """Training runs, newest first."""
+async def training_runs(
+    request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
+) -> dict[str, Any]:
+    """List training runs, newest first."""
     caller = caller_of(request)
-    found = await state_of(request).client.catalog("runs", caller.owner, access_scope == "accessible")
+    found = await state_of(request).client.catalog(
+        "runs", caller.owner, access_scope == "accessible"
+    )
     runs = _visible(found, caller, access_scope)
-    return {"training_runs": [_run(run) for run in runs[offset : offset + limit]], "cursor": _cursor(runs, limit, offset)}
+    return {
+        "training_runs": [_run(run) for run in runs[offset : offset + limit]],
+        "cursor": _cursor(runs, limit, offset),
+    }
 
 
 def _visible(runs: Sequence[RunEntry], caller: Caller, scope: Scope) -> list[RunEntry]:
-    """His own runs, and with "accessible" those of others in which something is published, with just that."""
+    """Return the caller's own runs.
+
+    With scope "accessible", add other runs that have published checkpoints, with only those.
+    """
     shown = []
     for run in runs:
         if caller.owns(run.run_id):
@@ -52,20 +62,27 @@ async def _one_run(run_id: str, request: Request, scope: Scope = "accessible") -
 
 
 @router.get("/training_runs/{run_id}")
-async def training_run(run_id: str, request: Request, access_scope: Scope = "owned") -> dict[str, Any]:
-    """One training run."""
+async def training_run(
+    run_id: str, request: Request, access_scope: Scope = "owned"
+) -> dict[str, Any]:
+    """Describe one training run."""
     return _run(await _one_run(run_id, request, access_scope))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
-@router.get("/models/{run_id}/checkpoints")  # its name up to SDK 0.3
+@router.get("/models/{run_id}/checkpoints")  # the path in SDKs up to 0.3
 async def run_checkpoints(run_id: str, request: Request) -> dict[str, Any]:
-    """Checkpoints of a run, newest first."""
-    return {"checkpoints": [_checkpoint(entry) for entry in _known_to((await _one_run(run_id, request)).checkpoints, request)]}
+    """List the checkpoints of a run, newest first."""
+    return {
+        "checkpoints": [
+            _checkpoint(entry)
+            for entry in _known_to((await _one_run(run_id, request)).checkpoints, request)
+        ]
+    }
 
 
 def _known_to(entries: Iterable[CheckpointEntry], request: Request) -> list[CheckpointEntry]:
-    """What the caller's SDK has a word for."""
+    """Return the entries of kinds that the caller's SDK supports."""
     version = re.search(r"Tinker/Python (\d+)\.(\d+)", request.headers.get("user-agent", ""))
     is_old = version is not None and tuple(map(int, version.groups())) < EXTERNAL_SINCE
     return [entry for entry in entries if not (is_old and entry.kind == "external_weights")]
@@ -73,7 +90,7 @@ def _known_to(entries: Iterable[CheckpointEntry], request: Request) -> list[Chec
 
 @router.get("/checkpoints")
 async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-    """Checkpoints of all runs, newest first."""
+    """List the checkpoints of all runs, newest first."""
     caller = caller_of(request)
     found = await state_of(request).client.catalog("checkpoints", caller.owner)
     entries = [entry for entry in _known_to(found, request) if caller.owns(entry.run_id)]
@@ -83,28 +100,34 @@ async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) 
 
 @router.post("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def publish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
-    """Everybody may read it."""
-    await state_of(request).client.catalog("set_public", _own_path(run_id, checkpoint, request), True)
+    """Allow every API key to read a checkpoint."""
+    await state_of(request).client.catalog(
+        "set_public", _own_path(run_id, checkpoint, request), True
+    )
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def unpublish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
-    """Only its owner may read it."""
-    await state_of(request).client.catalog("set_public", _own_path(run_id, checkpoint, request), False)
+    """Allow only the owner to read a checkpoint."""
+    await state_of(request).client.catalog(
+        "set_public", _own_path(run_id, checkpoint, request), False
+    )
     return {}
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{checkpoint:path}/ttl")
 async def set_ttl(run_id: str, checkpoint: str, body: wire.Ttl, request: Request) -> dict[str, Any]:
-    """When it is removed; null: never."""
-    await state_of(request).client.catalog("set_ttl", _own_path(run_id, checkpoint, request), body.ttl_seconds)
+    """Set the time after which a checkpoint is removed; null = never."""
+    await state_of(request).client.catalog(
+        "set_ttl", _own_path(run_id, checkpoint, request), body.ttl_seconds
+    )
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}")
 async def delete(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
-    """Removes a checkpoint."""
+    """Remove a checkpoint."""
     await state_of(request).client.catalog("delete", _own_path(run_id, checkpoint, request))
     return {}
 
@@ -117,13 +140,17 @@ def _own_path(run_id: str, checkpoint: str, request: Request) -> TinkerPath:
 
 
 def checkpoint_path(run_id: str, checkpoint: str) -> TinkerPath:
-    """The route's tail is that of the tinker path."""
+    """Parse the route's tail, which equals the tail of a tinker path."""
     if "/" not in checkpoint:
-        raise InvalidRequest(f"checkpoint {checkpoint[:80]!r}: its id has its kind in front, as in weights/{checkpoint[:80]}")
+        raise InvalidRequest(
+            f"checkpoint {checkpoint[:80]!r} has no kind; "
+            f"put the kind in front, as in weights/{checkpoint[:80]}"
+        )
     path = parse_path(f"tinker://{run_id}/{checkpoint}")
     if path.kind not in CHECKPOINT_KINDS:
         raise InvalidRequest(
-            f"{path} is no checkpoint; ids are weights/<name>, sampler_weights/<name> and external_weights/<name>"
+            f"{path} is no checkpoint; ids are weights/<name>, "
+            "sampler_weights/<name> and external_weights/<name>"
         )
     return path
 
@@ -139,17 +166,27 @@ def iso(seconds: float) -> str:
 def _run(run: RunEntry) -> dict[str, Any]:
     last, last_sampler = run.last("weights"), run.last("sampler_weights")
     return {
-        "training_run_id": run.run_id, "base_model": run.base_model, "model_owner": run.session_id,
-        "is_lora": run.lora_rank is not None, "lora_rank": run.lora_rank, "corrupted": False,
-        "last_request_time": iso(run.last_time), "user_metadata": run.user_metadata,
+        "training_run_id": run.run_id,
+        "base_model": run.base_model,
+        "model_owner": run.session_id,
+        "is_lora": run.lora_rank is not None,
+        "lora_rank": run.lora_rank,
+        "corrupted": False,
+        "last_request_time": iso(run.last_time),
+        "user_metadata": run.user_metadata,
         "last_checkpoint": _checkpoint(last) if last else None,
         "last_sampler_checkpoint": _checkpoint(last_sampler) if last_sampler else None,
-    }  # fmt: skip
+    }
 
 
 def _checkpoint(entry: CheckpointEntry) -> dict[str, Any]:
     return {
-        "checkpoint_id": f"{entry.kind}/{entry.name}", "checkpoint_type": TYPES[entry.kind], "time": iso(entry.time),
-        "tinker_path": entry.path, "size_bytes": entry.num_bytes, "public": entry.public, "user_metadata": entry.user_metadata,
+        "checkpoint_id": f"{entry.kind}/{entry.name}",
+        "checkpoint_type": TYPES[entry.kind],
+        "time": iso(entry.time),
+        "tinker_path": entry.path,
+        "size_bytes": entry.num_bytes,
+        "public": entry.public,
+        "user_metadata": entry.user_metadata,
         "expires_at": None if entry.expires_at is None else iso(entry.expires_at),
-    }  # fmt: skip
+    }

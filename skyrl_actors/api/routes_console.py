@@ -1,4 +1,4 @@
-"""The console: one read-only page at `/`, what it shows as JSON, and the files that it is made of."""
+"""Serve the console: one read-only page at `/`, its data as JSON, and its files."""
 
 import asyncio
 import math
@@ -24,19 +24,24 @@ FILES = Path(__file__).parent.parent / "console"
 PREFIX = "/console/"
 CHARTS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 SERVED = {name: FILES / name for name in ("console.js", "console.css")} | {"plotly.min.js": CHARTS}
-# Nothing from elsewhere, and no page around this one. The charts set styles of their elements.
-POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'none'"
-FRESH_S, SLOW_S = 1.0, 8.0  # many pages that look on ask the controller, and read files, once
+# Only the service's own files, and no embedding in other pages. Charts set inline styles.
+POLICY = (
+    "default-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; frame-ancestors 'none'"
+)
+FRESH_S, SLOW_S = 1.0, 8.0  # how old shared answers may be, however many pages are open
 ROWS = 2000  # of a run's curves
 CHECKPOINTS = 20
 
 
 class UnknownKey(UserError):
+    """The request has an API key that is not configured."""
+
     status = 401
 
 
 class Glance:
-    """What many pages ask for, as it was at most so many seconds ago."""
+    """A cache that open pages share: an answer is at most `fresh_s` seconds old."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[float, Any]] = {}
@@ -50,7 +55,7 @@ class Glance:
 
 
 def viewer_of(request: Request) -> Viewer:
-    """Raises UnknownKey for a key that is none of ours."""
+    """Return the viewer. Raises UnknownKey for a key that is not configured."""
     state = state_of(request)
     if not state.owners:
         return Viewer(True)
@@ -65,46 +70,62 @@ def viewer_of(request: Request) -> Viewer:
 
 @router.get("/")
 async def page() -> FileResponse:
-    """The console."""
-    return FileResponse(FILES / "index.html", headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"})
+    """Return the console page."""
+    return FileResponse(
+        FILES / "index.html",
+        headers={"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"},
+    )
 
 
 @router.get(PREFIX + "files/{name}")
 async def file(name: str) -> FileResponse:
-    """What the page is made of."""
+    """Return a script or style of the page."""
     if name not in SERVED:
         raise NotFound(f"the console has no file {name[:80]!r}")
-    return FileResponse(SERVED[name], headers={"Cache-Control": "max-age=3600" if SERVED[name] == CHARTS else "no-cache"})
+    return FileResponse(
+        SERVED[name],
+        headers={"Cache-Control": "max-age=3600" if SERVED[name] == CHARTS else "no-cache"},
+    )
 
 
 @router.get(PREFIX + "state")
 async def state(request: Request) -> JSONResponse:
-    """What the controller's status shows to this viewer, and the newest checkpoints that are his."""
+    """Return the status that this viewer may see, and the viewer's newest checkpoints."""
     viewer, own = viewer_of(request), state_of(request)
     glance: Glance = request.app.state.glance
     shown = visible(await glance.at("status", FRESH_S, own.client.status), viewer)
     entries: list[CheckpointEntry] = []
     if viewer.is_known:
         of_owner = f"checkpoints of {viewer.owner}"
-        entries = await glance.at(of_owner, SLOW_S, lambda: own.client.catalog("checkpoints", viewer.owner))
-    checkpoints = [_checkpoint(entry) for entry in entries if viewer.sees(entry.run_id)][:CHECKPOINTS]
+        entries = await glance.at(
+            of_owner, SLOW_S, lambda: own.client.catalog("checkpoints", viewer.owner)
+        )
+    checkpoints = [_checkpoint(entry) for entry in entries if viewer.sees(entry.run_id)][
+        :CHECKPOINTS
+    ]
     return JSONResponse(finite({**shown, "at": time.time(), "checkpoints": checkpoints}))
 
 
 @router.get(PREFIX + "runs")
 async def runs(request: Request) -> JSONResponse:
-    """Jobs' runs in `http.runs`; with keys configured, only for who holds one."""
+    """List jobs' runs in `http.runs`; with keys configured, only for requests with a key."""
     folder = state_of(request).config.http.runs
     if not viewer_of(request).is_known or folder is None:
         return JSONResponse([])
-    return JSONResponse(await request.app.state.glance.at("runs", SLOW_S, lambda: asyncio.to_thread(listed, folder)))
+    return JSONResponse(
+        await request.app.state.glance.at("runs", SLOW_S, lambda: asyncio.to_thread(listed, folder))
+    )
 
 
 @router.get(PREFIX + "runs/{name}")
 async def curves(name: str, request: Request) -> JSONResponse:
-    """Rows of one run's metrics."""
+    """Return rows of one run's metrics."""
     folder = state_of(request).config.http.runs
-    if not viewer_of(request).is_known or folder is None or name not in await asyncio.to_thread(_names, folder):
+    if (
+        not viewer_of(request).is_known
+        or folder is None
+        or name not in await asyncio.to_thread(_names, folder)
+    ):
         raise NotFound(f"no run {name[:80]!r}")
     return JSONResponse(finite((await asyncio.to_thread(rows_in, folder / name / METRICS))[-ROWS:]))
 
@@ -114,11 +135,17 @@ def _names(folder: Path) -> set[str]:
 
 
 def _checkpoint(entry: CheckpointEntry) -> dict[str, Any]:
-    return {"path": entry.path, "kind": entry.kind, "time": entry.time, "bytes": entry.num_bytes, "expires_at": entry.expires_at}
+    return {
+        "path": entry.path,
+        "kind": entry.kind,
+        "time": entry.time,
+        "bytes": entry.num_bytes,
+        "expires_at": entry.expires_at,
+    }
 
 
 def finite(content: Any) -> Any:
-    """JSON has no NaN: a number that is none is null."""
+    """Replace numbers that are not finite by null, because JSON has no NaN."""
     if isinstance(content, dict):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):

@@ -1,4 +1,4 @@
-"""Checkpoints as files: archives, exports for other tools, copies."""
+"""Routes that serve checkpoints as files: archives, exports for other tools, copies."""
 
 import asyncio
 import hashlib
@@ -24,42 +24,70 @@ router = APIRouter()
 
 
 async def _links(request: Request, path: TinkerPath, files: list[str]) -> tuple[list[str], int]:
-    """Signed links to files of a checkpoint ("" is all of them), and when they end."""
+    """Return signed links to files of a checkpoint ("" is all of them), and when they expire."""
     expires = int(time.time()) + archives.VALID_S
     secret = await asyncio.to_thread(archives.secret_of, state_of(request).folders.root)
     service = archives.public_url(state_of(request).config.http, request.headers.get("host", ""))
     base = f"{service}{ARCHIVES}/{quote(path.model_id)}/{path.kind}/{path.name}"
-    queries = [{"expires": expires, "signature": archives.signature(secret, path, expires, file), "file": file} for file in files]
-    return [f"{base}?{urlencode({key: value for key, value in query.items() if value != ''})}" for query in queries], expires
+    queries = [
+        {
+            "expires": expires,
+            "signature": archives.signature(secret, path, expires, file),
+            "file": file,
+        }
+        for file in files
+    ]
+    return [
+        f"{base}?{urlencode({key: value for key, value in query.items() if value != ''})}"
+        for query in queries
+    ], expires
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{checkpoint:path}/archive")
 async def archive(run_id: str, checkpoint: str, request: Request) -> Response:
-    """A redirect to a link that needs no key and ends; SDKs read both from this answer."""
+    """Redirect to a link that needs no API key and expires.
+
+    SDKs read the link and its expiry from this answer.
+    """
     path = await readable(request, checkpoint_path(run_id, checkpoint))
     await state_of(request).client.checkpoint_spec(path)
     (link,), expires = await _links(request, path, [""])
-    return Response(status_code=302, headers={"Location": link, "Expires": formatdate(expires, usegmt=True)})
+    return Response(
+        status_code=302, headers={"Location": link, "Expires": formatdate(expires, usegmt=True)}
+    )
 
 
 @router.get("/training_runs/{run_id}/checkpoints/{checkpoint:path}/external_weights_urls")
 async def external_weights_urls(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
-    """Signed links to the files of an export."""
+    """Return signed links to the files of an export."""
     path = await readable(request, checkpoint_path(run_id, checkpoint))
     if path.kind != "external_weights":
-        raise InvalidRequest(f"{path} is no export; save_weights_external makes one")
+        raise InvalidRequest(f"{path} is not an export; create one with save_weights_external")
     files = [file.name for file in await state_of(request).client.catalog("files_for_others", path)]
     links, expires = await _links(request, path, files)
-    return {"urls": dict(zip(files, links, strict=True)), "expires": datetime.fromtimestamp(expires, UTC).isoformat()}
+    return {
+        "urls": dict(zip(files, links, strict=True)),
+        "expires": datetime.fromtimestamp(expires, UTC).isoformat(),
+    }
 
 
 @router.get("/archives/{run_id}/{checkpoint:path}")
-async def download(run_id: str, checkpoint: str, expires: int, signature: str, request: Request, file: str = "") -> Response:
-    """What a signed link leads to."""
+async def download(
+    run_id: str, checkpoint: str, expires: int, signature: str, request: Request, file: str = ""
+) -> Response:
+    """Download the target of a signed link."""
     state, path = state_of(request), checkpoint_path(run_id, checkpoint)
-    archives.check(await asyncio.to_thread(archives.secret_of, state.folders.root), path, expires, signature, file)
+    archives.check(
+        await asyncio.to_thread(archives.secret_of, state.folders.root),
+        path,
+        expires,
+        signature,
+        file,
+    )
     if file:
-        return FileResponse(await asyncio.to_thread(_file_of, state.folders, path, file), filename=file)
+        return FileResponse(
+            await asyncio.to_thread(_file_of, state.folders, path, file), filename=file
+        )
     folder = await asyncio.to_thread(state.folders.existing, path)
     name = f"{path.model_id}-{path.name}.tar".replace(":", "_")
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
@@ -75,22 +103,36 @@ def _file_of(folders: CheckpointFolders, path: TinkerPath, name: str) -> Path:
 
 @router.post("/copy_weights")
 async def copy_weights(
-    body: wire.CopyWeights, request: Request, x_tinker_weights_access_token: str | None = Header(default=None),
+    body: wire.CopyWeights,
+    request: Request,
+    x_tinker_weights_access_token: str | None = Header(default=None),
     x_idempotency_key: str | None = Header(default=None),
-) -> dict[str, Any]:  # fmt: skip
-    """Into a run of the caller's, which may be of another account's published or shared checkpoint."""
-    source = await readable(request, parse_path(body.source_path), body.weights_access_token or x_tinker_weights_access_token)
+) -> dict[str, Any]:
+    """Copy a checkpoint to a run of the caller.
+
+    The checkpoint can be a published or shared one of another account.
+    """
+    source = await readable(
+        request,
+        parse_path(body.source_path),
+        body.weights_access_token or x_tinker_weights_access_token,
+    )
     if source.kind == "steps":
-        raise InvalidRequest(f"{source} is a past step; create a model from it and save that")
+        raise InvalidRequest(f"{source} is a past step; create a model from it and save that model")
     caller = caller_of(request)
     if body.session_id is not None and body.model_seq_id is not None:
         session_id, seq = caller.own(body.session_id, "session"), body.model_seq_id
     elif body.destination_project_id is not None:
-        # There are no projects here: the copy gets a session of its own, the same one for a repeat of the request.
-        digest = hashlib.sha256(f"{x_idempotency_key or time.time_ns()} {source} {body.destination_project_id}".encode())
+        # This service has no projects. The copy gets its own session, which is the same when the
+        # request is repeated.
+        digest = hashlib.sha256(
+            f"{x_idempotency_key or time.time_ns()} {source} {body.destination_project_id}".encode()
+        )
         session_id, seq = f"s{digest.hexdigest()[:16]}{caller.mark}", 0
     else:
-        raise InvalidRequest("copy_weights needs session_id and model_seq_id, or destination_project_id")
+        raise InvalidRequest(
+            "copy_weights needs session_id and model_seq_id, or destination_project_id"
+        )
     target = TinkerPath(model_id_for(session_id, seq), source.kind, source.name)
     await state_of(request).client.copy_checkpoint(source, target, session_id, body.ttl_seconds)
     return {"tinker_path": str(target)}

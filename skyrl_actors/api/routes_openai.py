@@ -1,7 +1,8 @@
-"""OpenAI-compatible sampling: /v1/models, /v1/completions, /v1/chat/completions, from the base model or a saved sampler.
+"""OpenAI-compatible sampling from the base model or a saved sampler.
 
-A request here is a sample like any other: journaled, fairly queued, run again when an engine dies; a stream then goes on where
-it was, as the same seed gives the same tokens.
+The routes are /v1/models, /v1/completions and /v1/chat/completions. A request is a sample like any
+other: journaled, fairly queued, and repeated when an engine dies. A stream then resumes at its
+position, because the same seed gives the same tokens.
 """
 
 import asyncio
@@ -35,12 +36,22 @@ router = APIRouter(prefix="/v1")
 
 @router.get("/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The base model, and the saved samplers that the caller may read."""
+    """List the base model and the saved samplers that the caller can read."""
     state, caller = state_of(request), caller_of(request)
     found: list[CheckpointEntry] = await state.client.catalog("checkpoints", caller.owner, True)
-    samplers = [c for c in found if c.kind == "sampler_weights" and (c.public or caller.owns(c.run_id))]
-    base = {"id": (await state.capabilities()).base_model, "object": "model", "created": 0, "owned_by": "skyrl-actors"}
-    return {"object": "list", "data": [base, *({**base, "id": c.path, "created": int(c.time)} for c in samplers)]}
+    samplers = [
+        c for c in found if c.kind == "sampler_weights" and (c.public or caller.owns(c.run_id))
+    ]
+    base = {
+        "id": (await state.capabilities()).base_model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "skyrl-actors",
+    }
+    return {
+        "object": "list",
+        "data": [base, *({**base, "id": c.path, "created": int(c.time)} for c in samplers)],
+    }
 
 
 CompletionBody = Annotated[wire.Completion, Depends(body_of(wire.Completion, check_completion))]
@@ -49,23 +60,44 @@ ChatBody = Annotated[wire.ChatCompletion, Depends(body_of(wire.ChatCompletion, c
 
 @router.post("/completions", openapi_extra=documented(wire.Completion))
 async def completions(body: CompletionBody, request: Request) -> Response:
-    """OpenAI's completions, whole or streamed."""
+    """OpenAI's completions, with a complete or a streamed answer."""
     codec, able = await _codec(request), await state_of(request).capabilities()
     prompts = await run_in_thread(_prompts, body.prompt, codec, able.max_sample_tokens)
     params = await _params(request, body, body.max_tokens, body.logprobs)
-    form = Form(answers.new_id("cmpl"), "text_completion", body.model, int(time.time()), codec, body.logprobs is not None)
+    form = Form(
+        answers.new_id("cmpl"),
+        "text_completion",
+        body.model,
+        int(time.time()),
+        codec,
+        body.logprobs is not None,
+    )
     return await _answered(request, body, form, prompts, params)
 
 
 @router.post("/chat/completions", openapi_extra=documented(wire.ChatCompletion))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
-    """OpenAI's chat completions, with the base model's own chat template, whole or streamed."""
+    """OpenAI's chat completions, with a complete or a streamed answer.
+
+    The prompt uses the chat template of the base model.
+    """
     codec, able = await _codec(request), await state_of(request).capabilities()
     messages = [message.for_template for message in body.messages]
     prompt = await run_in_thread(codec.chat, messages, able.max_sample_tokens)
-    room = body.max_completion_tokens or body.max_tokens or max(1, able.max_sample_tokens - len(prompt))
+    room = (
+        body.max_completion_tokens
+        or body.max_tokens
+        or max(1, able.max_sample_tokens - len(prompt))
+    )
     params = await _params(request, body, room, body.top_logprobs if body.logprobs else None)
-    form = Form(answers.new_id("chatcmpl"), "chat.completion", body.model, int(time.time()), codec, body.logprobs)
+    form = Form(
+        answers.new_id("chatcmpl"),
+        "chat.completion",
+        body.model,
+        int(time.time()),
+        codec,
+        body.logprobs,
+    )
     return await _answered(request, body, form, [prompt], params)
 
 
@@ -78,43 +110,70 @@ def _prompts(prompt: str | Sequence[Any], codec: Codec, most_tokens: int) -> lis
         return [codec.encode(prompt, most_tokens)]
     if prompt and all(isinstance(part, int) for part in prompt):
         return [list(prompt)]
-    return [codec.encode(part, most_tokens) if isinstance(part, str) else list(part) for part in prompt]
+    return [
+        codec.encode(part, most_tokens) if isinstance(part, str) else list(part) for part in prompt
+    ]
 
 
-async def _params(request: Request, body: wire.OpenAiBody, max_tokens: int, topk: int | None) -> SamplingParams:
+async def _params(
+    request: Request, body: wire.OpenAiBody, max_tokens: int, topk: int | None
+) -> SamplingParams:
     if body.stream and body.n != 1:
-        raise InvalidRequest("a stream has one choice: leave n out, or make several requests")
+        raise InvalidRequest(f"n is {body.n} and a stream has one choice: omit n")
     if body.stream and topk:
-        raise InvalidRequest("a stream has the logprobs of its own tokens: leave top_logprobs out (for completions, logprobs=0)")
+        raise InvalidRequest(
+            f"{topk} top logprobs are requested and a stream returns none: "
+            "omit top_logprobs (for completions, use logprobs=0)"
+        )
     return SamplingParams(
-        max_tokens, body.n, body.temperature, body.top_k or -1, body.top_p, body.seed, body.stops or None,
-        topk_sample_logprobs=topk or 0, stop_at_end_too=True, stream=body.stream,
+        max_tokens,
+        body.n,
+        body.temperature,
+        body.top_k or -1,
+        body.top_p,
+        body.seed,
+        body.stops or None,
+        topk_sample_logprobs=topk or 0,
+        stop_at_end_too=True,
+        stream=body.stream,
         tempered_logprobs=_or_default(body.tempered_logprobs, request),
-    )  # fmt: skip
+    )
 
 
 async def _answered(
-    request: Request, body: wire.OpenAiBody, form: Form, prompts: list[list[int]], params: SamplingParams
-) -> Response:  # fmt: skip
+    request: Request,
+    body: wire.OpenAiBody,
+    form: Form,
+    prompts: list[list[int]],
+    params: SamplingParams,
+) -> Response:
     sampler_id = await _sampler(request, body.model)
     if not prompts:
-        raise InvalidRequest("prompt is empty: give a text, a list of texts, or token ids")
+        raise InvalidRequest("the prompt is empty: give a text, a list of texts, or token ids")
     if body.stream and len(prompts) != 1:
-        raise InvalidRequest("a stream has one prompt: make several requests")
+        raise InvalidRequest(
+            f"{len(prompts)} prompts are given and a stream has one: make several requests"
+        )
     samples, asked = RequestedSamples(state_of(request).client, caller_of(request).mark), ""
     try:
         for i, prompt in enumerate(prompts):
-            asked = await samples.submit(Sample(sampler_id, tuple(prompt), replace(params, seed=_seed(params, i)), None))
+            asked = await samples.submit(
+                Sample(sampler_id, tuple(prompt), replace(params, seed=_seed(params, i)), None)
+            )
         if body.stream:
             wants_usage = body.stream_options is not None and body.stream_options.include_usage
-            # The stop text is OpenAI's to leave out, so it is looked for here too.
+            # OpenAI's API omits the stop text, so it is searched for here too.
             text = Growing(form.codec, body.stops)
-            return SampleStream(samples, _events(request, samples, form, asked, text, len(prompts[0]), wants_usage))
+            return SampleStream(
+                samples, _events(request, samples, form, asked, text, len(prompts[0]), wants_usage)
+            )
         outputs = await unless_gone(request.receive, samples.answers())
     except BaseException:
         samples.cancel()
         raise
-    return JSONResponse(answers.whole(form, outputs, [len(prompt) for prompt in prompts], body.stops))
+    return JSONResponse(
+        answers.whole(form, outputs, [len(prompt) for prompt in prompts], body.stops)
+    )
 
 
 def _or_default(tempered: bool | None, request: Request) -> bool:
@@ -122,7 +181,7 @@ def _or_default(tempered: bool | None, request: Request) -> bool:
 
 
 def _seed(params: SamplingParams, index: int) -> int | None:
-    """Prompts of one request do not draw alike."""
+    """Return the seed of one prompt, so that prompts of one request get different samples."""
     return None if params.seed is None else params.seed + index * params.num_samples
 
 
@@ -132,15 +191,21 @@ async def _sampler(request: Request, model: str) -> str:
     if is_path:
         await readable(request, parse_path(model))
     elif model != (await state.capabilities()).base_model:
-        raise NotFound(f"the model {model!r} does not exist; GET /v1/models lists what does")
+        raise NotFound(f"the model {model!r} does not exist; GET /v1/models lists the models")
     base, path = (None, model) if is_path else (model, None)
     return (await state.client.open_sampler(None, None, base, path)).sampler_id
 
 
 async def _events(
-    request: Request, samples: RequestedSamples, form: Form, request_id: str, text: Growing, prompt_tokens: int, wants_usage: bool
-) -> AsyncIterator[str]:  # fmt: skip
-    """Server-sent events."""
+    request: Request,
+    samples: RequestedSamples,
+    form: Form,
+    request_id: str,
+    text: Growing,
+    prompt_tokens: int,
+    wants_usage: bool,
+) -> AsyncIterator[str]:
+    """Yield server-sent events."""
     state, have, reason = state_of(request), 0, None
     yield _event(answers.first_chunk(form))
     while reason is None:
@@ -165,7 +230,9 @@ def _rest(output: Any, have: int) -> PartialSample:
     if not isinstance(output, SampleOutput):
         raise InternalError(f"{type(output).__name__} instead of a sample")
     one = output.sequences[0]
-    return PartialSample(tuple(one.tokens[have:].tolist()), tuple(one.shown_logprobs[have:].tolist()))
+    return PartialSample(
+        tuple(one.tokens[have:].tolist()), tuple(one.shown_logprobs[have:].tolist())
+    )
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Sessions after the fact: listed, described, searched."""
+"""Routes that list, describe and search sessions."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -16,29 +16,43 @@ router = APIRouter()
 
 async def _own(request: Request) -> list[SessionEntry]:
     caller = caller_of(request)
-    return [entry for entry in await state_of(request).client.sessions(caller.owner) if caller.owns(entry.note.session_id)]
+    return [
+        entry
+        for entry in await state_of(request).client.sessions(caller.owner)
+        if caller.owns(entry.note.session_id)
+    ]
 
 
 @router.get("/sessions")
 async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
-    """Ids of sessions, newest first; also of those that ended."""
-    return {"sessions": [entry.note.session_id for entry in await _own(request)][offset : offset + limit]}
+    """List the ids of sessions, newest first, including ended ones."""
+    return {
+        "sessions": [entry.note.session_id for entry in await _own(request)][
+            offset : offset + limit
+        ]
+    }
 
 
 @router.get("/sessions/{session_id}")
 async def session(session_id: str, request: Request) -> dict[str, Any]:
-    """Runs, samplers and metadata of a session."""
+    """Return the runs, samplers and metadata of a session."""
     entry = await state_of(request).client.session(caller_of(request).own(session_id, "session"))
     return {
-        "training_run_ids": list(entry.run_ids), "sampler_ids": list(entry.sampler_ids),
-        "user_metadata": entry.note.user_metadata, "display_name": entry.note.display_name,
-    }  # fmt: skip
+        "training_run_ids": list(entry.run_ids),
+        "sampler_ids": list(entry.sampler_ids),
+        "user_metadata": entry.note.user_metadata,
+        "display_name": entry.note.display_name,
+    }
 
 
 @router.post("/sessions/search")
 async def search(body: wire.SearchSessions, request: Request) -> dict[str, Any]:
-    """Newest first; the cursor is where the page ended."""
-    found = [entry for entry in await _own(request) if matches(entry, body) and _is_behind(entry, body.cursor)]
+    """Search sessions, newest first. The cursor is the position where the page ended."""
+    found = [
+        entry
+        for entry in await _own(request)
+        if matches(entry, body) and _is_behind(entry, body.cursor)
+    ]
     page, rest = found[: body.limit], found[body.limit :]
     last = page[-1].note if rest else None
     cursor = last and {"last_created_at": iso(last.created_at), "last_session_id": last.session_id}
@@ -46,10 +60,13 @@ async def search(body: wire.SearchSessions, request: Request) -> dict[str, Any]:
 
 
 def matches(entry: SessionEntry, wanted: wire.SearchSessions) -> bool:
+    """Return whether a session matches a search. An id or all words of the name must match."""
     note = entry.note
     if wanted.session_id is not None or wanted.display_name is not None:
         name = (note.display_name or "").lower()
-        is_named = wanted.display_name is not None and all(word in name for word in wanted.display_name.lower().split())
+        is_named = wanted.display_name is not None and all(
+            word in name for word in wanted.display_name.lower().split()
+        )
         if note.session_id != wanted.session_id and not is_named:
             return False
     if any(note.user_metadata.get(key) != value for key, value in wanted.user_metadata.items()):
@@ -61,14 +78,22 @@ def _has_status(entry: SessionEntry, status: dict[str, Any]) -> bool:
     if status.get("type") == "active":
         return entry.status == "active"
     is_finished = entry.status not in (None, "active")
-    return status.get("type") == "client_finished" and is_finished and entry.status in (status.get("reasons") or [entry.status])
+    return (
+        status.get("type") == "client_finished"
+        and is_finished
+        and entry.status in (status.get("reasons") or [entry.status])
+    )
 
 
 def _is_behind(entry: SessionEntry, cursor: wire.SearchCursor | None) -> bool:
     if cursor is None:
         return True
     created = datetime.fromtimestamp(entry.note.created_at, UTC)
-    last = cursor.last_created_at if cursor.last_created_at.tzinfo else cursor.last_created_at.replace(tzinfo=UTC)
+    last = (
+        cursor.last_created_at
+        if cursor.last_created_at.tzinfo
+        else cursor.last_created_at.replace(tzinfo=UTC)
+    )
     return (created, entry.note.session_id) < (last, cursor.last_session_id)
 
 
@@ -77,9 +102,19 @@ def _summary(entry: SessionEntry) -> dict[str, Any]:
     if entry.status == "active":
         status = {"type": "active"}
     elif entry.status is not None:
-        status = {"type": "client_finished", "reason": {"type": entry.status}, "detail": note.detail}
+        status = {
+            "type": "client_finished",
+            "reason": {"type": entry.status},
+            "detail": note.detail,
+        }
     return {
-        "session_id": note.session_id, "created_at": iso(note.created_at), "owner": "local", "project_id": "local",
-        "status": status, "checkpoints_count": entry.num_checkpoints, "checkpoint_storage_bytes": entry.num_bytes,
-        "display_name": note.display_name, "user_metadata": note.user_metadata,
-    }  # fmt: skip
+        "session_id": note.session_id,
+        "created_at": iso(note.created_at),
+        "owner": "local",
+        "project_id": "local",
+        "status": status,
+        "checkpoints_count": entry.num_checkpoints,
+        "checkpoint_storage_bytes": entry.num_bytes,
+        "display_name": note.display_name,
+        "user_metadata": note.user_metadata,
+    }

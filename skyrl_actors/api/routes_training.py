@@ -1,4 +1,4 @@
-"""Models and their training: create, forward, forward_backward, optim_step, save, load."""
+"""Routes for models and their training: create, forward, backward, step, save, load."""
 
 import json
 from functools import partial
@@ -23,20 +23,28 @@ router = APIRouter()
 
 @router.post("/create_model")
 async def create_model(body: wire.CreateModel, request: Request) -> dict[str, Any]:
-    """A LoRA model, or with rank 0 a full fine-tune; policy or critic by `user_metadata.model_role`."""
-    return await _submitted(request, translate.create_model(body, state_of(request).config.lora.alpha))
+    """Create a LoRA model, or with rank 0 a full fine-tune.
+
+    `user_metadata.model_role` is policy or critic.
+    """
+    return await _submitted(
+        request, translate.create_model(body, state_of(request).config.lora.alpha)
+    )
 
 
 async def _submitted(request: Request, wanted: ModelRequest) -> dict[str, Any]:
-    """To be resolved at /retrieve_future. A new model's id begins with that of its session."""
+    """Submit a request; /retrieve_future resolves it. A model's id begins with its session's id."""
     caller = caller_of(request)
     caller.own(wanted.model_id, "model")
-    return {"request_id": await state_of(request).client.submit(wanted, caller.mark), "model_id": wanted.model_id}
+    return {
+        "request_id": await state_of(request).client.submit(wanted, caller.mark),
+        "model_id": wanted.model_id,
+    }
 
 
 @router.post("/get_info")
 async def get_info(body: wire.ModelRef, request: Request) -> dict[str, Any]:
-    """What a model is, and where its tokenizer lies."""
+    """Describe a model and the location of its tokenizer."""
     state = state_of(request)
     spec = (await state.client.get_model(caller_of(request).own(body.model_id, "model"))).spec
     able = await state.capabilities()
@@ -47,19 +55,26 @@ async def get_info(body: wire.ModelRef, request: Request) -> dict[str, Any]:
         "is_lora": spec.lora is not None,
         "lora_rank": spec.lora.rank if spec.lora else None,
         "optimizer_config": {"type": spec.optimizer},
-        "model_data": {"arch": spec.role, "model_name": spec.base_model, "tokenizer_id": able.base_folder},
+        "model_data": {
+            "arch": spec.role,
+            "model_name": spec.base_model,
+            "tokenizer_id": able.base_folder,
+        },
     }
 
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request) -> dict[str, Any]:
-    """Adds the gradient of a loss; with `forward_only` none. [Losses](losses.md)."""
+    """Add the gradient of a loss. With `forward_only`, compute the loss only.
+
+    See [Losses](losses.md).
+    """
     return await _submit_batch(request, forward_only=False)
 
 
 @router.post("/forward")
 async def forward(request: Request) -> dict[str, Any]:
-    """The same without a gradient, for SDKs before 0.25."""
+    """Compute a loss without its gradient, for SDKs before 0.25."""
     return await _submit_batch(request, forward_only=True)
 
 
@@ -92,31 +107,40 @@ def _from_json(body: bytes, forward_only: bool, limit: int) -> ForwardBackward:
 
 @router.post("/optim_step")
 async def optim_step(body: wire.OptimStep, request: Request) -> dict[str, Any]:
-    """AdamW on the gradients since the last step (zeros when there are none), with all its fields from the body."""
+    """Make an optimizer step with the gradients since the last step (zeros if there are none).
+
+    The body has all settings.
+    """
     return await _submitted(request, translate.optim_step(body))
 
 
 @router.post("/save_weights")
 async def save_weights(body: wire.SaveWeights, request: Request) -> dict[str, Any]:
-    """A training checkpoint: weights and optimizer."""
+    """Save a training checkpoint: weights and optimizer state."""
     return await _submitted(request, translate.save_weights(body))
 
 
 @router.post("/save_weights_for_sampler")
 async def save_for_sampler(body: wire.SaveForSampler, request: Request) -> dict[str, Any]:
-    """Weights for sampling: under a name, or pinned to a new sampling session."""
+    """Save weights for sampling, under a name or for a new sampling session."""
     return await _submitted(request, translate.save_for_sampler(body))
 
 
 @router.post("/save_weights_external")
 async def save_external(body: wire.SaveExternal, request: Request) -> dict[str, Any]:
-    """Weights for other tools: an adapter in peft's format or a merged model (`lora.external`)."""
+    """Save weights for other tools.
+
+    The result is an adapter in PEFT format or a merged model (`lora.external`).
+    """
     return await _submitted(request, translate.save_external(body))
 
 
 @router.post("/load_weights")
 async def load_weights(body: wire.LoadWeights, request: Request) -> dict[str, Any]:
-    """Into a model (`model_id`), or as a new one (`session_id`, `model_seq_id`), also from `tinker://<model id>/steps/<n>`."""
+    """Load weights into a model (`model_id`) or a new model (`session_id`, `model_seq_id`).
+
+    `tinker://<model id>/steps/<n>` is also allowed.
+    """
     wanted = translate.load_weights(body)
     await readable(request, parse_path(body.path), body.weights_access_token)
     return await _submitted(request, wanted)
@@ -124,27 +148,37 @@ async def load_weights(body: wire.LoadWeights, request: Request) -> dict[str, An
 
 @router.post("/unload_model")
 async def unload_model(body: wire.ModelRef, request: Request) -> dict[str, Any]:
-    """Frees a model."""
+    """Free a model."""
     return await _submitted(request, Unload(body.model_id))
 
 
 @router.post("/create_custom_loss")
 async def create_custom_loss(body: wire.CreateCustomLoss, request: Request) -> dict[str, Any]:
-    """A future only in form: its id is the loss's, which is the loss."""
+    """Register a custom loss. The answer has the form of a future.
+
+    Its id is the id of the loss, which contains the loss.
+    """
     caller_of(request).own(body.session_id, "session")
     if not state_of(request).config.http.sdk.custom_loss_server_side:
-        raise NotFound("custom losses run on the client here; http.sdk.custom_loss_server_side=true lets the workers run them")
-    return {"request_id": loss_id_of(body.name, [one.model_dump() for one in body.inputs], body.graph)}
+        raise NotFound(
+            "custom losses run on the client here; "
+            "http.sdk.custom_loss_server_side=true lets the workers run them"
+        )
+    return {
+        "request_id": loss_id_of(body.name, [one.model_dump() for one in body.inputs], body.graph)
+    }
 
 
 @router.post("/weights_info")
 async def weights_info(body: wire.TinkerPathRef, request: Request) -> dict[str, Any]:
-    """What a checkpoint holds."""
+    """Describe the contents of a checkpoint."""
     path = await readable(request, parse_path(body.tinker_path))
     spec: ModelSpec = await state_of(request).client.checkpoint_spec(path)
     answer: dict[str, Any] = {
-        "base_model": spec.base_model, "is_lora": spec.lora is not None, "optimizer_config": {"type": spec.optimizer},
-    }  # fmt: skip
+        "base_model": spec.base_model,
+        "is_lora": spec.lora is not None,
+        "optimizer_config": {"type": spec.optimizer},
+    }
     if spec.lora:
         lora = spec.lora
         answer |= {

@@ -1,7 +1,7 @@
-"""The protobuf messages of the Tinker wire protocol, from our own table.
+"""The protobuf messages of the Tinker wire protocol, built from a table.
 
-They live in a descriptor pool of their own, so that this package and the `tinker` SDK can be imported in one process, in
-any versions. Field numbers are the protocol; names are ours to keep equal to it.
+They have their own descriptor pool, so that one process can import this package and the `tinker`
+SDK, in any versions. The field numbers are the protocol; the names equal the SDK's by convention.
 """
 
 from typing import Any
@@ -23,7 +23,8 @@ ENUMS = {
     "StopReason": ("STOP", "LENGTH"),
     "DType": ("DTYPE_UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16"),
 }
-# message -> "number name type"; "*" repeated, "?" optional, "|" member of the message's oneof, "map<K,V>" a map
+# message -> "number name type"
+# "*" repeated, "?" optional, "|" member of the message's oneof, "map<K,V>" a map
 MESSAGES: dict[str, tuple[str, ...]] = {
     "EncodedTextChunk": ("1 tokens bytes",),
     "ImageChunk": ("1 data bytes", "2 format string", "3 expected_tokens ?int32"),
@@ -34,26 +35,53 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "LossConfigValue": ("1 number |double", "2 text |string"),
     "Datum": ("1 model_input *Chunk", "2 loss_fn_inputs map<string,Tensor>"),
     "ForwardBackwardRequest": (
-        "1 model_id string", "2 seq_id int32", "3 data *Datum", "4 loss_fn string",
-        "5 loss_fn_config map<string,double>", "6 forward_only bool", "7 loss_fn_config_v2 map<string,LossConfigValue>",
+        "1 model_id string",
+        "2 seq_id int32",
+        "3 data *Datum",
+        "4 loss_fn string",
+        "5 loss_fn_config map<string,double>",
+        "6 forward_only bool",
+        "7 loss_fn_config_v2 map<string,LossConfigValue>",
     ),
-    "BatchedTensor": ("1 data bytes", "2 offsets bytes", "3 dtype DType", "4 trailing_shape *int64"),
-    "ArrayRecord": ("1 type_tag string", "2 fields map<string,BatchedTensor>", "3 num_datums int64"),
-    "ForwardBackwardOutput": ("1 loss_fn_output_type string", "2 loss_fn_outputs *ArrayRecord", "3 metrics map<string,double>"),
+    "BatchedTensor": (
+        "1 data bytes",
+        "2 offsets bytes",
+        "3 dtype DType",
+        "4 trailing_shape *int64",
+    ),
+    "ArrayRecord": (
+        "1 type_tag string",
+        "2 fields map<string,BatchedTensor>",
+        "3 num_datums int64",
+    ),
+    "ForwardBackwardOutput": (
+        "1 loss_fn_output_type string",
+        "2 loss_fn_outputs *ArrayRecord",
+        "3 metrics map<string,double>",
+    ),
     "TopkLogprobs": ("1 token_ids bytes", "2 logprobs bytes", "3 k uint32", "4 length uint32"),
     "SampledSequence": (
-        "1 stop_reason StopReason", "2 tokens bytes", "3 logprobs ?bytes", "4 topk_sampled_logprobs ?TopkLogprobs",
+        "1 stop_reason StopReason",
+        "2 tokens bytes",
+        "3 logprobs ?bytes",
+        "4 topk_sampled_logprobs ?TopkLogprobs",
     ),
     "SampleResponse": (
-        "1 sequences *SampledSequence", "2 prompt_logprobs ?bytes", "3 topk_prompt_logprobs ?TopkLogprobs",
-        "4 prompt_cache_hit_tokens int32", "5 target_prompt_logprobs ?Tensor", "6 prompt_alt_tokens ?PromptAltTokens",
+        "1 sequences *SampledSequence",
+        "2 prompt_logprobs ?bytes",
+        "3 topk_prompt_logprobs ?TopkLogprobs",
+        "4 prompt_cache_hit_tokens int32",
+        "5 target_prompt_logprobs ?Tensor",
+        "6 prompt_alt_tokens ?PromptAltTokens",
     ),
     "PromptAltTokens": ("1 tokens Tensor", "2 logprobs Tensor"),
-}  # fmt: skip
+}
 
 
 def _build() -> dict[str, Any]:
-    file = descriptor_pb2.FileDescriptorProto(name="skyrl_actors/tinker.proto", package=PACKAGE, syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="skyrl_actors/tinker.proto", package=PACKAGE, syntax="proto3"
+    )
     for name, values in ENUMS.items():
         enum = file.enum_type.add(name=name)
         for number, value in enumerate(values):
@@ -62,10 +90,15 @@ def _build() -> dict[str, Any]:
         _add_message(file, name, fields)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES}
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+        for name in MESSAGES
+    }
 
 
-def _add_message(file: descriptor_pb2.FileDescriptorProto, name: str, fields: tuple[str, ...]) -> None:
+def _add_message(
+    file: descriptor_pb2.FileDescriptorProto, name: str, fields: tuple[str, ...]
+) -> None:
     message = file.message_type.add(name=name)
     optional: list[descriptor_pb2.FieldDescriptorProto] = []
     for text in fields:
@@ -76,7 +109,12 @@ def _add_message(file: descriptor_pb2.FileDescriptorProto, name: str, fields: tu
             entry = message.nested_type.add(name=f"{field_name.title().replace('_', '')}Entry")
             entry.options.map_entry = True
             for i, part in enumerate((key, value), start=1):
-                _set_type(entry.field.add(name=("key", "value")[i - 1], number=i, label=Field.LABEL_OPTIONAL), part)
+                _set_type(
+                    entry.field.add(
+                        name=("key", "value")[i - 1], number=i, label=Field.LABEL_OPTIONAL
+                    ),
+                    part,
+                )
             field.label, field.type = Field.LABEL_REPEATED, Field.TYPE_MESSAGE
             field.type_name = f".{PACKAGE}.{name}.{entry.name}"
             continue
@@ -90,7 +128,7 @@ def _add_message(file: descriptor_pb2.FileDescriptorProto, name: str, fields: tu
             field.oneof_index = 0
         elif mark == "?":
             optional.append(field)
-    for field in optional:  # proto3 optional fields sit in oneofs of their own, after the real ones
+    for field in optional:  # proto3 optional fields have their own oneofs, after the real ones
         message.oneof_decl.add(name=f"_{field.name}")
         field.oneof_index, field.proto3_optional = len(message.oneof_decl) - 1, True
 

@@ -1,4 +1,4 @@
-"""What every route needs: the controller client, the config, and the request body within its bounds."""
+"""The state of all routes: the controller client, the config, and byte budgets."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -7,14 +7,15 @@ from fastapi import Request
 
 from skyrl_actors.api import codec
 from skyrl_actors.api.apart import run_in_thread
-from skyrl_actors.api.body_room import BodyRoom
+from skyrl_actors.api.body_limits import SMALL_BYTES
 from skyrl_actors.api.client import ControllerClient
-from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.keys import known_keys
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.messages.errors import SkyrlActorsError
 from skyrl_actors.messages.results import Failure
+from skyrl_actors.transport.byte_budget import ByteBudget
 
 HEALTH_TIMEOUT_S = 5.0
 ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
@@ -22,21 +23,28 @@ ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
 
 @dataclass
 class ApiState:
+    """Shared by all routes of one application."""
+
     config: ClusterConfig
     client: ControllerClient
     _capabilities: Capabilities | None = field(default=None)
     owners: dict[str, str] = field(init=False)  # hash of an API key -> its owner
-    body_room: BodyRoom = field(init=False)
+    body_budget: ByteBudget = field(init=False)  # for bodies that are read and decoded
+    answer_budget: ByteBudget = field(init=False)  # for answers that are rendered and sent
     folders: CheckpointFolders = field(init=False)
 
     def __post_init__(self) -> None:
         self.owners = {key.digest: key.owner for key in known_keys(self.config.http.api_keys)}
-        self.body_room = BodyRoom(self.config.limits.body_memory_bytes)
+        limit = self.config.limits.body_memory_bytes
+        self.body_budget, self.answer_budget = (
+            ByteBudget(limit, SMALL_BYTES),
+            ByteBudget(limit, SMALL_BYTES),
+        )
         self.folders = CheckpointFolders(self.config.checkpoint_dir)
 
     @property
     def known_capabilities(self) -> Capabilities | None:
-        """None until they were asked for once."""
+        """The capabilities, or None before their first request."""
         return self._capabilities
 
     async def capabilities(self) -> Capabilities:
@@ -45,7 +53,7 @@ class ApiState:
         return self._capabilities
 
     async def fault(self) -> str | None:
-        """Why a request would not be served now; None when it would."""
+        """Return why a request would not be served now, or None when it would."""
         try:
             return await asyncio.wait_for(self.client.fault(), HEALTH_TIMEOUT_S)
         except TimeoutError:
@@ -59,26 +67,32 @@ def state_of(request: Request) -> ApiState:
 
 
 def shown(state: ApiState, fault: Failure | Exception) -> str:
-    """What a client is told of a fault. What follows the first line of a fault of the service are the last lines of a process, which
-    may be about other tenants: with keys configured they are for operators, in the log and in `status`."""
+    """Return the text of a fault for a client.
+
+    A fault of the service may quote the last log lines of a process, which may concern other
+    tenants. With keys configured a client gets only the first line; operators find the rest in the
+    log and in `status`.
+    """
     text = fault.message if isinstance(fault, Failure) else str(fault)
     is_whole = not state.owners or getattr(fault, "category", "server") == "user"
     return text if is_whole else text.partition("\n")[0]
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, decompressed; bounded before and after."""
+    """Return the decompressed body. The size is limited before and after decompression."""
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise codec.BodyTooLarge(f"the body has more than {limit} bytes, the most this service takes")
+            raise codec.BodyTooLarge(
+                f"the body has more than {limit} bytes; at most {limit} are allowed"
+            )
         parts.append(part)
     body = b"".join(parts)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
         return await run_in_thread(codec.decompress, body, limit)
     if encoding != "identity":
-        raise codec.InvalidRequest(f"content-encoding {encoding!r}: use zstd or none")
+        raise codec.InvalidRequest(f"content-encoding is {encoding!r}; use zstd or none")
     return body

@@ -1,4 +1,7 @@
-"""API keys and the tokens that SDKs get in exchange (JWT, RFC 7519, HS256): both name an owner."""
+"""Identify the owner of an API key, or of a token that an SDK got for it.
+
+Tokens are JWT (RFC 7519, HS256).
+"""
 
 import time
 from functools import lru_cache
@@ -16,7 +19,7 @@ ALGORITHM = "HS256"
 
 
 def owner_of_credential(state: ApiState, credential: str) -> str | None:
-    """Of an API key or one of our tokens; None when it is neither, or has ended, or its key is no longer allowed."""
+    """Return the owner of an API key or token; None if it is unknown, expired or revoked."""
     if credential.count(".") == 2 and credential.startswith("eyJ"):
         owner = _owner_in(state.folders.root, credential)
         return owner if owner in state.owners.values() else None
@@ -24,14 +27,21 @@ def owner_of_credential(state: ApiState, credential: str) -> str | None:
 
 
 def token_for(root: Path, owner: str) -> str:
+    """Create a token of VALID_S seconds for an owner."""
     now = int(time.time())
-    claims = {"sub": owner, "org_id": "local", "email": f"{owner}@localhost", "iat": now, "exp": now + VALID_S}
+    claims = {
+        "sub": owner,
+        "org_id": "local",
+        "email": f"{owner}@localhost",
+        "iat": now,
+        "exp": now + VALID_S,
+    }
     return jwt.encode(claims, _secret(root), ALGORITHM)
 
 
 @lru_cache
 def _secret(root: Path) -> bytes:
-    """Read once: every request with a token needs it."""
+    """Return the secret, cached because every request with a token needs it."""
     return secret_of(root, SECRET_FILE)
 
 

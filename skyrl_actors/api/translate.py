@@ -1,4 +1,4 @@
-"""Wire bodies to Requests, and Results to wire bodies (pure)."""
+"""Convert wire bodies to requests, and results to wire bodies (pure)."""
 
 import hashlib
 from typing import Any
@@ -14,12 +14,16 @@ PROTOBUF = "application/x-protobuf"
 
 
 def create_model(body: wire.CreateModel, alpha: float) -> rq.CreateModel:
-    """The role is `model_role` of the body, or of user_metadata, which SDK users can set."""
+    """Build the request. `model_role` can be in user_metadata, which SDK users can set."""
     role: Any = body.model_role or body.user_metadata.get("model_role") or "policy"
     config = body.lora_config
-    lora = LoraSpec(config.rank, alpha, config.train_attn, config.train_mlp, config.train_unembed) if config.rank else None
+    lora = (
+        LoraSpec(config.rank, alpha, config.train_attn, config.train_mlp, config.train_unembed)
+        if config.rank
+        else None
+    )
     model_id = model_id_for(checked_id(body.session_id, "session id"), body.model_seq_id)
-    # Without a seed: as random as the session's id, and the same when the request is repeated.
+    # The default seed is as random as the session's id, and the same when the request is repeated.
     drawn = int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:4]) >> 1
     seed = drawn if config.seed is None else config.seed
     spec = ModelSpec(model_id, body.base_model, role, lora, seed, body.optimizer_config.type)
@@ -27,36 +31,52 @@ def create_model(body: wire.CreateModel, alpha: float) -> rq.CreateModel:
 
 
 def load_weights(body: wire.LoadWeights) -> rq.CreateModel | rq.LoadWeights:
-    """With model_id: into that model. With session_id and model_seq_id: a new model from the checkpoint."""
+    """With model_id, load into that model; otherwise create a model from the checkpoint.
+
+    The new model's id consists of session_id and model_seq_id.
+    """
     if body.model_id is not None:
         return rq.LoadWeights(body.model_id, body.path, body.optimizer, body.seq_id)
     if body.session_id is None or body.model_seq_id is None:
         raise InvalidRequest("load_weights needs model_id, or session_id and model_seq_id")
     model_id = model_id_for(checked_id(body.session_id, "session id"), body.model_seq_id)
-    # The controller replaces this spec by the one saved with the checkpoint.
+    # The controller replaces this spec with the one saved in the checkpoint.
     spec = ModelSpec(model_id, "")
-    return rq.CreateModel(spec, body.session_id, _strings(body.user_metadata), body.path, body.optimizer)
+    return rq.CreateModel(
+        spec, body.session_id, _strings(body.user_metadata), body.path, body.optimizer
+    )
 
 
 def optim_step(body: wire.OptimStep) -> rq.OptimStep:
     if body.optimizer_params is not None:
-        raise InvalidRequest(f"optimizer {body.optimizer_params.get('type')!r} is not served; use adam_params (AdamW)")
+        raise InvalidRequest(
+            f"optimizer {body.optimizer_params.get('type')!r} is not served; "
+            "use adam_params (AdamW)"
+        )
     return rq.OptimStep(body.model_id, AdamParams(**body.adam_params.model_dump()), body.seq_id)
 
 
 def save_weights(body: wire.SaveWeights) -> rq.SaveWeights:
     return rq.SaveWeights(
-        body.model_id, body.path, body.overwrite, body.seq_id, _strings(body.user_metadata), body.ttl_seconds
-    )  # fmt: skip
+        body.model_id,
+        body.path,
+        body.overwrite,
+        body.seq_id,
+        _strings(body.user_metadata),
+        body.ttl_seconds,
+    )
 
 
 def save_external(body: wire.SaveExternal) -> rq.SaveExternal:
     if body.age_encryption_recipients:
-        raise InvalidRequest("age_encryption_recipients is not served: files are written as they are; leave it out")
+        raise InvalidRequest(
+            "age_encryption_recipients is not served: files are not encrypted; leave it out"
+        )
     return rq.SaveExternal(body.model_id, body.path, body.seq_id, body.ttl_seconds)
 
 
 def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
+    """With a path, save under that name; otherwise for a new sampling session."""
     if body.kind != "snapshot":
         raise InvalidRequest(f"kind {body.kind!r} is not served; use snapshot")
     if (body.path is None) == (body.sampling_session_seq_id is None):
@@ -64,8 +84,12 @@ def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
     if body.path is not None:
         metadata = _strings(body.user_metadata)
         return rq.SaveForSampler(
-            body.model_id, body.path, seq_id=body.seq_id, user_metadata=metadata, ttl_seconds=body.ttl_seconds
-        )  # fmt: skip
+            body.model_id,
+            body.path,
+            seq_id=body.seq_id,
+            user_metadata=metadata,
+            ttl_seconds=body.ttl_seconds,
+        )
     assert body.sampling_session_seq_id is not None
     session_id = body.model_id.split(":train:")[0]
     sampler_id = sampler_id_for(session_id, body.sampling_session_seq_id)
@@ -73,18 +97,25 @@ def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
 
 
 def sample(
-    body: wire.Asample, sampler_id: str, default_max_tokens: int, limit_bytes: int, tempered: bool = False
-) -> rq.Sample:  # fmt: skip
-    """`tempered`: whether logprobs are those at the sample's temperature where the body does not say."""
+    body: wire.Asample,
+    sampler_id: str,
+    default_max_tokens: int,
+    limit_bytes: int,
+    tempered: bool = False,
+) -> rq.Sample:
+    """Build the request. `tempered` is the default of `tempered_logprobs` in the body."""
     if body.record_stability_info:
         raise InvalidRequest(
-            "record_stability_info is for the loss stable_reinforce, which is not served; use importance_sampling"
+            "record_stability_info is for the loss stable_reinforce, which is not served; "
+            "use importance_sampling"
         )
     prompt = tuple(codec.tokens_from_chunks(body.prompt.chunks))
     p, targets = body.sampling_params, body.target_prompt_logprobs
     stop = (p.stop,) if isinstance(p.stop, str) else None if p.stop is None else tuple(p.stop)
     params = rq.SamplingParams(
-        max_tokens=p.max_tokens if p.max_tokens is not None else max(1, default_max_tokens - len(prompt)),
+        max_tokens=p.max_tokens
+        if p.max_tokens is not None
+        else max(1, default_max_tokens - len(prompt)),
         num_samples=body.num_samples,
         temperature=p.temperature,
         top_k=p.top_k,
@@ -95,24 +126,34 @@ def sample(
         topk_prompt_logprobs=body.topk_prompt_logprobs,
         topk_sample_logprobs=body.topk_sample_logprobs,
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
-        prompt_targets=None if targets is None else codec.prompt_targets_from_json(targets, limit_bytes),
+        prompt_targets=None
+        if targets is None
+        else codec.prompt_targets_from_json(targets, limit_bytes),
         prompt_alternatives=body.prompt_alt_tokens_k,
         tempered_logprobs=tempered if body.tempered_logprobs is None else body.tempered_logprobs,
     )
-    # Without a sampling session there is no numbering to tell a retry by.
+    # Without a sampling session there are no sequence numbers that identify a retry.
     return rq.Sample(sampler_id, prompt, params, body.seq_id if body.sampling_session_id else None)
 
 
 def result_body(result: rs.Result, accept: str) -> tuple[bytes, str] | dict[str, Any]:
-    """(bytes, content type) for protobuf results, else the JSON object."""
+    """Return (bytes, content type) for protobuf results, else the JSON object."""
     proto = PROTOBUF in accept
     match result:
         case rs.Failure():
             return {"error": result.message, "category": result.category}
         case rs.LossOutput():
-            return (answers.loss_output_to_proto(result), PROTOBUF) if proto else answers.loss_output_to_json(result)
+            return (
+                (answers.loss_output_to_proto(result), PROTOBUF)
+                if proto
+                else answers.loss_output_to_json(result)
+            )
         case rs.SampleOutput():
-            return (answers.sample_to_proto(result), PROTOBUF) if proto else answers.sample_to_json(result)
+            return (
+                (answers.sample_to_proto(result), PROTOBUF)
+                if proto
+                else answers.sample_to_json(result)
+            )
         case rs.ModelCreated():
             return {"type": "create_model", "model_id": result.model_id}
         case rs.StepDone():

@@ -1,4 +1,4 @@
-"""The JSON bodies of the protocol, as lenient as its clients need: nulls mean "not given", unknown fields are ignored."""
+"""The JSON bodies of the protocol. Nulls count as absent, and unknown fields are ignored."""
 
 from datetime import datetime
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from skyrl_actors.messages.catalog import LONGEST_TTL_S
 from skyrl_actors.messages.model import OptimizerName
 
-LARGEST_INT = 2**62  # of numbers that only name something
+LARGEST_INT = 2**62  # of numbers that are only identifiers
 
 
 class Body(BaseModel):
@@ -17,7 +17,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _nulls_are_absent(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        return (
+            {key: value for key, value in data.items() if value is not None}
+            if isinstance(data, dict)
+            else data
+        )
 
 
 class CreateSession(Body):
@@ -43,7 +47,7 @@ class SessionRef(Body):
 class LoraConfig(Body):
     rank: int = Field(default=32, ge=0)
     seed: int | None = None
-    train_unembed: bool | None = None  # SDKs always name it
+    train_unembed: bool | None = None  # SDKs always set it
     train_mlp: bool = True
     train_attn: bool = True
 
@@ -53,7 +57,7 @@ class OptimizerConfig(Body):
 
 
 class CheckpointsOptimizer(Body):
-    """A model that is made of a checkpoint has the checkpoint's optimizer; the default says that."""
+    """A model from a checkpoint has the checkpoint's optimizer, so only the default is accepted."""
 
     type: Literal["adamw"] = "adamw"
 

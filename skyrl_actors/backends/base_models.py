@@ -1,4 +1,8 @@
-"""The folder of a base model: found, downloaded by name, or (the tiny one) made once and kept in a cache."""
+"""Find or make the folder of a base model, and check it against the config.
+
+A base model is a local folder, a download by name, or the tiny model, which is made once and
+cached.
+"""
 
 import hashlib
 import json
@@ -18,19 +22,27 @@ from skyrl_actors.messages.errors import ConfigError, InternalError
 Chat = tuple[str, str]  # question, answer
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 ROWS_A_STEP = 64
-LAYOUT = 1  # raise when the shape of the tiny model or its corpus changes
+LAYOUT = 1  # increase when the shape of the tiny model or its corpus changes
 
 
 def base_model_folder(
-    base: TinyBase | PretrainedBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None = None
+    base: TinyBase | PretrainedBase,
+    chats: Callable[[int], Iterable[Chat]],
+    progress: Progress | None = None,
 ) -> Path:
-    """Raises ConfigError when there is no such model. `chats(n)` gives n warm-up chats for the tiny model."""
+    """Return the base model's folder. Raise ConfigError if there is no such model.
+
+    `chats(n)` yields n warm-up chats for the tiny model.
+    """
     if isinstance(base, TinyBase):
         return _tiny(base, chats, progress)
     if base.path is not None:
         folder = base.path.expanduser().resolve()
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"base_model.path {folder}: no config.json there; give a folder in Hugging Face format")
+            raise ConfigError(
+                f"base_model.path {folder}: no config.json there; give a folder in "
+                "Hugging Face format"
+            )
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -39,46 +51,62 @@ def base_model_folder(
         return Path(snapshot_download(base.name, revision=base.revision))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
-            f"base_model.name {base.name!r} cannot be fetched ({error}); set base_model.path to a local folder"
+            f"base_model.name {base.name!r} cannot be fetched ({error}); set base_model.path to "
+            "a local folder"
         ) from error
 
 
 def check_base(folder: Path, config: ClusterConfig) -> None:
-    """Raises ConfigError, before any process starts, when the groups can not hold this model as the config asks, or its tokenizer
-    has tokens that it does not know."""
+    """Check the model against the config before any process starts.
+
+    Raises ConfigError if the groups cannot hold this model as configured, or if its tokenizer has
+    more tokens than the model.
+    """
     shape = json.loads((folder / "config.json").read_text())
     shape = shape.get("text_config", shape)
     heads, words = shape.get("num_attention_heads"), shape.get("vocab_size")
     for role, group in (("policy", config.policy), ("critic", config.critic)):
         if group is not None and heads and heads % group.sequence_parallel:
             raise ConfigError(
-                f"{role}.sequence_parallel {group.sequence_parallel} does not divide the {heads} attention heads of {folder.name}"
+                f"{role}.sequence_parallel {group.sequence_parallel} does not divide the {heads} "
+                f"attention heads of {folder.name}"
             )
     if heads and words and shape.get("sliding_window") is None:
         _check_longest(folder, config)
     if words and (folder / "tokenizer.json").is_file():
-        known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(with_added_tokens=True)
+        known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(
+            with_added_tokens=True
+        )
         if known > words:
             raise ConfigError(
-                f"{folder.name}: its tokenizer has {known} tokens and its model {words}; this tokenizer belongs to another model"
+                f"{folder.name}: its tokenizer has {known} tokens and its model {words}; "
+                "this tokenizer belongs to another model"
             )
 
 
 def _check_longest(folder: Path, config: ClusterConfig) -> None:
-    """A sequence of the greatest length must fit the KV cache by itself."""
+    """Raise ConfigError unless one sequence of max_model_len tokens fits the KV cache."""
     engine = config.engine
     number_bytes = 4 if engine.dtype == "float32" else 2
-    token = shape_in(folder).kv_bytes_per_token(number_bytes, engine.tensor_parallel, engine.pipeline_parallel)
+    token = shape_in(folder).kv_bytes_per_token(
+        number_bytes, engine.tensor_parallel, engine.pipeline_parallel
+    )
     if token * engine.max_model_len > engine.kv_cache_bytes:
         raise ConfigError(
-            f"engine.kv_cache_bytes {engine.kv_cache_bytes} holds {engine.kv_cache_bytes // token} tokens of {folder.name}, and "
-            f"engine.max_model_len is {engine.max_model_len}; raise the one to {token * engine.max_model_len} or lower the other"
+            f"engine.kv_cache_bytes {engine.kv_cache_bytes} holds "
+            f"{engine.kv_cache_bytes // token} tokens of {folder.name}, and "
+            f"engine.max_model_len is {engine.max_model_len}; raise the one to "
+            f"{token * engine.max_model_len} or lower the other"
         )
 
 
-def _tiny(base: TinyBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None) -> Path:
+def _tiny(
+    base: TinyBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None
+) -> Path:
     rows = list(chats(base.warmup_steps * ROWS_A_STEP))
-    digest = hashlib.sha256(json.dumps([LAYOUT, base.seed, base.warmup_steps, rows]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(
+        json.dumps([LAYOUT, base.seed, base.warmup_steps, rows]).encode()
+    ).hexdigest()[:12]
     folder = base.cache_dir.expanduser().resolve() / f"tiny-{digest}"
     if (folder / "config.json").is_file():
         return folder
@@ -95,10 +123,17 @@ def _tiny(base: TinyBase, chats: Callable[[int], Iterable[Chat]], progress: Prog
 
 
 def _run(command: list[str], progress: Progress | None) -> None:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_WAIT_POLICY": "passive"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "OMP_WAIT_POLICY": "passive",
+    }
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process,
     ):
         try:
             assert process.stdout is not None

@@ -1,14 +1,16 @@
-"""The configured backend."""
+"""Build the backend that the config describes."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-from skyrl_actors.backends.base import Backend
+from skyrl_actors.backends.backend import Backend
 from skyrl_actors.backends.base_models import check_base
 from skyrl_actors.config.cluster import ClusterConfig
 
 
-def build_backend(config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool) -> Backend:
+def build_backend(
+    config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool
+) -> Backend:
     from skyrl_actors.backends.ray_backend import RayBackend
 
     check_base(base_folder, config)

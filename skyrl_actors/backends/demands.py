@@ -1,4 +1,4 @@
-"""What a config asks of the cluster (pure)."""
+"""The slots that a config needs on the cluster (pure)."""
 
 from placement.planner import plan
 from placement.types import Demand, DoesNotFit, Node, Plan
@@ -7,7 +7,7 @@ from skyrl_actors.messages.errors import ConfigError
 
 
 def demands_of(config: ClusterConfig) -> list[list[Demand]]:
-    """In groups that share slots."""
+    """Return demands for slots; the demands of one inner list share slots."""
     engine = config.engine
     counts = {
         "policy": config.policy.num_ranks,
@@ -26,7 +26,7 @@ def demands_of(config: ClusterConfig) -> list[list[Demand]]:
 
 
 def plan_for(config: ClusterConfig, nodes: list[Node]) -> Plan:
-    """Raises ConfigError when the config does not fit the nodes."""
+    """Plan the slots. Raise ConfigError if the config does not fit the nodes."""
     try:
         made = plan(demands_of(config), nodes, config.placement.device.upper())
     except DoesNotFit as error:
@@ -36,11 +36,12 @@ def plan_for(config: ClusterConfig, nodes: list[Node]) -> Plan:
 
 
 def check_transfer(config: ClusterConfig, made: Plan) -> None:
-    """Raises ConfigError when the transfer can not reach from the trainers to the engines."""
+    """Raise ConfigError if the transfer cannot reach from the trainers to the engines."""
     hosts = {slot.node for slot in (*made.slots_of("policy")[:1], *made.slots_of("engine"))}
     kind = config.transfer.type
     if kind in ("shm", "ipc") and len(hosts) > 1:
         raise ConfigError(
-            f"transfer.type {kind} works on one host, but policy rank 0 and the engines would be on {', '.join(sorted(hosts))}; "
+            f"transfer.type {kind} works on one host, but policy rank 0 and the engines would "
+            f"be on {', '.join(sorted(hosts))}; "
             "set transfer.type=object_store"
         )

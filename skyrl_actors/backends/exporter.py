@@ -1,4 +1,4 @@
-"""Numbers of this process into Ray's metrics, from where its agents hand them to Prometheus."""
+"""Export metrics of this process through Ray, whose agents serve them to Prometheus."""
 
 from ray.util.metrics import Counter, Gauge
 
@@ -7,28 +7,32 @@ from skyrl_actors.observe.metrics import PREFIX, REGISTRY
 
 
 class Exporter:
-    """A gauge is what it was last set to; a counter is told by how much it grew since it was last asked."""
+    """Ray metrics of one service. Counters are set by their totals; the growth is exported."""
 
     def __init__(self, service: str):
         self._service = service
         made = {
-            m.name: (Gauge if m.kind == "gauge" else Counter)(f"{PREFIX}{m.name}", m.description, ("service", *m.tags))
+            m.name: (Gauge if m.kind == "gauge" else Counter)(
+                f"{PREFIX}{m.name}", m.description, ("service", *m.tags)
+            )
             for m in REGISTRY.values()
         }
         self._gauges = {name: metric for name, metric in made.items() if isinstance(metric, Gauge)}
-        self._counters = {name: metric for name, metric in made.items() if isinstance(metric, Counter)}
-        self._told: dict[tuple[str, Tags], float] = {}
+        self._counters = {
+            name: metric for name, metric in made.items() if isinstance(metric, Counter)
+        }
+        self._exported: dict[tuple[str, Tags], float] = {}
 
     def set(self, name: str, value: float, **tags: str) -> None:
         self._gauges[name].set(value, {"service": self._service, **tags})
 
     def total(self, name: str, value: float, **tags: str) -> None:
-        """A counter's value by now."""
+        """Set a counter to its current total."""
         key = name, tuple(sorted(tags.items()))
-        grown = value - self._told.get(key, 0.0)
-        if grown > 0:
-            self._counters[name].inc(grown, {"service": self._service, **tags})
-            self._told[key] = value
+        growth = value - self._exported.get(key, 0.0)
+        if growth > 0:
+            self._counters[name].inc(growth, {"service": self._service, **tags})
+            self._exported[key] = value
 
     def totals(self, counts: Counts) -> None:
         for (name, tags), value in counts.read().items():

@@ -1,4 +1,4 @@
-"""The memory plan of a config (pure): what each device must hold in each phase, and settings that would make it fit."""
+"""The memory plan of a config (pure): needs of each device in each phase, and changes that fit."""
 
 import json
 from collections import Counter
@@ -9,8 +9,8 @@ from typing import Any
 from placement.memory import (
     ADAPTER_BYTES,
     EngineAsk,
+    MemoryItem,
     MemoryPlan,
-    Part,
     TrainerAsk,
     bucket_part,
     complaints,
@@ -20,7 +20,7 @@ from placement.memory import (
 )
 from placement.shape import ModelShape, shape_of
 from placement.types import DoesNotFit, Node, Plan
-from skyrl_actors.backends.base import AdapterMemory
+from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
 from skyrl_actors.config.transfers import IpcTransfer, NcclTransfer
@@ -28,8 +28,10 @@ from skyrl_actors.messages.errors import ConfigError
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STEP_BYTES = 256 * 2**20
-HOST_SHARE = 8  # without lora.max_host_gib, LoRA models of a role may take one part in so many of a device's host memory
-PER_PLACE = 4  # where that is not known: so many LoRA models for each on the device
+# Without lora.max_host_gib, the LoRA models of a role may take 1/HOST_SHARE of a device's host
+# memory. If that memory is not known: PER_PLACE LoRA models for each one on the device.
+HOST_SHARE = 8
+PER_PLACE = 4
 Change = Callable[[ClusterConfig], ClusterConfig]
 
 
@@ -40,8 +42,10 @@ def shape_in(folder: Path) -> ModelShape:
         raise ConfigError(f"{folder}: {error}") from error
 
 
-def adapter_memory(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> AdapterMemory:
-    """What a create of a LoRA model is measured by: the same figures as the memory plan's."""
+def adapter_memory(
+    config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]
+) -> AdapterMemory:
+    """Return the memory bound for creating LoRA models; the memory plan uses the same figures."""
     lora, one = config.lora, ADAPTER_BYTES * shape.lora_parameters(1)
     size, _, host = _sizes(config, plan, nodes)
     host = size if config.placement.device == "cpu" else host
@@ -52,46 +56,73 @@ def adapter_memory(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: 
     return AdapterMemory(max(host // HOST_SHARE, lora.max_rank * one), one)
 
 
-def memory_plan(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> MemoryPlan:
+def memory_plan(
+    config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]
+) -> MemoryPlan:
     on_gpu = config.placement.device == "gpu"
     engine = config.engine
-    groups: dict[str, list[Part]] = {}
+    groups: dict[str, list[MemoryItem]] = {}
     adapters = adapter_memory(config, shape, plan, nodes).limit_bytes
     for role, group in (("policy", config.policy), ("critic", config.critic)):
         if group is not None:
             key = "shared" if config.placement.shares(role) else role
-            groups.setdefault(key, []).extend(trainer_parts(_trainer(role, group, config, adapters), shape))
+            groups.setdefault(key, []).extend(
+                trainer_parts(_trainer(role, group, config, adapters), shape)
+            )
     ask = EngineAsk(
-        engine.num_devices, NUMBER_BYTES[engine.dtype], engine.kv_cache_bytes,
-        max(engine.max_num_batched_tokens, engine.max_model_len), engine.max_num_seqs, engine.max_loras, config.lora.max_rank,
-        on_gpu and not engine.enforce_eager, config.placement.shares("engine"), on_gpu and config.placement.shares("engine"),
-        config.engine_adapters, not on_gpu,
-    )  # fmt: skip
+        engine.num_devices,
+        NUMBER_BYTES[engine.dtype],
+        engine.kv_cache_bytes,
+        max(engine.max_num_batched_tokens, engine.max_model_len),
+        engine.max_num_seqs,
+        engine.max_loras,
+        config.lora.max_rank,
+        on_gpu and not engine.enforce_eager,
+        config.placement.shares("engine"),
+        on_gpu and config.placement.shares("engine"),
+        config.engine_adapters,
+        not on_gpu,
+    )
     own = groups.setdefault("shared" if config.placement.shares("engine") else "engine", [])
     own.extend(engine_parts(ask, shape) if engine.num_engines else ())
-    if isinstance(config.transfer, NcclTransfer):  # gloo's buckets are in host memory
+    if isinstance(config.transfer, NcclTransfer):  # gloo has its buckets in host memory
         size, number = config.transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
         own.append(bucket_part("engine", size, shape, number))
         groups["policy"].append(bucket_part("policy", size, shape, number))
-    if isinstance(config.transfer, IpcTransfer):  # the trainer's two, and the copy of one
+    if isinstance(config.transfer, IpcTransfer):  # the trainer has two, the engine copies one
         size, number = config.transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
         own.append(bucket_part("engine", size, shape, number))
         groups["shared"] += [bucket_part("policy", size, shape, number)] * 2
-    named: dict[str, tuple[Part, ...]] = {}
+    named: dict[str, tuple[MemoryItem, ...]] = {}
     for parts in groups.values():
         who = list(dict.fromkeys(part.who for part in parts))
         named[" & ".join(who)] = (*parts, *context_part(who, on_gpu))
     return MemoryPlan(named, *_sizes(config, plan, nodes))
 
 
-def _trainer(role: str, group: GroupConfig, config: ClusterConfig, adapters_bytes: int) -> TrainerAsk:
-    full = group.full_strategy_on(config.placement.device) if config.lora.max_full_models else group.strategy
+def _trainer(
+    role: str, group: GroupConfig, config: ClusterConfig, adapters_bytes: int
+) -> TrainerAsk:
+    full = (
+        group.full_strategy_on(config.placement.device)
+        if config.lora.max_full_models
+        else group.strategy
+    )
     return TrainerAsk(
-        role, group.num_ranks, NUMBER_BYTES[group.dtype], _base_shards(group), config.lora.max_adapters, config.lora.max_rank,
-        config.lora.max_full_models, *_full_bytes(full, group), group.microbatch_tokens // group.sequence_parallel,
-        group.activations, config.placement.device == "gpu" and config.placement.shares(role),
-        adapters_bytes, config.placement.device == "cpu",
-    )  # fmt: skip
+        role,
+        group.num_ranks,
+        NUMBER_BYTES[group.dtype],
+        _base_shards(group),
+        config.lora.max_adapters,
+        config.lora.max_rank,
+        config.lora.max_full_models,
+        *_full_bytes(full, group),
+        group.microbatch_tokens // group.sequence_parallel,
+        group.activations,
+        config.placement.device == "gpu" and config.placement.shares(role),
+        adapters_bytes,
+        config.placement.device == "cpu",
+    )
 
 
 def _base_shards(group: GroupConfig) -> int:
@@ -101,8 +132,13 @@ def _base_shards(group: GroupConfig) -> int:
     return group.num_ranks if sharded else 1
 
 
-def _full_bytes(strategy: StrategyConfig, group: GroupConfig) -> tuple[tuple[float, float, float], bool]:
-    """On each rank, for one weight: weights, gradients, moments; and whether the float32 state lies in host memory."""
+def _full_bytes(
+    strategy: StrategyConfig, group: GroupConfig
+) -> tuple[tuple[float, float, float], bool]:
+    """Return the bytes for one weight on each rank: weights, gradients, moments.
+
+    The flag tells whether the float32 state is in host memory.
+    """
     ranks, compute = group.num_ranks, NUMBER_BYTES[group.dtype]
     if isinstance(strategy, Fsdp2Strategy):
         return (4 / ranks, 4 / ranks, 8 / ranks), strategy.cpu_offload
@@ -110,18 +146,28 @@ def _full_bytes(strategy: StrategyConfig, group: GroupConfig) -> tuple[tuple[flo
         gathered, master = compute / (ranks if strategy.stage == 3 else 1), 4 / ranks
         gradients = 4 / (ranks if strategy.stage >= 2 else 1)
         on_host = strategy.offload_optimizer
-        return (gathered if on_host else gathered + master, gradients, (12 if on_host else 8) / ranks), on_host
+        return (
+            gathered if on_host else gathered + master,
+            gradients,
+            (12 if on_host else 8) / ranks,
+        ), on_host
     lower = compute if compute < 4 else 0
     return (4 + lower, 4 + lower, 8), False
 
 
-def _sizes(config: ClusterConfig, plan: Plan, nodes: list[Node]) -> tuple[int | None, float, int | None]:
-    """The smallest device that the plan uses, what stays free of it, and a device's part of its node's memory.
+def _sizes(
+    config: ClusterConfig, plan: Plan, nodes: list[Node]
+) -> tuple[int | None, float, int | None]:
+    """Return the smallest device of the plan, the reserved share, and host bytes for a device.
 
-    That part is shared with others of its kind: kinds that lie apart on one node may need very unlike ones.
+    A node's host memory is divided by the largest number of devices that one kind uses on it.
+    Kinds on separate devices of a node may need very different amounts, so they are not summed.
+
     """
     alike = Counter((slot.node, slot.holds[0][0]) for slot in plan.slots)
-    used = {node: max(count for (own, _), count in alike.items() if own == node) for node, _ in alike}
+    used = {
+        node: max(count for (own, _), count in alike.items() if own == node) for node, _ in alike
+    }
     mine = [node for node in nodes if node.name in used]
     hosts = [node.host_bytes // used[node.name] for node in mine if node.host_bytes]
     asked = config.placement.device_memory_gib
@@ -136,21 +182,35 @@ def _sizes(config: ClusterConfig, plan: Plan, nodes: list[Node]) -> tuple[int | 
     return size, config.placement.memory_reserve, host if config.placement.device == "gpu" else None
 
 
-def checked(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> tuple[MemoryPlan, list[str]]:
-    """The memory plan, and what does not fit."""
+def checked(
+    config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]
+) -> tuple[MemoryPlan, list[str]]:
+    """Return the memory plan and what does not fit."""
     made = memory_plan(config, shape, plan, nodes)
-    found = complaints(made, remedies(config, shape, plan, nodes)) if config.placement.memory_check != "off" else []
+    found = (
+        complaints(made, remedies(config, shape, plan, nodes))
+        if config.placement.memory_check != "off"
+        else []
+    )
     return made, found
 
 
 def refuse(config: ClusterConfig, found: list[str]) -> None:
-    """Raises ConfigError when something does not fit and the config says that this is the end."""
+    """Raise ConfigError if something does not fit and placement.memory_check is "refuse"."""
     if found and config.placement.memory_check == "refuse":
-        raise ConfigError("\n  ".join(["the memory plan does not fit:", *found, "or set placement.memory_check=warn"]))
+        raise ConfigError(
+            "\n  ".join(
+                ["the memory plan does not fit:", *found, "or set placement.memory_check=warn"]
+            )
+        )
 
 
 def remedies(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]) -> list[str]:
-    """Changes of the config of which each alone would make all of it fit; where none does, the first ones that do together."""
+    """Return config changes that make everything fit.
+
+    These are all single changes that suffice. If none does, they are the first changes that
+    suffice together.
+    """
 
     def fits(changed: ClusterConfig) -> bool:
         return not complaints(memory_plan(changed, shape, plan, nodes))
@@ -169,7 +229,11 @@ def remedies(config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[N
 def _changes(config: ClusterConfig, made: MemoryPlan) -> list[tuple[str, Change]]:
     def groups(**options: Any) -> Change:
         return lambda c: c.model_copy(
-            update={role: g.model_copy(update=options) for role, g in (("policy", c.policy), ("critic", c.critic)) if g}
+            update={
+                role: g.model_copy(update=options)
+                for role, g in (("policy", c.policy), ("critic", c.critic))
+                if g
+            }
         )
 
     tokens = max(1, config.policy.microbatch_tokens // 4)

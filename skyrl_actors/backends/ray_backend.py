@@ -1,43 +1,48 @@
-"""The verbs over Ray actors: groups of training ranks, a pool of engines, and the phases they share devices in."""
+"""The backend over Ray actors: groups of training ranks, a pool of engines, shared phases."""
 
 import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from skyrl_actors.backends.base import Capabilities, Mixture
-from skyrl_actors.backends.environment import actor_environment
-from skyrl_actors.backends.moves import keeper_for, mover_for
+from skyrl_actors.backends.actor_env import actor_environment
+from skyrl_actors.backends.backend import Capabilities, Mixture
+from skyrl_actors.backends.monitoring import Monitoring
+from skyrl_actors.backends.offload import offloader_for, phase_lock_for
 from skyrl_actors.backends.site import adapters_of, reserved_site
-from skyrl_actors.backends.vitals import Vitals
+from skyrl_actors.backends.slots import SlotWatch
 from skyrl_actors.colocation.in_flight import in_sample_phase
-from skyrl_actors.colocation.keeper import Keeper, SplitKeeper
+from skyrl_actors.colocation.phase_lock import PhaseLock, SplitPhaseLock
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.pool import NO_FULL_WEIGHTS, EnginePool, build_pool
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
-from skyrl_actors.groups.environment import rank_environment
+from skyrl_actors.groups.rank_env import rank_environment
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, PartDown, StateLost
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
+from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
-from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
-from skyrl_actors.transfer.base import EnginePlace
 from skyrl_actors.transfer.build import build_transfer
 from skyrl_actors.transfer.folders import manifests
+from skyrl_actors.transfer.transport import EnginePlace
 from skyrl_actors.workers.interface import TORN, TrainWorker
 
 T = TypeVar("T")
@@ -46,9 +51,15 @@ CROSS_ENTROPY = LossCall("cross_entropy", {})
 
 
 class RayBackend:
-    """`detached`: ranks, engines and slots outlive the process that made them, and the next controller takes them over."""
+    """Run groups and engines as Ray actors.
 
-    def __init__(self, config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool):
+    `detached`: ranks, engines and slots outlive the process that created them, and the next
+    controller takes them over.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool
+    ):
         self.config = config
         self.base_folder = base_folder
         self.on_lost: Callable[[str], None] = lambda role: None
@@ -57,89 +68,153 @@ class RayBackend:
         self._transfer = build_transfer(config)
         self._groups: dict[str, GroupSupervisor] = {}
         self._engines: EnginePool | None = None
-        self._reserved: PlacementGroup | None = None
+        self._slots: SlotWatch | None = None
         self._standby: Standby | None = None
-        self._keeper: Keeper = SplitKeeper()
-        self._vitals: Vitals | None = None
-        self._in_use: Counter[str] = Counter()  # samples under way, by version
+        self._phase_lock: PhaseLock = SplitPhaseLock()
+        self._monitoring: Monitoring | None = None
+        self._in_use: Counter[str] = Counter()  # running samples by version
 
     async def start(self, epoch: int) -> Capabilities:
-        """Reserve the slots, take over or start groups and engines, and leave the engines asleep where they share devices."""
+        """Reserve the slots; take over or start groups and engines.
+
+        Engines that share devices are asleep afterwards.
+        """
         config, environment = self.config, actor_environment(self.config)
-        plan, self._reserved, devices = await reserved_site(config, self.base_folder, self._say, self._detached)
+        plan, reserved, devices = await reserved_site(
+            config, self.base_folder, self._say, self._detached
+        )
+        self._slots = SlotWatch(reserved)
         if self.config.placement.device == "cpu" and self.config.restart.standbys:
             self._standby = Standby(
-                self.config.name, self.config.restart.standbys, str(self.base_folder), self._reserved,
-                plan.slots_of("policy")[0].index, environment | rank_environment(self.config, self.config.policy),
-                epoch, self._detached, self._say, self._calm, self.config.policy.call_timeout_s,
-            )  # fmt: skip
+                self.config.name,
+                self.config.restart.standbys,
+                str(self.base_folder),
+                reserved,
+                plan.slots_of("policy")[0].index,
+                environment | rank_environment(self.config, self.config.policy),
+                epoch,
+                self._detached,
+                self._say,
+                self._no_restarts,
+                self.config.policy.call_timeout_s,
+            )
             await self._standby.find()
         for role in self._roles:
             builder = GroupBuilder(
-                role, self.config, str(self.base_folder), plan, self._reserved, environment, epoch, self._detached, self._standby
-            )  # fmt: skip
+                role,
+                self.config,
+                str(self.base_folder),
+                plan,
+                reserved,
+                environment,
+                epoch,
+                self._detached,
+                self._standby,
+            )
             lost = lambda role: self.on_lost(role)  # noqa: E731
-            self._groups[role] = GroupSupervisor(builder, config.restart, self._say, self._settled, lost)
+            self._groups[role] = GroupSupervisor(
+                builder, config.restart, self._say, self._load_context, lost
+            )
         self._engines = build_pool(
-            config, self.base_folder, plan, self._reserved, devices, environment, self._deliver, epoch, self._detached, self._say
-        )  # fmt: skip
+            config,
+            self.base_folder,
+            plan,
+            reserved,
+            devices,
+            environment,
+            self._deliver,
+            epoch,
+            self._detached,
+            self._say,
+        )
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
-        if not await self._took_over():
+        if not await self._attach():
             await self._start_parts()
-            self._keeper = keeper_for(config, mover_for(config, self._groups, self.engines))
+            self._phase_lock = phase_lock_for(
+                config, offloader_for(config, self._groups, self.engines)
+            )
         await self._transfer.prove(await self._groups["policy"].up(), self._engines.actors)
         if self._standby is not None:
             self._standby.refill()
-        self._vitals = Vitals(self.config.name, list(self._groups.values()), self._engines, self._keeper)
+        self._monitoring = Monitoring(
+            self.config.name, list(self._groups.values()), self._engines, self._phase_lock
+        )
         info = (await self._groups["policy"].up()).info
         assert info is not None
-        self._engines.agreement.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
+        self._engines.logprob_check.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
         return Capabilities(
-            self.config.base_model.name, str(self.base_folder), info.vocab_size, info.max_context_tokens,
-            min(config.engine.max_model_len, info.max_context_tokens), self._roles, await self.engines.adapts_head(),
-            adapters_of(config, self.base_folder, plan))  # fmt: skip
+            self.config.base_model.name,
+            str(self.base_folder),
+            info.vocab_size,
+            info.max_context_tokens,
+            min(config.engine.max_model_len, info.max_context_tokens),
+            self._roles,
+            await self.engines.adapts_head(),
+            adapters_of(config, self.base_folder, plan),
+        )
 
-    async def _took_over(self) -> bool:
-        """Go on with the parts that run, if any do; what is missing starts in the background."""
+    @property
+    def lost(self) -> str | None:
+        return self._slots and self._slots.lost
+
+    async def _attach(self) -> bool:
+        """Attach to the parts that run; return False if none does.
+
+        Missing parts start in the background.
+        """
         supervisors = list(self._groups.values())
         taken_over = asyncio.gather(*(supervisor.take_over() for supervisor in supervisors))
         groups, engines = await asyncio.gather(taken_over, self.engines.take_over())
-        ours = [runs for engine, runs in zip(self.engines.engines, engines, strict=True) if engine.ours]
-        if not any(groups) and not any(ours):
+        managed = [
+            runs
+            for engine, runs in zip(self.engines.engines, engines, strict=True)
+            if engine.managed
+        ]
+        if not any(groups) and not any(managed):
             return False
-        mover = mover_for(self.config, self._groups, self.engines)
-        self._keeper = keeper_for(self.config, mover)
-        async with self._keeper.hold(Phase.TRAIN):  # what is made anew joins behind it
+        offloader = offloader_for(self.config, self._groups, self.engines)
+        self._phase_lock = phase_lock_for(self.config, offloader)
+        async with self._phase_lock.hold(Phase.TRAIN):  # restarted parts join after this
             if self.config.placement.shares("engine") and self.engines.has_own:
-                await mover.as_taken_over()
-            if self._transfer.freeze == "always":  # an earlier config may have left versions to be read from the weights
+                await offloader.as_taken_over()
+            # An earlier config may have left versions that exist only as live weights.
+            if self._transfer.materialize == "eager":
                 for model_id, number in (await self.residents()).items():
                     if number != TORN and (group := self._groups["policy"].group) is not None:
                         await group.write_versions(model_id, ())
-        for part, runs in (*zip(supervisors, groups, strict=True), *zip(self.engines.engines, engines, strict=True)):
+        for part, runs in (
+            *zip(supervisors, groups, strict=True),
+            *zip(self.engines.engines, engines, strict=True),
+        ):
             if not runs:
                 part.start_later()
         return True
 
-    async def _calm(self) -> None:
-        """When no group is being made anew."""
+    async def _no_restarts(self) -> None:
+        """Wait until no group is restarting."""
         await asyncio.gather(*(supervisor.calm() for supervisor in self._groups.values()))
 
-    def _settled(self) -> AbstractAsyncContextManager[None]:
-        """When new ranks may load their weights: on a GPU only while the others have theirs there."""
+    def _load_context(self) -> AbstractAsyncContextManager[None]:
+        """Return the context in which new ranks load their weights.
+
+        On a GPU this holds TRAIN, when the other ranks' weights are on the device too.
+        """
         return nullcontext() if self.config.placement.device == "cpu" else self._hold(Phase.TRAIN)
 
     @asynccontextmanager
     async def _hold(self, phase: Phase) -> AsyncGenerator[None]:
-        """The keeper of this moment: it is chosen when all parts have started."""
-        async with self._keeper.hold(phase):
+        """Hold the phase in the current phase lock, which is chosen after all parts started."""
+        async with self._phase_lock.hold(phase):
             yield
 
     async def _start_parts(self) -> None:
         colocated = self.config.placement.shares("engine")
 
         async def engines() -> None:
-            self._say(f"starting {self.config.engine.num_engines} vLLM engine(s): importing vLLM and loading weights")
+            self._say(
+                f"starting {self.config.engine.num_engines} vLLM engine(s): importing vLLM and "
+                "loading weights"
+            )
             await self.engines.start()
             if colocated:
                 await self.engines.memory.sleep()
@@ -152,7 +227,7 @@ class RayBackend:
             self._say("training groups ready")
 
         if self.config.placement.device == "gpu" and colocated:
-            # vLLM wants its memory to be free when it starts, so the engines start first and go to sleep.
+            # vLLM needs free memory when it starts, so the engines start first and go to sleep.
             await engines()
             await groups()
         else:
@@ -174,7 +249,10 @@ class RayBackend:
     async def residents(self) -> dict[str, int]:
         found: dict[str, int] = {}
         for supervisor in self._groups.values():
-            if supervisor.group is not None and supervisor.down is None:  # one that is made anew holds nothing
+            if (
+                # A group that restarts holds no model.
+                supervisor.group is not None and supervisor.down is None
+            ):
                 with suppress(StateLost):
                     found |= await supervisor.guarded(supervisor.group.residents())
         return found
@@ -186,36 +264,55 @@ class RayBackend:
         work: Callable[[ActorGroup], Awaitable[T]],
         leaves: Literal["", "weights", "model"] = "",
     ) -> T:
-        """A verb of a model on its group, in its phase. A group that is being made anew is PartDown at once. `leaves`: what it ends,
-        weights that are versions still or all that the ranks hold of the model."""
+        """Run a call on the model's group in its phase.
+
+        A restarting group raises PartDown at once. `leaves` names what the call ends: the live
+        "weights", which may still be versions, or all that the ranks hold of the "model".
+        """
         supervisor = self._groups[spec.role]
         before = supervisor.group
-        async with self._keeper.hold(phase) if self.config.placement.shares(spec.role) else nullcontext():
+        async with (
+            self._phase_lock.hold(phase)
+            if self.config.placement.shares(spec.role)
+            else nullcontext()
+        ):
             group = supervisor.group
             if group is None or supervisor.down is not None:
-                raise PartDown(f"the {spec.role} group is being made anew: {supervisor.down}")
+                raise PartDown(f"the {spec.role} group is restarting: {supervisor.down}")
             if group is not before:
-                raise PartDown(f"the {spec.role} group was made anew while this waited for its phase")
-            if leaves and spec.lora is None and spec.role == "policy" and self._transfer.freeze == "when_needed":
+                raise PartDown(
+                    f"the {spec.role} group was restarted while this waited for its phase"
+                )
+            if (
+                leaves
+                and spec.lora is None
+                and spec.role == "policy"
+                and self._transfer.materialize == "lazy"
+            ):
                 await self._write_versions(supervisor, group, spec.model_id, leaves == "model")
             return await supervisor.guarded(work(group))
 
-    async def _write_versions(self, supervisor: GroupSupervisor, group: ActorGroup, model_id: str, all_of_them: bool) -> None:
-        """One that can not be written is computed anew if it is asked for."""
+    async def _write_versions(
+        self, supervisor: GroupSupervisor, group: ActorGroup, model_id: str, all_of_them: bool
+    ) -> None:
+        """Write versions before their weights change. One that fails is recomputed on request."""
         in_use = [version for version, uses in self._in_use.items() if uses]
         try:
-            await supervisor.guarded(group.write_versions(model_id, () if all_of_them else self.engines.needless(in_use)))
+            await supervisor.guarded(
+                group.write_versions(model_id, () if all_of_them else self.engines.needless(in_use))
+            )
         except StateLost:
             raise
         except InternalError as error:
             self._say(f"versions of {model_id} were not written: {error}")
 
-    async def create_model(self, spec: ModelSpec, turn: Turn) -> None:
+    async def create_model(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
         async def work(group: ActorGroup) -> None:
             async with AsyncExitStack() as undo:
-                undo.push_async_callback(group.delete_model, spec.model_id)  # some ranks may hold it
+                # If one rank failed, others may hold the model.
+                undo.push_async_callback(group.delete_model, spec.model_id)
                 try:
-                    await group.apply(spec.model_id, turn, TrainWorker.create_model, spec)
+                    await group.apply(spec.model_id, precondition, TrainWorker.create_model, spec)
                 except StateLost:
                     undo.pop_all()
                     raise
@@ -227,78 +324,153 @@ class RayBackend:
         await self._on(spec, Phase.TRAIN, lambda group: group.delete_model(spec.model_id), "model")
 
     async def forward_backward(
-        self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        columns: Columns,
+        loss: LossCall | None,
+        forward_only: bool,
     ) -> LossOutput:
         model_id = spec.model_id
-        return await self._on(spec, Phase.TRAIN, lambda g: g.forward_backward(model_id, turn, columns, loss, forward_only))
+        return await self._on(
+            spec,
+            Phase.TRAIN,
+            lambda g: g.forward_backward(model_id, precondition, columns, loss, forward_only),
+        )
 
-    async def drop_gradients(self, spec: ModelSpec, turn: Turn) -> None:
+    async def drop_gradients(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
         model_id = spec.model_id
-        await self._on(spec, Phase.TRAIN, lambda g: g.apply(model_id, turn, TrainWorker.drop_gradients, model_id))
+        await self._on(
+            spec,
+            Phase.TRAIN,
+            lambda g: g.apply(model_id, precondition, TrainWorker.drop_gradients, model_id),
+        )
 
-    async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
+    async def optim_step(
+        self, spec: ModelSpec, precondition: OpPrecondition, adam: AdamParams
+    ) -> dict[str, float]:
         call = (TrainWorker.optim_step, spec.model_id, adam)
-        return (await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, *call), "weights"))[0]
+        return (
+            await self._on(
+                spec, Phase.STEP, lambda g: g.apply(spec.model_id, precondition, *call), "weights"
+            )
+        )[0]
 
-    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
+    async def save_checkpoint(
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        folder: str,
+        form: CheckpointForm,
+        mark: str,
+    ) -> None:
         async def work(group: ActorGroup) -> None:
-            notes = self.engines.agreement.notes(await self._scored(group, spec, turn)) if form == "weights" else {}
-            await group.apply(spec.model_id, turn, TrainWorker.save_checkpoint, spec.model_id, folder, form, mark, notes)
+            notes = (
+                self.engines.logprob_check.notes(await self._score(group, spec, precondition))
+                if form == "weights"
+                else {}
+            )
+            await group.apply(
+                spec.model_id,
+                precondition,
+                TrainWorker.save_checkpoint,
+                spec.model_id,
+                folder,
+                form,
+                mark,
+                notes,
+            )
 
         await self._on(spec, Phase.STEP, work)
 
-    async def _scored(self, group: ActorGroup, spec: ModelSpec, turn: Turn) -> NDArray[np.float32] | None:
-        """What engines are compared with."""
-        agreement = self.engines.agreement
-        if agreement.check.action == "off" or spec.role != "policy":
+    async def _score(
+        self, group: ActorGroup, spec: ModelSpec, precondition: OpPrecondition
+    ) -> NDArray[np.float32] | None:
+        """Return the trainer's scores of the logprob check's prompt, or None if it is off."""
+        logprob_check = self.engines.logprob_check
+        if logprob_check.check.action == "off" or spec.role != "policy":
             return None
-        return (await group.forward_backward(spec.model_id, turn, agreement.rows, CROSS_ENTROPY, True)).fields["logprobs"]
+        return (
+            await group.forward_backward(
+                spec.model_id, precondition, logprob_check.rows, CROSS_ENTROPY, True
+            )
+        ).fields["logprobs"]
 
-    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
+    async def load_checkpoint(
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        folder: str,
+        with_optimizer: bool,
+        mix: Mixture = None,
+    ) -> None:
         call = (TrainWorker.load_checkpoint, spec.model_id, folder, with_optimizer, mix)
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, *call), "weights")
+        await self._on(
+            spec, Phase.STEP, lambda g: g.apply(spec.model_id, precondition, *call), "weights"
+        )
 
-    async def copy_state(self, spec: ModelSpec, turn: Turn) -> tuple[ActorGroup, list[int]]:
-        """Every rank has a number of its own for its copy."""
+    async def copy_state(
+        self, spec: ModelSpec, precondition: OpPrecondition
+    ) -> tuple[ActorGroup, list[int]]:
+        """Copy the state on all ranks; return the group and each rank's handle of its copy."""
         group = self._groups[spec.role].group
-        handles = await self._on(spec, Phase.STEP, lambda g: g.copy_state(spec.model_id, turn))
+        handles = await self._on(
+            spec, Phase.STEP, lambda g: g.copy_state(spec.model_id, precondition)
+        )
         if group is None or group is not self._groups[spec.role].group:
-            raise StateLost(f"the {spec.role} group was made anew while its state was copied")
+            raise StateLost(f"the {spec.role} group was restarted while its state was copied")
         return group, handles
 
-    async def write_state(self, spec: ModelSpec, handle: tuple[ActorGroup, list[int]], folder: str) -> None:
-        """No phase is held: the copy lies in host memory, of the ranks that made it."""
+    async def write_state(
+        self, spec: ModelSpec, handle: tuple[ActorGroup, list[int]], folder: str
+    ) -> None:
+        """Write the copy. No phase is held: the copy is in the ranks' host memory."""
         group, handles = handle
         await group.write_state(handles, folder)
 
-    async def restore(self, spec: ModelSpec, turn: Turn, folder: str) -> None:
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.restore_state, spec, folder), "model")
+    async def restore(self, spec: ModelSpec, precondition: OpPrecondition, folder: str) -> None:
+        await self._on(
+            spec,
+            Phase.STEP,
+            lambda g: g.apply(spec.model_id, precondition, TrainWorker.restore_state, spec, folder),
+            "model",
+        )
 
-    async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
+    async def renumber(
+        self, spec: ModelSpec, precondition: OpPrecondition, keep_optimizer: bool
+    ) -> None:
         arguments = (spec.model_id, keep_optimizer)
-        await self._on(spec, Phase.STEP, lambda g: g.apply(spec.model_id, turn, TrainWorker.renumber, *arguments))
+        await self._on(
+            spec,
+            Phase.STEP,
+            lambda g: g.apply(spec.model_id, precondition, TrainWorker.renumber, *arguments),
+        )
 
-    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str, written: bool = False) -> SamplerWeights:
+    async def save_for_sampler(
+        self, spec: ModelSpec, precondition: OpPrecondition, version: str, written: bool = False
+    ) -> SamplerWeights:
         if spec.lora is None and not self.engines.has_own:
             raise InvalidRequest(NO_FULL_WEIGHTS)
 
         async def work(group: ActorGroup) -> SamplerWeights:
-            scored = await self._scored(group, spec, turn)
-            made = await self._transfer.publish(group, spec.model_id, turn, version)
+            scored = await self._score(group, spec, precondition)
+            made = await self._transfer.publish(group, spec.model_id, precondition, version)
             if written:
                 await group.write_versions(spec.model_id, ())
-            return self.engines.agreement.said(SamplerWeights(version, (made,)), scored)
+            return self.engines.logprob_check.attach(SamplerWeights(version, (made,)), scored)
 
         return await self._on(spec, Phase.TRAIN, work)
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:
         supervisor = self._groups["policy"]
-        return await supervisor.guarded((await supervisor.up()).exists([part.path for part in weights.parts]))
+        return await supervisor.guarded(
+            (await supervisor.up()).exists([part.path for part in weights.parts])
+        )
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
         def opened() -> SamplerWeights:
             weights = SamplerWeights(version, manifests(Path(folder), version))
-            return self.engines.agreement.remembered(weights, Path(folder))
+            return self.engines.logprob_check.load(weights, Path(folder))
 
         return await asyncio.to_thread(opened)
 
@@ -311,20 +483,36 @@ class RayBackend:
                 group = await self._groups["policy"].up()
                 await self._transfer.discard(part, group, self.engines.actors)
 
-    async def _deliver(self, manifest: WeightManifest, engine: ActorHandle | None, place: EnginePlace) -> WeightStream | None:
-        """Called in a phase, so it waits for no group: one that is made anew may need another phase."""
-        if engine is None or not self._transfer.needs_group or not manifest.path.startswith(str(self.config.transfer.folder)):
+    async def _deliver(
+        self, manifest: WeightManifest, engine: ActorHandle | None, place: EnginePlace
+    ) -> WeightStream | None:
+        """Deliver a part to an engine.
+
+        The caller holds a phase, so this must not wait for a restarting group: the group may need
+        another phase.
+        """
+        if (
+            engine is None
+            or not self._transfer.needs_group
+            or not manifest.path.startswith(str(self.config.transfer.folder))
+        ):
             return None  # the engine maps the file where it is
         policy = self._groups["policy"]
         if policy.group is None or policy.down is not None:
-            raise PartDown(f"the policy group is being made anew: {policy.down}")
+            raise PartDown(f"the policy group is restarting: {policy.down}")
         return await self._transfer.deliver(manifest, policy.group, engine, place)
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
     ) -> SampleOutput:
-        """Run again, with the same seed, when an engine dies under it: elsewhere, or after the restart. No phase is held
-        while it waits for an engine, as an engine needs one to join."""
+        """Sample. When an engine dies, run again with the same seed on another or restarted one.
+
+        No phase is held while this waits for an engine, because an engine needs a phase to join.
+        """
         self._in_use[weights.version] += 1
         try:
             return await self._sampled(request_id, prompt, params, weights)
@@ -333,24 +521,37 @@ class RayBackend:
             self.end_stream(request_id)
 
     async def _sampled(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
-    ) -> SampleOutput:  # fmt: skip
-        attempts, lost, runs, engine = self.config.restart.attempts, list[str](), itertools.count(), self.config.engine
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
+    ) -> SampleOutput:
+        attempts, lost, runs, engine = (
+            self.config.restart.attempts,
+            list[str](),
+            itertools.count(),
+            self.config.engine,
+        )
 
         def run(outside: bool = False) -> Awaitable[SampleOutput]:
-            return self.engines.sample(f"{request_id}.{next(runs)}", prompt, params, weights, outside)
+            return self.engines.sample(
+                f"{request_id}.{next(runs)}", prompt, params, weights, outside
+            )
 
         while len(lost) < attempts:
             await self.engines.any_healthy(weights, params)
-            if self._transfer.needs_group:  # weights that are not there yet come from the trainers
+            if self._transfer.needs_group:  # weights may have to come from the trainers
                 await self.ready("policy")
             try:
                 if self.engines.goes_outside(prompt, params, weights):
                     return await run(outside=True)
                 if self.engines.needs_weights():
-                    async with self._keeper.hold(Phase.SYNC):
+                    async with self._phase_lock.hold(Phase.SYNC):
                         await self.engines.preload(weights)
-                return await in_sample_phase(self._keeper, engine.in_flight, engine.slice_s, run)
+                return await in_sample_phase(
+                    self._phase_lock, engine.in_flight, engine.slice_s, run
+                )
             except StateLost as error:
                 self._say(f"sample {request_id} is run again: {error}")
                 if not isinstance(error, PartDown):
@@ -364,36 +565,38 @@ class RayBackend:
         self.engines.end_stream(request_id)
 
     def fault(self) -> str | None:
-        """What can not be served now."""
-        return self._vitals.fault() if self._vitals else None
+        """Return what cannot be served now."""
+        return self._monitoring.fault() if self._monitoring else None
 
     async def status(self) -> dict[str, Any]:
-        assert self._vitals is not None
-        return await self._vitals.status()
+        assert self._monitoring is not None
+        return await self._monitoring.status()
 
     async def detach(self) -> None:
-        if self._vitals is not None:
-            self._vitals.close()
-        parts = [*self._groups.values(), *(self._engines.engines if self._engines else ()), self._standby]
+        if self._monitoring is not None:
+            self._monitoring.close()
+        parts = [
+            *self._groups.values(),
+            *(self._engines.engines if self._engines else ()),
+            self._standby,
+            self._slots,
+        ]
         await asyncio.gather(*(part.detach() for part in parts if part is not None))
 
     async def close(self) -> None:
-        if self._vitals is not None:
-            self._vitals.close()
+        if self._monitoring is not None:
+            self._monitoring.close()
         try:
             if self._engines is not None:
                 await self._engines.stop(STOP_TIMEOUT_S)
         except InternalError as error:
-            self._say(f"engines did not stop in order: {error}")
+            self._say(f"engines did not stop cleanly: {error}")
         for supervisor in self._groups.values():
             try:
                 await supervisor.close()
             except InternalError as error:
-                self._say(f"the {supervisor.role} group did not stop in order: {error}")
+                self._say(f"the {supervisor.role} group did not stop cleanly: {error}")
         if self._standby is not None:
             await self._standby.close()
-        if self._reserved is not None:
-            try:
-                remove_placement_group(self._reserved)
-            except RayError as error:
-                self._say(f"placement group was not removed: {error}")
+        if self._slots is not None:
+            self._slots.release()

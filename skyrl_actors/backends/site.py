@@ -1,4 +1,4 @@
-"""Slots for a config on the Ray cluster that is there: planned, proven to have the memory, reserved."""
+"""Plan the slots of a config on the Ray cluster, check their memory, and reserve them."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,7 +8,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from placement.reserve import cluster_nodes, gpu_ids, placed_on, reserve
 from placement.types import DoesNotFit, Plan
-from skyrl_actors.backends.base import AdapterMemory
+from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.backends.demands import check_transfer, plan_for
 from skyrl_actors.backends.memory_demands import adapter_memory, checked, refuse, shape_in
 from skyrl_actors.config.cluster import ClusterConfig
@@ -22,9 +22,9 @@ def adapters_of(config: ClusterConfig, base_folder: Path, plan: Plan) -> Adapter
 async def reserved_site(
     config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool
 ) -> tuple[Plan, PlacementGroup, dict[int, str]]:
-    """The plan as it was placed, its slots, and the ids of GPUs of engines that have several.
+    """Reserve the slots; return the plan as placed, the slots, and GPU ids of multi-GPU engines.
 
-    Raises ConfigError, with nothing held, when the config does not fit this cluster.
+    Raises ConfigError, with nothing reserved, if the config does not fit this cluster.
     """
     nodes = cluster_nodes()
     plan = plan_for(config, nodes)
@@ -32,19 +32,28 @@ async def reserved_site(
     refuse(config, complaints)
     for complaint in complaints:
         say(f"memory: {complaint}")
-    with suppress(ConfigError):  # what is free now may not do: an earlier controller of this service holds it, or others will end
+    # If the free resources do not suffice, the plan of all resources stays: an earlier controller
+    # of this service may hold some of them, or other programs may end.
+    with suppress(ConfigError):
         plan = plan_for(config, cluster_nodes(free=True))
-    # Where who is beside whom matters; else Ray may move slots when a node is lost.
-    pinned = len(nodes) > 1 and (config.transfer.type in ("shm", "ipc") or config.engine.num_devices > 1)
+    # Pin slots to nodes where it matters which parts share one. Otherwise Ray may move slots when
+    # a node is lost.
+    pinned = len(nodes) > 1 and (
+        config.transfer.type in ("shm", "ipc") or config.engine.num_devices > 1
+    )
     try:
-        reserved = await reserve(plan, config.name, config.placement.timeout_s, say, detached, pinned)
+        reserved = await reserve(
+            plan, config.name, config.placement.timeout_s, say, detached, pinned
+        )
     except DoesNotFit as error:
         raise ConfigError(str(error)) from error
     try:
         plan = placed_on(plan, reserved)
         check_transfer(config, plan)
         several = config.engine.num_devices > 1
-        devices = await gpu_ids(plan, reserved, "engine", config.placement.timeout_s) if several else {}
+        devices = (
+            await gpu_ids(plan, reserved, "engine", config.placement.timeout_s) if several else {}
+        )
     except (DoesNotFit, ConfigError) as error:
         remove_placement_group(reserved)
         raise ConfigError(str(error)) from error

@@ -1,35 +1,37 @@
-"""What follows a failed change of state (pure): how soon it is tried again, and how much is made anew before that."""
+"""Decide what follows a failed change of state (pure): the pause, and which parts restart."""
 
 from dataclasses import dataclass, field
 
-EVERYTHING_AT = 3  # failures in a row: what failed was made anew twice, and that did not help
+EVERYTHING_AT = 3  # consecutive failures; restarting the failed parts twice did not help
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    pause_s: float  # until the next try
-    everything: bool  # make anew all that shares the devices, and not only what failed
+    """What to do after a failed move."""
+
+    pause_s: float  # before the next try
+    everything: bool  # restart all parts that share the devices, not only those that failed
 
 
 @dataclass(slots=True)
 class Failures:
-    """Of one move."""
+    """Failures of one move."""
 
     total: int = 0
-    in_a_row: int = 0  # since it last succeeded
-    error: str = ""  # the last one
+    in_a_row: int = 0  # since the last success
+    error: str = ""  # of the last failure
 
 
 def pause_after(in_a_row: int, first_s: float, longest_s: float) -> float:
-    """Doubles with each failure."""
+    """Return the pause before the next try; it doubles with each failure."""
     return min(first_s * 2 ** min(in_a_row - 1, 60), longest_s)
 
 
 @dataclass(slots=True)
 class MoveHealing:
-    """A failed move is tried again without end, with a pause that doubles up to `longest_pause_s`.
+    """Retry a failed move without end. The pause doubles up to `longest_pause_s`.
 
-    After `advise_after` failures in a row only an operator can help: `advice` names what to do.
+    After `advise_after` consecutive failures only an operator can help; `advice` says how.
     """
 
     first_pause_s: float = 0.5
@@ -50,21 +52,24 @@ class MoveHealing:
             self.moves[move].in_a_row = 0
 
     def advice(self) -> str | None:
-        """What an operator should know and do; None while the service can help itself."""
+        """Return what an operator should do; None while retries may help."""
         stuck = {m: f for m, f in self.moves.items() if f.in_a_row >= self.advise_after}
         if not stuck:
             return None
-        said = "; ".join(f"'{m}' failed {f.in_a_row} times in a row: {f.error}" for m, f in stuck.items())
+        said = "; ".join(
+            f"'{m}' failed {f.in_a_row} times in a row: {f.error}" for m, f in stuck.items()
+        )
         return (
-            f"memory can not be moved: {said}. Accepted requests wait, and it is tried again every "
-            f"{self.longest_pause_s:.0f} s. See that nothing else uses the devices and that the host has "
-            "memory; else lower engine.kv_cache_bytes or policy.microbatch_tokens and restart"
+            f"memory cannot be moved: {said}. Accepted requests wait, and it is tried again every "
+            f"{self.longest_pause_s:.0f} s. Check that nothing else uses the devices and that the "
+            "host has memory; otherwise lower engine.kv_cache_bytes or policy.microbatch_tokens "
+            "and restart"
         )
 
 
 @dataclass(slots=True)
 class LoadRetries:
-    """Loading a version of weights into an engine is tried `attempts` times: a fault that stays is the version's own."""
+    """Try to load a version `attempts` times; a fault that remains belongs to the version."""
 
     first_pause_s: float
     longest_pause_s: float
@@ -72,7 +77,7 @@ class LoadRetries:
     _in_a_row: dict[str, int] = field(default_factory=dict[str, int])
 
     def failed(self, version: str) -> float | None:
-        """Seconds until the next try; None when there is none, and the count begins anew."""
+        """Return seconds until the next try; None after the last try, which resets the count."""
         in_a_row = self._in_a_row[version] = self._in_a_row.get(version, 0) + 1
         if in_a_row >= self.attempts:
             del self._in_a_row[version]

@@ -1,7 +1,10 @@
-"""Phases are residencies: what is in device memory, and the moves from one phase to another (pure).
+"""Phases, the memory that is resident in each, and the moves between them (pure).
 
-Laws, tested for all 25 pairs: the moves arrive; memory never exceeds the larger end; optimizer never without weights;
-KV cache never without engine weights; no useless move.
+Tests prove these rules for all 25 pairs of phases:
+
+* The moves lead to the wanted phase, and no move is useless.
+* Memory never exceeds that of the larger phase.
+* The optimizer is never resident without weights, nor the KV cache without engine weights.
 """
 
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ from enum import StrEnum
 from typing import Literal
 
 
-class Part(StrEnum):
+class MemoryPart(StrEnum):
     TRAIN_WEIGHTS = "train weights"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer state"
@@ -25,22 +28,30 @@ class Phase(StrEnum):
     SAMPLE = "SAMPLE"
 
 
-RESIDENT: dict[Phase, frozenset[Part]] = {
+RESIDENT: dict[Phase, frozenset[MemoryPart]] = {
     Phase.IDLE: frozenset(),
-    Phase.TRAIN: frozenset({Part.TRAIN_WEIGHTS, Part.GRADIENTS}),
-    Phase.STEP: frozenset({Part.TRAIN_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER}),
-    Phase.SYNC: frozenset({Part.TRAIN_WEIGHTS, Part.ENGINE_WEIGHTS}),
-    Phase.SAMPLE: frozenset({Part.ENGINE_WEIGHTS, Part.KV_CACHE}),
+    Phase.TRAIN: frozenset({MemoryPart.TRAIN_WEIGHTS, MemoryPart.GRADIENTS}),
+    Phase.STEP: frozenset({MemoryPart.TRAIN_WEIGHTS, MemoryPart.GRADIENTS, MemoryPart.OPTIMIZER}),
+    Phase.SYNC: frozenset({MemoryPart.TRAIN_WEIGHTS, MemoryPart.ENGINE_WEIGHTS}),
+    Phase.SAMPLE: frozenset({MemoryPart.ENGINE_WEIGHTS, MemoryPart.KV_CACHE}),
 }
 
-# Loaded in this order and freed in the reverse one, so nothing stands without what it needs.
-ORDER = (Part.TRAIN_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ENGINE_WEIGHTS, Part.KV_CACHE)
+# Loaded in this order and freed in reverse, so that no part is resident without what it needs.
+ORDER = (
+    MemoryPart.TRAIN_WEIGHTS,
+    MemoryPart.GRADIENTS,
+    MemoryPart.OPTIMIZER,
+    MemoryPart.ENGINE_WEIGHTS,
+    MemoryPart.KV_CACHE,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
+    """One part of the memory that is freed from the devices or loaded onto them."""
+
     action: Literal["free", "load"]
-    part: Part
+    part: MemoryPart
 
     def __str__(self) -> str:
         return f"{self.action} {self.part}"
@@ -50,19 +61,19 @@ def plan_moves(current: Phase, wanted: Phase) -> tuple[Move, ...]:
     return plan_from(RESIDENT[current], wanted)
 
 
-def plan_from(here: frozenset[Part], wanted: Phase) -> tuple[Move, ...]:
-    """From whatever is resident. Frees before loads."""
+def plan_from(here: frozenset[MemoryPart], wanted: Phase) -> tuple[Move, ...]:
+    """Return the moves from the resident parts `here` to a phase; frees come before loads."""
     there = RESIDENT[wanted]
     frees = [Move("free", part) for part in reversed(ORDER) if part in here - there]
     loads = [Move("load", part) for part in ORDER if part in there - here]
     return (*frees, *loads)
 
 
-def after_move(resident: frozenset[Part], move: Move) -> frozenset[Part]:
-    """What is resident when a move is done."""
+def after_move(resident: frozenset[MemoryPart], move: Move) -> frozenset[MemoryPart]:
+    """Return what is resident after a move."""
     return resident | {move.part} if move.action == "load" else resident - {move.part}
 
 
 def serves(current: Phase, wanted: Phase) -> bool:
-    """True if work of the wanted phase can run in the current one as it is: all it needs is resident."""
+    """Return whether work of the wanted phase can run in the current one without a move."""
     return RESIDENT[current] >= RESIDENT[wanted] and (current is wanted or wanted is Phase.TRAIN)

@@ -1,4 +1,4 @@
-"""Ray and the controller actor: started, joined, waited for, ended."""
+"""Start, join and stop Ray and the controller actor."""
 
 import asyncio
 import json
@@ -30,53 +30,70 @@ from skyrl_actors.config.cluster import ClusterConfig, TinyBase
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.jobs.envs import noisy_demonstrations
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.private_folders import is_trusted
 from skyrl_actors.remote import settled
+from skyrl_actors.storage.private_folders import is_trusted
 
 STOP_TIMEOUT_S = 40.0
 OBJECT_STORE_BYTES = 256 * 2**20
 
 
 def prepare_base_model(config: ClusterConfig) -> Path:
-    """The folder of the base model; making the tiny one shows its progress."""
+    """Return the folder of the base model. Training the tiny model shows its progress."""
     base = config.base_model
     if not isinstance(base, TinyBase):
         return _fitting(config, base_model_folder(base, lambda count: []))
-    note(f"base model {base.name}: a small Qwen3-shaped network with its tokenizer, kept in {base.cache_dir}")
+    note(
+        f"base model {base.name}: a small Qwen3 network with its tokenizer, cached in "
+        f"{base.cache_dir}"
+    )
     with bar("supervised warm-up", max(base.warmup_steps, 1)) as progress:
         folder = base_model_folder(
             base,
-            lambda count: [(task.question, task.answer) for task in noisy_demonstrations(count, base.seed)],
-            lambda step, steps, loss: progress.update(progress.task_ids[0], completed=step, note=f"loss {loss:.2f}"),
+            lambda count: [
+                (task.question, task.answer) for task in noisy_demonstrations(count, base.seed)
+            ],
+            lambda step, steps, loss: progress.update(
+                progress.task_ids[0], completed=step, note=f"loss {loss:.2f}"
+            ),
         )
     note(f"base model in {folder}")
     return _fitting(config, folder)
 
 
 def context_tokens(config: ClusterConfig, folder: Path) -> int:
-    """The longest row the base model takes; where its config does not say, what the engines are given."""
+    """Return the length of the longest row that the base model takes.
+
+    If its config does not contain it, return engine.max_model_len.
+    """
     content = json.loads((folder / "config.json").read_text())
     return int(content.get("max_position_embeddings") or config.engine.max_model_len)
 
 
 def _fitting(config: ClusterConfig, folder: Path) -> Path:
-    """vLLM would refuse it too, but half a minute later."""
+    """Refuse an engine.max_model_len beyond the model's context.
+
+    vLLM would refuse it too, but half a minute later.
+    """
     file = folder / "config.json"
     content = json.loads(file.read_text()) if file.is_file() else {}
     longest = content.get("max_position_embeddings")
-    scaled = bool((content.get("rope_scaling") or {}).get("factor") or (content.get("rope_parameters") or {}).get("factor"))
+    scaled = bool(
+        (content.get("rope_scaling") or {}).get("factor")
+        or (content.get("rope_parameters") or {}).get("factor")
+    )
     if isinstance(longest, int) and not scaled and config.engine.max_model_len > longest:
         raise ConfigError(
-            f"engine.max_model_len {config.engine.max_model_len}: {config.base_model.name} was made for {longest} tokens"
+            f"engine.max_model_len {config.engine.max_model_len} is above the {longest} tokens of "
+            f"{config.base_model.name}; lower it"
         )
     return folder
 
 
 def start_local_ray(config: ClusterConfig) -> None:
-    """A Ray of our own that ends with this process."""
+    """Start a local Ray that ends with this process."""
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     guard_ray_folder()
-    note("starting Ray (local, ends with this command)")
+    note("starting Ray (local, stops with this command)")
     _init_ray(
         address="local",
         num_cpus=max(os.cpu_count() or 1, config.engine.num_engines),
@@ -88,7 +105,10 @@ def start_local_ray(config: ClusterConfig) -> None:
 
 
 def _init_ray(**options: Any) -> None:
-    """Ray replaces the SIGTERM handler by one that aborts; with ours back, SIGTERM cleans up as Ctrl-C does."""
+    """Call ray.init, then restore the SIGTERM handler.
+
+    Ray replaces the handler by one that aborts. The restored one cleans up as Ctrl-C does.
+    """
     handler = signal.getsignal(signal.SIGTERM)
     ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **options)
     if threading.current_thread() is threading.main_thread():
@@ -96,40 +116,57 @@ def _init_ray(**options: Any) -> None:
 
 
 def join_ray() -> None:
-    """Join the cluster of RAY_ADDRESS, or the one that `ray start` left on this machine. ConnectionError when there is none."""
+    """Join the cluster in RAY_ADDRESS, or the one that `ray start` started on this machine.
+
+    Raises:
+        ConnectionError: There is no cluster.
+    """
     if "RAY_ADDRESS" not in os.environ:
         address = ray_address()
         if not address or not _answers(address):
-            forget_ray_address()  # of a cluster that was killed
+            forget_ray_address()  # the file is from a cluster that was killed
             raise ConnectionError("no Ray cluster runs on this machine")
     _init_ray(address="auto")
 
 
 def ray_address() -> str | None:
-    """Where `ray start` left its cluster's address on this machine. Raises ConfigError when another user wrote it."""
+    """Return the address that `ray start` wrote on this machine, or None.
+
+    Raises:
+        ConfigError: Another user wrote the file.
+    """
     guard_ray_folder()
     file = Path(get_ray_address_file(None))
     if os.path.lexists(file) and not is_trusted(file):
-        raise ConfigError(f"{file} was written by another user; remove it, or set RAY_TMPDIR to a folder of your own")
+        raise ConfigError(
+            f"{file} was written by another user; remove it, "
+            "or set RAY_TMPDIR to a folder of your own"
+        )
     return ray_utils.read_ray_address()
 
 
 def guard_ray_folder() -> None:
-    """Ray lets every user of the machine write to its folder, and does so again at each start. Others must not be able to
-    exchange what lies in it: the cluster's address, sockets, logs."""
+    """Set the sticky bit on Ray's folder, so that other users cannot replace its files.
+
+    Ray makes the folder writable for every user at each start. It contains the address of the
+    cluster, sockets and logs.
+    """
     folder = Path(ray_folder())
     if not os.path.lexists(folder):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o1777)
     status = folder.lstat()
     if not is_trusted(folder) or not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{folder} belongs to another user (id {status.st_uid}); set RAY_TMPDIR to a folder of your own")
+        raise ConfigError(
+            f"{folder} belongs to another user (id {status.st_uid}); "
+            "set RAY_TMPDIR to a folder of your own"
+        )
     if status.st_uid == os.geteuid() and status.st_mode & stat.S_IWOTH:
         folder.chmod(stat.S_IMODE(status.st_mode) | stat.S_ISVTX)
 
 
 def ray_folder() -> str:
-    """Where Ray keeps its sessions on this machine."""
+    """Return the folder of Ray's sessions on this machine."""
     return get_default_ray_temp_dir()
 
 
@@ -146,23 +183,39 @@ def _answers(address: str) -> bool:
         return False
 
 
-def ray_command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Ray's own command line, from this Python's environment."""
+def ray_command(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Ray's command line with this Python environment."""
     command = [sys.executable, "-m", "ray.scripts.scripts", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(environment or {})}, check=False)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        check=False,
+    )
 
 
 def create_controller(config: ClusterConfig, base_folder: Path, detached: bool) -> ActorHandle:
-    """`detached`: it outlives this process, and Ray makes it anew when it dies; it then goes on from its journal."""
+    """Create the controller actor.
+
+    A detached controller outlives this process. If it dies, Ray restarts it, and it resumes from
+    its journal.
+    """
     options: dict[str, Any] = {"lifetime": "detached", "max_restarts": -1} if detached else {}
     actor_class: Any = ray.remote(ControllerActor).options(
-        name=actor_name(config.name), namespace=NAMESPACE, num_cpus=0, max_concurrency=100_000, **options
+        name=actor_name(config.name),
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_concurrency=100_000,
+        **options,
     )
     return actor_class.remote(config, str(base_folder), detached)
 
 
 async def wait_until_started(controller: ActorHandle) -> None:
-    """Start the controller's backend, telling what it waits for."""
+    """Start the controller's backend, and print its progress."""
     starting = asyncio.ensure_future(settled(controller.start.remote()))
     told = 0
     started = time.perf_counter()
@@ -183,17 +236,17 @@ async def close_controller(controller: ActorHandle) -> None:
 
 
 def end_parts(name: str) -> None:
-    """Ranks, engines and slots of a service: they outlive a controller that did not end them."""
+    """Stop ranks, engines and slots of a service that its controller did not stop."""
     for part in remote.names_with(f"{name}:"):
         actor = remote.named(part)
         if actor is not None:
             ray.kill(actor)
-    with suppress(ValueError):  # there is none
+    with suppress(ValueError):  # there is no such placement group
         remove_placement_group(get_placement_group(name))
 
 
 def remove_scratch(config: ClusterConfig) -> None:
-    """Exported weights in shared memory."""
+    """Remove exported weights from shared memory."""
     remove_folder(config.transfer.folder / config.name)
 
 
@@ -202,7 +255,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def end_children(timeout_s: float = 10.0) -> None:
-    """Whatever is left of this process's children: ask, wait, kill."""
+    """Stop all child processes: SIGTERM, then SIGKILL after `timeout_s`."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         if child.is_running():

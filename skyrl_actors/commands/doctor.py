@@ -1,4 +1,4 @@
-"""`doctor`: what must be right before anything runs, each check with a cure."""
+"""`doctor`: checks of this machine, each with a remedy."""
 
 import importlib.metadata
 import re
@@ -28,23 +28,31 @@ class Finding:
 
 
 def run(port: int) -> bool:
-    """Print every finding; True when all are good."""
-    findings = [finding for check in (_python, _pins, _torch, _vllm, _memory) for finding in check()]
+    """Print every finding. Return True if all checks pass."""
+    findings = [
+        finding for check in (_python, _pins, _torch, _vllm, _memory) for finding in check()
+    ]
     findings += list(_ports((port, 8265)))
     for finding in findings:
         mark = "[green]ok[/green]  " if finding.good else "[red]FAIL[/red]"
-        console.print(f"{mark} {finding.what}" + ("" if finding.good else f"\n       → {finding.cure}"))
+        console.print(
+            f"{mark} {finding.what}" + ("" if finding.good else f"\n       → {finding.cure}")
+        )
     return all(finding.good for finding in findings)
 
 
 def _python() -> Iterator[Finding]:
     version = sys.version_info
     text = f"Python {version.major}.{version.minor}.{version.micro}"
-    yield Finding((3, 11) <= version[:2] <= (3, 12), text, "use Python 3.11 or 3.12 for the virtual environment")
+    yield Finding(
+        (3, 11) <= version[:2] <= (3, 12),
+        text,
+        "use Python 3.11 or 3.12 for the virtual environment",
+    )
 
 
 def _pins() -> Iterator[Finding]:
-    """Exact pins of pyproject.toml against what is installed."""
+    """Compare the exact pins of pyproject.toml with the installed versions."""
     for requirement in importlib.metadata.requires("skyrl-actors") or []:
         match = re.match(r"([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?\s*==\s*([^;\s]+)(.*)", requirement)
         if not match:
@@ -57,26 +65,36 @@ def _pins() -> Iterator[Finding]:
             if not optional:
                 yield Finding(False, f"{name} is not installed", f"pip install {name}=={wanted}")
             continue
-        yield Finding(found.split("+")[0] == wanted, f"{name} {found} (pinned {wanted})", f"pip install '{name}=={wanted}'")
+        yield Finding(
+            found.split("+")[0] == wanted,
+            f"{name} {found} (pinned {wanted})",
+            f"pip install '{name}=={wanted}'",
+        )
 
 
 def _torch() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield Finding(False, f"torch does not import: {error}", "run make setup, or install torch first, then the rest")
+        yield Finding(
+            False,
+            f"torch cannot be imported: {error}",
+            "run make setup, or install torch before the other packages",
+        )
         return
     has_gpu = shutil.which("nvidia-smi") is not None
     build = torch.version.cuda or "cpu"
     yield Finding(
-        not has_gpu or torch.cuda.is_available(), f"torch build {build}; GPU visible: {torch.cuda.is_available()}",
-        "this machine has an NVIDIA GPU but torch can not use it: install the CUDA build and '.[gpu]'",
-    )  # fmt: skip
+        not has_gpu or torch.cuda.is_available(),
+        f"torch build {build}; GPU visible: {torch.cuda.is_available()}",
+        "this machine has an NVIDIA GPU but torch cannot use it; "
+        "install the CUDA build and '.[gpu]'",
+    )
     for name in ("torchvision", "torchaudio", "torchcodec"):
         if build == "cpu" and _installed(name):
             yield Finding(
                 False,
-                f"{name} is installed beside a CPU torch",
+                f"{name} is installed together with a CPU build of torch",
                 f"pip uninstall -y {name}  (its CUDA build breaks imports)",
             )
 
@@ -84,7 +102,10 @@ def _torch() -> Iterator[Finding]:
 def _vllm() -> Iterator[Finding]:
     command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    cure = "pip install '.[cpu]' (or '.[gpu]'); last line: " + (done.stderr.strip().splitlines() or ["-"])[-1]
+    cure = (
+        "pip install '.[cpu]' (or '.[gpu]'); last line: "
+        + (done.stderr.strip().splitlines() or ["-"])[-1]
+    )
     yield Finding(done.returncode == 0, f"vLLM imports: {done.stdout.strip() or 'no'}", cure)
 
 
@@ -93,13 +114,15 @@ def _memory() -> Iterator[Finding]:
     yield Finding(
         free >= NEEDED_GIB,
         f"{free:.1f} GiB of memory free",
-        f"the tiny service needs {NEEDED_GIB:.0f} GiB: end other programs",
+        f"the tiny service needs {NEEDED_GIB:.0f} GiB; stop other programs",
     )
     shm = shutil.disk_usage("/dev/shm").free / 2**30
     yield Finding(
-        shm >= SHM_GIB, f"{shm:.1f} GiB free in /dev/shm",
-        "mount a larger /dev/shm (docker run --shm-size=4g), or set transfer.folder to another folder",
-    )  # fmt: skip
+        shm >= SHM_GIB,
+        f"{shm:.1f} GiB free in /dev/shm",
+        "mount a larger /dev/shm (docker run --shm-size=4g), "
+        "or set transfer.folder to another folder",
+    )
 
 
 def _ports(ports: tuple[int, ...]) -> Iterator[Finding]:
@@ -108,27 +131,39 @@ def _ports(ports: tuple[int, ...]) -> Iterator[Finding]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
-                yield Finding(True, f"port {port} is free: nothing of ours runs there")
+                yield Finding(True, f"port {port} is free")
             except OSError:
                 if known := _known(port):
                     yield Finding(True, f"port {port}: {known}")
                     continue
                 owner = _safe(lambda port=port: _owner(port))
                 yield Finding(
-                    False, f"port {port} is taken{owner}", "end that program (skyrl-actors stop?) or choose http.port=…"
+                    False,
+                    f"port {port} is taken{owner}",
+                    "stop that program (skyrl-actors stop), "
+                    "or choose another port with http.port=…",
                 )
 
 
 def _known(port: int) -> str | None:
-    """What answers there, if it is a service of ours or Ray's dashboard."""
-    for path, words in (("healthz", "a service runs there"), ("api/version", "Ray's dashboard runs there")):
+    """Describe the program on the port if it is a service of skyrl-actors or Ray's dashboard."""
+    for path, words in (
+        ("healthz", "a service runs there"),
+        ("api/version", "Ray's dashboard runs there"),
+    ):
         try:
             answer = httpx.get(f"http://127.0.0.1:{port}/{path}", timeout=1, trust_env=False)
             found = answer.json()
         except (httpx.HTTPError, ValueError):
             continue
-        if path == "healthz" and isinstance(found, dict) and found.get("status") in ("ok", "unavailable"):
-            return words + ("" if found["status"] == "ok" else f", and is not ready: {found.get('reason')}")
+        if (
+            path == "healthz"
+            and isinstance(found, dict)
+            and found.get("status") in ("ok", "unavailable")
+        ):
+            return words + (
+                "" if found["status"] == "ok" else f" but is not ready: {found.get('reason')}"
+            )
         if path == "api/version" and isinstance(found, dict) and "ray_version" in found:
             return words
     return None
@@ -136,7 +171,12 @@ def _known(port: int) -> str | None:
 
 def _owner(port: int) -> str:
     for connection in psutil.net_connections("tcp"):
-        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN and connection.pid:
+        if (
+            connection.laddr
+            and connection.laddr.port == port
+            and connection.status == psutil.CONN_LISTEN
+            and connection.pid
+        ):
             return f" by {psutil.Process(connection.pid).name()} (pid {connection.pid})"
     return ""
 

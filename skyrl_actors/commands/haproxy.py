@@ -1,6 +1,7 @@
-"""Ray Serve's HAProxy edge, set up for one service: its own folder, and nothing open to the network that need not be.
+"""Settings of Ray Serve's HAProxy for one service: its folder, ports and timeouts.
 
-Ray reads these variables when it starts, so they belong into the environment of `ray start` and of the driver.
+Ray reads these variables when it starts. They must be in the environment of `ray start` and of the
+driver.
 """
 
 import hashlib
@@ -14,11 +15,15 @@ import psutil
 
 from skyrl_actors.commands import haproxy_launcher
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.private_folders import RUN_FOLDER, private_folder
+from skyrl_actors.storage.private_folders import RUN_FOLDER, private_folder
 
 
 def folder(name: str) -> Path:
-    """Short: HAProxy's sockets lie below it, and a socket's path may have 97 letters."""
+    """Return the folder of a service's HAProxy.
+
+    The path is short because it contains HAProxy's sockets, whose paths are limited to 97
+    characters.
+    """
     return RUN_FOLDER / hashlib.sha256(name.encode()).hexdigest()[:8]
 
 
@@ -26,8 +31,10 @@ def environment(config: ClusterConfig) -> dict[str, str]:
     common = {
         "RAY_worker_niceness": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",  # at Serve's 0.1 its controller takes 4 % of a core from the engines of a small machine
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",  # a dead edge is made anew after three of these, not after 30 s
+        # with Serve's default of 0.1, its controller takes 4 % of a core of a small machine
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+        # a dead proxy is restarted after three periods, not after 30 s
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
         "RAY_health_check_period_ms": "1000",  # the same for a dead node
         "RAY_health_check_timeout_ms": "5000",
     }
@@ -43,7 +50,8 @@ def environment(config: ClusterConfig) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(own / "server-state"),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
-        # A replica that is only busy must not lose its connections: a dead one is noticed by its refusals, at once.
+        # A busy replica must not lose its connections. A dead replica is detected at once, because
+        # it refuses connections.
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "5s",
         "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "4",
         "RAY_SERVE_HAPROXY_TIMEOUT_CONNECT_S": "30",
@@ -53,7 +61,11 @@ def environment(config: ClusterConfig) -> dict[str, str]:
 
 
 def _most_connections() -> int:
-    """HAProxy wants some two and a half file descriptors for each, and does not start when it can not have them."""
+    """Return the largest number of connections.
+
+    HAProxy needs about two and a half file descriptors for each connection, and does not start
+    without them.
+    """
     return max(1000, min(20_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 3))
 
 
@@ -70,16 +82,23 @@ def _launcher(own: Path) -> Path:
 
 
 def closing(name: str) -> None:
-    """From now on a HAProxy that dies stays dead."""
+    """Stop restarting a HAProxy that dies."""
     if folder(name).exists():
         (folder(name) / haproxy_launcher.CLOSING).touch()
 
 
 def wait_for_end(name: str, timeout_s: float = 5.0) -> None:
-    """HAProxy processes of this service on this machine: one that was replaced goes on for what it still serves."""
+    """Wait for the HAProxy processes of a service on this machine, then kill them.
+
+    A replaced HAProxy keeps running for its open connections.
+    """
     own = str(folder(name))
     found = psutil.process_iter(["name", "cmdline"])
-    mine = [p for p in found if p.info["name"] == "haproxy" and any(own in word for word in p.info["cmdline"] or ())]
+    mine = [
+        p
+        for p in found
+        if p.info["name"] == "haproxy" and any(own in word for word in p.info["cmdline"] or ())
+    ]
     _, alive = psutil.wait_procs(mine, timeout_s)
     for process in alive:
         with suppress(psutil.Error):

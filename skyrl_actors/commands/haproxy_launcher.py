@@ -1,8 +1,11 @@
-"""What Ray Serve starts in HAProxy's place: it becomes HAProxy, and leaves a process behind that watches it.
+"""The program that Ray Serve starts as HAProxy.
 
-Serve notices a dead HAProxy by its health checks and makes it anew in some seconds; until then this one starts it again at
-once. Serve's next HAProxy tells the earlier ones to finish, also those that Serve does not know. Run by itself, without
-site-packages: `python -I -S haproxy_launcher.py HAPROXY ARGUMENT…`.
+It forks a watcher, then replaces itself with HAProxy.
+
+Serve detects a dead HAProxy by health checks and restarts it after some seconds. The watcher
+restarts it at once. The next HAProxy of Serve tells earlier ones to finish, including those that
+Serve did not start. This file runs as a script without site-packages: `python -I -S
+haproxy_launcher.py HAPROXY ARGUMENT…`.
 """
 
 import os
@@ -15,9 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 CURRENT, CLOSING = "current.pid", "closing"
-HANDOVER_S = float(
-    os.environ.get("SKYRL_ACTORS_HANDOVER_S", "60")
-)  # Serve's manager died: its next one takes over, or nobody does
+# time for a new manager of Serve to take over after the old one died
+HANDOVER_S = float(os.environ.get("SKYRL_ACTORS_HANDOVER_S", "60"))
 LIVED_S, SHORT_LIVES = 2.0, 5
 
 
@@ -26,24 +28,34 @@ def main() -> None:
     if "-f" in arguments:
         config = Path(arguments[arguments.index("-f") + 1])
         mend(config)
-        launch(binary, [*alone(arguments), *predecessors(arguments, config)], config, os.getppid(), 0)
+        launch(
+            binary, [*alone(arguments), *predecessors(arguments, config)], config, os.getppid(), 0
+        )
     os.execv(binary, [binary, *arguments])
 
 
 def mend(config: Path) -> None:
-    """Ray's template binds HAProxy's statistics to every address; here they are for this machine only. And it answers 404
-    while it does not know the application, as after its own restart: to a client that is final, and 503 is what it repeats."""
+    """Correct the config that Ray wrote.
+
+    Ray binds HAProxy's statistics to every address. Here they are bound to this machine. Ray also
+    answers 404 while it does not know the application, for example after its own restart. Clients
+    treat 404 as final, but retry after 503.
+    """
     text = re.sub(r"(?m)^( *bind )\*?:(\d)", r"\g<1>127.0.0.1:\2", config.read_text())
     lines = text.splitlines(keepends=True)
     config.write_text("".join(_mended(line) for line in lines))
 
 
 def _mended(line: str) -> str:
-    return line.replace("return status 404", "return status 503") if "not found. Ping" in line else line
+    return (
+        line.replace("return status 404", "return status 503")
+        if "not found. Ping" in line
+        else line
+    )
 
 
 def alone(arguments: list[str]) -> list[str]:
-    """Without the options that name earlier processes: they may be dead."""
+    """Return the arguments without the options that name earlier processes, which can be dead."""
     kept, skipping = [], ""
     for word in arguments:
         if word.startswith("-"):
@@ -54,25 +66,34 @@ def alone(arguments: list[str]) -> list[str]:
 
 
 def predecessors(arguments: list[str], config: Path) -> list[str]:
-    """The options of `arguments` that name them, and the HAProxy that this folder knows of besides."""
+    """Return the options that name earlier processes, for `arguments` and this folder.
+
+    The HAProxy recorded in the folder is included.
+    """
     named = [word for word in arguments if word.isdigit()]
     socket = arguments[arguments.index("-x") :][:2] if "-x" in arguments else []
     known = _read(config.parent / CURRENT)
-    if known and known not in named and str(config) in _read(Path(f"/proc/{known}/cmdline")).split("\0"):
+    if (
+        known
+        and known not in named
+        and str(config) in _read(Path(f"/proc/{known}/cmdline")).split("\0")
+    ):
         named.append(known)
     return [*(["-sf", *named] if named else []), *socket]
 
 
 def launch(binary: str, arguments: list[str], config: Path, manager: int, short_lives: int) -> None:
-    """Become HAProxy. Does not return."""
+    """Replace this process with HAProxy. This function does not return."""
     (config.parent / CURRENT).write_text(str(os.getpid()))
     if hasattr(os, "pidfd_open"):
         _fork_watcher(binary, arguments, config, manager, short_lives)
     os.execv(binary, [binary, *arguments])
 
 
-def _fork_watcher(binary: str, arguments: list[str], config: Path, manager: int, short_lives: int) -> None:
-    """Twice, so that it is nobody's child that HAProxy would have to wait for."""
+def _fork_watcher(
+    binary: str, arguments: list[str], config: Path, manager: int, short_lives: int
+) -> None:
+    """Fork twice, so that the watcher is not a child that HAProxy has to wait for."""
     watched = os.getpid()
     first = os.fork()
     if first:
@@ -82,15 +103,15 @@ def _fork_watcher(binary: str, arguments: list[str], config: Path, manager: int,
     if os.fork():
         os._exit(0)
     started = time.monotonic()
-    if _must_go_on(watched, manager, config):
+    if _must_restart(watched, manager, config):
         short_lives = short_lives + 1 if time.monotonic() - started < LIVED_S else 0
         if short_lives < SHORT_LIVES:
             launch(binary, alone(arguments), config, manager, short_lives)
     os._exit(0)
 
 
-def _must_go_on(watched: int, manager: int, config: Path) -> bool:
-    """Returns when that process is dead: whether another has to take its place."""
+def _must_restart(watched: int, manager: int, config: Path) -> bool:
+    """Wait until the process is dead. Return whether it must be restarted."""
     try:
         process = os.pidfd_open(watched)
     except ProcessLookupError:
@@ -100,7 +121,8 @@ def _must_go_on(watched: int, manager: int, config: Path) -> bool:
     if _dead(process, 0.0):
         return _is_wanted(watched, config)
     if not _dead(process, HANDOVER_S):
-        signal.pidfd_send_signal(process, signal.SIGTERM)  # not by its number, which another process may have by now
+        # a process id could belong to another process by now
+        signal.pidfd_send_signal(process, signal.SIGTERM)
     return False
 
 
@@ -109,7 +131,7 @@ def _dead(process: int, timeout_s: float) -> bool:
 
 
 def _is_wanted(watched: int, config: Path) -> bool:
-    """Not if another has followed it, or the service ends."""
+    """Return False if another HAProxy has replaced it or the service is stopping."""
     return _read(config.parent / CURRENT) == str(watched) and not (config.parent / CLOSING).exists()
 
 

@@ -1,4 +1,4 @@
-"""`journal`: what a service promised and did, read from its journal; the service may be running."""
+"""`journal`: list the operations in the journal of a service, which can be running."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from skyrl_actors.journal.journal import reading
 from skyrl_actors.messages.errors import NotFound
 
 
-def run(config_path: Path, overrides: Sequence[str], model_id: str | None, last: int, as_json: bool) -> None:
+def run(
+    config_path: Path, overrides: Sequence[str], model_id: str | None, last: int, as_json: bool
+) -> None:
     config = load(config_path, overrides)
     with reading(config.journal) as store:
         if model_id is None:
@@ -21,24 +23,36 @@ def run(config_path: Path, overrides: Sequence[str], model_id: str | None, last:
             return
         operations, snapshots = store.operations(model_id, 0, 2**62), store.snapshots(model_id)
     if not operations:
-        raise NotFound(f"the journal does not hold model {model_id!r}; without a model, `journal` lists those it holds")
+        raise NotFound(
+            f"the journal does not contain model {model_id!r}; run `journal` without --model to "
+            "list its models"
+        )
     rows = [_operation(op, snapshots) for op in operations[-last:]]
     _show(f"{model_id}: operations", rows, as_json)
     if not as_json:
         step = max(op.step or 0 for op in operations)
-        console.print(f"a new model can start from any step: tinker://{model_id}/steps/<0 to {step}>")
+        console.print(
+            f"a new model can start from any step: tinker://{model_id}/steps/<0 to {step}>"
+        )
 
 
 def _operation(operation: Operation, snapshots: Sequence[SnapshotTaken]) -> dict[str, Any]:
     snapshot = any(s.number == operation.number for s in snapshots)
     waits = operation.answered_at is None
     return {
-        "number": operation.number, "request": operation.kind, "seq": operation.seq_id, "step": operation.step,
+        "number": operation.number,
+        "request": operation.kind,
+        "seq": operation.seq_id,
+        "step": operation.step,
         "accepted": _time(operation.accepted_at),
-        "seconds": None if waits else round((operation.answered_at or 0.0) - operation.accepted_at, 3),
-        "outcome": "waits" if waits else "failed" if operation.failed else "done", "effect": operation.effect,
-        "payload bytes": operation.payload.length if operation.payload else None, "snapshot": "yes" if snapshot else "",
-    }  # fmt: skip
+        "seconds": None
+        if waits
+        else round((operation.answered_at or 0.0) - operation.accepted_at, 3),
+        "outcome": "waits" if waits else "failed" if operation.failed else "done",
+        "effect": operation.effect,
+        "payload bytes": operation.payload.length if operation.payload else None,
+        "snapshot": "yes" if snapshot else "",
+    }
 
 
 def _time(seconds: float) -> str:
@@ -49,4 +63,7 @@ def _show(title: str, rows: Sequence[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    show_rows(title, [{k: _time(v) if k in ("first", "last") else v for k, v in row.items()} for row in rows])
+    show_rows(
+        title,
+        [{k: _time(v) if k in ("first", "last") else v for k, v in row.items()} for row in rows],
+    )

@@ -1,4 +1,4 @@
-"""`key`: an API key for its holder, and the line that lets the service know it."""
+"""`key`: create an API key, and the line for http.api_keys_file."""
 
 import secrets
 

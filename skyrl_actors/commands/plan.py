@@ -1,4 +1,4 @@
-"""`plan`: the placement of a config on given machines and the memory of their devices, without starting anything."""
+"""`plan`: print placement and memory of a config on given machines, and start nothing."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ from skyrl_actors.config.load import load, top_level_keys
 from skyrl_actors.messages.errors import ConfigError
 
 
-def run(config_path: Path, overrides: Sequence[str], nodes_file: Path | None, model: Path | None) -> None:
+def run(
+    config_path: Path, overrides: Sequence[str], nodes_file: Path | None, model: Path | None
+) -> None:
     config = _cluster_of(config_path, overrides)
     try:
         nodes = nodes_from_cluster_file(nodes_file) if nodes_file else [_this_machine()]
@@ -27,9 +29,9 @@ def run(config_path: Path, overrides: Sequence[str], nodes_file: Path | None, mo
         raise ConfigError(str(error)) from error
     made = plan_for(config, nodes)
     print(render(made))
-    shape, why_not = _shape(config, model)
+    shape, reason = _shape(config, model)
     if shape is None:
-        print(f"\nno memory plan: {why_not}")
+        print(f"\nno memory plan: {reason}")
         return
     memory, complaints = checked(config, shape, made, nodes)
     print(render_memory(memory, complaints if config.placement.memory_check == "warn" else []))
@@ -37,11 +39,13 @@ def run(config_path: Path, overrides: Sequence[str], nodes_file: Path | None, mo
 
 
 def _this_machine() -> Node:
-    return Node("this machine", float(os.cpu_count() or 1), 0.0, host_bytes=psutil.virtual_memory().total)
+    return Node(
+        "this machine", float(os.cpu_count() or 1), 0.0, host_bytes=psutil.virtual_memory().total
+    )
 
 
 def _shape(config: ClusterConfig, model: Path | None) -> tuple[ModelShape | None, str]:
-    """What the base model's config.json says, or why it can not be read without starting anything."""
+    """Return the base model's shape, or None and why its config.json cannot be read."""
     if model is not None:
         return shape_in(model if model.is_dir() else model.parent), ""
     base = config.base_model
@@ -54,7 +58,7 @@ def _shape(config: ClusterConfig, model: Path | None) -> tuple[ModelShape | None
     found = try_to_load_from_cache(base.name, "config.json", revision=base.revision)
     if isinstance(found, str):
         return shape_in(Path(found).parent), ""
-    return None, f"{base.name} is not on this machine; give its config.json with --model"
+    return None, f"{base.name} is not on this machine; pass its config.json with --model"
 
 
 def _cluster_of(path: Path, overrides: Sequence[str]) -> ClusterConfig:

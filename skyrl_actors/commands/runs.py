@@ -1,4 +1,4 @@
-"""`runs` and `report`: what training runs left, from their folders alone."""
+"""`runs` and `report`: show training runs from the contents of their folders."""
 
 import json
 from pathlib import Path
@@ -18,4 +18,4 @@ def show(folder: Path, as_json: bool) -> None:
 
 def report(run: Path) -> None:
     page = write_page(run).resolve()
-    note(f"written: {page} and {page.with_suffix('.png').name} beside it")
+    note(f"wrote {page} and {page.with_suffix('.png').name} in the same folder")

@@ -1,4 +1,4 @@
-"""`serve`, `status`, `stop`: the service as detached actors on a Ray cluster that was there or is started here."""
+"""`serve`, `status` and `stop`: a service as detached actors on a new or existing Ray cluster."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from skyrl_actors.config.load import differing, load, to_yaml
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.observe.spans import Span
-from skyrl_actors.private_folders import private_folder, run_folder
+from skyrl_actors.storage.private_folders import private_folder, run_folder
 
 READY_TIMEOUT_S = 60.0
 SETTINGS_S = 30.0
@@ -36,16 +36,16 @@ PROJECT = Path(__file__).parent.parent.parent
 
 
 def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
-    config = at_home(load(config_path, overrides))
+    config = with_absolute_paths(load(config_path, overrides))
     _check_port(config)
     SqlJournal(config.journal).check()
     base_folder = cluster.prepare_base_model(config)
     started_ray = _join_or_start_ray(config)
     refuse_other_edge(config)
-    _refuse_second(config)  # before the clean-up below may touch anything: a running service is not ours to end
+    _refuse_second(config)  # must precede the clean-up below, which would stop the running service
     with ExitStack() as undo:
         undo.callback(stop, config.name)
-        undo.callback(note, "start did not finish: ending what was started")
+        undo.callback(note, "the start failed; stopping everything that was started")
         state = {
             "started_ray": started_ray,
             "marks": [*ray_marks(), str(haproxy.folder(config.name))],
@@ -66,12 +66,18 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
             stop(config.name)
 
 
-def at_home(config: ClusterConfig) -> ClusterConfig:
-    """Paths from here on mean the same in every process."""
-    journal = config.journal.model_copy(update={"folder": config.journal.folder.expanduser().absolute()})
+def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
+    """Return the config with absolute paths, which name the same files in every process."""
+    journal = config.journal.model_copy(
+        update={"folder": config.journal.folder.expanduser().absolute()}
+    )
     checkpoints = config.checkpoint_dir.expanduser().absolute()
-    http = config.http.model_copy(update={"runs": config.http.runs and config.http.runs.expanduser().absolute()})
-    return config.model_copy(update={"journal": journal, "checkpoint_dir": checkpoints, "http": http})
+    http = config.http.model_copy(
+        update={"runs": config.http.runs and config.http.runs.expanduser().absolute()}
+    )
+    return config.model_copy(
+        update={"journal": journal, "checkpoint_dir": checkpoints, "http": http}
+    )
 
 
 def _check_port(config: ClusterConfig) -> None:
@@ -82,14 +88,15 @@ def _check_port(config: ClusterConfig) -> None:
         except OSError as error:
             raise ConfigError(
                 f"{config.http.host}:{config.http.port} cannot be bound ({error.strerror}); "
-                "is a service running (skyrl-actors status)? Choose another one with http.port=…"
+                "stop the program that uses it (check with skyrl-actors status), or choose another "
+                "port with http.port=…"
             ) from None
 
 
 def _join_or_start_ray(config: ClusterConfig) -> bool:
-    """True if Ray was started here."""
+    """Join or start Ray. Return True if Ray was started."""
     environment = haproxy.environment(config)
-    # `python` of a submitted job is then this one, whether or not the virtual environment is activated.
+    # Submitted jobs then use this `python`, even if the virtual environment is not activated.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     os.environ.update(environment)
     try:
@@ -104,10 +111,18 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     with ExitStack() as undo:
         undo.callback(lambda: ray_session() != before and end_ray_session(ray_marks()))
         done = cluster.ray_command(
-            "start", "--head", "--disable-usage-stats", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-            "--dashboard-agent-listen-port=0",  # another Ray of this machine may have the usual one, and jobs come through it
-            f"--num-cpus={cpus}", f"--object-store-memory={cluster.OBJECT_STORE_BYTES}", environment=environment,
-        )  # fmt: skip
+            "start",
+            "--head",
+            "--disable-usage-stats",
+            "--include-dashboard=true",
+            "--dashboard-host=127.0.0.1",
+            # the default port could be in use by another Ray on this machine, and jobs are
+            # submitted through it
+            "--dashboard-agent-listen-port=0",
+            f"--num-cpus={cpus}",
+            f"--object-store-memory={cluster.OBJECT_STORE_BYTES}",
+            environment=environment,
+        )
         if done.returncode != 0:
             raise InternalError(f"ray start failed:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
         cluster.join_ray()
@@ -120,24 +135,32 @@ def _refuse_second(config: ClusterConfig) -> None:
         find_controller(config.name)
     except ValueError:
         return
-    raise ConfigError(f"a service named {config.name!r} runs already; stop it (skyrl-actors stop) or set another name=…")
+    raise ConfigError(
+        f"a service named {config.name!r} is already running; stop it (skyrl-actors stop) or set "
+        "another name=…"
+    )
 
 
 def refuse_other_edge(config: ClusterConfig) -> None:
-    """A Ray cluster has one Ray Serve: one address, and one application at its root."""
+    """Refuse an address or application that conflicts with the cluster's Ray Serve.
+
+    A Ray cluster has one Ray Serve, with one address and one application at its root.
+    """
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return
     there, wanted = client.http_config, config.http
     if (there.host, there.port) != (wanted.host, wanted.port):
         raise ConfigError(
-            f"Ray Serve of this cluster listens on {there.host}:{there.port}, not on {wanted.host}:{wanted.port}: use that address "
-            "(http.host, http.port), or another Ray cluster"
+            f"Ray Serve of this cluster listens on {there.host}:{there.port}, not on "
+            f"{wanted.host}:{wanted.port}; use that address (http.host, http.port), "
+            "or another Ray cluster"
         )
     for name, application in client.get_serve_details().get("applications", {}).items():
         if application.get("route_prefix") == "/" and name != config.name:
             raise ConfigError(
-                f"application {name!r} is at the root of this cluster's Ray Serve; end it, or use another Ray cluster"
+                f"application {name!r} is at the root of this cluster's Ray Serve; "
+                "stop it, or use another Ray cluster"
             )
 
 
@@ -150,13 +173,18 @@ def start_ingress(config: ClusterConfig) -> None:
     from skyrl_actors.api.ingress import TinkerApi
 
     note("starting the HTTP endpoint (Ray Serve)")
-    serve.start(proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port})
+    serve.start(
+        proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port}
+    )
     application = TinkerApi.options(**scaling(config.http)).bind(config)
     serve.run(application, name=config.name, route_prefix="/", blocking=False)
 
 
 def scaling(http: HttpConfig) -> dict[str, Any]:
-    """Replicas as the config asks for them. A long poll counts as a request for all its time, and costs next to nothing."""
+    """Return the options for the number of replicas.
+
+    A long poll counts as a request while it is open, but uses almost no resources.
+    """
     if http.max_replicas is None:
         return {"num_replicas": http.replicas}
     autoscaling = {
@@ -181,7 +209,9 @@ def _wait_until_healthy(config: ClusterConfig) -> None:
         except httpx.HTTPError as error:
             answer = str(error)
         time.sleep(0.2)
-    raise InternalError(f"{url(config)}/healthz did not become ready within {READY_TIMEOUT_S:.0f} s: {answer}")
+    raise InternalError(
+        f"{url(config)}/healthz did not become ready within {READY_TIMEOUT_S:.0f} s: {answer}"
+    )
 
 
 def url(config: ClusterConfig) -> str:
@@ -193,9 +223,10 @@ def _say_how_to_use(config: ClusterConfig) -> None:
     console.print(f"\nserving {config.base_model.name} at [bold]{url(config)}[/bold]")
     console.print(f"  export TINKER_BASE_URL={url(config)}\n  export TINKER_API_KEY={key}")
     name = "" if config.name == "skyrl-actors" else f" --name {config.name}"
-    console.print(f"dashboard  http://{_dashboard()}  (it asks for the token in ~/.ray/auth_token)")
+    console.print(f"dashboard  http://{_dashboard()}  (needs the token in ~/.ray/auth_token)")
     console.print(
-        "jobs       RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m skyrl_actors train configs/jobs/ppo_tiny.yaml"
+        "jobs       RAY_AUTH_MODE=token ray job submit --working-dir . "
+        "-- python -m skyrl_actors train configs/jobs/ppo_tiny.yaml"
     )
     console.print(f"status     skyrl-actors status{name}\nstop       skyrl-actors stop{name}")
 
@@ -207,18 +238,19 @@ def _dashboard() -> str:
 
 
 def deployed_application(arguments: dict[str, Any]) -> serve.Application:
-    """The application for `serve deploy`; runs inside the cluster."""
+    """Return the application for `serve deploy`. This function runs inside the cluster."""
     from skyrl_actors.api.ingress import TinkerApi
 
     named = Path(arguments.get("config", "configs/cpu_tiny.yaml"))
     path = named if named.is_absolute() or named.exists() else PROJECT / named
-    config = at_home(load(path, arguments.get("overrides", ())))
+    config = with_absolute_paths(load(path, arguments.get("overrides", ())))
     try:
         running = find_controller(config.name)
     except ValueError:
         base_folder = cluster.prepare_base_model(config)
         with ExitStack() as undo:
-            undo.callback(lambda: ray.kill(find_controller(config.name)))  # else the next deploy would find it and serve nothing
+            # the next deploy would otherwise find a controller that serves nothing
+            undo.callback(lambda: ray.kill(find_controller(config.name)))
             asyncio.run(_start_controller(config, base_folder))
             undo.pop_all()
     else:
@@ -228,23 +260,39 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
 
 
 def refuse_other_config(running: ClusterConfig, wanted: ClusterConfig) -> None:
-    """A deploy makes new ingress processes; what the controller, ranks and engines were started with stays. Raises ConfigError
-    naming what would be ignored."""
-    keys = [key for key in differing(to_yaml(running), to_yaml(wanted)) if not key.startswith("http.")]
+    """Refuse a deploy that changes more than http.
+
+    A deploy replaces the ingress processes only. Controller, ranks and engines keep their config.
+
+    Raises:
+        ConfigError: Keys outside http differ. The message lists them.
+    """
+    keys = [
+        key for key in differing(to_yaml(running), to_yaml(wanted)) if not key.startswith("http.")
+    ]
     if keys:
         raise ConfigError(
-            f"service {running.name!r} runs with another config, of which a deploy changes only http: {masked('; '.join(keys[:8]))}. "
-            "End it (skyrl-actors stop, or delete the RayService) and deploy again: its journal keeps everything"
+            f"service {running.name!r} runs with another config, of which a deploy changes only "
+            f"http: {masked('; '.join(keys[:8]))}. End it (skyrl-actors stop, or delete the "
+            "RayService) and deploy again; the journal keeps its state"
         )
 
 
 def read_status(name: str) -> dict[str, Any]:
-    """Raises ConfigError when there is no service of that name."""
+    """Return the status of a service.
+
+    Raises:
+        ConfigError: There is no service of that name.
+    """
     return asyncio.run(_status(name))
 
 
 def read_spans(name: str) -> list[Span]:
-    """What it did lately. Raises ConfigError when there is no service of that name."""
+    """Return the latest operations and transfers of a service.
+
+    Raises:
+        ConfigError: There is no service of that name.
+    """
     join(name)
     return asyncio.run(ControllerClient(find_controller(name)).spans())
 
@@ -255,13 +303,18 @@ def status(name: str, as_json: bool) -> None:
         print(json.dumps(content, indent=2))
         return
     console.print(
-        f"[bold]{content['name']}[/bold]  up {content['uptime_s']:.0f} s  phase {content.get('phase', 'starting')}  "
-        f"at {content['url']}  sessions {content['sessions']}  samplers {content['samplers']}  open requests {content['open_requests']}"
+        f"[bold]{content['name']}[/bold]  up {content['uptime_s']:.0f} s  phase "
+        f"{content.get('phase', 'starting')}  at {content['url']}  sessions {content['sessions']}  "
+        f"samplers {content['samplers']}  open requests {content['open_requests']}"
     )
     show_rows("models", content["models"])
-    show_rows("groups", [{"role": role, **group} for role, group in content.get("groups", {}).items()])
+    show_rows(
+        "groups", [{"role": role, **group} for role, group in content.get("groups", {}).items()]
+    )
     show_rows("engines", content.get("engines", []))
-    show_rows("queued requests", [{"model_id": m, "requests": n} for m, n in content["queued"].items()])
+    show_rows(
+        "queued requests", [{"model_id": m, "requests": n} for m, n in content["queued"].items()]
+    )
 
 
 async def _status(name: str) -> dict[str, Any]:
@@ -276,17 +329,21 @@ def join(name: str) -> None:
         find_controller(name)
     except (ConnectionError, ValueError):
         raise ConfigError(
-            f"no service named {name!r} runs here; start one with: skyrl-actors serve configs/cpu_tiny.yaml"
+            f"no service named {name!r} runs here; start one with skyrl-actors serve "
+            "configs/cpu_tiny.yaml"
         ) from None
 
 
 def stop(name: str) -> None:
-    """End the service; end Ray too if `serve` started it. Stopping what does not run is fine."""
+    """Stop the service, and Ray if `serve` started it.
+
+    Stopping a service that does not run is allowed.
+    """
     noted = state_file(name)
     ran = noted.exists()
     state: dict[str, Any] = json.loads(noted.read_text()) if ran else {"started_ray": False}
     if _joined():
-        if not state["started_ray"]:  # else Serve ends with Ray, at once
+        if not state["started_ray"]:  # otherwise Serve stops together with Ray
             _delete_endpoint(name)
         try:
             asyncio.run(cluster.close_controller(find_controller(name)))
@@ -294,7 +351,7 @@ def stop(name: str) -> None:
         except ValueError:
             note(f"no controller of {name!r} is running")
         except (SkyrlActorsError, TimeoutError) as error:
-            note(f"the controller did not end in order: {error}")
+            note(f"the controller did not stop cleanly: {error}")
         if not state["started_ray"]:
             cluster.end_parts(name)
             asyncio.run(remote.publish(name, None))
@@ -314,8 +371,8 @@ def stop(name: str) -> None:
 def _delete_endpoint(name: str) -> None:
     try:
         serve.delete(name)
-    except Exception as error:  # noqa: BLE001  the shutdown boundary: the rest must still be ended
-        note(f"the endpoint did not end in order: {error}")
+    except Exception as error:  # noqa: BLE001  the rest of the shutdown must continue
+        note(f"the endpoint did not stop cleanly: {error}")
 
 
 def _joined() -> bool:
@@ -328,18 +385,20 @@ def _joined() -> bool:
 
 
 def ray_session() -> str:
-    """The folder of the Ray session that started last on this machine."""
+    """Return the folder of the newest Ray session on this machine."""
     return str(Path(cluster.ray_folder(), "session_latest").resolve())
 
 
 def ray_marks() -> list[str]:
-    """What the command lines of the daemons of the newest Ray session contain, and no others'."""
+    """Return texts that identify the daemons of the newest Ray session by their command lines."""
     return [ray_session(), f"--address={cluster.ray_address()}"]
 
 
 def end_ray_session(marks: Sequence[str], timeout_s: float = 3.0) -> None:
-    """End the daemons of one Ray session (and with them their workers), not those of others on this machine."""
-    daemons = [p for p in psutil.process_iter(["cmdline"]) if _has_mark(p.info["cmdline"] or (), marks)]
+    """Stop the daemons and workers of one Ray session, but of no other session on this machine."""
+    daemons = [
+        p for p in psutil.process_iter(["cmdline"]) if _has_mark(p.info["cmdline"] or (), marks)
+    ]
     family = {p.pid: p for d in daemons for p in (d, *_children(d)) if p.pid != os.getpid()}
     for process in family.values():
         if process.is_running():
@@ -362,5 +421,5 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def state_file(name: str) -> Path:
-    """What `stop` must know of a service that was started here."""
+    """Return the file in which `serve` leaves the data that `stop` needs."""
     return private_folder(run_folder() / "services") / f"{name}.json"

@@ -1,4 +1,4 @@
-"""What a person sees: notes on what starts and why it waits, progress bars, one line an iteration, a closing table."""
+"""Output in the terminal: notes, progress bars, one line for each iteration, a closing table."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from skyrl_actors.jobs.metrics import REGISTRY
+from skyrl_actors.jobs.recorder import Recorder
 from skyrl_actors.jobs.rollout import Rollout
-from skyrl_actors.jobs.trackers import Recorder
-from skyrl_actors.jobs.watcher import Outcome
+from skyrl_actors.jobs.watcher import RunOutcome
 
-console = Console(highlight=False, soft_wrap=True, emoji=False)  # ids hold ":train:", which is an emoji's name
+# ids contain ":train:", which is the name of an emoji
+console = Console(highlight=False, soft_wrap=True, emoji=False)
 if not console.is_terminal:
     console = Console(highlight=False, soft_wrap=True, emoji=False, width=160)
 HEADER_EVERY = 10
@@ -57,7 +58,7 @@ def note(text: str) -> None:
 
 
 def show_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A table with the keys of the first row as its columns."""
+    """Print a table whose columns are the keys of the first row."""
     if not rows:
         console.print(f"{title}: none")
         return
@@ -71,7 +72,7 @@ def show_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 @contextmanager
 def bar(label: str, total: int | None) -> Iterator[Progress]:
-    """A progress bar that vanishes at the end; in a log file nothing is drawn."""
+    """Show a progress bar, which is removed at the end. In a log file, nothing is drawn."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -79,13 +80,18 @@ def bar(label: str, total: int | None) -> Iterator[Progress]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         progress.add_task(label, total=total, note="")
         yield progress
 
 
 class RunView:
-    """Tells the terminal and the run's folder how a job goes. Columns are those that the first step has numbers for."""
+    """Print the progress of a job, and record it in the run's folder.
+
+    The columns are those for which the first step has numbers.
+    """
 
     def __init__(self, folder: Recorder, progress: Progress):
         self.folder = folder
@@ -99,39 +105,59 @@ class RunView:
         row = {"step": step, **metrics}
         if self._lines % HEADER_EVERY == 0:
             known = {*row, *self._evaluated, *ALWAYS}
-            known |= {"value_loss", "clip_fraction"} if "explained_variance" in row else set()  # from the second iteration on
-            self._columns = tuple(c for c in (COLUMNS if "reward" in row else SUPERVISED) if c[2] in known)
+            # present from the second iteration on
+            known |= {"value_loss", "clip_fraction"} if "explained_variance" in row else set()
+            self._columns = tuple(
+                c for c in (COLUMNS if "reward" in row else SUPERVISED) if c[2] in known
+            )
             titles = " ".join(f"{title:>{width}}" for title, width, _, _ in self._columns)
             self.progress.console.print(f"[bold]{titles}[/bold]")
         self._lines += 1
-        cells = [f"{row[key]:>{width}{form}}" if key in row else " " * (width - 1) + "-" for _, width, key, form in self._columns]
+        cells = [
+            f"{row[key]:>{width}{form}}" if key in row else " " * (width - 1) + "-"
+            for _, width, key, form in self._columns
+        ]
         self.progress.console.print(" ".join(cells))
-        said = next((f"{key} {metrics[key]:.2f}" for key in ("reward", "nll", "loss") if key in metrics), "")
-        self.progress.update(self.progress.task_ids[0], completed=step, note=said)
+        summary = next(
+            (f"{key} {metrics[key]:.2f}" for key in ("reward", "nll", "loss") if key in metrics), ""
+        )
+        self.progress.update(self.progress.task_ids[0], completed=step, note=summary)
 
     def warned(self, text: str) -> None:
         self.progress.console.print(f"[yellow]{escape(text)}[/yellow]")
 
-    def evaluated(self, step: int, metrics: dict[str, float], rollouts: Sequence[Rollout] = ()) -> None:
+    def evaluated(
+        self, step: int, metrics: dict[str, float], rollouts: Sequence[Rollout] = ()
+    ) -> None:
         self._evaluated |= metrics.keys()
         if step == 0:
             for name, value in metrics.items():
-                self.progress.console.print(f"before training: {name} [bold]{value:.3f}[/bold] ({REGISTRY[name].definition})")
+                self.progress.console.print(
+                    f"before training: {name} [bold]{value:.3f}[/bold] "
+                    f"({REGISTRY[name].definition})"
+                )
             self._recorded(lambda: self.folder.log(0, metrics))
         if rollouts:
-            rows = [(r.task.question, r.task.answer, r.text, r.reward, [p.version for p in r.pieces]) for r in rollouts]
+            rows = [
+                (r.task.question, r.task.answer, r.text, r.reward, [p.version for p in r.pieces])
+                for r in rollouts
+            ]
             self._recorded(lambda: self.folder.samples(step, rows))
 
     def _recorded(self, write: Callable[[], None]) -> None:
-        """A full disk costs a row, not the run."""
+        """Call `write`. A failure, for example a full disk, is printed, and the run continues."""
         try:
             write()
         except OSError as error:
             self.warned(f"not recorded: {error}")
 
 
-def closing_table(outcome: Outcome, seconds: float, peak_rss_gib: float, folder: Recorder) -> None:
-    table = Table(title=f"{outcome.metric}: {REGISTRY[outcome.metric].definition}", title_justify="left")
+def closing_table(
+    outcome: RunOutcome, seconds: float, peak_rss_gib: float, folder: Recorder
+) -> None:
+    table = Table(
+        title=f"{outcome.metric}: {REGISTRY[outcome.metric].definition}", title_justify="left"
+    )
     for column in ("before", "after", "steps", "seconds", "peak memory (GiB)"):
         table.add_column(column, justify="right")
     table.add_row(
@@ -143,5 +169,6 @@ def closing_table(outcome: Outcome, seconds: float, peak_rss_gib: float, folder:
     )
     console.print(table)
     console.print(
-        f"everything of this run: {folder.path.resolve()}/  (report.html, metrics.jsonl, samples, tensorboard, checkpoint)"
+        f"files of this run: {folder.path.resolve()}/  (report.html, metrics.jsonl, samples, "
+        "tensorboard, checkpoint)"
     )

@@ -1,4 +1,4 @@
-"""`trace`: phases, lanes and transfers of a running service as a file for Perfetto."""
+"""`trace`: write phases, lanes and transfers of a running service to a file for Perfetto."""
 
 import json
 import time
@@ -13,8 +13,10 @@ from skyrl_actors.observe.trace import events_of, rows_of
 def run(name: str, target: Path) -> None:
     timeline, spans = read_status(name).get("phase_timeline", []), read_spans(name)
     if not timeline and not spans:
-        raise ConfigError(f"service {name!r} has done nothing yet that could be shown")
+        raise ConfigError(
+            f"service {name!r} has no operations to show yet; run this command after some requests"
+        )
     events = [*events_of(name, timeline, time.time()), *rows_of(spans)]
     target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    said = f"{len(timeline)} changes of phase, {len(spans)} operations and transfers"
-    note(f"{said} in {target.resolve()}; open it at ui.perfetto.dev or chrome://tracing")
+    summary = f"{len(timeline)} changes of phase, {len(spans)} operations and transfers"
+    note(f"{summary} in {target.resolve()}; open it at ui.perfetto.dev or chrome://tracing")

@@ -1,4 +1,7 @@
-"""`train` and `demo`: start (or join) Ray, run a job as a client of its own controller, end everything."""
+"""`train` and `demo`: start or join Ray, run a job, then stop everything.
+
+The job is a client of its own controller.
+"""
 
 import asyncio
 import json
@@ -21,11 +24,11 @@ from skyrl_actors.config.supervised import RewardModelConfig
 from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.jobs.build import Start, build, steps_of
 from skyrl_actors.jobs.checkpoints import Checkpoints
-from skyrl_actors.jobs.followers import check_installed, followers_of
+from skyrl_actors.jobs.recorder import MemoryWatch, Recorder
 from skyrl_actors.jobs.report import write_page
 from skyrl_actors.jobs.run_folder import RunFolder, open_run
-from skyrl_actors.jobs.trackers import MemoryWatch, Recorder
-from skyrl_actors.jobs.watcher import Outcome
+from skyrl_actors.jobs.trackers import check_installed, trackers_of
+from skyrl_actors.jobs.watcher import RunOutcome
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest, NotFound
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.observe.runs import STATE
@@ -35,31 +38,44 @@ REFERENCE = "tinker://reference:train:0/weights/given"
 
 
 def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
-    """Run the job of a config file, or go on with it; returns the run's folder."""
+    """Run or resume the job of a config file. Return the run's folder."""
     config = load(config_path, overrides, JobConfig)
-    # Jobs beside a service or beside each other must not meet in names or scratch folders.
+    # Names and scratch folders must be unique, because a service or other jobs can run on the same
+    # cluster.
     name = f"{config.run.name[:24].replace('.', '-')}-{uuid.uuid4().hex[:6]}"
-    config = _without_idle_critic(config.model_copy(update={"cluster": config.cluster.model_copy(update={"name": name})}))
+    config = _without_idle_critic(
+        config.model_copy(update={"cluster": config.cluster.model_copy(update={"name": name})})
+    )
     check_installed(config.run.trackers)
     given = _reference_folder(config)
     base_folder = cluster.prepare_base_model(config.cluster)
-    start = build(_with_reference(config), str(base_folder), cluster.context_tokens(config.cluster, base_folder))
+    start = build(
+        _with_reference(config),
+        str(base_folder),
+        cluster.context_tokens(config.cluster, base_folder),
+    )
     started = time.perf_counter()
-    folder = open_run(config.run.folder, config.run.name, masked(to_yaml(config)), config.run.resume == "auto")
+    folder = open_run(
+        config.run.folder, config.run.name, masked(to_yaml(config)), config.run.resume == "auto"
+    )
     try:
-        _say(folder)
-        if folder.left_by:  # exported weights in shared memory, of a process that was killed
+        _print_run_folder(folder)
+        if folder.left_by:  # a killed process left exported weights in shared memory
             cluster.remove_folder(config.cluster.transfer.folder / folder.left_by)
         if folder.state is None:
             cluster.remove_folder(folder.path / CHECKPOINTS)
         if given is not None:
-            _lay_beside(given, folder.path / CHECKPOINTS)
-        followers = followers_of(config.run.trackers, folder.path.name, folder.path, _without_secrets(config), note)
+            _link_reference(given, folder.path / CHECKPOINTS)
+        followers = trackers_of(
+            config.run.trackers, folder.path.name, folder.path, _without_secrets(config), note
+        )
         recorder = Recorder(folder, followers)
         try:
             with MemoryWatch() as memory:
                 outcome = _with_ray(config, base_folder, recorder, start)
-            _write_results(config, outcome, recorder, time.perf_counter() - started, memory.peak_bytes)
+            _write_results(
+                config, outcome, recorder, time.perf_counter() - started, memory.peak_bytes
+            )
         finally:
             recorder.close()
     finally:
@@ -68,8 +84,10 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
 
 
 def _without_secrets(config: JobConfig) -> dict[str, Any]:
-    """For trackers, which many read: neither keys nor the passwords in addresses."""
-    return json.loads(masked(json.dumps(config.model_dump(mode="json", exclude={"cluster": {"http"}}))))
+    """Return the config for trackers, without API keys and without passwords in URLs."""
+    return json.loads(
+        masked(json.dumps(config.model_dump(mode="json", exclude={"cluster": {"http"}})))
+    )
 
 
 def _with_reference(config: JobConfig) -> JobConfig:
@@ -81,14 +99,20 @@ def _with_reference(config: JobConfig) -> JobConfig:
 
 def _without_idle_critic(config: JobConfig) -> JobConfig:
     job = config.job
-    if config.cluster.critic is None or (job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)):
+    if config.cluster.critic is None or (
+        job.uses_critic if isinstance(job, RlConfig) else isinstance(job, RewardModelConfig)
+    ):
         return config
-    note(f"{job.type} has no critic: cluster.critic is not started")
+    note(f"{job.type} has no critic, so cluster.critic is not started")
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"critic": None})})
 
 
 def _reference_folder(config: JobConfig) -> Path | None:
-    """Of the checkpoint that is the reference. Raises ConfigError when there is none."""
+    """Return the folder of the reference checkpoint, or None if the reference is no checkpoint.
+
+    Raises:
+        ConfigError: The checkpoint does not exist or cannot be used.
+    """
     reference = config.job.reference if isinstance(config.job, RlConfig) else None
     if reference is None or reference.path is None:
         return None
@@ -100,30 +124,43 @@ def _reference_folder(config: JobConfig) -> Path | None:
             else Path(reference.path).expanduser().resolve()
         )
     except (NotFound, InvalidRequest) as error:
-        raise ConfigError(f"job.reference.path: {error} in {config.cluster.checkpoint_dir}") from None
+        raise ConfigError(
+            f"job.reference.path: {error} in {config.cluster.checkpoint_dir}"
+        ) from None
     if not (found / SPEC_FILE).is_file():
-        raise ConfigError(f"job.reference.path: {found} is no checkpoint of skyrl-actors: it has no {SPEC_FILE}")
-    full = (json.loads((found / SPEC_FILE).read_text())["lora"] is None) + (config.job.lora_rank is None)
+        raise ConfigError(
+            f"job.reference.path {found} is no checkpoint of skyrl-actors, "
+            f"because it has no {SPEC_FILE}"
+        )
+    full = (json.loads((found / SPEC_FILE).read_text())["lora"] is None) + (
+        config.job.lora_rank is None
+    )
     if full > config.cluster.lora.max_full_models:
-        raise ConfigError(f"policy and reference are {full} full fine-tunes: set cluster.lora.max_full_models to {full} or more")
+        raise ConfigError(
+            f"policy and reference are {full} full fine-tunes; set cluster.lora.max_full_models to "
+            f"{full} or more"
+        )
     return found
 
 
-def _lay_beside(checkpoint: Path, checkpoints: Path) -> None:
-    """Where this job's controller finds it under REFERENCE."""
+def _link_reference(checkpoint: Path, checkpoints: Path) -> None:
+    """Link the checkpoint to the path REFERENCE in this job's checkpoints."""
     link = CheckpointFolders(checkpoints).folder(parse_path(REFERENCE))
     link.parent.mkdir(parents=True, exist_ok=True)
     link.unlink(missing_ok=True)
     link.symlink_to(checkpoint)
 
 
-def _say(folder: RunFolder) -> None:
+def _print_run_folder(folder: RunFolder) -> None:
     note(f"run folder {folder.path.resolve()}")
     if folder.state:
-        note(f"going on behind step {folder.state.step} of an unfinished run; run.resume=never starts a new one")
+        note(
+            f"resuming an unfinished run after step {folder.state.step}; "
+            "run.resume=never starts a new one"
+        )
 
 
-def _with_ray(config: JobConfig, base_folder: Path, recorder: Recorder, start: Start) -> Outcome:
+def _with_ray(config: JobConfig, base_folder: Path, recorder: Recorder, start: Start) -> RunOutcome:
     joined = "RAY_ADDRESS" in os.environ
     if joined:
         cluster.join_ray()
@@ -138,41 +175,54 @@ def _with_ray(config: JobConfig, base_folder: Path, recorder: Recorder, start: S
         cluster.remove_scratch(config.cluster)
 
 
-async def _run(config: JobConfig, base_folder: Path, recorder: Recorder, start: Start) -> Outcome:
+async def _run(
+    config: JobConfig, base_folder: Path, recorder: Recorder, start: Start
+) -> RunOutcome:
     path = recorder.path
-    cluster.remove_folder(path / JOURNAL)  # of a run that was killed: it is gone on with from its checkpoint
+    # left by a killed run, which is resumed from its checkpoint
+    cluster.remove_folder(path / JOURNAL)
     journal = config.cluster.journal.model_copy(update={"folder": (path / JOURNAL).resolve()})
-    restart = config.cluster.restart.model_copy(update={"standbys": 0})  # a job can wait for a rank's start
+    # a job can wait until a rank has restarted
+    restart = config.cluster.restart.model_copy(update={"standbys": 0})
     own = {"checkpoint_dir": (path / CHECKPOINTS).resolve(), "journal": journal, "restart": restart}
-    controller = cluster.create_controller(config.cluster.model_copy(update=own), base_folder, detached=False)
+    controller = cluster.create_controller(
+        config.cluster.model_copy(update=own), base_folder, detached=False
+    )
     try:
         await cluster.wait_until_started(controller)
         with bar(config.job.type, steps_of(config)) as progress:
             client, view = ControllerClient(controller), RunView(recorder, progress)
-            outcome = await start(client, view, Checkpoints(recorder.folder, config.run, view)).run()
+            outcome = await start(
+                client, view, Checkpoints(recorder.folder, config.run, view)
+            ).run()
         recorder.folder.write("status.json", json.dumps(await client.status(), indent=2) + "\n")
         _keep_weights(outcome, path)
         return outcome
     finally:
         await cluster.close_controller(controller)
         cluster.remove_folder(path / JOURNAL)
-        if not (path / STATE).exists():  # nothing to go on from
+        if not (path / STATE).exists():  # there is no checkpoint to resume from
             cluster.remove_folder(path / CHECKPOINTS)
 
 
-def _keep_weights(outcome: Outcome, path: Path) -> None:
-    """The last weights, and the best where these are others, into the run's folder."""
+def _keep_weights(outcome: RunOutcome, path: Path) -> None:
+    """Move the last weights, and the best weights if they differ, to the run's folder."""
     best = outcome.best
-    kept = {"checkpoint": outcome.checkpoint} | ({"best": best["folder"]} if best and best["step"] != outcome.steps else {})
+    kept = {"checkpoint": outcome.checkpoint} | (
+        {"best": best["folder"]} if best and best["step"] != outcome.steps else {}
+    )
     for name, saved in kept.items():
         parts = Path(saved).parts
-        source = path.joinpath(*parts[parts.index(CHECKPOINTS) :])  # wherever the run's folder was when it was saved
-        if source.is_dir():  # else it was taken before this run was interrupted
+        # the run's folder can have moved since the save
+        source = path.joinpath(*parts[parts.index(CHECKPOINTS) :])
+        if source.is_dir():  # otherwise it was moved before this run was interrupted
             cluster.remove_folder(path / name)
             os.replace(source, path / name)
 
 
-def _write_results(config: JobConfig, outcome: Outcome, recorder: Recorder, seconds: float, peak_bytes: int) -> None:
+def _write_results(
+    config: JobConfig, outcome: RunOutcome, recorder: Recorder, seconds: float, peak_bytes: int
+) -> None:
     peak_gib, path, best = peak_bytes / 2**30, recorder.path, outcome.best
     resumed = recorder.folder.state
     recorder.summary(
@@ -195,4 +245,7 @@ def _write_results(config: JobConfig, outcome: Outcome, recorder: Recorder, seco
     write_page(path)
     closing_table(outcome, seconds, peak_gib, recorder)
     if config.job.type != "reward_model" and config.job.lora_rank is None:
-        console.print(f"load the trained model: AutoModelForCausalLM.from_pretrained({str(path / 'checkpoint')!r})")
+        console.print(
+            "load the trained model: "
+            f"AutoModelForCausalLM.from_pretrained({str(path / 'checkpoint')!r})"
+        )

@@ -1,110 +1,175 @@
-"""The service as one object: base model, placement, trainer groups, engines, transfer, limits, HTTP edge.
+"""The config of a service.
 
-Every choice is a tagged union; rules that span sections are checked here, before any process starts.
+Its sections are base model, placement, trainer groups, engines, transfer, limits and HTTP endpoint.
+
+Every choice is a tagged union. Rules that involve several sections are checked here, before any
+process starts.
 """
 
-import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from skyrl_actors.config import keys
-from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.engines import EngineConfig
+from skyrl_actors.config.frozen import FrozenConfig
+from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
-from skyrl_actors.config.transfers import LogprobCheck, ShmTransfer, TransferConfig
+from skyrl_actors.config.transfers import LogprobCheckConfig, ShmTransfer, TransferConfig
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class TinyBase(FrozenConfig):
-    """A small Qwen3-shaped model and byte-level tokenizer, made on this machine and kept in a cache folder."""
+    """A small model of the Qwen3 architecture with a byte-level tokenizer.
+
+    It is trained on this machine and cached.
+    """
 
     type: Literal["tiny"] = "tiny"
-    name: str = "skyrl-actors/tiny"
-    seed: int = 0
-    warmup_steps: int = Field(default=150, ge=0, description="supervised steps on noisy demonstrations; 0 = random weights")
-    cache_dir: Path = Path("~/.cache/skyrl-actors")
+    name: str = Field(
+        default="skyrl-actors/tiny", description="name that clients use for the base model"
+    )
+    seed: int = Field(default=0, description="seed of the initial weights and of the warm-up")
+    warmup_steps: int = Field(
+        default=150,
+        ge=0,
+        description="supervised steps on demonstrations with errors; 0 = random weights",
+    )
+    cache_dir: Path = Field(
+        default=Path("~/.cache/skyrl-actors"), description="folder that the model is kept in"
+    )
 
 
 class PretrainedBase(FrozenConfig):
-    """A model in Hugging Face format: a folder, or a name that huggingface_hub can resolve."""
+    """A model in Hugging Face format: a folder, or a name on the Hugging Face hub."""
 
     type: Literal["pretrained"] = "pretrained"
-    name: str
-    path: Path | None = None
-    revision: str | None = None
+    name: str = Field(
+        description="name that clients use; also the name on the hub if `path` is null"
+    )
+    path: Path | None = Field(
+        default=None, description="folder of the model; null = download it by name"
+    )
+    revision: str | None = Field(
+        default=None, description="branch, tag or commit on the hub; null = the default branch"
+    )
 
 
 BaseModelConfig = Annotated[TinyBase | PretrainedBase, Field(discriminator="type")]
 
 
 class PlacementConfig(FrozenConfig):
-    device: Literal["cpu", "gpu"] = "cpu"
+    device: Literal["cpu", "gpu"] = Field(default="cpu", description="device of ranks and engines")
     layout: Literal["colocated", "split", "mixed"] = Field(
         default="colocated",
-        description="colocated: policy, critic and engines share devices and take turns; split: all on devices of their own; "
-        "mixed: policy and engines share, the critic has its own",
+        description="colocated: policy, critic and engines share devices and alternate; "
+        "split: each has its own devices; mixed: policy and engines share devices, "
+        "the critic has its own",
     )
-    colocated_share: float = Field(default=0.3, gt=0, le=0.33, description="of a slot, for each of policy, critic and engine")
-    timeout_s: float = Field(default=180.0, gt=0, description="longest wait for devices")
+    colocated_share: float = Field(
+        default=0.3,
+        gt=0,
+        le=0.33,
+        description="fraction of a slot that policy, critic and engine each reserve",
+    )
+    timeout_s: float = Field(default=180.0, gt=0, description="longest wait for free devices")
     memory_check: Literal["refuse", "warn", "off"] = Field(
-        default="refuse", description="what happens when the memory plan does not fit the devices"
+        default="refuse", description="action if the memory plan does not fit the devices"
     )
-    memory_reserve: float = Field(default=0.08, ge=0, lt=1, description="part of a device that stays free for fragments")
+    memory_reserve: float = Field(
+        default=0.08,
+        ge=0,
+        lt=1,
+        description="fraction of device memory that the plan leaves free for fragmentation",
+    )
     device_memory_gib: float | None = Field(
         default=None,
         gt=0,
-        description="of each device; none = of the node's accelerator_type, on a CPU its part of the node's memory",
+        description="memory of each device; null = derived from the node's accelerator_type, "
+        "or on a CPU its share of the node's memory",
     )
 
     def shares(self, role: str) -> bool:
-        """Whether the actors of this role share devices with others, and so take turns."""
+        """Return whether the actors of this role share devices with other roles."""
         return self.layout == "colocated" or (self.layout == "mixed" and role != "critic")
 
 
 class GroupConfig(FrozenConfig):
-    """A group of training actors, one for each slot."""
+    """A group of training ranks, one for each slot."""
 
-    num_ranks: int = Field(default=1, ge=1)
-    strategy: StrategyConfig = Field(default=ReplicaStrategy(), description="how ranks hold the frozen base under adapters")
-    full_strategy: StrategyConfig | None = Field(
-        default=None, description="how ranks hold a full fine-tune; none = ZeRO stage 1 on several GPUs, else replica"
+    num_ranks: int = Field(
+        default=1, ge=1, description="number of training processes, one on each device"
     )
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    microbatch_tokens: int = Field(default=4096, ge=1, description="tokens of one packed pass; a longer row is a pass of its own")
+    strategy: StrategyConfig = Field(
+        default=ReplicaStrategy(),
+        description="how the frozen base model under adapters is distributed over ranks",
+    )
+    full_strategy: StrategyConfig | None = Field(
+        default=None,
+        description="how a full fine-tune is distributed over ranks; null = ZeRO stage 1 on "
+        "several GPUs, otherwise replica",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="data type of computation"
+    )
+    microbatch_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="tokens of one packed pass; a longer row gets a separate pass",
+    )
     share_passes: bool = Field(
         default=True,
-        description="calls of several tenants that wait are computed together; False: each alone, so that a replay after a fault "
-        "repeats them bit by bit and not to rounding",
+        description="compute waiting calls of several tenants in one pass; "
+        "false = compute each call alone, so that a replay after a fault is bitwise equal instead "
+        "of equal up to rounding",
     )
     activations: Literal["keep", "recompute", "offload"] = Field(
         default="keep",
-        description="of a pass, until its backward: kept, computed again layer by layer, or in host memory (weights stay)",
+        description="activations between forward and backward. keep: stay on the device; "
+        "recompute: computed again layer by layer; offload: moved to host memory, while weights "
+        "stay on the device",
     )
-    sequence_parallel: int = Field(default=1, ge=1, description="ranks that share the tokens of a pass, for long rows")
+    sequence_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="number of ranks that share the tokens of a pass; for long rows",
+    )
     score_uncounted: bool = Field(
-        default=True, description="answer logprobs also where the weight is 0; False: 0 there, and the head's cost is saved"
+        default=True,
+        description="return logprobs also where the weight is 0; false = return 0 there, "
+        "which saves the cost of the output layer",
     )
-    preload: bool = Field(default=True, description="load the frozen base at the start; False: with the first adapter")
-    num_threads: int = Field(default=1, ge=1, description="OpenMP threads of a CPU rank")
-    collective_timeout_s: float = Field(default=300.0, gt=0)
-    call_timeout_s: float = Field(default=900.0, gt=0, description="longest time one verb may take on a rank")
+    preload: bool = Field(
+        default=True,
+        description="load the frozen base model at start; false = load it with the first adapter",
+    )
+    num_threads: int = Field(default=1, ge=1, description="OpenMP threads of a rank on a CPU")
+    collective_timeout_s: float = Field(
+        default=300.0, gt=0, description="longest time of one collective operation between ranks"
+    )
+    call_timeout_s: float = Field(
+        default=900.0, gt=0, description="longest time of one operation on a rank"
+    )
 
     @model_validator(mode="after")
     def _can_be_held(self) -> "GroupConfig":
         if self.num_ranks % self.sequence_parallel:
-            raise ValueError(f"sequence_parallel {self.sequence_parallel} does not divide num_ranks {self.num_ranks}")
+            raise ValueError(
+                f"sequence_parallel {self.sequence_parallel} does not divide num_ranks "
+                f"{self.num_ranks}"
+            )
         zero = [s for s in (self.strategy, self.full_strategy) if isinstance(s, DeepSpeedStrategy)]
         if self.sequence_parallel > 1 and zero:
-            raise ValueError("sequence_parallel is for the strategies replica and fsdp2, not for deepspeed")
+            raise ValueError(
+                "sequence_parallel is not available with strategy deepspeed; use replica or fsdp2"
+            )
         return self
 
     def full_strategy_on(self, device: str) -> StrategyConfig:
-        """The one that is meant when none is named."""
+        """Return the strategy of full fine-tunes, with the default for this device."""
         if self.full_strategy is not None:
             return self.full_strategy
         many_gpus = device == "gpu" and self.num_ranks > 1 and self.sequence_parallel == 1
@@ -112,161 +177,147 @@ class GroupConfig(FrozenConfig):
 
 
 class LoraConfig(FrozenConfig):
-    max_rank: int = 32
-    alpha: float = Field(default=32.0, gt=0)
+    """Adapters, and how many models fit at once."""
+
+    max_rank: int = Field(
+        default=32, description="largest rank of an adapter: 1, 8, 16, 32, 64, 128, 256, 320 or 512"
+    )
+    alpha: float = Field(
+        default=32.0, gt=0, description="numerator of the scale alpha / rank of an adapter"
+    )
     external: Literal["adapter", "merged"] = Field(
         default="adapter",
-        description="what save_weights_external writes: the adapter in peft's format, or the base with it merged in",
+        description="what save_weights_external writes. adapter: the adapter in PEFT format; "
+        "merged: the base model with the adapter merged",
     )
     max_adapters: int = Field(
-        default=8, ge=1, description="LoRA models on the device at once, in each role; idle ones wait in host memory"
+        default=8,
+        ge=1,
+        description="LoRA models of each role on the device at once; "
+        "idle ones are kept in host memory",
     )
     max_host_gib: float | None = Field(
         default=None,
         gt=0,
-        description="host memory of each rank for all LoRA models of a role; one more waits until there is room. "
-        "none = an eighth of a device's part of its node's memory",
+        description="host memory of each rank for all LoRA models of a role; "
+        "beyond it, a new model waits for free memory. null = an eighth of the device's share of "
+        "the node's memory",
     )
-    max_full_models: int = Field(default=1, ge=0, description="full fine-tunes alive at once, in each role")
+    max_full_models: int = Field(
+        default=1, ge=0, description="full fine-tunes of each role that can exist at once; 0 = none"
+    )
 
     @model_validator(mode="after")
     def _engine_takes_rank(self) -> "LoraConfig":
         if self.max_rank not in VLLM_LORA_RANKS:
-            raise ValueError(f"max_rank {self.max_rank}: vLLM serves adapters of at most one of {VLLM_LORA_RANKS}")
-        return self
-
-
-class JournalConfig(FrozenConfig):
-    """What was promised and answered, across restarts. `serve` with the same journal goes on where it was."""
-
-    folder: Path = Field(default=Path("journal"), description="payloads, results and snapshots; with SQLite its database too")
-    url: str | None = Field(default=None, description="postgresql://user:password@host/database; none = SQLite in the folder")
-    snapshot_operations: int = Field(default=64, ge=1, description="snapshot a model after so many operations")
-    snapshot_s: float = Field(default=60.0, gt=0, description="or when its last snapshot is older and something was trained")
-    snapshot_bytes: int = Field(default=256 * 2**20, ge=1, description="or when the operations behind it have so many bytes")
-    keep_snapshots: int = Field(default=3, ge=2, description="of each model; an older one serves when a newer one is damaged")
-    retention_s: float = Field(default=24 * 3600.0, gt=0, description="how far back a model can be rebuilt, and answers be read")
-    sweep_s: float = Field(default=300.0, gt=0, description="how often what retention no longer asks for is removed")
-
-    @field_validator("url")
-    @classmethod
-    def _known_database(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("postgresql://", "postgresql+psycopg://", "postgres://")):
-            raise ValueError("use postgresql://user:password@host/database, or leave it out for SQLite in journal.folder")
-        return url
-
-
-class RestartConfig(FrozenConfig):
-    """What happens when a process dies or does not answer in time."""
-
-    max_in_a_row: int = Field(default=5, ge=0, description="restarts of a part without one success between them; then it fails")
-    backoff_s: float = Field(default=0.5, ge=0, description="wait before the second restart in a row; doubles each time")
-    max_backoff_s: float = Field(default=30.0, ge=0)
-    start_timeout_s: float = Field(default=180.0, gt=0, description="longest a restarted group may take to load the base model")
-    cooldown_s: float = Field(default=60.0, ge=0, description="a part that failed is tried again when it is asked for after this")
-    standbys: int = Field(
-        default=1, ge=0, description="training processes kept waiting on a CPU service, to take the place of a dead rank at once"
-    )
-    attempts: int = Field(default=4, ge=1, description="times one operation is tried when its ranks die under it")
-
-
-class SdkFlags(FrozenConfig):
-    """What SDKs are told of how to speak to this service, under the protocol's own names."""
-
-    parallel_fwdbwd_chunks: bool = Field(default=False, description="chunks of one batch at once; here they are computed in turn")
-    proto_compress_fwdbwd: bool = Field(default=False, description="zstd bodies, for slow networks")
-    proto_write_fwdbwd: bool = Field(default=False, description="protobuf bodies from SDK 0.22.7 to 0.24 too")
-    fwd_via_fwdbwd: bool = Field(default=False, description="the same for forward")
-    create_model_via_load_weights: bool = Field(
-        default=False, description="one request for a model from a checkpoint, SDK 0.24.1 on"
-    )
-    sample_use_retrieve_futures: bool = Field(default=False, description="one poll for all samples of a sampler")
-    sample_join_sampling_session: bool = Field(default=False, description="copies of a sampling client ask for their number")
-    sample_cancel_enabled: bool = Field(default=True, description="samples whose answer nobody waits for are ended")
-    custom_loss_server_side: bool = Field(default=False, description="losses traced by create_custom_loss are run by the workers")
-    use_pyqwest_transport: bool = True
-
-
-class HttpConfig(FrozenConfig):
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
-    public_url: str | None = Field(
-        default=None,
-        pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
-        description="where clients reach the service when that is not host and port, as https://rl.example.com behind a proxy; "
-        "links to checkpoints begin with it",
-    )
-    replicas: int = Field(default=2, ge=1, description="ingress processes; with two, one may die unnoticed")
-    max_replicas: int | None = Field(
-        default=None, ge=1, description="Serve adds ingress processes up to so many as requests come; none = always `replicas`"
-    )
-    long_poll_s: float = Field(default=30.0, gt=0, le=40)
-    api_keys: tuple[str, ...] = Field(
-        default=(), description="allowed X-API-Key values as [name=]key or [name=]sha256:<hex>, kept as hashes; none = any key"
-    )
-    api_keys_file: Path | None = Field(default=None, description="the same, one a line")
-    tokens: bool = Field(default=False, description="SDKs change their key for a token that ends (their flag pjwt_auth_enabled)")
-    open_to_network: bool = Field(default=False, description="listen beyond this machine although no API keys are set")
-    tempered_logprobs: bool = Field(
-        default=False,
-        description="samples are answered with logprobs at their own temperature instead of 1; a request may say itself",
-    )
-    sdk: SdkFlags = SdkFlags()
-    console: bool = Field(default=True, description="a read-only page at /; with API keys, who gives none sees totals only")
-    runs: Path | None = Field(default=Path("runs"), description="folder of jobs' runs that the console shows")
-    haproxy: bool = Field(default=True, description="Ray Serve's HAProxy edge instead of its Python proxy")
-
-    @model_validator(mode="after")
-    def _grows(self) -> "HttpConfig":
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
-        if not self.console and self.runs not in (None, Path("runs")):
-            raise ValueError(f"runs {self.runs} is shown by the console alone, and console is false")
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_keys_of_file(cls, data: object) -> object:
-        if not isinstance(data, dict):
-            return data
-        content = cast("dict[str, Any]", data)
-        file = content.get("api_keys_file")
-        if file is None:
-            return content
-        try:
-            found = keys.entries_in(Path(file).expanduser().read_text())
-        except OSError as error:
-            raise ValueError(f"api_keys_file {file}: {error.strerror}") from None
-        if not found:
-            raise ValueError(f"api_keys_file {file} has no key; write one [name=]key a line")
-        return content | {"api_keys": [*(content.get("api_keys") or ()), *found]}
-
-    @field_validator("api_keys")
-    @classmethod
-    def _hashed(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(keys.hashed(entry) for entry in entries))
-
-    @model_validator(mode="after")
-    def _network_needs_keys(self) -> "HttpConfig":
-        if not (_is_loopback(self.host) or self.api_keys or self.open_to_network):
             raise ValueError(
-                f"host {self.host} is open to the network and api_keys is empty: anybody could use the service. Set "
-                "http.api_keys=[tml-…], http.api_keys_file or SKYRL_ACTORS_API_KEYS, or http.open_to_network=true if that is meant"
+                f"max_rank {self.max_rank}: vLLM serves adapters of at most one of "
+                f"{VLLM_LORA_RANKS}; use one of these"
             )
         return self
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+class JournalConfig(FrozenConfig):
+    """The durable log of accepted requests and their answers.
+
+    `serve` with the same journal resumes where it stopped.
+    """
+
+    folder: Path = Field(
+        default=Path("journal"),
+        description="folder for payloads, results and snapshots; with SQLite also for the database",
+    )
+    url: str | None = Field(
+        default=None,
+        description="postgresql://user:password@host/database; null = SQLite in `folder`",
+    )
+    snapshot_operations: int = Field(
+        default=64, ge=1, description="snapshot a model after this number of operations"
+    )
+    snapshot_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="also snapshot a trained model when its last snapshot is older than this",
+    )
+    snapshot_bytes: int = Field(
+        default=256 * 2**20,
+        ge=1,
+        description="also snapshot a model when its operations since the last snapshot have this "
+        "number of bytes",
+    )
+    keep_snapshots: int = Field(
+        default=3,
+        ge=2,
+        description="snapshots kept for each model; an older one is used if a newer one is damaged",
+    )
+    retention_s: float = Field(
+        default=24 * 3600.0,
+        gt=0,
+        description="period for which models can be rebuilt and answers can be read",
+    )
+    sweep_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="interval between removals of entries older than `retention_s`",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _known_database(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(
+            ("postgresql://", "postgresql+psycopg://", "postgres://")
+        ):
+            raise ValueError(
+                "use postgresql://user:password@host/database, or leave out url for SQLite in "
+                "journal.folder"
+            )
+        return url
+
+
+class RestartConfig(FrozenConfig):
+    """How processes are restarted that died or did not answer in time."""
+
+    max_in_a_row: int = Field(
+        default=5,
+        ge=0,
+        description="consecutive restarts of an actor without a success; after that it is given up",
+    )
+    backoff_s: float = Field(
+        default=0.5,
+        ge=0,
+        description="wait before the second consecutive restart; doubles each time",
+    )
+    max_backoff_s: float = Field(default=30.0, ge=0, description="longest wait between restarts")
+    start_timeout_s: float = Field(
+        default=180.0, gt=0, description="longest time for a restarted group to load the base model"
+    )
+    cooldown_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="an actor that was given up is started again on the first "
+        "request after this time",
+    )
+    standbys: int = Field(
+        default=1,
+        ge=0,
+        description="spare training processes of a service on CPUs, "
+        "which replace a dead rank at once",
+    )
+    attempts: int = Field(
+        default=4,
+        ge=1,
+        description="how often one operation is tried if its ranks die while it runs",
+    )
 
 
 class ClusterConfig(FrozenConfig):
-    """Everything `serve` starts."""
+    """The whole config of a service."""
 
-    name: str = Field(default="skyrl-actors", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")
+    name: str = Field(
+        default="skyrl-actors",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$",
+        description="name of the service in its Ray cluster",
+    )
     base_model: BaseModelConfig = TinyBase()
     placement: PlacementConfig = PlacementConfig()
     policy: GroupConfig = GroupConfig()
@@ -274,23 +325,29 @@ class ClusterConfig(FrozenConfig):
     engine: EngineConfig = EngineConfig()
     lora: LoraConfig = LoraConfig()
     transfer: TransferConfig = ShmTransfer()
-    logprob_check: LogprobCheck = LogprobCheck()
+    logprob_check: LogprobCheckConfig = LogprobCheckConfig()
     limits: LimitsConfig = LimitsConfig()
     http: HttpConfig = HttpConfig()
     journal: JournalConfig = JournalConfig()
     restart: RestartConfig = RestartConfig()
     observe: ObserveConfig = ObserveConfig()
-    checkpoint_dir: Path = Path("checkpoints")
+    checkpoint_dir: Path = Field(
+        default=Path("checkpoints"), description="folder of saved checkpoints"
+    )
     checkpoint_mirror: str | None = Field(
         default=None,
         pattern=r"^[a-z0-9]+://",
-        description="a second place for checkpoints, by fsspec: s3://bucket/folder, gs://…, file://…; "
-        "written before a checkpoint is answered, and read from when the service starts without them",
+        description="a second location of checkpoints as an fsspec address: s3://bucket/folder, "
+        "gs://…, file://…; a checkpoint is copied there before its request is answered, "
+        "and read from there if the local copy is missing at start",
     )
 
     @property
     def engine_adapters(self) -> int:
-        """That an engine keeps in host memory; it reads others again from their files."""
+        """Number of adapters that an engine keeps in host memory.
+
+        It reads others from their files again.
+        """
         return max(4 * self.lora.max_adapters, self.engine.max_loras)
 
     @property
@@ -302,7 +359,8 @@ class ClusterConfig(FrozenConfig):
     def _full_fine_tunes_can_be_held(self) -> "ClusterConfig":
         for group in (self.policy, self.critic):
             if group is not None and self.lora.max_full_models:
-                group.full_strategy_on(self.placement.device)  # the default one may not be installed
+                # fails if the default strategy is not installed
+                group.full_strategy_on(self.placement.device)
         on_gpus_together = self.placement.device == "gpu" and self.placement.layout != "split"
         for role, group in (("policy", self.policy), ("critic", self.critic)):
             if (
@@ -313,8 +371,9 @@ class ClusterConfig(FrozenConfig):
                 and group.strategy.stage == 3
             ):
                 raise ValueError(
-                    f"{role}.strategy deepspeed stage 3: a frozen base under it does not leave the device for the engines; "
-                    "use fsdp2 or replica, or placement.layout=split"
+                    f"{role}.strategy deepspeed stage 3 cannot offload the frozen base model, "
+                    "and its GPUs are shared with engines; use fsdp2 or replica, or "
+                    "placement.layout=split"
                 )
         return self
 
@@ -322,31 +381,37 @@ class ClusterConfig(FrozenConfig):
     def _transfer_reaches(self) -> "ClusterConfig":
         kind, place = self.transfer.type, self.placement
         if kind == "nccl" and place.device == "cpu":
-            raise ValueError("transfer.type nccl needs GPUs; on a CPU use shm on one host, else gloo or object_store")
+            raise ValueError(
+                "transfer.type nccl needs GPUs; on a CPU use shm on one host, or gloo or "
+                "object_store on several"
+            )
         if kind == "nccl" and place.shares("policy"):
             raise ValueError(
-                f"transfer.type nccl can not join two processes on one GPU, and layout {place.layout} puts trainers and engines "
-                "there; use shm, gloo or object_store, or placement.layout=split"
+                "transfer.type nccl cannot connect two processes on one GPU, and in layout "
+                f"{place.layout} trainers and engines share GPUs; use shm, gloo or object_store, "
+                "or placement.layout=split"
             )
         if kind == "ipc" and place.device == "cpu":
-            raise ValueError("transfer.type ipc shares a GPU's memory; on a CPU use shm")
+            raise ValueError("transfer.type ipc needs GPUs; on a CPU use shm")
         if kind == "ipc" and not place.shares("policy"):
             raise ValueError(
-                f"transfer.type ipc shares a GPU's memory, and layout {place.layout} gives trainers and engines GPUs of their own; use nccl"
+                "transfer.type ipc needs trainers and engines on the same GPUs, and layout "
+                f"{place.layout} separates them; use nccl"
             )
         if kind == "ipc" and self.engine.num_devices > 1:
             raise ValueError(
-                f"transfer.type ipc is for engines of one device, and here each has {self.engine.num_devices}; use shm"
+                "transfer.type ipc needs engines of one device, and each engine has "
+                f"{self.engine.num_devices}; use shm"
             )
         if self.engine.external and kind not in ("shm", "disk", "lora"):
             raise ValueError(
-                f"transfer.type {kind} does not reach engine.external, which read adapters from a folder that they share; use disk "
-                "or lora, or shm on one host"
+                f"transfer.type {kind} does not reach engine.external, because external engines "
+                "read adapters from a shared folder; use disk or lora, or shm on one host"
             )
         if kind == "lora" and self.lora.max_full_models:
             raise ValueError(
-                f"transfer.type lora moves adapters only and lora.max_full_models is {self.lora.max_full_models}; "
-                "set it to 0, or use another transfer"
+                "transfer.type lora transfers adapters only, and lora.max_full_models is "
+                f"{self.lora.max_full_models}; set it to 0, or use another transfer.type"
             )
         return self
 
@@ -355,15 +420,19 @@ class ClusterConfig(FrozenConfig):
         engine = self.engine
         if engine.in_flight != "drain" and not self.placement.shares("engine"):
             raise ValueError(
-                f"engine.in_flight {engine.in_flight} says what becomes of samples when training wants their devices; in layout "
-                f"{self.placement.layout} engines have their own: leave it out"
+                f"engine.in_flight {engine.in_flight} applies to engines that share devices with "
+                f"training, and in layout {self.placement.layout} they do not; leave it out"
             )
         if not engine.num_engines and (engine.in_flight != "drain" or engine.sleep_level != "auto"):
             raise ValueError(
-                "engine.in_flight and engine.sleep_level are for engines of this service, and engine.num_engines is 0"
+                "engine.in_flight and engine.sleep_level apply to engines of this service, "
+                "and engine.num_engines is 0; leave them out"
             )
         if engine.in_flight == "keep" and engine.sleep_level == "2":
-            raise ValueError("engine.in_flight keep needs the weights that samples began with, and sleep_level 2 drops them")
+            raise ValueError(
+                "engine.in_flight keep needs the weights that samples started with, and "
+                "sleep_level 2 drops them; use sleep_level 1"
+            )
         return self
 
     @model_validator(mode="after")
@@ -371,10 +440,19 @@ class ClusterConfig(FrozenConfig):
         engine = self.engine
         slots = engine.num_engines * engine.num_devices
         for role, group in (("policy", self.policy), ("critic", self.critic)):
-            if group is not None and slots and self.placement.shares(role) and group.num_ranks != slots:
-                times = f" × {engine.num_devices} devices = {slots}" if engine.num_devices > 1 else ""
+            if (
+                group is not None
+                and slots
+                and self.placement.shares(role)
+                and group.num_ranks != slots
+            ):
+                times = (
+                    f" × {engine.num_devices} devices = {slots}" if engine.num_devices > 1 else ""
+                )
                 raise ValueError(
-                    f"{self.placement.layout} layout: {role}.num_ranks is {group.num_ranks} and engine.num_engines is "
-                    f"{engine.num_engines}{times}; they share slots one to one, so make them equal or set placement.layout=split"
+                    f"{self.placement.layout} layout: {role}.num_ranks is {group.num_ranks} and "
+                    f"engine.num_engines is {engine.num_engines}{times}; "
+                    "in this layout they share slots, so make them equal or set "
+                    "placement.layout=split"
                 )
         return self

@@ -1,18 +1,30 @@
-"""Engines: how vLLM is run by this service, and vLLM servers that somebody else runs."""
+"""vLLM engines of the service, and external vLLM servers."""
 
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from skyrl_actors.config.base import FrozenConfig
+from skyrl_actors.config.frozen import FrozenConfig
 
 
-class ExternalEngine(FrozenConfig):
-    """A vLLM server that somebody else runs. It serves the base model and adapters, which it reads from transfer.folder."""
+class ExternalEngineConfig(FrozenConfig):
+    """A vLLM server outside this service.
 
-    url: str = Field(description="of an OpenAI-compatible vLLM server, as http://host:8000")
-    model: str | None = Field(default=None, description="the base model's name there; none = the first it serves")
-    api_key_env: str | None = Field(default=None, description="environment variable of the controller that has its API key")
+    It serves the base model and the adapters that it reads from transfer.folder.
+    """
+
+    url: str = Field(
+        description="address of an OpenAI-compatible vLLM server, for example http://host:8000"
+    )
+    model: str | None = Field(
+        default=None,
+        description="name of the base model on that server; null = the first model that it lists",
+    )
+    api_key_env: str | None = Field(
+        default=None,
+        description="environment variable of the controller that contains the "
+        "API key of that server",
+    )
 
     @field_validator("url")
     @classmethod
@@ -23,56 +35,99 @@ class ExternalEngine(FrozenConfig):
 
 
 class EngineConfig(FrozenConfig):
-    num_engines: int = Field(default=1, ge=0, description="that this service runs; 0 = those of `external` only")
-    external: tuple[ExternalEngine, ...] = Field(
-        default=(), description="vLLM servers that sample too: [{url: http://host:8000}]; samples go to all by their load"
+    """The engines that sample."""
+
+    num_engines: int = Field(
+        default=1,
+        ge=0,
+        description="number of engines that this service runs; 0 = only those in `external`",
     )
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    max_model_len: int = Field(default=512, ge=8)
-    max_num_seqs: int = Field(default=128, ge=1)
-    max_num_batched_tokens: int = Field(default=4096, ge=8)
-    tensor_parallel: int = Field(default=1, ge=1, description="devices of one node that share each layer of an engine")
-    pipeline_parallel: int = Field(default=1, ge=1, description="stages of an engine's layers, each of tensor_parallel devices")
-    kv_cache_bytes: int = Field(default=128 * 2**20, ge=2**20, description="bytes of KV cache on each device of an engine")
-    max_loras: int = Field(default=4, ge=1, description="different adapters in one batch")
-    max_logprobs: int = Field(default=20, ge=1)
+    external: tuple[ExternalEngineConfig, ...] = Field(
+        default=(),
+        description="external vLLM servers that also sample: [{url: http://host:8000}]; "
+        "samples are distributed by load",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="data type of computation"
+    )
+    max_model_len: int = Field(
+        default=512, ge=8, description="largest number of tokens of a prompt with its answer"
+    )
+    max_num_seqs: int = Field(
+        default=128, ge=1, description="sequences that one engine computes at once"
+    )
+    max_num_batched_tokens: int = Field(
+        default=4096, ge=8, description="tokens of one pass of an engine"
+    )
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="number of devices of one node that share each layer of an engine",
+    )
+    pipeline_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="number of stages of an engine's layers, each on tensor_parallel devices",
+    )
+    kv_cache_bytes: int = Field(
+        default=128 * 2**20,
+        ge=2**20,
+        description="size of the KV cache on each device of an engine",
+    )
+    max_loras: int = Field(default=4, ge=1, description="number of different adapters in one batch")
+    max_logprobs: int = Field(
+        default=20, ge=1, description="largest number of alternative tokens for each position"
+    )
     max_scored_cells: int = Field(
         default=4_000_000,
         ge=1,
-        description="prompt tokens × vocabulary of a sample with target_prompt_logprobs or prompt_alt_tokens_k",
+        description="bound of prompt tokens × vocabulary size for a sample with "
+        "target_prompt_logprobs or prompt_alt_tokens_k",
     )
-    enforce_eager: bool = True
+    enforce_eager: bool = Field(default=True, description="run without CUDA graphs and compilation")
     sleep_level: Literal["auto", "1", "2"] = Field(
-        default="auto", description="1 keeps weights in host memory, 2 drops them; auto drops what a full fine-tune sends again"
+        default="auto",
+        description="weights of a sleeping engine. 1: kept in host memory; 2: dropped; "
+        "auto: dropped if a full fine-tune sends them again",
     )
     in_flight: Literal["drain", "keep", "abort"] = Field(
         default="drain",
-        description="samples under way when training wants their devices: drain waits for them; keep freezes them, and they go on "
-        "from their tokens; abort begins them anew, once each",
+        description="running samples when training needs their devices. "
+        "drain: training waits for them; keep: they are suspended and later continue from their "
+        "tokens; abort: they are restarted, at most once each",
     )
     slice_s: float = Field(
         default=1.0,
         ge=0,
-        description="with keep and abort: how long engines may sample before they give way; with keep many times what vLLM needs to compute "
-        "the KV cache of the frozen samples again",
+        description="keep and abort: time that engines can sample before training gets the "
+        "devices. With keep, choose many times what vLLM needs to compute the KV cache of the "
+        "suspended samples again",
     )
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: int = Field(default=1, ge=1, description="threads of an engine on a CPU")
     start_timeout_s: float = Field(
-        default=600.0, gt=0, description="longest an engine may take to load the base model and prove a live update of it"
+        default=600.0,
+        gt=0,
+        description="longest time for an engine to load the base model and pass a test "
+        "update of its weights",
     )
     call_timeout_s: float = Field(
-        default=600.0, gt=0, description="longest time one sample or transfer may take, without that in which it was frozen"
+        default=600.0,
+        gt=0,
+        description="longest time of one sample or transfer, "
+        "without the time in which it was suspended",
     )
 
     @model_validator(mode="after")
     def _some_engine(self) -> "EngineConfig":
         if not self.num_engines and not self.external:
-            raise ValueError("num_engines is 0 and external is empty: nothing could sample")
+            raise ValueError(
+                "num_engines is 0 and external is empty, so nothing could sample; set one of them"
+            )
         if len({each.url for each in self.external}) < len(self.external):
-            raise ValueError("external names a URL twice")
+            raise ValueError("external names a URL twice; leave one out")
         return self
 
     @property
     def num_devices(self) -> int:
-        """Of one engine."""
+        """Number of devices of one engine."""
         return self.tensor_parallel * self.pipeline_parallel

@@ -1,7 +1,8 @@
-"""API keys as a service keeps them: only hashes, so that neither a config on disk nor a process's memory gives a key away.
+"""API keys of a service, which are kept as hashes only.
 
-An entry is `key`, `name=key`, `sha256:<hex>` or `name=sha256:<hex>`. Who holds a key is its owner: with a name the owner stays
-the same when the key is replaced.
+Neither a config on disk nor the memory of a process contains a key. An entry is `key`, `name=key`,
+`sha256:<hex>` or `name=sha256:<hex>`. Each entry defines an owner. With a name, the owner stays the
+same when the key is replaced.
 """
 
 import hashlib
@@ -18,12 +19,12 @@ OWNER_DIGITS = 10
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
-    owner: str  # hex; part of every id that is made for its holder
+    owner: str  # hexadecimal; part of the id of everything that this owner creates
     digest: str
 
 
 def masked(text: str) -> str:
-    """Without user names and passwords of addresses: what is written into files that are handed on."""
+    """Return the text without user names and passwords in URLs, for files that others read."""
     return IN_URL.sub("***", text)
 
 
@@ -32,26 +33,37 @@ def digest_of(key: str) -> str:
 
 
 def hashed(entry: str) -> str:
-    """The entry without its secret. Raises ValueError, which does not repeat the entry."""
+    """Return the entry with its key hashed.
+
+    Raises:
+        ValueError: The entry is not valid. The message does not contain the key.
+    """
     name, _, rest = entry.strip().rpartition("=")
     if not HASH.fullmatch(rest):
         if len(rest) < SHORTEST or not rest.isprintable() or " " in rest:
-            raise ValueError(f"an API key has at least {SHORTEST} characters and no spaces; SDKs want it to begin with tml-")
+            raise ValueError(
+                f"an API key has at least {SHORTEST} characters and no spaces; "
+                "SDKs require that it begins with tml-"
+            )
         rest = digest_of(rest)
     if name and not NAME.fullmatch(name):
-        raise ValueError(f"the name of an API key, {name[:64]!r}: use up to 64 of A-Z a-z 0-9 _ . -")
+        raise ValueError(
+            f"the name of an API key is {name[:64]!r}; use 1 to 64 of the characters A-Z a-z 0-9 _ "
+            ". -, and a letter or digit first"
+        )
     return f"{name}={rest}" if name else rest
 
 
 def known_keys(entries: Iterable[str]) -> tuple[KnownKey, ...]:
-    """Of hashed entries."""
+    """Return owner and hash of each hashed entry."""
     parted = (entry.rpartition("=") for entry in entries)
     return tuple(
-        KnownKey(hashlib.sha256((name or digest).encode()).hexdigest()[:OWNER_DIGITS], digest) for name, _, digest in parted
+        KnownKey(hashlib.sha256((name or digest).encode()).hexdigest()[:OWNER_DIGITS], digest)
+        for name, _, digest in parted
     )
 
 
 def entries_in(text: str) -> list[str]:
-    """Of a file of keys: one a line, `#` begins a comment."""
+    """Return the entries of a key file, which has one entry on each line and comments after `#`."""
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     return [line for line in lines if line]

@@ -1,66 +1,101 @@
-"""What one client, and all clients together, may ask of a service."""
+"""Limits for one client and for all clients of a service."""
 
 from pydantic import Field
 
-from skyrl_actors.config.base import FrozenConfig
+from skyrl_actors.config.frozen import FrozenConfig
 
 
 class LimitsConfig(FrozenConfig):
-    """What one client may ask. Over a bound the answer is 413, 422 or 429 and says what is allowed."""
+    """Limits for clients. Beyond a limit, the answer is 413, 422 or 429 and contains the limit."""
 
-    body_bytes: int = Field(default=64 * 2**20, ge=1024, description="of a request, also after decompression")
+    body_bytes: int = Field(
+        default=64 * 2**20, ge=1024, description="size of a request body, also after decompression"
+    )
     body_memory_bytes: int = Field(
         default=512 * 2**20,
         ge=1024,
-        description="of large bodies that one ingress process reads and decodes at once; more wait",
+        description="large bodies that one ingress process reads and decodes at once; "
+        "the same amount for large answers; others queue",
     )
-    datums: int = Field(default=1024, ge=1, description="of one forward or forward_backward")
-    tokens: int = Field(default=2**22, ge=1, description="of all datums of one request together")
-    num_samples: int = Field(default=256, ge=1, description="of one asample; max_tokens is bound by engine.max_model_len")
-    open_requests: int = Field(default=20_000, ge=1, description="accepted and not yet answered, of all clients")
+    datums: int = Field(default=1024, ge=1, description="datums of one forward or forward_backward")
+    tokens: int = Field(
+        default=2**22, ge=1, description="tokens of all datums of one request together"
+    )
+    num_samples: int = Field(
+        default=256,
+        ge=1,
+        description="samples of one asample; max_tokens is limited by engine.max_model_len",
+    )
+    open_requests: int = Field(
+        default=20_000,
+        ge=1,
+        description="accepted requests without an answer, of all clients together",
+    )
     open_requests_per_key: int = Field(
         default=10_000,
         ge=1,
-        description="the same, of the holder of one API key; it may also have no more than are free, so that some are left for the "
-        "next key",
+        description="the same for one API key; a key also cannot hold more than the number that is "
+        "still free, so that other keys get some",
     )
     queued_bytes: int = Field(
         default=64 * 2**30,
         ge=2**20,
-        description="of the payloads of open requests, in the journal's folder; shared between keys as open_requests are",
+        description="payloads of open requests in the journal folder; "
+        "divided between keys in the same way as open_requests",
     )
     payload_memory_bytes: int = Field(
         default=2**30,
         ge=2**20,
-        description="of payloads in the controller's memory; payloads beyond it are read from the journal when they run",
+        description="payloads in the memory of the controller; other payloads are read from the "
+        "journal when their request runs",
     )
     result_memory_bytes: int = Field(
         default=256 * 2**20,
         ge=2**20,
-        description="of answers in the controller's memory; older ones are read from the journal",
+        description="answers in the memory of the controller, and the same amount in transfer to "
+        "clients; older answers are read from the journal",
     )
-    sessions_per_key: int = Field(default=1000, ge=1, description="open at once")
-    models_per_key: int = Field(default=64, ge=1, description="alive at once")
+    sessions_per_key: int = Field(default=1000, ge=1, description="open sessions of one API key")
+    models_per_key: int = Field(
+        default=64, ge=1, description="models of one API key that exist at once"
+    )
     samples_in_flight: int = Field(
         default=512,
         ge=1,
-        description="sequences in the engines at once; more wait, and the tenant that was given the fewest tokens goes first",
+        description="sequences in the engines at once; others queue, and the tenant with the "
+        "fewest sampled tokens is first",
     )
     full_sampler_versions: int = Field(
-        default=4, ge=1, description="unnamed full-weight samplers kept for a model; older ones are refused"
+        default=4,
+        ge=1,
+        description="unnamed full-weight samplers that are kept for a model; "
+        "older ones are refused",
     )
-    lora_sampler_versions: int = Field(default=256, ge=1, description="the same for a LoRA model")
-    result_ttl_s: float = Field(default=30.0, gt=0, description="how long an answer stays in memory; the journal keeps it longer")
+    lora_sampler_versions: int = Field(
+        default=256,
+        ge=1,
+        description="unnamed samplers that are kept for a LoRA model; older ones are refused",
+    )
+    result_ttl_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="time that an answer stays in memory; the journal keeps it longer",
+    )
     session_silent_s: float = Field(
         default=30.0,
         gt=0,
-        description="silence after which a session ends when its place is wanted; SDKs send a heartbeat every 10 s",
+        description="time without a heartbeat after which a session is ended if a new model needs "
+        "its memory; SDKs send a heartbeat every 10 s",
     )
     create_wait_s: float = Field(
-        default=600.0, gt=0, description="how long a create waits for room until it fails; after a restart anew"
+        default=600.0,
+        gt=0,
+        description="longest time that the creation of a model waits for memory; "
+        "starts again after a restart",
     )
     session_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="silence after which a session's models are freed; time in which no client is heard does not count",
+        description="time without a heartbeat after which the models of a session are freed; "
+        "time in which no client reaches the service does not count",
     )

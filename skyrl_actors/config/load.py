@@ -1,6 +1,7 @@
-"""YAML files, `extends` and dotted overrides become one validated config object.
+"""Load YAML files, `extends` and dotted overrides into one validated config object.
 
-`extends: other.yaml` (a path beside the file) may stand in any mapping; that file's content is merged below it.
+`extends: other.yaml` is allowed in every mapping. The path is relative to the file. The keys of the
+mapping override those of the other file.
 """
 
 import os
@@ -14,8 +15,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
-from skyrl_actors.config.base import FrozenConfig
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.messages.errors import ConfigError
 
 C = TypeVar("C", bound=FrozenConfig)
@@ -23,15 +24,19 @@ KEYS_VARIABLE = "SKYRL_ACTORS_API_KEYS"  # API keys, comma-separated
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = ClusterConfig) -> C:
-    """Read `path`, apply `key.sub=value` overrides, validate against `schema`.
+    """Read `path`, apply `key.sub=value` overrides and validate against `schema`.
 
-    Keys of the environment variable SKYRL_ACTORS_API_KEYS are added to http.api_keys. Raises ConfigError listing every fault with its key, what was given and what is allowed.
+    The API keys in the environment variable SKYRL_ACTORS_API_KEYS are added to http.api_keys.
+
+    Raises:
+        ConfigError: The config is not valid. The message lists every fault with its key, the given
+            value and the allowed values.
     """
     source = Path(path)
     merged = OmegaConf.create(_read(source, ()))
     for text in overrides:
         if "=" not in text or text.startswith("="):
-            raise ConfigError(f"override {text!r}: write key.sub=value")
+            raise ConfigError(f"override {text!r} has no key; write key.sub=value")
     try:
         merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
         if schema is ClusterConfig and (keys := os.environ.get(KEYS_VARIABLE)):
@@ -50,7 +55,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Clus
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     path = path.resolve()
     if path in seen:
-        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p.name) for p in seen)}")
+        raise ConfigError(
+            f"{path}: extends itself through {' -> '.join(str(p.name) for p in seen)}"
+        )
     try:
         content = OmegaConf.load(path)
     except FileNotFoundError:
@@ -58,7 +65,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (YAMLError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(content, DictConfig):
-        raise ConfigError(f"{path}: the top of a config file is a mapping")
+        raise ConfigError(
+            f"{path}: the top level of a config file must be a mapping of keys to values"
+        )
     plain = cast("dict[str, Any]", OmegaConf.to_container(content, resolve=False))
     return _extended(plain, path, (*seen, path))
 
@@ -67,11 +76,24 @@ def _extended(node: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict[
     own: dict[str, Any] = {}
     for key, value in node.items():
         if key != "extends":
-            own[key] = _extended(cast("dict[str, Any]", value), path, seen) if isinstance(value, dict) else value
+            own[key] = (
+                _extended(cast("dict[str, Any]", value), path, seen)
+                if isinstance(value, dict)
+                else value
+            )
     if "extends" not in node:
         return own
     below = _read(path.parent / str(node["extends"]), seen)
     return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(below, own)))
+
+
+RENAMED = {
+    (
+        "transfer",
+        "freeze",
+    ): "transfer.materialize=eager for always, transfer.materialize=lazy for when_needed",
+}
+"""The first and the last name of a key that has another name now, and what to write instead."""
 
 
 def _explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
@@ -80,15 +102,20 @@ def _explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
     if detail["type"] == "extra_forbidden":
         allowed = _fields_at(schema, detail["loc"][:-1])
         message = "unknown key" + (f"; allowed here: {', '.join(allowed)}" if allowed else "")
+        if (new := RENAMED.get((str(detail["loc"][0]), str(detail["loc"][-1])))) is not None:
+            message = f"this key was renamed; use {new}"
     elif "api_keys" in detail["loc"]:
-        pass  # what was given is a secret
+        pass  # the given value is a secret
     elif detail["type"] not in ("value_error", "missing"):
         message = f"{message} (got {detail['input']!r})"
     return f"  {key}: {message}"
 
 
 def _fields_at(schema: type[FrozenConfig], loc: tuple[int | str, ...]) -> list[str]:
-    """Names allowed at a key; pydantic puts the tag of a union's chosen member into the key."""
+    """Return the names that are allowed at a key.
+
+    Pydantic inserts the tag of a union's chosen member into `loc`.
+    """
     nodes = [schema]
     for part in loc:
         chosen = [node for node in nodes if part in _tags(node)]
@@ -102,7 +129,7 @@ def _fields_at(schema: type[FrozenConfig], loc: tuple[int | str, ...]) -> list[s
 
 
 def classes_in(annotation: Any) -> list[type[FrozenConfig]]:
-    """The config classes of a key's annotation: one, those of a union, or none."""
+    """Return the config classes of a key's annotation: one, the members of a union, or none."""
     if isinstance(annotation, type) and issubclass(annotation, FrozenConfig):
         return [annotation]
     return [c for arg in get_args(annotation) for c in classes_in(arg)]
@@ -113,12 +140,15 @@ def _tags(schema: type[FrozenConfig]) -> tuple[Any, ...]:
 
 
 def to_yaml(config: FrozenConfig) -> str:
-    """The resolved config as YAML that `load` reads back to an equal object."""
+    """Return the resolved config as YAML. `load` reads it back to an equal object."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
 def differing(before: str, now: str, leave: Sequence[str] = ()) -> list[str]:
-    """Keys of two configs as YAML, dotted, whose values differ, with both values; `leave` and what is below them aside."""
+    """Return the dotted keys with different values in two YAML configs, with both values.
+
+    The keys in `leave`, and all keys below them, are not compared.
+    """
     found: list[str] = []
 
     def compare(a: Any, b: Any, key: str) -> None:
@@ -131,10 +161,17 @@ def differing(before: str, now: str, leave: Sequence[str] = ()) -> list[str]:
         elif a != b:
             found.append(f"{key} ({a!r}, now {b!r})")
 
-    compare(OmegaConf.to_container(OmegaConf.create(before)), OmegaConf.to_container(OmegaConf.create(now)), "")
+    compare(
+        OmegaConf.to_container(OmegaConf.create(before)),
+        OmegaConf.to_container(OmegaConf.create(now)),
+        "",
+    )
     return found
 
 
 def top_level_keys(path: str | Path) -> set[str]:
-    """Which kind of config a file is, before it is validated."""
+    """Return the top-level keys of a file without validation.
+
+    They tell service configs from job configs.
+    """
     return set(_read(Path(path), ()))

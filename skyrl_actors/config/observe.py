@@ -1,18 +1,20 @@
-"""How a service is looked at from outside; metrics go through Ray in any case."""
+"""Traces and logs of a service. Metrics are always exported through Ray."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from skyrl_actors.config.base import FrozenConfig
+from skyrl_actors.config.frozen import FrozenConfig
 
 
 class ObserveConfig(FrozenConfig):
     otlp: str | None = Field(
         default=None,
         pattern=r"^https?://",
-        description="an OpenTelemetry collector, as http://host:4318: each request becomes a trace",
+        description="address of an OpenTelemetry collector, for example http://host:4318; "
+        "each request becomes a trace",
     )
     log_format: Literal["text", "json"] = Field(
-        default="text", description="of the lines of controller, ingress, ranks and engines"
+        default="text",
+        description="format of the log lines of controller, ingress, ranks and engines",
     )

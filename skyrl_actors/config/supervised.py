@@ -1,4 +1,4 @@
-"""Training programs that learn from given texts: supervised fine-tuning, preferences, reward models."""
+"""Jobs on a dataset: supervised fine-tuning, preference optimization and reward models."""
 
 from typing import Literal
 
@@ -9,57 +9,86 @@ from skyrl_actors.config.optimizer import AdamFields
 
 
 class Supervised(AdamFields):
-    """What learning from given texts has in common."""
+    """The keys that all jobs on datasets share."""
 
     data: DatasetConfig
     eval_data: DatasetConfig | None = Field(
-        default=None, description="null: the last eval_rows of data, which are then not trained on"
+        default=None,
+        description="held-out rows; null = the last eval_rows rows of `data`, "
+        "which are then not trained on",
     )
-    eval_rows: int = Field(default=100, ge=1, description="of data, where eval_data is null")
-    eval_every: int = Field(default=20, ge=1, description="steps")
-    seed: int = Field(default=0, ge=0)
-    epochs: int = Field(default=1, ge=1)
-    batch_rows: int = Field(default=32, ge=1)
-    max_steps: int | None = Field(default=None, ge=1)
-    max_row_tokens: int | None = Field(default=None, ge=2, description="null = what the model takes")
+    eval_rows: int = Field(
+        default=100, ge=1, description="held-out rows of `data` if eval_data is null"
+    )
+    eval_every: int = Field(default=20, ge=1, description="steps between evaluations")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        description="seed of the order of rows and of the adapter's initial weights",
+    )
+    epochs: int = Field(default=1, ge=1, description="passes over the data")
+    batch_rows: int = Field(default=32, ge=1, description="rows of one step")
+    max_steps: int | None = Field(
+        default=None, ge=1, description="largest number of steps; null = all epochs"
+    )
+    max_row_tokens: int | None = Field(
+        default=None, ge=2, description="longest row; null = the longest row that the model takes"
+    )
     long_rows: Literal["drop", "refuse"] = Field(
-        default="drop", description="rows beyond the limit are counted and left out, or end the run"
+        default="drop",
+        description="for rows beyond the limit. drop: count and skip them; refuse: end the run",
     )
-    lora_rank: int | None = Field(default=None, ge=1, description="adapter rank; null = full fine-tune")
-    learning_rate: float = Field(default=2e-4, gt=0)
-    warmup_steps: int = Field(default=0, ge=0, description="the rate rises linearly in so many steps, then falls linearly")
+    lora_rank: int | None = Field(
+        default=None, ge=1, description="rank of the adapter; null = full fine-tune"
+    )
+    learning_rate: float = Field(default=2e-4, gt=0, description="peak learning rate")
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps in which the learning rate rises linearly; then it falls linearly",
+    )
 
 
 class SftConfig(Supervised):
-    """Cross-entropy on answers, the mean over a batch's answer tokens.
+    """Supervised fine-tuning: cross-entropy, as the mean over the answer tokens of a batch.
 
-    Rows hold `messages` (learned are the assistant's turns), or a prompt (text or messages) and a completion.
+    A row holds either a chat in messages_column, or a prompt (a text or a chat) and a completion.
+    In a chat, the model trains on the assistant's messages.
     """
 
     type: Literal["sft"] = "sft"
-    messages_column: str | None = Field(default=None, description="set: chats; null: prompt_column and completion_column")
-    prompt_column: str = "prompt"
-    completion_column: str = "completion"
+    messages_column: str | None = Field(
+        default=None,
+        description="column with chats; null = use prompt_column and completion_column",
+    )
+    prompt_column: str = Field(default="prompt", description="column with a text or a chat")
+    completion_column: str = Field(default="completion", description="column with the answer")
 
 
 class Preferences(Supervised):
-    """Rows hold a prompt and two answers, of which one was preferred."""
+    """Jobs on preferences: a row holds a prompt, a preferred answer and a rejected answer."""
 
-    prompt_column: str = "prompt"
-    chosen_column: str = "chosen"
-    rejected_column: str = "rejected"
+    prompt_column: str = Field(default="prompt", description="column with a text or a chat")
+    chosen_column: str = Field(default="chosen", description="column with the preferred answer")
+    rejected_column: str = Field(default="rejected", description="column with the rejected answer")
 
 
 class DpoConfig(Preferences):
-    """Direct preference optimization (Rafailov et al., 2023, eq. 7), with the base model as reference."""
+    """Direct preference optimization (Rafailov et al., 2023, eq. 7).
+
+    The base model is the reference.
+    """
 
     type: Literal["dpo"] = "dpo"
-    beta: float = Field(default=0.1, gt=0)
-    learning_rate: float = Field(default=5e-5, gt=0)
+    beta: float = Field(default=0.1, gt=0, description="β of eq. 7")
+    learning_rate: float = Field(default=5e-5, gt=0, description="peak learning rate")
 
 
 class RewardModelConfig(Preferences):
-    """A reward model with the loss of Bradley and Terry (Ouyang et al., 2022, eq. 1): its value at an answer's last token."""
+    """A reward model with the Bradley-Terry loss (Ouyang et al., 2022, eq. 1).
+
+    The reward of an answer is the value at its last token.
+    """
 
     type: Literal["reward_model"] = "reward_model"
-    learning_rate: float = Field(default=1e-4, gt=0)
+    learning_rate: float = Field(default=1e-4, gt=0, description="peak learning rate")

@@ -1,29 +1,34 @@
-"""Trackers beside the files that every run writes."""
+"""Experiment trackers, in addition to the files that every run writes."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from skyrl_actors.config.base import FrozenConfig
+from skyrl_actors.config.frozen import FrozenConfig
 
 
 class WandbTracker(FrozenConfig):
-    """Weights & Biases; the key is that of `wandb login` or WANDB_API_KEY."""
+    """Weights & Biases. The key comes from `wandb login` or WANDB_API_KEY."""
 
     type: Literal["wandb"] = "wandb"
-    project: str = "skyrl-actors"
-    entity: str | None = Field(default=None, description="a user or team; none = wandb's own default")
+    project: str = Field(default="skyrl-actors", description="project of the run")
+    entity: str | None = Field(
+        default=None, description="a user or team; null = the default of the account"
+    )
     mode: Literal["online", "offline"] = Field(
-        default="online", description="offline: files in the run's folder, for `wandb sync`"
+        default="online",
+        description="offline: write files to the run's folder, which `wandb sync` uploads later",
     )
 
 
 class MlflowTracker(FrozenConfig):
-    """MLflow; the server's address or a local store."""
+    """MLflow, with a tracking server or a local store."""
 
     type: Literal["mlflow"] = "mlflow"
-    uri: str = Field(description="http://host:5000, or sqlite:///path")
-    experiment: str = "skyrl-actors"
+    uri: str = Field(
+        description="address of the server (http://host:5000) or of the store (sqlite:///path)"
+    )
+    experiment: str = Field(default="skyrl-actors", description="experiment of the run")
 
 
 Tracker = Annotated[WandbTracker | MlflowTracker, Field(discriminator="type")]

@@ -1,4 +1,4 @@
-"""How weights travel from trainers to engines: a tagged union."""
+"""How weights are transferred from trainers to engines: a tagged union."""
 
 import os
 from pathlib import Path
@@ -6,20 +6,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from skyrl_actors.config.base import FrozenConfig
-from skyrl_actors.messages.weights import Freeze
+from skyrl_actors.config.frozen import FrozenConfig
+from skyrl_actors.messages.weights import Materialize
 
-SHARED_MEMORY = Path(f"/dev/shm/skyrl-actors-{os.getuid()}")  # each user's own: others of the machine may use the same name
-FREEZE = (
-    "full weights: always = a version is written as it is saved; when_needed = it is sent from the weights, and written only before they "
-    "change while it was in no engine yet or samples from it are under way; one that was not written and is asked for again is computed "
-    "anew from the journal"
+# one for each user, because another user of the machine can use the same service name
+SHARED_MEMORY = Path(f"/dev/shm/skyrl-actors-{os.getuid()}")
+MATERIALIZE = (
+    "for full weights. eager: every saved version is written to a file. "
+    "lazy: a version is sent directly from the live weights. It is written to a file only if the "
+    "weights are about to change and either no engine has it yet or samples from it are running. "
+    "A version that was not written and is requested again is computed again from the journal"
 )
-CHECKSUMS = "crc32 of every tensor of full weights, and of the file of an adapter, where it leaves, compared where it arrives"
+FOLDER = "folder for files of exported weights"
+CHECKSUMS = (
+    "compute the crc32 of every tensor of full weights, and of the file of an adapter, "
+    "at the sender, and compare it at the receiver"
+)
 
 
 class WithFolder(FrozenConfig):
-    """Paths mean the same in every process."""
+    """Base class that makes `folder` absolute, to name the same folder in every process."""
 
     @field_validator("folder", mode="after", check_fields=False)
     @classmethod
@@ -28,85 +34,115 @@ class WithFolder(FrozenConfig):
 
 
 class ShmTransfer(WithFolder):
-    """Trainer and engine on one host: the trainer writes a file in shared memory, the engine maps it."""
+    """For one host: the trainer writes a file in shared memory, and the engine maps it."""
 
     type: Literal["shm"] = "shm"
-    folder: Path = SHARED_MEMORY
+    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
     checksums: bool = Field(default=False, description=CHECKSUMS)
 
 
 class ObjectStoreTransfer(WithFolder):
-    """Trainer and engine on any hosts: through Ray's object store, then a file in shared memory beside the engine."""
+    """For any hosts: weights go through Ray's object store.
+
+    They arrive in a file in shared memory on the engine's host.
+    """
 
     type: Literal["object_store"] = "object_store"
-    folder: Path = SHARED_MEMORY
+    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
 class DiskTransfer(WithFolder):
-    """Any hosts that see one folder: the trainer writes there, engines read it."""
+    """For hosts with a shared folder: the trainer writes there, and engines read it."""
 
     type: Literal["disk"] = "disk"
-    folder: Path = Field(description="on storage that all nodes share")
+    folder: Path = Field(description="folder on storage that all nodes share")
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
 class LoraTransfer(WithFolder):
-    """Adapters only: small folders in shared memory, or on shared storage when there are several hosts."""
+    """For adapters only: files in shared memory, or on shared storage with several hosts."""
 
     type: Literal["lora"] = "lora"
-    folder: Path = SHARED_MEMORY
+    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
 class GlooTransfer(WithFolder):
-    """Any hosts, by TCP: full weights are broadcast from the trainer's memory into the engines, one bucket at a time."""
+    """For any hosts: full weights are broadcast over TCP.
+
+    They go from the memory of the trainer to the engines in buckets.
+    """
 
     type: Literal["gloo"] = "gloo"
-    folder: Path = SHARED_MEMORY
-    freeze: Freeze = Field(default="when_needed", description=FREEZE)
-    bucket_bytes: int = Field(default=64 * 2**20, ge=1)
-    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
+    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
+    materialize: Materialize = Field(default="lazy", description=MATERIALIZE)
+    bucket_bytes: int = Field(default=64 * 2**20, ge=1, description="size of a bucket")
+    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other process")
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
 class NcclTransfer(WithFolder):
-    """GPUs of their own for trainers and engines: as gloo, over NVLink or the network of the GPUs."""
+    """For trainers and engines on separate GPUs.
+
+    Like gloo, but over NVLink or the network of the GPUs.
+    """
 
     type: Literal["nccl"] = "nccl"
-    folder: Path = SHARED_MEMORY
-    freeze: Freeze = Field(default="when_needed", description=FREEZE)
-    bucket_bytes: int = Field(default=2**30, ge=1)
-    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
+    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
+    materialize: Materialize = Field(default="lazy", description=MATERIALIZE)
+    bucket_bytes: int = Field(default=2**30, ge=1, description="size of a bucket")
+    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other process")
     checksums: bool = Field(default=True, description=CHECKSUMS)
 
 
 class IpcTransfer(WithFolder):
-    """Trainers and engines on the same GPUs of one host: each engine copies out of the memory of the trainer beside it."""
+    """For trainers and engines on the same GPUs of one host.
+
+    Each engine copies from the GPU memory of the trainer.
+    """
 
     type: Literal["ipc"] = "ipc"
-    folder: Path = SHARED_MEMORY
-    freeze: Freeze = Field(default="when_needed", description=FREEZE)
-    bucket_bytes: int = Field(default=2**28, ge=1, description="of each of two buckets, of which one is filled and one is read")
-    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other side")
+    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
+    materialize: Materialize = Field(default="lazy", description=MATERIALIZE)
+    bucket_bytes: int = Field(
+        default=2**28,
+        ge=1,
+        description="size of each of two buckets; one is filled while the other is read",
+    )
+    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other process")
     checksums: bool = Field(default=False, description=CHECKSUMS)
 
 
 TransferConfig = Annotated[
-    ShmTransfer | ObjectStoreTransfer | DiskTransfer | LoraTransfer | GlooTransfer | NcclTransfer | IpcTransfer,
+    ShmTransfer
+    | ObjectStoreTransfer
+    | DiskTransfer
+    | LoraTransfer
+    | GlooTransfer
+    | NcclTransfer
+    | IpcTransfer,
     Field(discriminator="type"),
 ]
 
 
-class LogprobCheck(FrozenConfig):
-    """A fixed prompt is scored by the trainer when a version or a checkpoint for sampling is saved, and by each engine before it first
-    answers from it. Not compared is what a trainer of another dtype saved."""
+class LogprobCheckConfig(FrozenConfig):
+    """A comparison of engine and trainer on a fixed prompt.
+
+    The trainer scores the prompt when it saves a version or a checkpoint for sampling. Each engine
+    scores it before its first answer from that version. Versions that a trainer of another dtype
+    saved are not compared.
+    """
 
     action: Literal["off", "warn", "auto", "refuse"] = Field(
         default="auto",
-        description="when they differ by more than the bound: warn in the log, or refuse to sample that version; auto = warn, and refuse "
-        "beyond ten times the bound",
+        description="if the difference exceeds `bound`. warn: write to the log; "
+        "refuse: do not sample from that version; auto: warn, "
+        "and refuse beyond ten times the bound",
     )
     bound: float | None = Field(
-        default=None, gt=0, description="of the mean |Δ logprob| in nats; none = 1e-4 where both compute in float32, else 0.05"
+        default=None,
+        gt=0,
+        description="bound of the mean |Δ logprob| in nats; null = 1e-4 if both compute in "
+        "float32, otherwise 0.05",
     )

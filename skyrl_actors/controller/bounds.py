@@ -1,4 +1,4 @@
-"""The controller's bounded tables, from the limits of the config (pure)."""
+"""Build the controller's bounded tables from the limits of the config (pure)."""
 
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.controller.payloads import PayloadMemory
@@ -6,12 +6,16 @@ from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.shares import Shares
 from skyrl_actors.controller.waiters import ResultTable
 
-ALWAYS_OPEN = 16  # requests that each key may have open, whatever others have
+ALWAYS_OPEN = 16  # open requests that each key may have, whatever other keys have
 
 
 def queue_of(limits: LimitsConfig) -> RequestQueue:
-    requests = Shares(limit=limits.open_requests, per_key=limits.open_requests_per_key, floor=ALWAYS_OPEN)
-    payload_bytes = Shares(limit=limits.queued_bytes, per_key=limits.queued_bytes, floor=limits.body_bytes)
+    requests = Shares(
+        limit=limits.open_requests, per_key=limits.open_requests_per_key, floor=ALWAYS_OPEN
+    )
+    payload_bytes = Shares(
+        limit=limits.queued_bytes, per_key=limits.queued_bytes, floor=limits.body_bytes
+    )
     return RequestQueue(requests, payload_bytes)
 
 

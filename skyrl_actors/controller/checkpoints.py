@@ -1,4 +1,7 @@
-"""Where checkpoints lie, what a checkpoint says of itself, and which runs there were. Files only; they outlive the service."""
+"""The files of checkpoints and training runs: paths, metadata, listings, deletion.
+
+They outlive the service.
+"""
 
 import hashlib
 import json
@@ -14,13 +17,13 @@ from skyrl_actors import clock
 from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
 from skyrl_actors.controller.owner_index import OwnerIndex
 from skyrl_actors.controller.published import Published
-from skyrl_actors.files import fsync
 from skyrl_actors.messages.catalog import CheckpointEntry, RunEntry
 from skyrl_actors.messages.errors import Conflict, Corrupt, InternalError, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import CHECKPOINT_KINDS, TinkerPath, owner_of
 from skyrl_actors.messages.weights import SCORED_FILE
-from skyrl_actors.storage import Mirror
+from skyrl_actors.storage.files import fsync
+from skyrl_actors.storage.mirror import Mirror
 
 log = logging.getLogger(__name__)
 SPEC_FILE = "model_spec.json"
@@ -28,16 +31,32 @@ RUN_FILE = "run.json"
 ABOUT_FILE = "about.json"
 SAVED_BY = "saved_by"
 DELETED = ".deleted"
-LAST_TIME = 253_000_000_000  # in the year 9987: later ones are no date
-ABOUT = {field.name for field in fields(CheckpointEntry)} - {"run_id", "kind", "name", "time", "num_bytes"}
+LAST_TIME = 253_000_000_000  # in the year 9987; Python has no dates after the year 9999
+ABOUT = {field.name for field in fields(CheckpointEntry)} - {
+    "run_id",
+    "kind",
+    "name",
+    "time",
+    "num_bytes",
+}
 OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY, SCORED_FILE)
 
 
 class CheckpointFolders:
-    """tinker://<model id>/<kind>/<name> is <root>/<model id>/<kind>/<name>; ids and names were checked when parsed."""
+    """The folder of all checkpoints.
 
-    def __init__(self, root: Path, wall: Callable[[], float] = clock.now, mirror_url: str | None = None):
-        """`mirror_url`: where each checkpoint also lies before it is answered; for who changes checkpoints."""
+    tinker://<model id>/<kind>/<name> is <root>/<model id>/<kind>/<name>. Ids and names are checked
+    when a path is parsed.
+    """
+
+    def __init__(
+        self, root: Path, wall: Callable[[], float] = clock.now, mirror_url: str | None = None
+    ):
+        """Use the checkpoints below `root`.
+
+        `mirror_url` is a second place for each checkpoint, written before its request is
+        answered. Only a process that changes checkpoints needs it.
+        """
         self.root = root.expanduser().resolve()
         self._wall = wall
         self._index = OwnerIndex(self.root)
@@ -45,7 +64,10 @@ class CheckpointFolders:
         self._mirror = Mirror(self.root, mirror_url, SPEC_FILE) if mirror_url else None
 
     def align(self) -> int:
-        """Fetch what the mirror has and this machine has not, and the other way round; how many checkpoints were fetched."""
+        """Copy checkpoints that only the mirror or only this machine has to the other place.
+
+        Returns the number of checkpoints that were fetched.
+        """
         if self._mirror is None:
             return 0
         fetched = self._mirror.pull(RUN_FILE)
@@ -65,29 +87,38 @@ class CheckpointFolders:
     def _run_folder(self, model_id: str) -> Path:
         folder = self.root / model_id.replace(":", "_")
         if not folder.is_relative_to(self.root):
-            raise InternalError(f"{model_id} leaves the checkpoint folder")
+            raise InternalError(f"model id {model_id} leads out of the checkpoint folder")
         return folder
 
     def folder(self, path: TinkerPath) -> Path:
         return self._run_folder(path.model_id) / path.kind / path.name
 
     def saved_by(self, folder: Path, request_id: str) -> bool:
-        """Whether this very request wrote the folder, before it could be answered."""
+        """Return whether an earlier attempt of this request wrote the folder."""
         mark = folder / SAVED_BY
         return mark.is_file() and mark.read_text() == request_id
 
     def new(self, path: TinkerPath, overwrite: bool, request_id: str) -> Path:
+        """Return the folder to save into. Raises Conflict when the name is taken."""
         folder = self.folder(path)
-        if folder.exists() and not overwrite and not self.saved_by(folder, request_id) and not self._is_expired(folder):
-            raise Conflict(f"{path} exists already; use another name" + (" or overwrite=true" if path.kind == "weights" else ""))
+        if (
+            folder.exists()
+            and not overwrite
+            and not self.saved_by(folder, request_id)
+            and not self._is_expired(folder)
+        ):
+            raise Conflict(
+                f"{path} exists already; use another name"
+                + (" or overwrite=true" if path.kind == "weights" else "")
+            )
         return folder
 
     def found(self, path: TinkerPath) -> tuple[Path, ModelSpec, str]:
-        """Its folder, the model that was saved there, and its version."""
+        """Return a checkpoint's folder, the model that was saved there, and its version."""
         return self.existing(path), self.spec(path), self.version(path)
 
     def to_save(self, path: TinkerPath, overwrite: bool, request_id: str) -> tuple[Path, bool]:
-        """The folder to save into, and whether this very request wrote it before."""
+        """Return the folder to save into, and whether this request wrote it before."""
         folder = self.new(path, overwrite, request_id)
         return folder, self.saved_by(folder, request_id)
 
@@ -95,36 +126,47 @@ class CheckpointFolders:
         return sum(file.stat().st_size for file in self.files_for_others(path))
 
     def existing(self, path: TinkerPath) -> Path:
+        """Return the folder of a checkpoint. Raises NotFound without one, or an expired one."""
         folder = self.folder(path)
         if not (folder / SPEC_FILE).is_file() or self._is_expired(folder):
             raise NotFound(f"no checkpoint {path}")
         return folder
 
     def version(self, path: TinkerPath) -> str:
-        """Differs when the same name was removed and saved again; stays when the folder is copied to another machine."""
+        """Return a string that identifies this save of the checkpoint.
+
+        It changes when the name is removed and saved again. It does not change when the folder is
+        copied to another machine.
+        """
         mark = self.existing(path) / SAVED_BY
         if not mark.is_file():  # a copy of another run's checkpoint
             return self._timed_version(path)
         return f"{path}#{hashlib.blake2b(mark.read_bytes(), digest_size=8).hexdigest()}"
 
     def is_version(self, path: TinkerPath, version: str) -> bool:
-        """Raises NotFound when there is none. `version` may be an older release's, which named the time of the save."""
+        """Return whether the checkpoint still has this version.
+
+        Older releases used the time of the save as the version; such versions match, too. Raises
+        NotFound when there is no such checkpoint.
+        """
         return version in (self.version(path), self._timed_version(path))
 
     def _timed_version(self, path: TinkerPath) -> str:
         return f"{path}#{(self.existing(path) / SPEC_FILE).stat().st_mtime_ns}"
 
     def spec(self, path: TinkerPath) -> ModelSpec:
-        """The model that was saved there."""
+        """Return the model that was saved there."""
         try:
             content = json.loads((self.existing(path) / SPEC_FILE).read_text())
             lora = content.pop("lora")
             return ModelSpec(**content, lora=LoraSpec(**lora) if lora else None)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Corrupt(f"checkpoint {path} is damaged: its {SPEC_FILE} cannot be read ({error!r})") from None
+            raise Corrupt(
+                f"checkpoint {path} is damaged: its {SPEC_FILE} cannot be read ({error!r})"
+            ) from None
 
     def note(self, folder: Path, user_metadata: dict[str, str], ttl_seconds: int | None) -> None:
-        """Keep what the client said of its checkpoint beside it."""
+        """Write the client's metadata and lifetime of a checkpoint into its folder."""
         self._write_about(folder, user_metadata=user_metadata, expires_at=self._end_of(ttl_seconds))
         self._mirrored(folder)
 
@@ -132,27 +174,44 @@ class CheckpointFolders:
         self._change(self.existing(path), expires_at=self._end_of(ttl_seconds))
 
     def set_public(self, path: TinkerPath, public: bool) -> None:
+        """Publish a checkpoint to the holders of other API keys, or withdraw it."""
         self._change(self.existing(path), public=public)
         self._published.note(path.model_id)
 
     def files_for_others(self, path: TinkerPath) -> list[Path]:
-        """What other tools read of a checkpoint: all but our own notes."""
+        """Return the files that other tools read: all except the service's own."""
         return sorted(
-            file for file in self.existing(path).iterdir() if file.name not in OWN_FILES and not file.name.startswith(".")
+            file
+            for file in self.existing(path).iterdir()
+            if file.name not in OWN_FILES and not file.name.startswith(".")
         )
 
-    def copy(self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None) -> None:
-        """Under another run, which is made for it. Once: a repeat changes nothing. Raises Conflict when the place is taken.
-        The caller sees to it that a repeat waits for the end of the first (`Disk.change`)."""
+    def copy(
+        self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None
+    ) -> None:
+        """Copy a checkpoint into a new training run. A repeat changes nothing.
+
+        Raises Conflict when the training run exists already. The caller makes a repeat wait for
+        the end of the first copy (`Disk.change`).
+        """
         folder, spec = self.folder(target), replace(self.spec(source), model_id=target.model_id)
         if not folder.exists() or _about(folder).get("copied_from") != str(source):
             self._copy(source, target, folder, spec, ttl_seconds)
         self.note_run(spec, session_id, {})
         self._mirrored(folder)
 
-    def _copy(self, source: TinkerPath, target: TinkerPath, folder: Path, spec: ModelSpec, ttl_seconds: int | None) -> None:
+    def _copy(
+        self,
+        source: TinkerPath,
+        target: TinkerPath,
+        folder: Path,
+        spec: ModelSpec,
+        ttl_seconds: int | None,
+    ) -> None:
         if (self._run_folder(target.model_id) / RUN_FILE).exists():
-            raise Conflict(f"training run {target.model_id} exists already; use another model_seq_id")
+            raise Conflict(
+                f"training run {target.model_id} exists already; use another model_seq_id"
+            )
         staging = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
         staging.mkdir(parents=True)
         for file in self.existing(source).iterdir():
@@ -166,7 +225,7 @@ class CheckpointFolders:
             staging.rename(folder)
         except OSError:
             shutil.rmtree(staging)
-            if not folder.exists():  # else a repeat of this request was faster
+            if not folder.exists():  # otherwise a repeat of this request was faster
                 raise
 
     def is_public(self, path: TinkerPath) -> bool:
@@ -177,10 +236,10 @@ class CheckpointFolders:
         self._remove(self.existing(path))
 
     def sweep(self) -> int:
-        """Remove what has expired; returns how many checkpoints that were."""
+        """Remove expired checkpoints and return their number."""
         count = 0
         for run in self._run_folders():
-            for left in run.glob(f"*/.*{DELETED}"):  # by a service that died while it deleted
+            for left in run.glob(f"*/.*{DELETED}"):  # left by a service that died during a deletion
                 shutil.rmtree(left, ignore_errors=True)
             for place in (run, *(run / kind for kind in CHECKPOINT_KINDS)):
                 sweep_abandoned(place)
@@ -190,21 +249,29 @@ class CheckpointFolders:
                         self._remove(folder)
                         count += 1
                 except OSError as error:
-                    log.warning("%s has expired and can not be removed: %s", folder, error)
+                    log.warning("%s has expired and cannot be removed: %s", folder, error)
         return count
 
     def note_run(self, spec: ModelSpec, session_id: str, user_metadata: dict[str, str]) -> None:
-        """Once for each model; a repeat changes nothing."""
+        """Record the training run of a model. A repeat changes nothing."""
         folder = self._run_folder(spec.model_id)
         if read_json(folder / RUN_FILE) is None:
             folder.mkdir(parents=True, exist_ok=True)
             rank = spec.lora.rank if spec.lora else None
-            entry = asdict(RunEntry(spec.model_id, session_id, spec.base_model, rank, self._wall(), user_metadata))
+            entry = asdict(
+                RunEntry(
+                    spec.model_id, session_id, spec.base_model, rank, self._wall(), user_metadata
+                )
+            )
             del entry["checkpoints"]
             write_json(folder / RUN_FILE, entry)
 
     def runs(self, owner: str | None = None, published: bool = False) -> list[RunEntry]:
-        """Newest first. `owner`: only his, and with `published` those of others in which something is published."""
+        """Return training runs, newest first.
+
+        With `owner`, return only the runs of that owner. With `published` too, add runs of others
+        that have published checkpoints.
+        """
         found = self._readable(self._run_folders(owner))
         if owner is not None:
             found = [run for run in found if owner_of(run.run_id) == owner]
@@ -213,7 +280,7 @@ class CheckpointFolders:
         return sorted(found, key=lambda run: run.created_at, reverse=True)
 
     def _readable(self, folders: Iterable[Path]) -> list[RunEntry]:
-        """Each on its own: a damaged one is reported and left out."""
+        """Read the runs one by one. Report a damaged run and leave it out."""
         found = []
         for folder in folders:
             try:
@@ -223,10 +290,15 @@ class CheckpointFolders:
         return found
 
     def _published_by_others(self, owner: str) -> list[Path]:
-        folders = [self._run_folder(run_id) for run_id in self._published.run_ids() if owner_of(run_id) != owner]
+        folders = [
+            self._run_folder(run_id)
+            for run_id in self._published.run_ids()
+            if owner_of(run_id) != owner
+        ]
         return [folder for folder in folders if (folder / RUN_FILE).is_file()]
 
     def run(self, model_id: str) -> RunEntry:
+        """Return one training run. Raises NotFound for an unknown or damaged one."""
         folder = self._run_folder(model_id)
         if not (folder / RUN_FILE).is_file():
             raise NotFound(f"no training run {model_id!r}")
@@ -234,11 +306,17 @@ class CheckpointFolders:
             return self._run(folder)
         except UNREADABLE as error:
             report(str(folder / RUN_FILE), repr(error))
-            raise NotFound(f"training run {model_id!r} cannot be read: its {RUN_FILE} is damaged") from None
+            raise NotFound(
+                f"training run {model_id!r} cannot be read: its {RUN_FILE} is damaged"
+            ) from None
 
-    def checkpoints(self, owner: str | None = None, published: bool = False) -> list[CheckpointEntry]:
-        """Of all these runs, newest first."""
-        return _newest_first(checkpoint for run in self.runs(owner, published) for checkpoint in run.checkpoints)
+    def checkpoints(
+        self, owner: str | None = None, published: bool = False
+    ) -> list[CheckpointEntry]:
+        """Return the checkpoints of `runs(owner, published)`, newest first."""
+        return _newest_first(
+            checkpoint for run in self.runs(owner, published) for checkpoint in run.checkpoints
+        )
 
     def _run_folders(self, owner: str | None = None) -> list[Path]:
         folders = (self.root / name for name in self._index.names(owner))
@@ -252,15 +330,19 @@ class CheckpointFolders:
                 if not self._is_expired(item):
                     found.append(self._entry(content["run_id"], item))
             except FileNotFoundError:
-                pass  # deleted meanwhile
+                pass  # deleted during the listing
             except UNREADABLE as error:
                 report(str(item), repr(error))
         return RunEntry(**content, checkpoints=tuple(_newest_first(found)))
 
     def _entry(self, run_id: str, folder: Path) -> CheckpointEntry:
-        size = sum(file.stat().st_size for file in folder.iterdir() if not file.name.startswith("."))
+        size = sum(
+            file.stat().st_size for file in folder.iterdir() if not file.name.startswith(".")
+        )
         saved = (folder / SPEC_FILE).stat().st_mtime
-        return CheckpointEntry(run_id, folder.parent.name, folder.name, saved, size, **_about(folder))
+        return CheckpointEntry(
+            run_id, folder.parent.name, folder.name, saved, size, **_about(folder)
+        )
 
     def _end_of(self, ttl_seconds: int | None) -> float | None:
         return None if ttl_seconds is None else min(self._wall() + ttl_seconds, LAST_TIME)
@@ -278,7 +360,7 @@ class CheckpointFolders:
             self._mirror.put_file(folder / ABOUT_FILE)
 
     def _remove(self, folder: Path) -> None:
-        """Gone at once, whatever the size."""
+        """Remove a checkpoint. The rename makes it vanish at once, whatever its size."""
         if self._mirror:
             self._mirror.remove(folder)
         hidden = folder.with_name(f".{folder.name}{DELETED}")
@@ -299,10 +381,12 @@ def _newest_first(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    """What is known of a checkpoint beside its files. Fields of other versions are left out."""
+    """Return a checkpoint's metadata. Fields of other versions of this project are left out."""
     content = read_json(folder / ABOUT_FILE) or {}
     about = {name: value for name, value in content.items() if name in ABOUT}
     end = about.get("expires_at")
     if end is not None:
-        about["expires_at"] = min(end, LAST_TIME) if isinstance(end, int | float) and end == end else None
+        about["expires_at"] = (
+            min(end, LAST_TIME) if isinstance(end, int | float) and end == end else None
+        )
     return about

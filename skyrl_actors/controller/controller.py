@@ -1,7 +1,8 @@
-"""What runs next. One object, no torch: it accepts requests, keeps their order, runs them, and answers who waits.
+"""Accept requests, order them, run them, and return their results. Imports no torch.
 
-Consumes: requests from ingress replicas and jobs. Produces: one result for each accepted request. Knows nothing of HTTP
-or of how a verb is computed. What it promised is in its journal; another controller on the same journal goes on.
+Consumes requests from ingress replicas and jobs. Produces one result for each accepted request.
+HTTP and the computation of a verb belong to other packages. Accepted requests are in the journal.
+Another controller on the same journal continues them.
 """
 
 import asyncio
@@ -14,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_actors import clock
-from skyrl_actors.backends.base import Backend, Capabilities
+from skyrl_actors.backends.backend import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller import admission, bounds, housekeeping, overview, restart
+from skyrl_actors.controller import admission, bounds, housekeeping, overview, startup
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.digests import digest_of
@@ -25,28 +26,41 @@ from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
+from skyrl_actors.controller.model_capacity import ModelCapacity
 from skyrl_actors.controller.named_samplers import NamedSamplers
-from skyrl_actors.controller.recovery import Progress, Recovery
-from skyrl_actors.controller.room import Room
+from skyrl_actors.controller.replay import Progress, Replayer
+from skyrl_actors.controller.replies import Replies
 from skyrl_actors.controller.session_catalog import SessionCatalog
-from skyrl_actors.controller.tenants import Model, Sampler, Session, TenantTable
+from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable
 from skyrl_actors.journal import encoding
-from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SessionEnded, SessionOpened
+from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
-from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, NotFound, Unavailable
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
-from skyrl_actors.messages.results import Completion, Failure, PartialSample, Result, Waiting
+from skyrl_actors.messages.results import Completion, Failure, PartialSample, Ready, Result, Waiting
 from skyrl_actors.messages.seeds import seeded
 
 log = logging.getLogger(__name__)
-FIRST_JOIN_S = 1_750_000_000  # the SDK multiplies the number by 10^9 and keeps it in 64 bits
+# Subtracted because the SDK multiplies the number of a copy by 10^9 and stores it in 64 bits.
+FIRST_JOIN_S = 1_750_000_000
 
 
 class Controller:
-    def __init__(self, config: ClusterConfig, backend: Backend, journal: Journal, wall: Callable[[], float] = clock.now):
+    """Accept requests and return their results; `actor.ControllerActor` runs it as a Ray actor.
+
+    `wall` returns the wall-clock time in seconds.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        backend: Backend,
+        journal: Journal,
+        wall: Callable[[], float] = clock.now,
+    ):
         self.config = config
         self.backend = backend
         self.journal = journal
@@ -63,62 +77,91 @@ class Controller:
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         memory = bounds.payloads_of(config.limits)
         self.completions = Completions()
+        self._replies = Replies(self.results, journal)
         self._ledger = Ledger(
-            journal=journal, queue=self.queue, results=self.results, memory=memory, completions=self.completions, wall=wall
+            journal=journal,
+            queue=self.queue,
+            results=self.results,
+            memory=memory,
+            completions=self.completions,
+            wall=wall,
         )
         self._disk = Disk()
-        self._recovery = Recovery(config, backend, journal, self.tenants, folders, self._disk)
-        self._executor = Executor(config, backend, self.tenants, folders, self._disk, self._recovery.fork)
+        self._replayer = Replayer(config, backend, journal, self.tenants, folders, self._disk)
+        self._executor = Executor(
+            config, backend, self.tenants, folders, self._disk, self._replayer.fork
+        )
         self._examiner = Examiner()
-        self._room = Room(config, self.tenants, self.finish_session, lambda work: self._lanes.spawn(work))
-        self._lanes = Lanes(self._ledger, self.tenants, self._executor, self._recovery, self.completions, self._room)
-        self._named_samplers = NamedSamplers(self.tenants, self._executor, journal, self._lanes.retire)
+        self._capacity = ModelCapacity(
+            config, self.tenants, self.finish_session, lambda work: self._lanes.spawn(work)
+        )
+        self._lanes = Lanes(
+            self._ledger,
+            self.tenants,
+            self._executor,
+            self._replayer,
+            self.completions,
+            self._capacity,
+        )
+        self._named_samplers = NamedSamplers(
+            self.tenants, self._executor, journal, self._lanes.retire
+        )
 
     async def start(self) -> Capabilities:
-        """Take the journal, the parts that run already, and up what an earlier controller owed."""
+        """Open the journal, attach to ranks and engines that run, and resume open requests."""
         holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
-        books = await self.journal.open(holder)
-        self.epoch = books.epoch
+        journal_state = await self.journal.open(holder)
+        self.epoch = journal_state.epoch
         await self._disk.write("whole checkpoints", self._executor.folders.align)
-        able = await self.backend.start(books.epoch)
-        self.completions.begin(books.epoch)
-        owed = await restart.take_up(books, self._ledger, self.tenants, self._recovery)
-        # Not before the tables are full: a model would be restored to where it stood half-way through them.
+        able = await self.backend.start(journal_state.epoch)
+        self.completions.begin(journal_state.epoch)
+        unanswered = await startup.load_tables(
+            journal_state, self._ledger, self.tenants, self._replayer
+        )
+        # Only once the tables are complete: before, a model would be restored to an older position.
         self.backend.on_lost = self._bring_back_role
         self.capabilities = able
-        await self._resume(owed)
+        await self._resume(unanswered)
         timeout_s, keep = self.config.limits.session_timeout_s, self.config.journal
-        self._lanes.spawn(housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s))
+        self._lanes.spawn(
+            housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s)
+        )
         self._lanes.spawn(self._named_samplers.free_unused(timeout_s))
         folders = self._executor.folders
-        self._lanes.spawn(housekeeping.sweep(folders, self._sessions, self.journal, keep.sweep_s, keep.retention_s))
+        self._lanes.spawn(
+            housekeeping.sweep(
+                folders, self._sessions, self.journal, keep.sweep_s, keep.retention_s
+            )
+        )
         return able
 
-    async def _resume(self, owed: list[Op]) -> None:
-        """Order: who is gone is freed, who lives is restored, then what is owed runs."""
+    async def _resume(self, unanswered: list[Op]) -> None:
+        """Free unloaded models, restore live ones, then run unanswered operations."""
         residents = await self.backend.residents()
         for model_id in residents.keys() - self.tenants.models.keys():
             for role in self.able.roles:
-                with suppress(InternalError):  # ranks that are made anew do not hold it
+                with suppress(InternalError):  # restarted ranks do not hold it
                     await self.backend.delete_model(ModelSpec(model_id, self.able.base_model, role))
-        self._room.begin(self.able, residents)
+        self._capacity.begin(self.able, residents)
         for sampler in list(self.tenants.samplers.values()):
             if sampler.session_id is not None and sampler.session_id not in self.tenants.sessions:
                 await self._lanes.retire(sampler)
         for model_id, model in self.tenants.models.items():
             if model.ready:
                 self._lanes.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))
-        for op in owed:
+        for op in unanswered:
             session_id = op.header.session_id if op.header else None
             if session_id is not None and session_id not in self.tenants.sessions:
-                if op.line is not None:
-                    self.queue.drain(op.line)
+                if op.model_id is not None:
+                    self.queue.drain(op.model_id)
                 text = f"session {session_id} was finished before this ran"
                 self._lanes.spawn(self._ledger.answer(op, Outcome(Failure(text, "user"))))
-            elif op.line is None:
+            elif op.model_id is None:
                 self._lanes.spawn(self._resume_sample(op))
-            elif op.line not in self.tenants.models or not self.tenants.models[op.line].ready:
-                self._lanes.start_next(op.line)
+            elif (
+                op.model_id not in self.tenants.models or not self.tenants.models[op.model_id].ready
+            ):
+                self._lanes.start_next(op.model_id)
 
     async def _resume_sample(self, op: Op) -> None:
         try:
@@ -138,29 +181,42 @@ class Controller:
         return self.capabilities
 
     async def create_session(
-        self, session_id: str | None = None, user_metadata: dict[str, str] | None = None, display_name: str | None = None
+        self,
+        session_id: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        display_name: str | None = None,
     ) -> str:
-        """Idempotent by id."""
-        self.able  # noqa: B018  not before the journal is open
+        """Create a session and return its id. Idempotent by id."""
+        self.able  # noqa: B018  raises until the journal is open
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
-            admission.check_count(self.tenants.sessions, session_id, self.config.limits.sessions_per_key, "sessions")
+            admission.check_count(
+                self.tenants.sessions, session_id, self.config.limits.sessions_per_key, "sessions"
+            )
             admission.check_metadata(user_metadata or {})
             note = SessionNote(session_id, self.wall(), dict(user_metadata or {}), display_name)
             await self._disk.write("few files", self._sessions.opened, note)
             await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))
-            self.tenants.sessions[session_id] = Session(session_id, self.tenants.silence.hear(self._now()), note.user_metadata)
+            self.tenants.sessions[session_id] = TenantSession(
+                session_id, self.tenants.silence.mark_active(self._now()), note.user_metadata
+            )
         return session_id
 
     def heartbeat(self, session_id: str) -> None:
-        self.able  # noqa: B018  an unknown session is over only when it is known who is here
-        self.tenants.hear(self.tenants.session(session_id).session_id, self._now())
+        """Mark a session as active. Raises NotFound for an unknown session."""
+        self.able  # noqa: B018  before the journal is read, every session is unknown
+        self.tenants.mark_active(self.tenants.session(session_id).session_id, self._now())
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def finish_session(self, session_id: str, how: str | None = None, detail: str | None = None) -> None:
-        """Free a session's models and samplers; what it had queued fails. Finishing twice is fine. `how`: the client says it ended."""
+    async def finish_session(
+        self, session_id: str, how: str | None = None, detail: str | None = None
+    ) -> None:
+        """Free a session's models and samplers, and fail its queued requests. Idempotent.
+
+        `how` is the client's own account of how the session ended, if the client sent one.
+        """
         if how is not None:
             await self._disk.write("few files", self._sessions.finished, session_id, how, detail)
         if session_id in self.tenants.sessions:
@@ -172,33 +228,40 @@ class Controller:
             for request_id in self.queue.drain(model_id):
                 text = f"session {session_id} was finished before this ran"
                 op = self._ledger.ops[request_id]
-                # Its line is another's by now: it only leaves the open ones.
-                await self._ledger.answer(replace(op, line=None), Outcome(Failure(text, "user")))
-            self._room.withdraw(model_id, f"session {session_id} was finished before this ran")
-        await self._lanes.retire_samplers_of(session_id)  # weights that somebody may sample are written before they go
+                # The request has left its model's queue, so its answer must not release the lane.
+                await self._ledger.answer(
+                    replace(op, model_id=None), Outcome(Failure(text, "user"))
+                )
+            self._capacity.withdraw(model_id, f"session {session_id} was finished before this ran")
+        # First: weights that accepted samples still need are written before the models are deleted.
+        await self._lanes.retire_samplers_of(session_id)
         for model_id in models:
             op = await self._accepted_unload(model_id, session_id)
             self._lanes.start_next(model_id)
             unloads.append(op.request_id)
         for request_id in unloads:
-            if request_id in self.results:  # else it was answered a while ago
+            if request_id in self.results:  # otherwise its answer has left memory already
                 await self.results.wait(request_id, self.config.policy.call_timeout_s)
-        await self._lanes.retire_samplers_of(
-            session_id
-        )  # again: a save that was running when the session ended has left its sampler too
+        # Again: a save that ran when the session ended has added a sampler since.
+        await self._lanes.retire_samplers_of(session_id)
         self.tenants.forget_expired(session_id)
 
     async def _accepted_unload(self, model_id: str, session_id: str) -> Op:
-        """The session is gone already, so this may not be given up."""
+        """Accept an unload, and retry without end: the session has ended, so no client retries."""
         while True:
             try:
-                return await self._ledger.accept(rq.Unload(model_id), model_id, None, model_id, session_id, bounded=False)
+                return await self._ledger.accept(
+                    rq.Unload(model_id), model_id, None, model_id, session_id, bounded=False
+                )
             except Unavailable:
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def submit(self, request: rq.Request, request_id: str | None = None) -> str:
-        """Accept a request and answer its id, which is durable; the work happens later. Raises UserError or Unavailable
-        and then nothing was accepted. The same `request_id` again is the same request."""
+        """Accept a request durably and return its id; the work happens later.
+
+        The same `request_id` again is the same request. Raises UserError or Unavailable; then
+        nothing was accepted.
+        """
         self.able  # noqa: B018
         admission.check_seq_id(getattr(request, "seq_id", None))
         if request_id is not None and self._ledger.knows(request_id):
@@ -210,22 +273,30 @@ class Controller:
         model = self.tenants.model(request.model_id)
         if isinstance(request, rq.SaveForSampler):
             self.tenants.policy(request.model_id)
-        self.tenants.hear(model.session_id, self._now())
+        self.tenants.mark_active(model.session_id, self._now())
         request, digest = await self._examiner.examined(request, model.spec, self.config, self.able)
         model_id, seq_id = request.model_id, getattr(request, "seq_id", None)
         if (known := await self._ledger.known(model_id, seq_id, digest, request_id)) is not None:
             return known
-        self.tenants.model(model_id)  # its session may have ended meanwhile
+        self.tenants.model(model_id)  # raises if its session has ended since
         op = await self._ledger.accept(
-            request, model_id, seq_id, model_id, model.session_id, digest=digest, request_id=request_id
-        )  # fmt: skip
+            request,
+            model_id,
+            seq_id,
+            model_id,
+            model.session_id,
+            digest=digest,
+            request_id=request_id,
+        )
         if isinstance(request, rq.Unload):
-            self._room.withdraw(model_id, f"model {model_id} was unloaded before there was room for it")
+            self._capacity.withdraw(
+                model_id, f"model {model_id} was unloaded before there was room for it"
+            )
         self._lanes.start_next(model_id)
         return op.request_id
 
     async def _submit_create(self, request: rq.CreateModel, request_id: str | None) -> str:
-        """The id of the model is the client's (session and number), so a repeat of it is a retry."""
+        """Accept a create. The client chooses the model id, so the same id again is a retry."""
         self.tenants.session(request.session_id)
         admission.check_metadata(request.user_metadata)
         encoding.check(request)
@@ -235,75 +306,108 @@ class Controller:
             return known
         spec = admission.settled(request.spec, self.able)
         if request.from_path:
-            spec = replace(await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id)
-            # Meanwhile the same request may have come again, or the session may have ended.
+            spec = replace(
+                await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id
+            )
+            # The same request may have arrived, or the session may have ended, during the read.
             if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
                 return known
             self.tenants.session(request.session_id)
         admission.check_spec(spec, self.config, self.able)
-        self._room.check_key(model_id)
+        self._capacity.check_key(model_id)
         request = replace(request, spec=spec)
         self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
         with ExitStack() as undo:
             undo.callback(self.tenants.models.pop, model_id, None)
             accepted = self._ledger.accept(
-                request, model_id, 0, model_id, request.session_id, digest=digest, request_id=request_id
+                request,
+                model_id,
+                0,
+                model_id,
+                request.session_id,
+                digest=digest,
+                request_id=request_id,
             )
             op = await accepted
             undo.pop_all()
-        self._recovery.progress[model_id] = Progress(op.number)
+        self._replayer.progress[model_id] = Progress(op.number)
         self._lanes.start_next(model_id)
         return op.request_id
 
     async def _saved_spec(self, path: str, with_optimizer: bool) -> ModelSpec:
         where = parse_path(path)
         if with_optimizer and where.kind == "sampler_weights":
-            raise InvalidRequest(f"{path} has no optimizer state; only tinker://<model id>/weights/<name> does")
+            raise InvalidRequest(
+                f"{path} has no optimizer state; only tinker://<model id>/weights/<name> does"
+            )
         return await self.checkpoint_spec(where)
 
     async def _submit_sample(self, request: rq.Sample, request_id: str | None) -> str:
         request, digest = await self._examiner.examined(request, None, self.config, self.able)
-        if (known := await self._ledger.known(request.sampler_id, request.seq_id, digest, request_id)) is not None:
+        if (
+            known := await self._ledger.known(
+                request.sampler_id, request.seq_id, digest, request_id
+            )
+        ) is not None:
             return known
         sampler = self.tenants.sampler(request.sampler_id)
-        self.tenants.hear(sampler.session_id, self._now())
+        self.tenants.mark_active(sampler.session_id, self._now())
         request_id = request_id or f"r{uuid.uuid4().hex}"
         request = seeded(request, request_id)
-        sampler.users += 1  # while it is written: its files must stay
+        sampler.users += 1  # keeps the sampler's files while the journal writes the request
         try:
             op = await self._ledger.accept(
-                request, request.sampler_id, request.seq_id, None, sampler.session_id, digest=digest, request_id=request_id
-            )  # fmt: skip
+                request,
+                request.sampler_id,
+                request.seq_id,
+                None,
+                sampler.session_id,
+                digest=digest,
+                request_id=request_id,
+            )
             self._lanes.start_sample(op, sampler)
         finally:
             await self._lanes.release(sampler)
         return op.request_id
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
-        """None when it is not ready in time. Raises NotFound for an id that is unknown or swept."""
-        if request_id in self.results:
-            self._heard_of(request_id)
-            return await self.results.wait(request_id, timeout_s)
-        self.able  # noqa: B018
-        operation = await self.journal.find(request_id)
-        if operation is None or operation.answered_at is None or operation.result is None:
-            raise NotFound(f"request {request_id!r} is not known here (answers are kept for journal.retention_s)")
-        try:
-            return await self.journal.result(operation)
-        except Corrupt as error:  # final: asking again would not mend it
-            return Failure.of(error)
+        """Return an answer, or None when it is not ready in time.
 
-    def _heard_of(self, request_id: str) -> None:
-        """A client that waits for an answer is not silent."""
-        op = self._ledger.ops.get(request_id)
-        asks = op and (self.tenants.models.get(op.line or "") or self.tenants.samplers.get(op.stream))
-        if asks:
-            self.tenants.hear(asks.session_id, self._now())
+        Raises NotFound for an id that is unknown or was swept.
+        """
+        is_ready = await self._is_ready(request_id, timeout_s)
+        return await self._replies.whole(request_id) if is_ready else None
 
-    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
-        """What came of a streamed sample behind its first `have` tokens, or its answer when that is there."""
+    async def ready(self, request_id: str, timeout_s: float) -> Result | Ready | None:
+        """Return a small answer, the size of a large one, or None when it is not ready in time.
+
+        For callers in other processes. `retrieve` returns the large answer.
+        """
+        is_ready = await self._is_ready(request_id, timeout_s)
+        return await self._replies.ready(request_id) if is_ready else None
+
+    async def _is_ready(self, request_id: str, timeout_s: float) -> bool:
         if request_id not in self.results:
-            return await self.retrieve(request_id, 0) or PartialSample()
+            self.able  # noqa: B018
+            return True
+        self._mark_client_active(request_id)
+        return await self.results.wait(request_id, timeout_s) is not None
+
+    def _mark_client_active(self, request_id: str) -> None:
+        """Count a poll for an answer as a sign of life of its session."""
+        op = self._ledger.ops.get(request_id)
+        holder = op and (
+            self.tenants.models.get(op.model_id or "") or self.tenants.samplers.get(op.stream)
+        )
+        if holder:
+            self.tenants.mark_active(holder.session_id, self._now())
+
+    async def partial(
+        self, request_id: str, have: int, timeout_s: float
+    ) -> PartialSample | Result | Ready:
+        """Return the tokens of a streamed sample after the first `have`, or its answer if ready."""
+        if request_id not in self.results:
+            return await self.ready(request_id, 0) or PartialSample()
         answer = asyncio.ensure_future(self.results.wait(request_id, timeout_s))
         growing = asyncio.ensure_future(self.backend.partial(request_id, have, timeout_s))
         try:
@@ -311,30 +415,36 @@ class Controller:
             if not answer.done():
                 return growing.result()
             self.backend.end_stream(request_id)
-            return answer.result() or PartialSample()
+            return await self._replies.ready(request_id) if answer.result() else PartialSample()
         finally:
             answer.cancel()
             growing.cancel()
 
     def cancel_sample(self, request_id: str) -> None:
-        """It fails, unless it was answered before; what is unknown or trains is left alone."""
+        """Cancel a sample that is not answered yet. Unknown ids and other verbs are ignored."""
         self._lanes.cancel_sample(request_id)
 
-    async def completed(self, sampler_id: str, clone: int, cursor: int, timeout_s: float) -> tuple[list[Completion], int]:
+    async def completed(
+        self, sampler_id: str, clone: int, cursor: int, timeout_s: float
+    ) -> tuple[list[Completion], int]:
+        """Return answered samples of a client copy after `cursor`, and the next cursor."""
         self.able  # noqa: B018
         self.tenants.sampler(sampler_id)
         await self._ledger.recall.stream(sampler_id)
         return await self.completions.after(sampler_id, clone, cursor, timeout_s)
 
     def join_sampler(self, sampler_id: str) -> int:
-        """A number that no other copy of this sampler's client has: seconds, so that a restart needs no memory of it."""
+        """Return a number that no other copy of this sampler's client has.
+
+        It is a time in seconds, so it stays unique over restarts without being stored.
+        """
         self.tenants.sampler(sampler_id)
         self._last_joined = max(self._last_joined + 1, int(self.wall()) - FIRST_JOIN_S)
         return self._last_joined
 
     def waiting(self, request_id: str = "") -> Waiting:
-        """What to tell a client whose answer is not there yet."""
-        if (no_room := self._room.reason(request_id)) is not None:
+        """Return the reason why an answer is not ready."""
+        if (no_room := self._capacity.reason(request_id)) is not None:
             return Waiting("paused_capacity", no_room)
         if self.capabilities is None:
             return Waiting.paused("starting")
@@ -343,53 +453,79 @@ class Controller:
         return Waiting() if self.fault() is None else Waiting.paused("recovering")
 
     async def open_sampler(
-        self, sampler_id: str | None, session_id: str | None, base_model: str | None, path: str | None
-    ) -> Sampler:  # fmt: skip
-        """Idempotent by id. Raises UserError for an unknown base model or path."""
+        self,
+        sampler_id: str | None,
+        session_id: str | None,
+        base_model: str | None,
+        path: str | None,
+    ) -> Sampler:
+        """Open a sampler of the base model or of a checkpoint. Idempotent by id.
+
+        Raises UserError for an unknown base model or path.
+        """
         able = self.able
         if base_model is None and path is None:
-            raise InvalidRequest("name a base_model or a model_path to sample from")
+            raise InvalidRequest(
+                "the request has neither base_model nor model_path; send one of them"
+            )
         if base_model is not None and base_model != able.base_model:
-            raise InvalidRequest(f"unknown base model {base_model!r}; this service has {able.base_model!r}")
+            raise InvalidRequest(
+                f"unknown base model {base_model!r}; this service has {able.base_model!r}"
+            )
         return await self._named_samplers.open(sampler_id, session_id, able.base_model, path)
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
+        """Return the model that a checkpoint or a past step belongs to."""
         if path.kind == "steps":
-            return await self._recovery.spec_of_step(path)
+            return await self._replayer.spec_of_step(path)
         return await self._disk.read(self._executor.folders.spec, path)
 
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
+        """Call a method of `CheckpointFolders` on a thread."""
         return await self._disk.catalog(self._executor.folders, verb, *arguments)
 
     async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
+        """Call a method of `SessionCatalog` on a thread."""
         return await self._disk.run("listings", getattr(self._sessions, verb), *arguments)
 
     def fault(self) -> str | None:
-        """Why a request would not be served now; None when it would."""
+        """Return why requests are not served now, or None when they are."""
         if self.capabilities is None:
             return "the service is still starting"
         if self.journal.trouble:
-            return f"the journal can not write: {self.journal.trouble}"
+            return f"the journal cannot write: {self.journal.trouble}"
         return self.backend.fault()
 
     async def status(self) -> dict[str, Any]:
+        """Return the state of the controller and its backend as JSON values."""
         backend = await self.backend.status() if self.capabilities else {}
-        mine = {"name": self.config.name, "ready": self.capabilities is not None, "fault": self.fault(), "epoch": self.epoch}
+        mine = {
+            "name": self.config.name,
+            "ready": self.capabilities is not None,
+            "fault": self.fault(),
+            "epoch": self.epoch,
+        }
         uptime_s = round(self.wall() - self.started_at, 1)
-        mine |= self._room.status()
-        return {**mine, "uptime_s": uptime_s, **overview.of(self.tenants, self.queue, self._recovery), **backend}
+        mine |= self._capacity.status()
+        return {
+            **mine,
+            "uptime_s": uptime_s,
+            **overview.of(self.tenants, self.queue, self._replayer),
+            **backend,
+        }
 
     async def close(self) -> None:
+        """Stop, and end the ranks and engines."""
         await self._end(self.backend.close)
 
     async def abandon(self) -> None:
-        """Stop without ending anything that another controller can take over."""
+        """Stop, and leave ranks and engines running for the next controller."""
         await self._end(self.backend.detach)
 
     async def _end(self, end_backend: Callable[[], Awaitable[None]]) -> None:
         self._closing = True
         self._examiner.close()
         await self._lanes.close()
-        await self._recovery.close()
+        await self._replayer.close()
         await end_backend()
         await self.journal.close()

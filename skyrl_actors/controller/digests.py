@@ -1,9 +1,9 @@
-"""What a retry must repeat, as one number (pure).
+"""Digests that tell a retry of a request from another request (pure).
 
-A digest is kept in the journal and compared with requests that a later version of this project
-receives. So it covers a field only when it differs from its default: a field that is added later, with
-a default, changes no digest. Names, not positions, tell fields apart. Defaults must not change, and
-neither may the encoding below.
+The journal stores digests. They are compared with requests that a later version of this project
+receives. So a digest covers a field only when its value differs from the default: a field that is
+added later, with a default, changes no digest. Fields are identified by name, not by position.
+Neither defaults nor the encoding below may change.
 """
 
 import hashlib
@@ -17,20 +17,24 @@ import numpy as np
 
 from skyrl_actors.messages.requests import ForwardBackward, Request
 
-PRESENT = 1 << 62  # set in every digest of this kind; earlier ones were CRCs of 32 bits
+PRESENT = 1 << 62  # set in each digest of the present kind; earlier ones were CRCs of 32 bits
 
 
 class RequestDigest(int):
-    """Compares with digests that an earlier version wrote, too. Store `int` of it: it holds the request."""
+    """A digest that can be compared with digests of an earlier version, too.
+
+    It references the request, so store `int(digest)`.
+    """
 
     request: Request
 
     def matches(self, first: int) -> bool:
-        """Whether the request that `first` was made of is this one."""
+        """Return whether `first` is the digest of the same request."""
         return self == first or (first < PRESENT and first == digest_before(self.request))
 
 
 def digest_of(request: Request) -> RequestDigest:
+    """Return a digest of 63 bits. Raises TypeError for a value of an unknown type."""
     content = hashlib.blake2b(digest_size=8)
     for part in _encoded(request):
         content.update(part)
@@ -40,13 +44,14 @@ def digest_of(request: Request) -> RequestDigest:
 
 
 def _encoded(value: Any) -> Iterator[bytes | memoryview]:
-    """Each part says its kind and its length, so no two values have the same parts."""
+    """Yield parts that contain their kind and length, so no two values have the same parts."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, np.ndarray):
         dense = np.ascontiguousarray(value)
         # By its checksum: a hash of a large batch would take many times as long.
-        yield f"a{dense.dtype.str}{dense.shape}{zlib.crc32(dense.reshape(-1).view(np.uint8).data)};".encode()
+        checksum = zlib.crc32(dense.reshape(-1).view(np.uint8).data)
+        yield f"a{dense.dtype.str}{dense.shape}{checksum};".encode()
     elif isinstance(value, str):
         text = value.encode("utf-8", "surrogatepass")
         yield b"s%d:" % len(text) + text
@@ -63,7 +68,11 @@ def _encoded(value: Any) -> Iterator[bytes | memoryview]:
         yield b"l%d:" % len(value)
         yield from _items(value)
     elif is_dataclass(value):
-        given = {field.name: getattr(value, field.name) for field in fields(value) if not _is_default(field, value)}
+        given = {
+            field.name: getattr(value, field.name)
+            for field in fields(value)
+            if not _is_default(field, value)
+        }
         yield f"d{type(value).__name__}:".encode()
         yield from _encoded(given)
     else:
@@ -71,7 +80,7 @@ def _encoded(value: Any) -> Iterator[bytes | memoryview]:
 
 
 def _items(values: tuple[Any, ...] | list[Any]) -> Iterator[bytes | memoryview]:
-    """Token ids at once; anything else one by one."""
+    """Encode a list of integers at once, and any other list item by item."""
     if set(map(type, values)) == {int}:
         try:
             yield b"q"
@@ -84,7 +93,7 @@ def _items(values: tuple[Any, ...] | list[Any]) -> Iterator[bytes | memoryview]:
 
 
 def _number(value: float | None) -> bytes:
-    """Equal numbers are encoded equally: 1, 1.0 and True."""
+    """Encode equal numbers equally: 1, 1.0 and True."""
     if isinstance(value, float) and not value.is_integer():
         return b"f" + value.hex().encode() + b";"
     return b"n;" if value is None else b"i%d;" % int(value)
@@ -99,8 +108,8 @@ def _is_default(field: "Field[Any]", owner: Any) -> bool:
     return field.default is not MISSING and bool(value == field.default)
 
 
-# Digests of the version before this one. Fields that were added since are not in the table: a request
-# that uses one of them was not sent before.
+# Fields that digests of the earlier version cover. Fields added since are not in the table: no
+# request of that version used them.
 FIELDS_BEFORE = {
     "CreateModel": "spec session_id user_metadata from_path with_optimizer",
     "ModelSpec": "model_id base_model role lora seed optimizer",
@@ -113,15 +122,19 @@ FIELDS_BEFORE = {
     "LoadWeights": "model_id path with_optimizer seq_id mixed_with share",
     "Unload": "model_id",
     "Sample": "sampler_id prompt params seq_id",
-    "SamplingParams": "max_tokens num_samples temperature top_k top_p seed stop prompt_logprobs topk_prompt_logprobs "
-    "topk_sample_logprobs prompt_logprobs_last_n prompt_targets prompt_alternatives stop_at_end_too stream",
+    "SamplingParams": "max_tokens num_samples temperature top_k top_p seed stop prompt_logprobs "
+    "topk_prompt_logprobs topk_sample_logprobs prompt_logprobs_last_n prompt_targets "
+    "prompt_alternatives stop_at_end_too stream",
     "PromptTargets": "shape ids layout",
     "SparseLayout": "crow col",
 }
 
 
 def digest_before(request: Request) -> int | None:
-    """What the version before this one wrote for this request; None where it could not have had it."""
+    """Return the digest that the earlier version stored for this request.
+
+    Returns None for a request that uses newer fields.
+    """
     if isinstance(request, ForwardBackward):
         return _columns_before(request)
     try:
@@ -131,7 +144,7 @@ def digest_before(request: Request) -> int | None:
 
 
 def _shown_before(value: Any) -> str:
-    """Raises LookupError for what is newer."""
+    """Return the `repr` of the earlier version. Raises LookupError for newer fields."""
     if not is_dataclass(value):
         return repr(value)
     names = FIELDS_BEFORE[type(value).__name__].split()
@@ -145,8 +158,10 @@ def _columns_before(request: ForwardBackward) -> int:
     columns, loss = request.columns, request.loss
     head = (loss.name, sorted(loss.config.items()), request.forward_only, sorted(columns.fields))
     arrays: Iterable[np.ndarray[Any, Any]] = (
-        columns.tokens, columns.offsets, *(columns.fields[name] for name in sorted(columns.fields))
-    )  # fmt: skip
+        columns.tokens,
+        columns.offsets,
+        *(columns.fields[name] for name in sorted(columns.fields)),
+    )
     total = zlib.crc32(repr(head).encode())
     if columns.widths is not None:
         total = zlib.crc32(columns.widths.tobytes(), total)

@@ -1,6 +1,7 @@
-"""Threads for checkpoint files, apart by kind of work, so that what takes long delays nothing of another kind.
+"""Run work on checkpoint files in threads, with one pool for each kind of work.
 
-The event loop itself never touches these files: a disk may take seconds to answer.
+Slow work of one kind delays no other kind. The event loop never accesses these files, because a
+disk may take seconds to answer.
 """
 
 import asyncio
@@ -21,39 +22,44 @@ CHANGES: tuple[CatalogVerb, ...] = ("copy", "set_public", "set_ttl", "delete")
 
 
 class Disk:
+    """Thread pools for checkpoint files, and a lock for each training run."""
+
     def __init__(self) -> None:
         self._pools = {kind: ThreadPoolExecutor(count, kind) for kind, count in THREADS.items()}
-        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}  # by run, with how many hold it or wait
+        # By run: its lock, and the number of tasks that hold it or wait for it.
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
         self._changes: set[asyncio.Task[Any]] = set()
 
     async def run(self, kind: Kind, work: Callable[..., T], *arguments: Any) -> T:
-        """The work's result, from a thread. What it raises is raised."""
+        """Return the result of work in a thread. Its exceptions are raised."""
         return await asyncio.get_running_loop().run_in_executor(self._pools[kind], work, *arguments)
 
     async def read(self, work: Callable[..., T], *arguments: Any) -> T:
-        """A few files. Raises Unavailable when the disk can not be read now."""
+        """Read a few files. Raises Unavailable when the disk cannot be read now."""
         try:
             return await self.run("few files", work, *arguments)
         except OSError as error:
-            raise Unavailable(f"the checkpoint folder can not be read: {error}") from None
+            raise Unavailable(f"the checkpoint folder cannot be read: {error}") from None
 
     async def write(self, kind: Kind, work: Callable[..., T], *arguments: Any) -> T:
-        """Raises Unavailable when the disk takes nothing now: it may take it later."""
+        """Write files. Raises Unavailable when the disk cannot be written now."""
         try:
             return await self.run(kind, work, *arguments)
         except OSError as error:
-            raise Unavailable(f"the checkpoint folder can not be written: {error}") from None
+            raise Unavailable(f"the checkpoint folder cannot be written: {error}") from None
 
     async def note(self, run_id: str, work: Callable[..., object], *arguments: Any) -> None:
-        """A change of a run that belongs to an operation. Raises Unavailable, so that the operation waits."""
+        """Change a run for an operation. Raises Unavailable, so that the operation is retried."""
         try:
             await self.change(run_id, "whole checkpoints", work, *arguments)
         except OSError as error:
-            raise Unavailable(f"the checkpoint folder can not be written: {error}") from None
+            raise Unavailable(f"the checkpoint folder cannot be written: {error}") from None
 
     async def change(self, run_id: str, kind: Kind, work: Callable[..., T], *arguments: Any) -> T:
-        """One change of a run's files at a time; other runs are changed meanwhile. The run stays locked until the thread is
-        done, also when the caller gives up."""
+        """Change the files of a run, one change at a time; other runs are not locked.
+
+        The run stays locked until the thread has finished, also when the caller is cancelled.
+        """
         task = asyncio.ensure_future(self._changed(run_id, kind, work, *arguments))
         self._changes.add(task)
         task.add_done_callback(self._ended)
@@ -66,7 +72,7 @@ class Disk:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._changes.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody may be waiting for it any more
+            task.exception()  # marks it as retrieved, as the caller may have been cancelled
 
     @asynccontextmanager
     async def _locked(self, run_id: str) -> AsyncGenerator[None]:
@@ -83,10 +89,13 @@ class Disk:
                 del self._locks[run_id]
 
     async def catalog(self, folders: CheckpointFolders, verb: CatalogVerb, *arguments: Any) -> Any:
+        """Call a method of `folders` in the pool of its kind, under the run's lock if it writes."""
         work = getattr(folders, verb)
         if verb in LISTINGS:
             return await self.run("listings", work, *arguments)
         if verb not in CHANGES:
             return await self.run("few files", work, *arguments)
         changed = arguments[1] if verb == "copy" else arguments[0]
-        return await self.change(changed.model_id, "copies" if verb == "copy" else "whole checkpoints", work, *arguments)
+        return await self.change(
+            changed.model_id, "copies" if verb == "copy" else "whole checkpoints", work, *arguments
+        )

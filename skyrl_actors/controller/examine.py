@@ -1,11 +1,14 @@
-"""Checks of requests and their digests, in threads for large ones: the event loop goes on meanwhile."""
+"""Check requests and compute their digests; large requests in threads.
+
+The threads keep the event loop responsive.
+"""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission
 from skyrl_actors.controller.digests import RequestDigest, digest_of
@@ -21,14 +24,19 @@ THREADS = 2
 
 
 class Examiner:
+    """Check requests and compute their digests."""
+
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "examine")
 
     async def examined(
         self, request: R, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities
     ) -> tuple[R, RequestDigest]:
-        """The request with its loss options filled in, and the digest of what was sent. `spec`: of its model, None for a
-        sample. Raises InvalidRequest; the check comes first, so that a request that is refused costs no digest."""
+        """Return the request with its loss options filled in, and the digest of the sent request.
+
+        `spec` is the spec of its model, None for a sample. Raises InvalidRequest. The check comes
+        first, so that a refused request costs no digest.
+        """
 
         def examine() -> tuple[R, RequestDigest]:
             return cast(R, checked(request, spec, config, able)), digest_of(request)
@@ -41,14 +49,18 @@ class Examiner:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def checked(request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities) -> rq.Request:
-    """Raises InvalidRequest with what was wrong and what is allowed."""
+def checked(
+    request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities
+) -> rq.Request:
+    """Return the request with its loss options filled in. Raises InvalidRequest."""
     request = _of_its_kind(request, spec, config, able)
-    encoding.check(request)  # last: it goes through every number of a prompt
+    encoding.check(request)  # last, because it reads every number of a prompt
     return request
 
 
-def _of_its_kind(request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities) -> rq.Request:
+def _of_its_kind(
+    request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities
+) -> rq.Request:
     admission.check_save(request)
     match request:
         case rq.ForwardBackward() if spec is not None:

@@ -1,7 +1,8 @@
-"""Running what was accepted: one model's requests in order, samples beside each other.
+"""Run accepted requests: those of one model in order, samples concurrently.
 
-A lane holds its model's lock from the first attempt until the journal knows the outcome. When the ranks die under an
-operation, the model is restored and the operation is run again; the client sees a longer wait.
+A lane holds its model's lock from the first attempt until the journal has the outcome. When the
+ranks die during an operation, the model is restored and the operation runs again. The client sees
+a longer wait.
 """
 
 import asyncio
@@ -15,10 +16,10 @@ from typing import Any
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
-from skyrl_actors.controller.recovery import Progress, Recovery
-from skyrl_actors.controller.room import Room
+from skyrl_actors.controller.model_capacity import ModelCapacity
+from skyrl_actors.controller.recording import record_metrics, record_span
+from skyrl_actors.controller.replay import Progress, Replayer
 from skyrl_actors.controller.slots import FairSlots
-from skyrl_actors.controller.tally import tally, traced
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
@@ -38,36 +39,48 @@ from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS
 
 log = logging.getLogger(__name__)
-REPEATED = (rq.ForwardBackward, rq.OptimStep, rq.LoadWeights, rq.Unload)  # after a fault of ranks that stay alive
-FAULTY_ATTEMPTS = 2  # of an operation that raises in ranks that stay alive
+# Operations that run again after they raised in ranks that stay alive.
+REPEATED = (rq.ForwardBackward, rq.OptimStep, rq.LoadWeights, rq.Unload)
+FAULTY_ATTEMPTS = 2  # attempts of an operation that raises in ranks that stay alive
 
 
 class Lanes:
+    """Run the operations of all models and samplers as asyncio tasks."""
+
     def __init__(
-        self, ledger: Ledger, tenants: TenantTable, executor: Executor, recovery: Recovery, completions: Completions, room: Room
-    ):  # fmt: skip
+        self,
+        ledger: Ledger,
+        tenants: TenantTable,
+        executor: Executor,
+        replayer: Replayer,
+        completions: Completions,
+        capacity: ModelCapacity,
+    ):
         self.ledger = ledger
         self.queue = ledger.queue
         self.tenants = tenants
         self.executor = executor
-        self.recovery = recovery
+        self.replayer = replayer
         self.config = executor.config
         self._tasks: set[asyncio.Task[None]] = set()
         self.completions = completions
-        self.room = room
+        self.capacity = capacity
         self._sample_slots = FairSlots(self.config.limits.samples_in_flight)
         self._sampling: dict[str, asyncio.Task[None]] = {}
-        self._leaving: Counter[str] = Counter()  # retired samplers with samples under way, by version
+        # By version: retired samplers that still have unanswered samples.
+        self._leaving: Counter[str] = Counter()
         self._cancelled: set[str] = set()
         COUNTS.watch("open_requests", lambda: self.queue.num_open)
-        COUNTS.watch("recoveries", lambda: len(recovery.recovery_s))
+        COUNTS.watch("recoveries", lambda: len(replayer.recovery_s))
 
-    def start_next(self, line: str) -> None:
-        request_id = self.queue.next(line)
+    def start_next(self, model_id: str) -> None:
+        """Start the model's next request, if none runs and one is confirmed."""
+        request_id = self.queue.next(model_id)
         if request_id is not None:
-            self.spawn(self._run(self.ledger.ops[request_id], line))
+            self.spawn(self._run(self.ledger.ops[request_id], model_id))
 
     def start_sample(self, op: Op, sampler: Sampler) -> None:
+        """Start a sample. It counts as a user of its sampler until it is answered."""
         sampler.users += 1
         self._sampling[op.request_id] = self.spawn(self._run_sample(op, sampler))
 
@@ -77,44 +90,44 @@ class Lanes:
             self._cancelled.add(request_id)
             task.cancel()
 
-    async def _run(self, op: Op, line: str) -> None:
-        named(op.request_id, line)
-        progress = self.recovery.progress.setdefault(line, Progress(op.number))
-        # Before the lock: a sample that holds memory may wait for this lock to replay lost weights.
+    async def _run(self, op: Op, model_id: str) -> None:
+        named(op.request_id, model_id)
+        progress = self.replayer.progress.setdefault(model_id, Progress(op.number))
+        # Before the lock: a sample that holds memory may wait for the lock to replay lost weights.
         await self.ledger.memory.start(op)
         async with progress.lock:
             op.begun = time.monotonic()
             outcome = await self._outcome(op, progress)
-            model = self.tenants.models.get(line)
-            self._tally(op, outcome)
+            model = self.tenants.models.get(model_id)
+            self._record_metrics(op, outcome)
             if model is not None:
-                self._note(op, outcome, model, progress)
+                self._update_tables(op, outcome, model, progress)
             await self.ledger.answer(op, outcome, progress.step)
-            traced(SPANS, op, outcome, time.monotonic())
+            record_span(SPANS, op, outcome, time.monotonic())
             await self._after(op, outcome, model)
         if isinstance(op.request, rq.Unload):
-            self.queue.forget(line)
-            self.recovery.progress.pop(line, None)
-        if line not in self.tenants.models:
-            self.room.give_back(line)
-        self.start_next(line)
+            self.queue.forget(model_id)
+            self.replayer.progress.pop(model_id, None)
+        if model_id not in self.tenants.models:
+            self.capacity.give_back(model_id)
+        self.start_next(model_id)
 
     async def _outcome(self, op: Op, progress: Progress) -> Outcome:
         try:
             request = await self._request(op)
             if isinstance(request, rq.CreateModel):
-                await self.room.take(op.number, op.request_id, request)
+                await self.capacity.take(op.number, op.request_id, request)
                 op.begun = time.monotonic()
             return await self._attempts(op, request, progress)
-        except Exception as error:  # noqa: BLE001  the lane's boundary: every fault becomes an answer
+        except Exception as error:  # noqa: BLE001  every fault becomes an answer
             progress.suspect = True
-            if isinstance(op.request, rq.CreateModel) and self.room.holds(op.request.model_id):
-                with suppress(InternalError):  # some ranks may hold it
+            if isinstance(op.request, rq.CreateModel) and self.capacity.holds(op.request.model_id):
+                with suppress(InternalError):  # some ranks may hold the model
                     await self.executor.backend.delete_model(op.request.spec)
             return self._failed(op, error)
 
     async def _request(self, op: Op) -> rq.Request:
-        """A journal that can not be read now can be read later."""
+        """Return the operation's request. Retry while the journal cannot be read."""
         while True:
             try:
                 return await self.ledger.request_of(op)
@@ -123,20 +136,29 @@ class Lanes:
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
     async def _attempts(self, op: Op, request: rq.Request, progress: Progress) -> Outcome:
-        """Until it is done, or has failed as often as it may. Raises what it failed of; then nothing of it was applied."""
+        """Run an operation until it succeeds or its attempts are used up.
+
+        Raises the last error; then nothing of the operation was applied.
+        """
         attempts = faults = 0
         while True:
             try:
                 if attempts or faults or progress.suspect:
                     await self._bring_back(op, request, progress)
-                if isinstance(request, rq.Unload) and (model := self.tenants.models.get(request.model_id)) and model.ready:
-                    await self.recovery.keep_samplers(model)
+                if (
+                    isinstance(request, rq.Unload)
+                    and (model := self.tenants.models.get(request.model_id))
+                    and model.ready
+                ):
+                    await self.replayer.keep_samplers(model)
                 op.after = progress.position
                 outcome = await self.executor.run(op, request)
-                if isinstance(request, rq.LoadWeights) or (isinstance(request, rq.CreateModel) and request.from_path):
-                    await self._keep_what_was_loaded(op, progress)
+                if isinstance(request, rq.LoadWeights) or (
+                    isinstance(request, rq.CreateModel) and request.from_path
+                ):
+                    await self._snapshot_loaded(op, progress)
                 return outcome
-            except PartDown as error:  # nothing of it was begun: no attempt of its own
+            except PartDown as error:  # nothing was begun, so this is not an attempt
                 progress.suspect = True
                 log.warning("operation %d waits: %s", op.number, error)
             except StateLost as error:
@@ -151,18 +173,23 @@ class Lanes:
                 await asyncio.sleep(LONGEST_PAUSE_S)
             except InternalError as error:
                 faults += 1
-                log.warning("operation %d (%s) failed: %s", op.number, type(request).__name__, error)
+                log.warning(
+                    "operation %d (%s) failed: %s", op.number, type(request).__name__, error
+                )
                 if faults >= FAULTY_ATTEMPTS or not isinstance(request, REPEATED):
                     raise
 
-    async def _keep_what_was_loaded(self, op: Op, progress: Progress) -> None:
-        """A snapshot before the answer: the checkpoint may be overwritten later, so it can not be loaded once more."""
-        assert op.line is not None
-        model, before = self.tenants.models[op.line], progress.position
+    async def _snapshot_loaded(self, op: Op, progress: Progress) -> None:
+        """Write a snapshot of loaded state before the answer.
+
+        A replay cannot load the checkpoint again, because it may be overwritten later.
+        """
+        assert op.model_id is not None
+        model, before = self.tenants.models[op.model_id], progress.position
         while True:
             progress.position = op.number
             try:
-                await self.recovery.snapshot_now(model)
+                await self.replayer.snapshot_now(model)
                 return
             except Unavailable as error:
                 log.warning("operation %d waits for its snapshot: %s", op.number, error)
@@ -171,26 +198,32 @@ class Lanes:
                 progress.position = before
 
     async def _bring_back(self, op: Op, request: rq.Request, progress: Progress) -> None:
-        """The model's state is there, and is what the journal says, when this returns."""
-        model = self.tenants.models.get(op.line or "")
+        """Restore the model unless the ranks hold its state as the journal records it."""
+        model = self.tenants.models.get(op.model_id or "")
         if isinstance(request, rq.CreateModel):
-            await self.recovery.backend.ready(request.spec.role)
+            await self.replayer.backend.ready(request.spec.role)
         elif model is not None and model.ready and not isinstance(request, rq.Unload):
-            resident = (await self.recovery.backend.residents()).get(model.spec.model_id)
-            if resident != progress.position:  # an operation that failed may have been applied before it did
-                await self.recovery.restore(model)
+            resident = (await self.replayer.backend.residents()).get(model.spec.model_id)
+            # They differ when an operation was applied and failed afterwards.
+            if resident != progress.position:
+                await self.replayer.restore(model)
         progress.suspect = False
 
-    def _tally(self, op: Op, outcome: Outcome) -> None:
-        tally(COUNTS, op, outcome, {name: model.spec.role for name, model in self.tenants.models.items()})
+    def _record_metrics(self, op: Op, outcome: Outcome) -> None:
+        record_metrics(
+            COUNTS,
+            op,
+            outcome,
+            {name: model.spec.role for name, model in self.tenants.models.items()},
+        )
 
-    def _note(self, op: Op, outcome: Outcome, model: Model, progress: Progress) -> None:
-        """The books, before the answer is visible."""
+    def _update_tables(self, op: Op, outcome: Outcome, model: Model, progress: Progress) -> None:
+        """Apply an outcome to the tables of models, before the answer is visible."""
         request, now = op.request, asyncio.get_running_loop().time()
         if isinstance(request, rq.CreateModel):
             if isinstance(outcome.result, Failure):
                 self.tenants.models.pop(model.spec.model_id, None)
-                self.recovery.progress.pop(model.spec.model_id, None)
+                self.replayer.progress.pop(model.spec.model_id, None)
             return
         if outcome.effect != "none":
             size = request.columns.nbytes if isinstance(request, rq.ForwardBackward) else 0
@@ -201,7 +234,11 @@ class Lanes:
             progress.step = model.steps
         elif isinstance(request, rq.SaveForSampler):
             model.versions += 1
-        elif isinstance(request, rq.ForwardBackward) and not request.forward_only and isinstance(outcome.result, Failure):
+        elif (
+            isinstance(request, rq.ForwardBackward)
+            and not request.forward_only
+            and isinstance(outcome.result, Failure)
+        ):
             model.incomplete = outcome.result.message
         elif isinstance(request, rq.Unload):
             self.tenants.models.pop(model.spec.model_id, None)
@@ -210,16 +247,29 @@ class Lanes:
         for entry in outcome.entries:
             if isinstance(entry, SamplerOpened):
                 await self.add_sampler(entry)
-        if model is None or outcome.effect == "none" or model.spec.model_id not in self.tenants.models:
+        if (
+            model is None
+            or outcome.effect == "none"
+            or model.spec.model_id not in self.tenants.models
+        ):
             return
-        await self.recovery.snapshot_if_due(model)
+        await self.replayer.snapshot_if_due(model)
 
     async def add_sampler(self, entry: SamplerOpened) -> None:
+        """Add a sampler, and retire the oldest ones of its model beyond the configured number."""
         sampler = Sampler(
-            entry.sampler_id, entry.base_model, entry.model_path, entry.weights, entry.session_id, entry.owner, entry.number
+            entry.sampler_id,
+            entry.base_model,
+            entry.model_path,
+            entry.weights,
+            entry.session_id,
+            entry.owner,
+            entry.number,
         )
         limits = self.config.limits
-        keep = limits.lora_sampler_versions if entry.weights.adapter else limits.full_sampler_versions
+        keep = (
+            limits.lora_sampler_versions if entry.weights.adapter else limits.full_sampler_versions
+        )
         for old in self.tenants.add_sampler(sampler, keep):
             await self.retire(old)
 
@@ -238,20 +288,27 @@ class Lanes:
                 raise
             asyncio.current_task().uncancel()  # type: ignore[union-attr]
             outcome = Outcome(Failure("cancelled by its client", "user", "Cancelled"))
-        except Exception as error:  # noqa: BLE001  the lane's boundary
+        except Exception as error:  # noqa: BLE001  every fault becomes an answer
             outcome = self._failed(op, error)
         if isinstance(outcome.result, SampleOutput):
-            log.debug("sample %s of %s was answered by weights %s", op.request_id, sampler.sampler_id, outcome.result.version)
-        del self._sampling[op.request_id]  # from here on it is answered, not cancelled
+            log.debug(
+                "sample %s of %s was answered by weights %s",
+                op.request_id,
+                sampler.sampler_id,
+                outcome.result.version,
+            )
+        del self._sampling[op.request_id]  # from here on it can no longer be cancelled
         self._cancelled.discard(op.request_id)
-        self._tally(op, outcome)
+        self._record_metrics(op, outcome)
         await self.ledger.answer(op, outcome)
-        traced(SPANS, op, outcome, time.monotonic())
-        self.completions.note(op.stream, op.seq_id, op.request_id, isinstance(outcome.result, Failure))
+        record_span(SPANS, op, outcome, time.monotonic())
+        self.completions.note(
+            op.stream, op.seq_id, op.request_id, isinstance(outcome.result, Failure)
+        )
         await self.release(sampler)
 
     async def release(self, sampler: Sampler) -> None:
-        """One user less; a retired one is freed with its last."""
+        """Count one user less; free a retired sampler without users."""
         sampler.users -= 1
         sampler.last_used = asyncio.get_running_loop().time()
         if sampler.retired and not sampler.users:
@@ -259,19 +316,21 @@ class Lanes:
             await self._free(sampler)
 
     async def _sampled(self, op: Op, request: rq.Sample, sampler: Sampler) -> Outcome:
-        """Weights that lay in memory only may have gone with a machine: the model that froze them freezes them again."""
+        """Compute a sample. Rebuild its weights when they were lost with a machine's memory."""
         for _ in range(self.config.restart.attempts):
             try:
                 return await self._computed(op, request, sampler)
             except InternalError as error:
-                # One that another sample had computed anew meanwhile is there now.
-                if not await self._frozen_again(sampler) and not isinstance(error, WeightsGone):
+                # WeightsGone without missing weights: another sample has rebuilt them since.
+                if not await self._rebuilt_weights(sampler) and not isinstance(error, WeightsGone):
                     raise
-                log.warning("sample %s is run again with weights that were lost: %s", op.request_id, error)
+                log.warning(
+                    "sample %s is run again with weights that were lost: %s", op.request_id, error
+                )
         return await self._computed(op, request, sampler)
 
     async def _computed(self, op: Op, request: rq.Sample, sampler: Sampler) -> Outcome:
-        """A disk that can not be read now can be read later."""
+        """Compute a sample. Retry while the checkpoint folder cannot be read."""
         while True:
             try:
                 return await self.executor.sample(op.request_id, request, sampler)
@@ -279,18 +338,18 @@ class Lanes:
                 log.warning("sample %s waits: %s", op.request_id, error)
                 await asyncio.sleep(LONGEST_PAUSE_S)
 
-    async def _frozen_again(self, sampler: Sampler) -> bool:
-        """False when the weights were not missing, so that they are not what failed."""
+    async def _rebuilt_weights(self, sampler: Sampler) -> bool:
+        """Rebuild a sampler's lost weights from its model. Return False when none were missing."""
         model = self.tenants.models.get(sampler.owner or "")
-        backend = self.recovery.backend
+        backend = self.replayer.backend
         try:
             if model is None or await backend.has_sampler(sampler.weights):
                 return False
         except StateLost:
             return True
-        async with self.recovery.progress[model.spec.model_id].lock:
+        async with self.replayer.progress[model.spec.model_id].lock:
             if not await backend.has_sampler(sampler.weights):
-                await self.recovery.restore(model, (sampler.weights.version,))
+                await self.replayer.restore(model, (sampler.weights.version,))
         return True
 
     async def retire_samplers_of(self, session_id: str) -> None:
@@ -299,7 +358,7 @@ class Lanes:
             await self.retire(sampler)
 
     async def retire(self, sampler: Sampler) -> None:
-        """No new samples from it; what it holds is freed when the last accepted one was answered."""
+        """Refuse new samples; free the weights when the last accepted sample is answered."""
         self.tenants.remove_sampler(sampler.sampler_id)
         sampler.retired = True
         if sampler.users:
@@ -311,39 +370,59 @@ class Lanes:
         await self.ledger.insist(SamplerRetired(sampler.sampler_id))
         self.queue.forget(sampler.sampler_id)
         self.completions.forget(sampler.sampler_id)
-        if sampler.weights.parts and not self._is_shared(sampler.weights.version):  # named checkpoints keep their files
+        # Weights of named checkpoints have no parts: their files stay.
+        if sampler.weights.parts and not self._is_shared(sampler.weights.version):
             try:
                 await self.executor.backend.drop_sampler(sampler.weights)
             except InternalError as error:
                 log.warning("files of sampler %s were not freed: %s", sampler.sampler_id, error)
 
     def _is_shared(self, version: str) -> bool:
-        """Whether another sampler has these weights; samplers of one checkpoint do."""
-        return self._leaving[version] > 0 or any(s.weights.version == version for s in self.tenants.samplers.values())
+        """Return whether another sampler has these weights, as samplers of one checkpoint do."""
+        return self._leaving[version] > 0 or any(
+            s.weights.version == version for s in self.tenants.samplers.values()
+        )
 
     async def bring_back(self, model: Model, resident: int | None) -> None:
-        """After a restart, or when ranks were made anew: restore the model unless its state is there."""
-        line = model.spec.model_id
-        progress = self.recovery.progress[line]
+        """Restore a model after a restart of controller or ranks, unless its state is resident.
+
+        `resident` is the position that the ranks hold, -1 for none, None to ask them.
+        """
+        model_id = model.spec.model_id
+        progress = self.replayer.progress[model_id]
         async with progress.lock:
-            head = self.queue.head(line)
-            # The rank may have done the next operation already, without anybody left to write its answer down.
-            expected = {progress.position, self.ledger.ops[head].number if head else progress.position}
+            head = self.queue.head(model_id)
+            # The rank may have applied the next operation before the earlier controller
+            # recorded its answer.
+            expected = {
+                progress.position,
+                self.ledger.ops[head].number if head else progress.position,
+            }
             try:
                 if resident is None:
-                    resident = (await self.recovery.backend.residents()).get(line)
-                if line in self.tenants.models and resident not in expected:
-                    await self.recovery.restore(model)
+                    resident = (await self.replayer.backend.residents()).get(model_id)
+                if model_id in self.tenants.models and resident not in expected:
+                    await self.replayer.restore(model)
             except SkyrlActorsError as error:
-                log.error("model %s is not back: %s; its next operation tries again", line, error)
-        self.start_next(line)
+                log.error(
+                    "model %s was not restored: %s; its next operation tries again",
+                    model_id,
+                    error,
+                )
+        self.start_next(model_id)
 
     def _failed(self, op: Op, error: Exception) -> Outcome:
         if not isinstance(error, UserError):
-            log.error("request %s failed: %s", op.request_id, error, exc_info=not isinstance(error, SkyrlActorsError))
+            log.error(
+                "request %s failed: %s",
+                op.request_id,
+                error,
+                exc_info=not isinstance(error, SkyrlActorsError),
+            )
         return Outcome(Failure.of(error))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine as a task that `close` cancels."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -356,6 +435,8 @@ class Lanes:
 
 
 def tokens_taken(request: rq.Sample, result: Result) -> int:
-    """What a sample cost the engines, in tokens."""
-    sampled = sum(len(one.tokens) for one in result.sequences) if isinstance(result, SampleOutput) else 0
+    """Return the number of tokens of a sample's prompt and results."""
+    sampled = (
+        sum(len(one.tokens) for one in result.sequences) if isinstance(result, SampleOutput) else 0
+    )
     return len(request.prompt) + sampled

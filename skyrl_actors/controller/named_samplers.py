@@ -1,7 +1,7 @@
-"""Samplers of the base model and of saved checkpoints: open them, check them, free them.
+"""Open, check and free samplers of the base model and of saved checkpoints.
 
-Such a sampler is pinned to the version that its checkpoint had when it was opened. A checkpoint that was deleted, or saved again
-under the same name, is not sampled through it any more.
+Such a sampler is pinned to the version that its checkpoint had when it was opened. When the
+checkpoint is deleted, or saved again under the same name, the sampler refuses further requests.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.pinning import change_of, change_text
 from skyrl_actors.controller.tenants import Sampler, TenantTable
-from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.entries import SamplerOpened
+from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import InvalidRequest, SkyrlActorsError
 from skyrl_actors.messages.paths import checked_id, parse_path
 
@@ -22,12 +22,15 @@ Retire = Callable[[Sampler], Awaitable[None]]
 
 
 def shared_id(base_model: str, version: str) -> str:
-    """The id of the sampler of all requests that name these weights themselves."""
+    """Return the id of the sampler that requests without a sampler id share."""
     return "direct-" + hashlib.sha256(f"{base_model} {version}".encode()).hexdigest()[:24]
 
 
 class NamedSamplers:
-    """`retire` ends a sampler; its weights are freed with its last sample."""
+    """The samplers that belong to no live model.
+
+    `retire` closes a sampler and frees its weights after its last sample.
+    """
 
     def __init__(self, tenants: TenantTable, executor: Executor, journal: Journal, retire: Retire):
         self._tenants = tenants
@@ -37,30 +40,53 @@ class NamedSamplers:
 
     async def open(
         self, sampler_id: str | None, session_id: str | None, base_model: str, path: str | None
-    ) -> Sampler:  # fmt: skip
-        """Idempotent by id. Without an id it is the sampler that all share who name the same weights."""
+    ) -> Sampler:
+        """Open a sampler. Idempotent by id.
+
+        Without an id, it is shared by all requests for the same weights.
+        """
         if sampler_id is None:
-            version = "base" if path is None else await self._executor.read(self._executor.folders.version, parse_path(path))
+            version = (
+                "base"
+                if path is None
+                else await self._executor.read(self._executor.folders.version, parse_path(path))
+            )
             sampler_id = shared_id(base_model, version)
         known = self._tenants.samplers.get(sampler_id)
         if known is None:
-            known = await self._opened(checked_id(sampler_id, "sampler id"), session_id, base_model, path)
+            known = await self._opened(
+                checked_id(sampler_id, "sampler id"), session_id, base_model, path
+            )
         known.last_used = asyncio.get_running_loop().time()
         return known
 
-    async def _opened(self, sampler_id: str, session_id: str | None, base_model: str, path: str | None) -> Sampler:
+    async def _opened(
+        self, sampler_id: str, session_id: str | None, base_model: str, path: str | None
+    ) -> Sampler:
         if session_id is not None:
             self._tenants.session(session_id)
         sampler = await self._executor.open_sampler(sampler_id, session_id, base_model, path)
-        if session_id is None and path is not None and sampler_id != shared_id(base_model, sampler.weights.version):
-            raise InvalidRequest(f"{path} was saved again at this moment; ask again")
+        if (
+            session_id is None
+            and path is not None
+            and sampler_id != shared_id(base_model, sampler.weights.version)
+        ):
+            raise InvalidRequest(
+                f"{path} was saved again while it was opened; send the request again"
+            )
         if session_id is not None:
-            self._tenants.session(session_id)  # it may have ended meanwhile
-        await self._journal.write(SamplerOpened(sampler_id, session_id, base_model, path, sampler.weights))
+            self._tenants.session(session_id)  # raises if it ended since
+        await self._journal.write(
+            SamplerOpened(sampler_id, session_id, base_model, path, sampler.weights)
+        )
         return self._tenants.samplers.setdefault(sampler_id, sampler)
 
     async def free_unused(self, idle_s: float) -> None:
-        """For ever: free the samplers of no session that nobody asked for `idle_s`, and those whose checkpoint is gone."""
+        """Free unused samplers in an endless loop.
+
+        These are samplers without a session that were not used for `idle_s`, and samplers whose
+        checkpoint was deleted or saved again.
+        """
         while True:
             await asyncio.sleep(idle_s / 10)
             for sampler in [s for s in self._tenants.samplers.values() if s.owner is None]:
@@ -68,12 +94,19 @@ class NamedSamplers:
                     if await self._is_over(sampler, idle_s):
                         await self._retire(sampler)
                 except SkyrlActorsError as error:
-                    log.warning("the checkpoint of sampler %s can not be read: %s", sampler.sampler_id, error)
+                    log.warning(
+                        "the checkpoint of sampler %s cannot be read: %s",
+                        sampler.sampler_id,
+                        error,
+                    )
 
     async def _is_over(self, sampler: Sampler, idle_s: float) -> bool:
         if sampler.users:
             return False
-        if sampler.session_id is None and asyncio.get_running_loop().time() - sampler.last_used > idle_s:
+        if (
+            sampler.session_id is None
+            and asyncio.get_running_loop().time() - sampler.last_used > idle_s
+        ):
             return True
         change = await self._executor.read(change_of, self._executor.folders, sampler)
         if change is not None:

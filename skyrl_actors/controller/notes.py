@@ -1,6 +1,6 @@
 """Small JSON files beside checkpoints: written whole or not at all, and read one by one.
 
-A file that cannot be read is logged once and counts as absent, so that it affects nothing but itself.
+A file that cannot be read is logged once and counts as absent. It affects no other file.
 """
 
 import json
@@ -11,19 +11,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from skyrl_actors.files import PARTIAL, write_durably
+from skyrl_actors.storage.files import PARTIAL, write_durably
 
 log = logging.getLogger(__name__)
 UNREADABLE = (OSError, ValueError, TypeError, KeyError)
-ABANDONED_S = 24 * 3600.0  # no write of one file takes so long
+ABANDONED_S = 24 * 3600.0  # no write of a file takes this long
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object durably, replacing the file at once."""
     write_durably(file, json.dumps(content, indent=2))
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """None when there is no such file or it cannot be read."""
+    """Return a JSON object, or None when there is no such file or it cannot be read."""
     try:
         content = json.loads(file.read_text())
         if not isinstance(content, dict):
@@ -38,12 +39,15 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 @lru_cache(maxsize=1000)
 def report(what: str, error: str) -> None:
-    """Once for each file and error: listings read the same files every few seconds."""
+    """Log an unreadable file, once for each file and error.
+
+    Listings read the same files every few seconds.
+    """
     log.error("%s cannot be read and is left out: %s", what, error)
 
 
 def sweep_abandoned(folder: Path) -> None:
-    """Remove what interrupted writes left in a folder."""
+    """Remove old partial files of interrupted writes from a folder."""
     for left in folder.glob(f".*{PARTIAL}"):
         try:
             if time.time() - left.stat().st_mtime > ABANDONED_S:

@@ -1,37 +1,43 @@
-"""What `status` shows of who is here and what is queued."""
+"""The tables of sessions, models and queues as `status` shows them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from skyrl_actors.controller.queue import RequestQueue
-from skyrl_actors.controller.recovery import Recovery
+from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.observe.counts import COUNTS, Tags
 
-SHOWN = 20  # of the newest durations
+SHOWN = 20  # number of the newest durations
 COUNTED = ("trained_tokens", "sampled_tokens", "operations")
 
 
-def of(tenants: TenantTable, queue: RequestQueue, recovery: Recovery) -> dict[str, Any]:
+def of(tenants: TenantTable, queue: RequestQueue, replayer: Replayer) -> dict[str, Any]:
+    """Return sessions, models, queues, counts and durations as JSON values."""
     return {
         "sessions": len(tenants.sessions),
         "samplers": len(tenants.samplers),
         "open_requests": queue.num_open,
         "queued": queue.lengths(),
         "models": [
-            {"model_id": m.spec.model_id, "role": m.spec.role, "lora_rank": m.spec.lora.rank if m.spec.lora else 0,
-             "steps": m.steps, "ready": m.ready}
+            {
+                "model_id": m.spec.model_id,
+                "role": m.spec.role,
+                "lora_rank": m.spec.lora.rank if m.spec.lora else 0,
+                "steps": m.steps,
+                "ready": m.ready,
+            }
             for m in tenants.models.values()
         ],
         **counted(COUNTS.read()),
-        "recoveries": len(recovery.recovery_s),
-        "recovery_s": [round(s, 3) for s in recovery.recovery_s[-SHOWN:]],
-        "snapshot_s": [round(s, 3) for s in recovery.snapshot_s[-SHOWN:]],
-    }  # fmt: skip
+        "recoveries": len(replayer.recovery_s),
+        "recovery_s": [round(s, 3) for s in replayer.recovery_s[-SHOWN:]],
+        "snapshot_s": [round(s, 3) for s in replayer.snapshot_s[-SHOWN:]],
+    }
 
 
 def counted(totals: Mapping[tuple[str, Tags], float]) -> dict[str, Any]:
-    """Since this controller began: in all, and of each holder of a key ("-": nobody's)."""
+    """Return totals since this controller started, in all and by API key ("-": without a key)."""
     counts = dict.fromkeys(COUNTED, 0.0)
     tenants: dict[str, dict[str, float]] = {}
     for (metric, tags), value in totals.items():

@@ -1,6 +1,7 @@
-"""Which entries of a folder belong to whom, by their names: nobody's files are opened for somebody else's listing.
+"""Find the entries of a folder that belong to an owner by their names, without opening files.
 
-An entry's name is an id with "_" for ":", and the part of the id before the first ":" ends in the owner's mark.
+An entry's name is an id with "_" for ":". The part of the id before the first ":" ends in the
+owner's mark.
 """
 
 import os
@@ -11,32 +12,37 @@ from collections import defaultdict
 from pathlib import Path
 
 _MARKS = re.compile(r"[0-9a-f]k([0-9a-f]{10})(?=[_.]|$)")
-UNSURE_NS = 2 * 10**9  # a change within the clock's tick of a listing leaves the folder's time as it was
+# A folder that changed this recently may change again without a new modification time, because
+# both changes can fall into one tick of the file system's clock.
+UNSURE_NS = 2 * 10**9
 
 
 class OwnerIndex:
-    """It is made again when the folder's entries change. A name may stand under several owners: what it holds tells."""
+    """Names of a folder's entries by owner, rebuilt when the entries change.
+
+    A name may be listed under several owners. The caller decides by the content of the entry.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._made = threading.Lock()
-        self._at_ns = -1  # the folder's time of change when this was made; -1: make it again
+        self._lock = threading.Lock()
+        self._at_ns = -1  # the folder's modification time when this was built; -1: rebuild
         self._all: list[str] = []
         self._of: dict[str, list[str]] = {}
 
     def names(self, owner: str | None) -> list[str]:
-        """`owner` None: of everybody."""
-        with self._made:
+        """Return the names of an owner's entries, or of all entries for None."""
+        with self._lock:
             try:
                 changed_ns = self._folder.stat().st_mtime_ns
             except FileNotFoundError:
                 return []
             if changed_ns != self._at_ns:
-                self._make()
+                self._build()
                 self._at_ns = changed_ns if time.time_ns() - changed_ns > UNSURE_NS else -1
             return list(self._all if owner is None else self._of.get(owner, ()))
 
-    def _make(self) -> None:
+    def _build(self) -> None:
         of: defaultdict[str, list[str]] = defaultdict(list)
         self._all = os.listdir(self._folder)
         for name in self._all:

@@ -1,8 +1,8 @@
-"""Which requests' payloads are in memory.
+"""Bound the bytes of request payloads in memory.
 
-A payload that is in the journal may leave memory until its request runs. Payloads of requests that run, and as many of
-those that wait as fit beside them, are kept within one bound in bytes; the others are read from the journal when they
-are wanted. A request that starts takes the room of those that wait.
+A payload that is in the journal may leave memory until its request runs. Payloads of running
+requests stay in memory, and as many of waiting ones as fit beside them. The others are read from
+the journal when their requests start. A request that starts evicts payloads of waiting ones.
 """
 
 import asyncio
@@ -24,8 +24,11 @@ SMALL_BYTES = 64 * 2**10
 
 
 class PayloadMemory:
-    """`running + waiting <= limit`, except when a single payload is larger: then it runs alone. Small payloads are not
-    counted: an unload must never wait for a create that waits for it, and open requests are bounded in number."""
+    """Keep `running + waiting <= limit` bytes. A single larger payload runs alone.
+
+    Payloads up to `small` bytes are not counted: an unload must never wait for a create that waits
+    for it. Their memory is bounded by the number of open requests.
+    """
 
     def __init__(self, limit: int, small: int = SMALL_BYTES):
         self.limit = limit
@@ -41,7 +44,7 @@ class PayloadMemory:
         return self._running_bytes + self._waiting_bytes
 
     def keep(self, payload: Payload) -> None:
-        """A request that was journaled waits for its turn. Its payload leaves memory now if there is no room."""
+        """Add a journaled request that waits. Without space, its payload leaves memory now."""
         if payload.num_bytes <= self.small:
             return
         if self._queue or self.num_bytes + payload.num_bytes > self.limit:
@@ -51,7 +54,7 @@ class PayloadMemory:
         self._waiting_bytes += payload.num_bytes
 
     async def start(self, payload: Payload) -> None:
-        """Its payload may be in memory from now on. Waits, first come, first served, for requests that run."""
+        """Reserve memory for a request that starts. Waits in order for running requests to end."""
         request_id = payload.request_id
         if request_id in self._running or payload.num_bytes <= self.small:
             return
@@ -67,13 +70,13 @@ class PayloadMemory:
                     self._running_bytes -= payload.num_bytes
                 self._admit()
                 raise
-            self._running_bytes -= payload.num_bytes  # booked for it by whoever woke it
+            self._running_bytes -= payload.num_bytes  # `_admit` has reserved it already
         self._running[request_id] = payload.num_bytes
         self._running_bytes += payload.num_bytes
         self._evict()
 
     def end(self, request_id: str) -> None:
-        """It was answered. Fine to call for one that never started."""
+        """Release the memory of an answered request, whether it started or not."""
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._waiting_bytes -= waiting.num_bytes
@@ -91,7 +94,7 @@ class PayloadMemory:
                 room.set_result(None)
 
     def _evict(self) -> None:
-        """The newest first: it runs last."""
+        """Evict payloads of waiting requests, the newest first, because it runs last."""
         while self._waiting and self.num_bytes > self.limit:
             _, payload = self._waiting.popitem()
             self._waiting_bytes -= payload.num_bytes

@@ -1,4 +1,4 @@
-"""Is a sampler's checkpoint still the one that it was opened from?"""
+"""Find out whether a sampler's checkpoint was deleted or saved again since it was opened."""
 
 from typing import Literal
 
@@ -11,18 +11,22 @@ Change = Literal["deleted", "saved again"]
 
 
 def change_of(folders: CheckpointFolders, sampler: Sampler) -> Change | None:
-    """None while it is, and for samplers of no checkpoint. Reads files."""
+    """Return how a sampler's checkpoint changed since it was opened. Reads files.
+
+    Returns None for an unchanged checkpoint, and for a sampler without one.
+    """
     if sampler.model_path is None:
         return None
     try:
         is_same = folders.is_version(parse_path(sampler.model_path), sampler.weights.version)
-    except (NotFound, FileNotFoundError):  # the second while it is being removed
+    except (NotFound, FileNotFoundError):  # FileNotFoundError: it is being removed
         return "deleted"
     return None if is_same else "saved again"
 
 
 def change_text(sampler: Sampler, change: Change) -> str:
+    """Return the error message for a sampler whose checkpoint changed."""
     return (
         f"{sampler.model_path} was {change} since sampler {sampler.sampler_id} was opened from it; "
-        "make a sampling client of a checkpoint that exists"
+        "create a sampling client of an existing checkpoint"
     )

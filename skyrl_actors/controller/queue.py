@@ -1,15 +1,17 @@
-"""Which request may start now (pure).
+"""Decide which request may start now (pure).
 
-1. Requests of one model start in the order in which they were accepted, one at a time. A client sends the next request
-   only when the one before was acknowledged, so this is its own order; only the chunks of one forward_backward may
-   arrive in another order, and they commute.
+1. Requests of one model start in the order in which they were accepted, one at a time. A client
+   sends a request only after the one before was acknowledged, so this is the client's order. Only
+   the chunks of one forward_backward may arrive in another order, and they commute.
 2. Requests of different models are independent.
-3. The same (stream, seq_id) with the same body is the same request: it gets the first request id and runs once. With
-   another body it is a Conflict. The newest `REMEMBERED` numbers of a stream are known; retries come within minutes.
-4. Open requests are bounded in number and in bytes, in total and for the holder of one API key; a key may have as many as
-   are free, so that some are left for the next key (`shares.py`). One more is a CapacityError, which clients try again.
-5. A request is reserved when it arrives and starts only when it was confirmed: written where no crash can lose it. One
-   that could not be written is withdrawn, as if it had never come.
+3. The same (stream, seq_id) with the same body is the same request: it gets the first request id
+   and runs once. With another body it is a Conflict. The newest `KEPT_PER_STREAM` numbers of a
+   stream are known; retries come within minutes.
+4. Open requests are bounded in number and in bytes, in total and for each API key. A key may have
+   as many as are free, so that some are left for the next key (`shares.py`). One more is a
+   CapacityError, which clients retry.
+5. A request is reserved when it arrives. It starts only after it was confirmed, that is, written
+   where no crash can lose it. A request that could not be written is withdrawn without a trace.
 """
 
 from collections import OrderedDict, deque
@@ -20,16 +22,19 @@ from skyrl_actors.controller.shares import Shares
 from skyrl_actors.messages.errors import CapacityError, Conflict
 from skyrl_actors.messages.paths import owner_of
 
-REMEMBERED = 10_000
+KEPT_PER_STREAM = 10_000
 
 
 class RequestQueue:
+    """The open requests of all models, and the sequence numbers of their streams."""
+
     def __init__(self, requests: Shares, payload_bytes: Shares):
         self._requests = requests
         self._bytes = payload_bytes
-        self._lines: dict[str, deque[str]] = {}
+        self._waiting: dict[str, deque[str]] = {}
         self._running: set[str] = set()
-        self._accepted: dict[str, OrderedDict[int, tuple[int, str]]] = {}  # stream -> seq_id -> (digest, request id)
+        # stream -> seq_id -> (digest, request id)
+        self._accepted: dict[str, OrderedDict[int, tuple[int, str]]] = {}
         self._open: dict[str, int] = {}  # request id -> bytes of its payload
         self._unconfirmed: set[str] = set()
 
@@ -38,14 +43,20 @@ class RequestQueue:
         return len(self._open)
 
     def lengths(self) -> dict[str, int]:
-        return {model_id: len(line) for model_id, line in self._lines.items() if line}
+        """Return the number of waiting requests by model."""
+        return {model_id: len(waiting) for model_id, waiting in self._waiting.items() if waiting}
 
     def known(self, stream: str, seq_id: int | None, digest: int) -> str | None:
-        """Rule 3: the id of the first request with this number, if there was one."""
+        """Return the id of the first request with this number, if there was one (rule 3).
+
+        Raises Conflict when its body was another one.
+        """
         if seq_id is None or seq_id not in self._accepted.get(stream, ()):
             return None
         first_digest, request_id = self._accepted[stream][seq_id]
-        if digest != first_digest and not (isinstance(digest, RequestDigest) and digest.matches(first_digest)):
+        if digest != first_digest and not (
+            isinstance(digest, RequestDigest) and digest.matches(first_digest)
+        ):
             raise Conflict(f"{stream}: sequence number {seq_id} was used before with another body")
         return request_id
 
@@ -55,80 +66,94 @@ class RequestQueue:
         stream: str,
         seq_id: int | None,
         digest: int,
-        line: str | None,
+        model_id: str | None,
         bounded: bool = True,
         num_bytes: int = 0,
     ) -> None:
-        """Take a new request; `line` is the model whose order it keeps, None for one that may start at once."""
+        """Reserve a new request. `model_id` is None for a request that may start at once.
+
+        Raises CapacityError if `bounded` and a limit is reached.
+        """
         if bounded:
             self._check_room(owner_of(request_id), num_bytes)
-        self.remember(request_id, stream, seq_id, digest)
+        self._record(request_id, stream, seq_id, digest)
         self._open[request_id] = num_bytes
         self._requests.take(owner_of(request_id), 1)
         self._bytes.take(owner_of(request_id), num_bytes)
         self._unconfirmed.add(request_id)
-        if line is not None:
-            self._lines.setdefault(line, deque()).append(request_id)
+        if model_id is not None:
+            self._waiting.setdefault(model_id, deque()).append(request_id)
 
     def _check_room(self, owner: str, num_bytes: int) -> None:
         whose = "of this API key " if owner else ""
         if not self._requests.has_room(owner, 1):
             raise CapacityError(
                 f"{self._requests.held(owner)} requests {whose}are open, the most there may be now "
-                "(limits.open_requests, limits.open_requests_per_key); try again when some were answered"
+                "(limits.open_requests, limits.open_requests_per_key); "
+                "try again when some were answered"
             )
         if not self._bytes.has_room(owner, num_bytes):
             raise CapacityError(
-                f"open requests {whose}have {self._bytes.held(owner)} bytes, and with this one's {num_bytes} they would "
-                "have more than there is room for now (limits.queued_bytes); try again when some were answered"
+                f"open requests {whose}have {self._bytes.held(owner)} bytes, and with this one's "
+                f"{num_bytes} they would have more than there is room for now "
+                "(limits.queued_bytes); try again when some were answered"
             )
 
-    def remember(self, request_id: str, stream: str, seq_id: int | None, digest: int) -> None:
+    def _record(self, request_id: str, stream: str, seq_id: int | None, digest: int) -> None:
         if seq_id is not None:
             numbers = self._accepted.setdefault(stream, OrderedDict())
             numbers[seq_id] = (int(digest), request_id)
-            if len(numbers) > REMEMBERED:
+            if len(numbers) > KEPT_PER_STREAM:
                 numbers.popitem(last=False)
 
     def recall(self, stream: str, older: Sequence[tuple[int, int, str]]) -> None:
-        """(seq_id, digest, request id) from before a restart, oldest first: known again, behind what came since."""
-        numbers = OrderedDict((seq_id, (digest, request_id)) for seq_id, digest, request_id in older)
+        """Add requests from before a restart: (seq_id, digest, request id), oldest first.
+
+        Requests that arrived since the restart count as newer.
+        """
+        numbers = OrderedDict(
+            (seq_id, (digest, request_id)) for seq_id, digest, request_id in older
+        )
         numbers.update(self._accepted.get(stream, {}))
-        while len(numbers) > REMEMBERED:
+        while len(numbers) > KEPT_PER_STREAM:
             numbers.popitem(last=False)
         self._accepted[stream] = numbers
 
     def confirm(self, request_id: str) -> None:
+        """Allow a request to start, because it is durable (rule 5)."""
         self._unconfirmed.discard(request_id)
 
-    def withdraw(self, request_id: str, stream: str, seq_id: int | None, line: str | None) -> None:
+    def withdraw(
+        self, request_id: str, stream: str, seq_id: int | None, model_id: str | None
+    ) -> None:
+        """Remove a request that could not be written (rule 5)."""
         self._close(request_id)
         self._unconfirmed.discard(request_id)
         if seq_id is not None:
             self._accepted.get(stream, OrderedDict()).pop(seq_id, None)
-        if line is not None and request_id in self._lines.get(line, ()):
-            self._lines[line].remove(request_id)
+        if model_id is not None and request_id in self._waiting.get(model_id, ()):
+            self._waiting[model_id].remove(request_id)
 
-    def head(self, line: str) -> str | None:
-        """The request of this model that starts next; it may wait for its confirmation."""
-        waiting = self._lines.get(line)
+    def head(self, model_id: str) -> str | None:
+        """Return the model's next request, confirmed or not."""
+        waiting = self._waiting.get(model_id)
         return waiting[0] if waiting else None
 
-    def next(self, line: str) -> str | None:
-        """Rules 1 and 5: the request of this model that starts now, if none is running."""
-        head = self.head(line)
-        if line in self._running or head is None or head in self._unconfirmed:
+    def next(self, model_id: str) -> str | None:
+        """Take out the model's next request if it may start now (rules 1 and 5)."""
+        head = self.head(model_id)
+        if model_id in self._running or head is None or head in self._unconfirmed:
             return None
-        self._running.add(line)
-        return self._lines[line].popleft()
+        self._running.add(model_id)
+        return self._waiting[model_id].popleft()
 
-    def drain(self, line: str) -> list[str]:
-        """Take out the confirmed requests of a model that have not started."""
-        waiting = self._lines.pop(line, deque())
+    def drain(self, model_id: str) -> list[str]:
+        """Take out the model's confirmed requests that have not started, and return their ids."""
+        waiting = self._waiting.pop(model_id, deque())
         gone = [request_id for request_id in waiting if request_id not in self._unconfirmed]
         staying = deque(request_id for request_id in waiting if request_id in self._unconfirmed)
         if staying:
-            self._lines[line] = staying
+            self._waiting[model_id] = staying
         for request_id in gone:
             self._close(request_id)
         return gone
@@ -140,13 +165,14 @@ class RequestQueue:
             self._requests.give(owner, 1)
             self._bytes.give(owner, num_bytes)
 
-    def finish(self, request_id: str, line: str | None) -> None:
+    def finish(self, request_id: str, model_id: str | None) -> None:
+        """Close an answered request, and let the model's next one start."""
         self._close(request_id)
-        if line is not None:
-            self._running.discard(line)
+        if model_id is not None:
+            self._running.discard(model_id)
 
     def forget(self, stream: str) -> None:
-        """A stream that ended: its sequence numbers are free again."""
+        """Forget a stream that ended; its sequence numbers may be used again."""
         self._accepted.pop(stream, None)
-        if not self._lines.get(stream):
-            self._lines.pop(stream, None)
+        if not self._waiting.get(stream):
+            self._waiting.pop(stream, None)

@@ -1,19 +1,21 @@
-"""Sequence numbers from before a restart: read from the journal when their stream is first used again.
+"""Read sequence numbers from before a restart when their stream is first used again.
 
-A start does not read them, so its time does not depend on how many requests there were.
+A start does not read them, so its duration does not depend on the number of earlier requests.
 """
 
 import asyncio
 from collections import OrderedDict
 
 from skyrl_actors.controller.completions import Completions
-from skyrl_actors.controller.queue import REMEMBERED, RequestQueue
-from skyrl_actors.journal.base import Journal
+from skyrl_actors.controller.queue import KEPT_PER_STREAM, RequestQueue
+from skyrl_actors.journal.protocol import Journal
 
-STREAMS = 20_000  # of which it is known that they were read; one that is forgotten is read again
+STREAMS = 20_000  # streams known to be read; a stream beyond that is read again
 
 
 class Recall:
+    """Fill the queue and the completions with a stream's requests from before a restart."""
+
     def __init__(self, journal: Journal, queue: RequestQueue, completions: Completions):
         self._journal = journal
         self._queue = queue
@@ -22,24 +24,31 @@ class Recall:
         self._reading: OrderedDict[str, asyncio.Task[None]] = OrderedDict()
 
     def begin(self, next_number: int) -> None:
-        """Operations below this number are an earlier controller's."""
+        """Set the first number of this controller; lower numbers are from earlier ones."""
         self._before = next_number
 
     async def stream(self, stream: str) -> None:
-        """What was answered in this stream before the restart is known when this returns. Raises Unavailable."""
+        """Read a stream's requests from before the restart, unless done. Raises Unavailable."""
         if self._before == 1:
             return
         reading = self._reading.get(stream)
         if reading is None or (reading.done() and (reading.cancelled() or reading.exception())):
-            reading = self._reading[stream] = asyncio.get_running_loop().create_task(self._read(stream))
+            reading = self._reading[stream] = asyncio.get_running_loop().create_task(
+                self._read(stream)
+            )
             while len(self._reading) > STREAMS:
                 self._reading.popitem(last=False)
         if not reading.done():
             await asyncio.shield(reading)
 
     async def _read(self, stream: str) -> None:
-        found = await self._journal.remembered(stream, self._before, REMEMBERED)
+        found = await self._journal.remembered(stream, self._before, KEPT_PER_STREAM)
         if found:
-            self._queue.recall(stream, [(op.seq_id, op.digest, op.request_id) for op in found if op.seq_id is not None])
+            self._queue.recall(
+                stream,
+                [(op.seq_id, op.digest, op.request_id) for op in found if op.seq_id is not None],
+            )
             samples = [(op.seq_id, op.request_id, op.failed) for op in found if op.kind == "Sample"]
-            self._completions.recall(stream, [(seq_id, name, bad) for seq_id, name, bad in samples if seq_id is not None])
+            self._completions.recall(
+                stream, [(seq_id, name, bad) for seq_id, name, bad in samples if seq_id is not None]
+            )

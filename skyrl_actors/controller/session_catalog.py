@@ -1,4 +1,4 @@
-"""What is kept of sessions beyond their life: one small file each, beside the checkpoints of their runs."""
+"""Records of sessions that outlive them: one small file each, beside the checkpoints."""
 
 import logging
 from collections.abc import Callable
@@ -19,24 +19,35 @@ FOLDER = ".sessions"
 
 
 class SessionCatalog:
-    def __init__(self, tenants: TenantTable, folders: CheckpointFolders, wall: Callable[[], float] = clock.now):
+    """List sessions that are live, and ended ones that are recorded or have training runs."""
+
+    def __init__(
+        self,
+        tenants: TenantTable,
+        folders: CheckpointFolders,
+        wall: Callable[[], float] = clock.now,
+    ):
         self._tenants = tenants
         self._folders = folders
         self._wall = wall
         self._index = OwnerIndex(folders.root / FOLDER)
 
     def _file(self, session_id: str) -> Path:
-        return self._folders.root / FOLDER / f"{checked_id(session_id, 'session id').replace(':', '_')}.json"
+        return (
+            self._folders.root
+            / FOLDER
+            / f"{checked_id(session_id, 'session id').replace(':', '_')}.json"
+        )
 
     def opened(self, note: SessionNote) -> None:
-        """Once; a repeat changes nothing."""
+        """Write the record of a new session. A repeat changes nothing."""
         file = self._file(note.session_id)
         if self._note(file) is None:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, asdict(note))
 
     def finished(self, session_id: str, how: str, detail: str | None) -> None:
-        """The first word counts."""
+        """Record how a session ended. Only the first call counts."""
         note = self._note(self._file(session_id))
         if note is not None and note.finished is None:
             write_json(self._file(session_id), asdict(note) | {"finished": how, "detail": detail})
@@ -50,18 +61,29 @@ class SessionCatalog:
             return None
 
     def sessions(self, owner: str | None = None) -> list[SessionEntry]:
-        """All that are open or left something, newest first. `owner`: only his."""
+        """Return sessions that are live or left a record or run, newest first.
+
+        With `owner`, return only the sessions of that owner.
+        """
         runs: dict[str, list[RunEntry]] = {}
         for run in self._folders.runs(owner):
             runs.setdefault(run.session_id, []).append(run)
         found = {note.session_id: note for file in self._files(owner) if (note := self._note(file))}
         for session_id, of_it in runs.items():
-            found.setdefault(session_id, SessionNote(session_id, min(run.created_at for run in of_it)))
+            found.setdefault(
+                session_id, SessionNote(session_id, min(run.created_at for run in of_it))
+            )
         for session_id, session in list(self._tenants.sessions.items()):
-            found.setdefault(session_id, SessionNote(session_id, self._wall(), session.user_metadata))
-        notes = [note for note in found.values() if owner is None or owner_of(note.session_id) == owner]
+            found.setdefault(
+                session_id, SessionNote(session_id, self._wall(), session.user_metadata)
+            )
+        notes = [
+            note for note in found.values() if owner is None or owner_of(note.session_id) == owner
+        ]
         entries = [self._entry(note, runs.get(note.session_id, [])) for note in notes]
-        return sorted(entries, key=lambda entry: (entry.note.created_at, entry.note.session_id), reverse=True)
+        return sorted(
+            entries, key=lambda entry: (entry.note.created_at, entry.note.session_id), reverse=True
+        )
 
     def _files(self, owner: str | None) -> list[Path]:
         names = self._index.names(owner)
@@ -73,18 +95,28 @@ class SessionCatalog:
         status = "active" if note.session_id in self._tenants.sessions else note.finished
         size = sum(checkpoint.num_bytes for checkpoint in checkpoints)
         samplers = tuple(s.sampler_id for s in self._tenants.samplers_of(note.session_id))
-        return SessionEntry(note, status, tuple(run.run_id for run in runs), samplers, len(checkpoints), size)
+        return SessionEntry(
+            note, status, tuple(run.run_id for run in runs), samplers, len(checkpoints), size
+        )
 
     def session(self, session_id: str) -> SessionEntry:
+        """Return one session. Raises NotFound for an unknown one."""
         note = self._note(self._file(session_id))
-        runs = [run for run in self._folders.runs(owner_of(session_id) or None) if run.session_id == session_id]
+        runs = [
+            run
+            for run in self._folders.runs(owner_of(session_id) or None)
+            if run.session_id == session_id
+        ]
         known = self._tenants.sessions.get(session_id)
         if note is None and known is None and not runs:
             raise NotFound(f"unknown session {session_id!r}")
-        return self._entry(note or SessionNote(session_id, self._wall(), known.user_metadata if known else {}), runs)
+        return self._entry(
+            note or SessionNote(session_id, self._wall(), known.user_metadata if known else {}),
+            runs,
+        )
 
     def sweep(self, older_than_s: float) -> None:
-        """Forget sessions that ended long ago and left no run."""
+        """Remove the records of sessions that ended long ago and left no training run."""
         with_runs = {run.session_id for run in self._folders.runs()}
         for entry in self.sessions():
             old = self._wall() - entry.note.created_at > older_than_s
@@ -92,5 +124,7 @@ class SessionCatalog:
                 try:
                     self._file(entry.note.session_id).unlink(missing_ok=True)
                 except UNREADABLE as error:
-                    log.warning("the note of session %s was not removed: %s", entry.note.session_id, error)
+                    log.warning(
+                        "the record of session %s was not removed: %s", entry.note.session_id, error
+                    )
         sweep_abandoned(self._folders.root / FOLDER)

@@ -1,15 +1,19 @@
-"""How much of a bounded resource the holder of one API key may take (pure).
+"""Bound the part of a resource that one API key may take (pure).
 
-The bound of a key is what is still free, so that a key that takes all it can leaves half to the next one, which leaves half
-of that, and so on (dynamic thresholds with factor 1: Choudhury and Hahne, "Dynamic queue length thresholds for
-shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2), 1998). When others give back, its bound rises.
+The bound of a key is the amount that is free. A key that takes all it can leaves half to the next
+key, which leaves half of that, and so on. The bound of a key rises when others release units.
+Source: dynamic thresholds with factor 1 of Choudhury and Hahne, "Dynamic queue length thresholds
+for shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2), 1998.
 """
 
 from collections import Counter
 
 
 class Shares:
-    """`limit` units of something. `floor`: what each key may always have, also beyond the limit."""
+    """`limit` units, shared between API keys.
+
+    Each key may always have `floor` units, also beyond the limit, and never more than `per_key`.
+    """
 
     def __init__(self, *, limit: int, per_key: int, floor: int):
         self.limit = limit
@@ -19,10 +23,14 @@ class Shares:
         self._of_owner: Counter[str] = Counter()
 
     def held(self, owner: str) -> int:
+        """Return the units that an owner has."""
         return self._of_owner[owner]
 
     def has_room(self, owner: str, amount: int) -> bool:
-        """Whether this owner may take `amount` more. One who holds nothing may always take what is free."""
+        """Return whether an owner may take `amount` more.
+
+        An owner without units may take all free ones.
+        """
         held, free = self._of_owner[owner], self.limit - self.taken
         if held + amount <= min(self.per_key, self.floor):
             return True
@@ -31,10 +39,12 @@ class Shares:
         return held + amount <= min(self.per_key, free)
 
     def take(self, owner: str, amount: int) -> None:
+        """Take units for an owner, whether there is room or not."""
         self._of_owner[owner] += amount
         self.taken += amount
 
     def give(self, owner: str, amount: int) -> None:
+        """Release units of an owner."""
         self._of_owner[owner] -= amount
         self.taken -= amount
         if not self._of_owner[owner]:

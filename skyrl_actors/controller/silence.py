@@ -1,23 +1,29 @@
-"""How long a session has been silent, in a time that stands still while no client is heard (pure).
+"""A clock for the silence of sessions that stops while no client reaches the service (pure).
 
-When nobody is heard, it is the way to the service that is down, and not all clients at once.
+When no client reaches the service, the network is down, and not all clients at once.
 """
 
-LONGEST_GAP_S = 15.0  # clients send a heartbeat every 10 s, so with any client alive there is no longer gap
+# Clients send a heartbeat every 10 s, so with any live client the gap is not longer.
+LONGEST_GAP_S = 15.0
 
 
 class SilenceClock:
-    """Advances with the caller's clock, but by at most `LONGEST_GAP_S` beyond the last sign of any client."""
+    """A clock that runs for at most `LONGEST_GAP_S` after the last sign of life of any client."""
 
     def __init__(self) -> None:
         self._passed = 0.0
         self._last: float | None = None
 
-    def hear(self, now: float) -> float:
-        """A client is heard. Returns the time of this clock."""
+    def mark_active(self, now: float) -> float:
+        """Record a sign of life of any client. Returns the time of this clock."""
         self._passed = self.at(now)
         self._last = now
         return self._passed
 
     def at(self, now: float) -> float:
-        return self._passed if self._last is None else self._passed + min(now - self._last, LONGEST_GAP_S)
+        """Return the time of this clock at the caller's time `now`."""
+        return (
+            self._passed
+            if self._last is None
+            else self._passed + min(now - self._last, LONGEST_GAP_S)
+        )

@@ -1,7 +1,8 @@
-"""Places for sampled sequences in the engines, shared fairly between tenants.
+"""Bound the sampled sequences in the engines, and share them fairly between tenants.
 
-Start-time fair queueing with one weight for all: each tenant has a clock that advances by the tokens that it was given, and
-the tenant whose clock is earliest goes first. A tenant that comes back is not paid for the time it was away.
+Start-time fair queueing with equal weights: each tenant has a clock that advances by the tokens it
+was given. The tenant with the earliest clock is admitted first. A tenant without requests earns no
+credit for that time.
 """
 
 import asyncio
@@ -13,7 +14,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Place:
-    """One request in the engines. `tokens` is the most it may take; its user sets what it took."""
+    """One request in the engines.
+
+    `tokens` is the maximum at first. The holder replaces it by the number of tokens used.
+    """
 
     sequences: int
     tokens: int
@@ -21,13 +25,18 @@ class Place:
 
 @dataclass(slots=True)
 class Waiter:
+    """A request that waits for admission."""
+
     place: Place
     ready: asyncio.Future[None]
 
 
 @dataclass(slots=True)
 class Tenant:
-    """`clock`: tokens given to this tenant so far, or what the others had when it came."""
+    """The requests of one tenant.
+
+    `clock` counts the tokens given to it, and starts at the clock of the tenant served last.
+    """
 
     clock: int = 0
     held: int = 0
@@ -35,7 +44,10 @@ class Tenant:
 
 
 class FairSlots:
-    """`limit` sequences at once; a request with more of them runs alone. Within a tenant first come, first served."""
+    """Admit at most `limit` sequences at once; a request with more of them runs alone.
+
+    Requests of one tenant are admitted in their order.
+    """
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -45,13 +57,14 @@ class FairSlots:
 
     @asynccontextmanager
     async def hold(self, name: str, sequences: int, tokens: int) -> AsyncIterator[Place]:
+        """Wait for admission of a request of tenant `name`, and hold its place."""
         place = Place(sequences, tokens)
         tenant = self._tenant(name)
         await self._take(name, tenant, place)
         try:
             yield place
         finally:
-            tenant.clock += place.tokens - tokens  # it was charged for the most it could take
+            tenant.clock += place.tokens - tokens  # the admission charged the maximum
             self._give(name, tenant, place)
 
     def _tenant(self, name: str) -> Tenant:
@@ -78,7 +91,10 @@ class FairSlots:
             raise
 
     def _admit(self) -> None:
-        """Nobody overtakes the tenant whose turn it is, so that a large request is not passed by for ever."""
+        """Admit requests while they fit, the tenant with the earliest clock first.
+
+        No other tenant overtakes it, so that a large request does not wait forever.
+        """
         while ready := [tenant for tenant in self._tenants.values() if tenant.waiting]:
             tenant = min(ready, key=lambda tenant: tenant.clock)
             place = tenant.waiting[0].place
@@ -101,7 +117,10 @@ class FairSlots:
         self._admit()
 
     def _forget(self, name: str, tenant: Tenant) -> None:
-        """A tenant that was given more than others keeps its clock, unless nobody else wants anything."""
+        """Remove an idle tenant. One that was given more than others keeps its clock.
+
+        All clocks are removed when all tenants are idle.
+        """
         if tenant.held or tenant.waiting:
             return
         if not any(other.held or other.waiting for other in self._tenants.values()):

@@ -1,4 +1,4 @@
-"""Who is here: sessions, their models, their samplers (pure tables, no effects)."""
+"""Tables of the live sessions, their models and their samplers (pure, no effects)."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -8,77 +8,98 @@ from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.weights import SamplerWeights
 
-DROPPED = "only the newest unnamed versions of a model are kept; use save_weights_for_sampler with a name for one that stays"
+DROPPED = (
+    "only the newest unnamed versions of a model are kept; "
+    "use save_weights_for_sampler with a name for one that stays"
+)
 
 
 @dataclass(slots=True)
-class Session:
+class TenantSession:
+    """A live session."""
+
     session_id: str
-    last_seen: float  # by `TenantTable.silence`
+    last_seen: float  # time of the last request or heartbeat, by `TenantTable.silence`
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(slots=True)
 class Model:
+    """A model of a live session. `ready` becomes true when its creation was done."""
+
     spec: ModelSpec
     session_id: str
     user_metadata: dict[str, str]
     ready: bool = False
     steps: int = 0
-    versions: int = 0  # sampler versions made so far
-    incomplete: str | None = None  # why the pending gradients are not what was asked for
+    versions: int = 0  # number of unnamed sampler versions so far
+    incomplete: str | None = None  # why a forward_backward since the last step failed
 
 
 @dataclass(slots=True)
 class Sampler:
+    """An open sampler: fixed weights of the base model, of a checkpoint or of a live model."""
+
     sampler_id: str
     base_model: str
     model_path: str | None
     weights: SamplerWeights
     session_id: str | None
     owner: str | None = None  # the model whose unnamed version this is
-    number: int | None = None  # the operation that froze it
+    number: int | None = None  # the operation that saved these weights
     users: int = 0  # accepted samples that are not answered yet
-    retired: bool = False  # its files go when the last user has gone
+    retired: bool = False  # closed; its files are removed with its last user
     last_used: float = 0.0  # loop time of its opening or its last answer
-    ended: str = DROPPED  # what a client is told that asks for it after it was retired
+    ended: str = DROPPED  # the reason in the error for requests after it was retired
 
 
 class TenantTable:
+    """All live sessions, models and samplers. Lookups raise UserError for unknown ids."""
+
     def __init__(self) -> None:
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, TenantSession] = {}
         self.models: dict[str, Model] = {}
         self.samplers: OrderedDict[str, Sampler] = OrderedDict()
-        self.lost: dict[str, str] = {}  # models that can not be brought back, and why
+        self.lost: dict[str, str] = {}  # models that cannot be restored, and why
         self.silence = SilenceClock()
-        self._expired: dict[str, str] = {}  # samplers of living sessions that were retired, and why
+        self._expired: dict[str, str] = {}  # retired samplers of live sessions, and why
 
-    def hear(self, session_id: str | None, now: float) -> None:
-        """A client is heard, of this session if it is one that lives."""
-        at = self.silence.hear(now)
+    def mark_active(self, session_id: str | None, now: float) -> None:
+        """Record a sign of life of a client at loop time `now`, and of its session if live."""
+        at = self.silence.mark_active(now)
         if session_id in self.sessions:
             self.sessions[session_id].last_seen = at
 
-    def session(self, session_id: str) -> Session:
+    def session(self, session_id: str) -> TenantSession:
+        """Return a live session. Raises NotFound."""
         if session_id not in self.sessions:
-            raise NotFound(f"unknown session {session_id!r}: it was never made, was finished, or fell silent for too long")
+            raise NotFound(
+                f"unknown session {session_id!r}: it was never created, was finished, "
+                "or sent no heartbeat for too long"
+            )
         return self.sessions[session_id]
 
     def model(self, model_id: str) -> Model:
+        """Return a live model. Raises NotFound, or InternalError when its state is lost."""
         if model_id in self.lost:
             raise InternalError(f"model {model_id} is lost: {self.lost[model_id]}")
         if model_id not in self.models:
-            raise NotFound(f"unknown model {model_id!r}: it was never made, or its session is over")
+            raise NotFound(
+                f"unknown model {model_id!r}: it was never created, or its session has ended"
+            )
         return self.models[model_id]
 
     def policy(self, model_id: str) -> Model:
-        """A model that can be sampled. Raises InvalidRequest for a critic."""
+        """Return a live model that can be sampled. Raises InvalidRequest for a critic."""
         model = self.model(model_id)
         if model.spec.role == "critic":
-            raise InvalidRequest(f"{model_id} is a critic: it has values, not tokens, and can not be sampled")
+            raise InvalidRequest(
+                f"{model_id} is a critic: it has values, not tokens, and cannot be sampled"
+            )
         return model
 
     def sampler(self, sampler_id: str) -> Sampler:
+        """Return an open sampler. Raises NotFound, with the reason if it was retired."""
         if sampler_id in self.samplers:
             return self.samplers[sampler_id]
         if sampler_id in self._expired:
@@ -86,7 +107,10 @@ class TenantTable:
         raise NotFound(f"unknown sampler {sampler_id!r}")
 
     def add_sampler(self, sampler: Sampler, keep: int) -> list[Sampler]:
-        """Returns the unnamed samplers of the same model that are now one too many, oldest first, already removed."""
+        """Add a sampler, and remove the model's oldest unnamed samplers beyond `keep`.
+
+        Returns the removed ones, oldest first.
+        """
         self.samplers[sampler.sampler_id] = sampler
         if sampler.owner is None:
             return []
@@ -97,13 +121,17 @@ class TenantTable:
         return dropped
 
     def remove_sampler(self, sampler_id: str) -> None:
+        """Remove a sampler, and keep the reason for later requests of its session."""
         sampler = self.samplers.pop(sampler_id, None)
         if sampler is not None and sampler.session_id is not None:
             self._expired[sampler_id] = sampler.ended
 
     def forget_expired(self, session_id: str) -> None:
+        """Forget the retired samplers of a session that ended."""
         self._expired = {
-            sampler_id: why for sampler_id, why in self._expired.items() if not sampler_id.startswith(f"{session_id}:")
+            sampler_id: why
+            for sampler_id, why in self._expired.items()
+            if not sampler_id.startswith(f"{session_id}:")
         }
 
     def models_of(self, session_id: str) -> list[Model]:
@@ -113,7 +141,10 @@ class TenantTable:
         return [sampler for sampler in self.samplers.values() if sampler.session_id == session_id]
 
     def silent_sessions(self, now: float, timeout_s: float) -> list[str]:
-        """Silent for longest first. The time in which no client was heard does not count."""
+        """Return sessions without a sign of life for `timeout_s`, the longest silent first.
+
+        Time in which no client reached the service does not count.
+        """
         now = self.silence.at(now)
         silent = [s for s in self.sessions.values() if now - s.last_seen > timeout_s]
         return [s.session_id for s in sorted(silent, key=lambda s: s.last_seen)]

@@ -1,4 +1,7 @@
-"""Results and who waits for them. An answer stays in memory for a while and within a bound; the journal keeps it for longer."""
+"""Answers in memory, and callers that wait for them.
+
+An answer stays in memory for a time and within a bound in bytes. The journal keeps it for longer.
+"""
 
 import asyncio
 from collections import Counter, OrderedDict
@@ -13,31 +16,42 @@ from skyrl_actors.messages.sizes import size_of
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An answer in memory: since when on the loop's clock, and its bytes."""
+    """An answer in memory: the loop time of its arrival, and its size."""
 
     since: float
     num_bytes: int
 
 
 class ResultTable:
-    """Answers may have `limit_bytes` together. When they have more, the owner with the most bytes loses the oldest ones;
-    whoever asks for them reads them from the journal."""
+    """Answers by request id, with at most `limit_bytes` together.
+
+    Beyond that, the owner with the most bytes loses the oldest answers. They are then read from
+    the journal.
+    """
 
     def __init__(self, ttl_s: float, limit_bytes: int):
         self._ttl_s = ttl_s
         self._limit_bytes = limit_bytes
         self._futures: dict[str, asyncio.Future[Result]] = {}
-        self._kept: dict[str, OrderedDict[str, Kept]] = {}  # owner -> request id -> answer, oldest first
+        # owner -> request id -> answer, oldest first
+        self._kept: dict[str, OrderedDict[str, Kept]] = {}
         self._bytes_of: Counter[str] = Counter()
         self.num_bytes = 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._futures
 
+    def in_memory(self, request_id: str) -> Result | None:
+        """Return an answer, or None when it is not in memory."""
+        future = self._futures.get(request_id)
+        return future.result() if future is not None and future.done() else None
+
     def open(self, request_id: str) -> None:
+        """Add a request without an answer."""
         self._futures[request_id] = asyncio.get_running_loop().create_future()
 
     def resolve(self, request_id: str, result: Result) -> None:
+        """Set the answer of a request, and drop answers that expired or exceed the bound."""
         self._futures[request_id].set_result(result)
         owner, now = owner_of(request_id), asyncio.get_running_loop().time()
         kept = Kept(now, size_of(result))
@@ -50,7 +64,9 @@ class ResultTable:
 
     def _drop_expired(self, now: float) -> None:
         for owner in list(self._kept):
-            while (kept := self._kept.get(owner)) and now - next(iter(kept.values())).since > self._ttl_s:
+            while (kept := self._kept.get(owner)) and now - next(
+                iter(kept.values())
+            ).since > self._ttl_s:
                 self._drop_oldest(owner)
 
     def _drop_oldest(self, owner: str) -> None:
@@ -62,7 +78,10 @@ class ResultTable:
             del self._kept[owner], self._bytes_of[owner]
 
     def wait(self, request_id: str, timeout_s: float) -> Coroutine[Any, Any, Result | None]:
-        """None when it is not ready in time. Only for ids that are in the table when this is called."""
+        """Wait for an answer; None when it is not ready in time.
+
+        The id must be in the table when this is called.
+        """
         return self._wait(self._futures[request_id], timeout_s)
 
     @staticmethod

@@ -1,7 +1,10 @@
-"""The Ray actor around one vLLM engine. It imports vLLM when it is made, in its own process.
+"""The Ray actor around one vLLM engine.
 
-Calls carry the epoch of their controller. When a newer controller takes the engine over, the samples of the older one
-are aborted (they will be asked for again, with the same seed), and its other calls are waited for.
+vLLM is imported in the actor's own process, when the actor is created.
+
+Calls carry the epoch of their controller. When a newer controller takes over, the actor aborts the
+older one's samples and waits for its other calls. The newer controller repeats those samples with
+the same seed.
 """
 
 import asyncio
@@ -11,7 +14,6 @@ from collections.abc import Awaitable
 from typing import Literal, TypeVar
 
 from skyrl_actors.engines.interface import CHECK, ON_LINE, EngineReport, EngineSpec, EngineStatus
-from skyrl_actors.line import Address, LineServer
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
@@ -19,11 +21,14 @@ from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.process import observed
 from skyrl_actors.observe.spans import SPANS
+from skyrl_actors.transport.rpc import Address, RpcServer
 
 T = TypeVar("T")
 
 
 class EngineActor:
+    """Serve one VllmEngine to controllers and refuse calls of earlier epochs."""
+
     def __init__(self, spec: EngineSpec):
         from skyrl_actors.engines.vllm_engine import VllmEngine
 
@@ -34,14 +39,14 @@ class EngineActor:
         self._epoch = 0
         self._samples: set[asyncio.Task] = set()
         self._changes = asyncio.Lock()
-        self._line = LineServer(self, ON_LINE, abandoned=ON_LINE)
+        self._rpc = RpcServer(self, ON_LINE, abandoned=ON_LINE)
 
     def __repr__(self) -> str:
-        """In Ray's dashboard and before its lines of the log."""
+        """Name the actor in Ray's dashboard and in front of its log lines."""
         return self.engine.spec.name
 
     async def adopt(self, epoch: int) -> EngineReport:
-        """From now on only this epoch's calls are served; what an earlier one began has ended when this returns."""
+        """Serve only this epoch from now on. Calls of earlier epochs have ended on return."""
         self._fence(epoch)
         self._epoch = epoch
         for task in list(self._samples):
@@ -53,12 +58,12 @@ class EngineActor:
         return EngineReport(self.engine.spec, ready, status, self._log_file)
 
     async def get_line(self, epoch: int, caller: str) -> Address:
-        """Where a process on that machine asks for samples directly."""
+        """Return the address at which a process on the caller's machine requests samples."""
         self._fence(epoch)
-        return await self._line.address_for(caller)
+        return await self._rpc.address_for(caller)
 
     async def watch(self) -> None:
-        """Ends only by an error: the caller learns of the death of this process, or of vLLM's below it."""
+        """Never return. Raise StateLost when vLLM's process ends; the actor's death raises too."""
         await self.engine.dead.wait()
         raise StateLost("vLLM's process ended")
 
@@ -76,20 +81,30 @@ class EngineActor:
         version: str,
     ) -> SampleOutput:
         self._fence(epoch)
-        asked = request_id.removesuffix(CHECK).rpartition(".")[0]  # behind it stands which attempt this is
+        asked = request_id.removesuffix(CHECK).rpartition(".")[0]  # the suffix numbers the attempt
         named(asked, version)
-        task = asyncio.ensure_future(self.engine.sample(request_id, prompt, params, adapter, version))
+        task = asyncio.ensure_future(
+            self.engine.sample(request_id, prompt, params, adapter, version)
+        )
         self._samples.add(task)
         task.add_done_callback(self._samples.discard)
-        with SPANS.sent(f"{self!r} sample", repr(self), asked, version=version, prompt_tokens=len(prompt)):
+        with SPANS.sent(
+            f"{self!r} sample", repr(self), asked, version=version, prompt_tokens=len(prompt)
+        ):
             return await self._lost_if_dead(task)
 
-    async def partial(self, epoch: int, request_id: str, have: int, timeout_s: float) -> PartialSample:
+    async def partial(
+        self, epoch: int, request_id: str, have: int, timeout_s: float
+    ) -> PartialSample:
         self._fence(epoch)
         return await self.engine.partials.after(request_id, have, timeout_s)
 
     async def load_full(
-        self, epoch: int, version: str, parts: tuple[WeightManifest, ...], streams: tuple[WeightStream | None, ...] = ()
+        self,
+        epoch: int,
+        version: str,
+        parts: tuple[WeightManifest, ...],
+        streams: tuple[WeightStream | None, ...] = (),
     ) -> float:
         return await self._change(epoch, self.engine.load_full(version, parts, streams))
 
@@ -97,7 +112,7 @@ class EngineActor:
         await self.engine.receive(path, files)
 
     async def reads(self, path: str, content: str) -> bool:
-        """Whether a file says this here."""
+        """Return whether the file at `path` exists on this host and contains exactly `content`."""
         return await self.engine.reads(path, content)
 
     async def discard(self, path: str) -> None:
@@ -119,7 +134,7 @@ class EngineActor:
         return await self.engine.status()
 
     async def stop(self) -> None:
-        await self._line.close()
+        await self._rpc.close()
         await self.engine.stop()
         await asyncio.to_thread(SPANS.close)
 
@@ -129,16 +144,20 @@ class EngineActor:
             return await self._lost_if_dead(work)
 
     async def _lost_if_dead(self, work: Awaitable[T]) -> T:
-        """Whatever fails because vLLM's process is gone is lost with it, and may be asked of another engine."""
+        """Raise StateLost for any failure after vLLM's process ended; another engine can retry."""
         try:
             return await work
         except Exception as error:
             if self.engine.died_of(error):
-                raise StateLost(f"vLLM's process of {self.engine.spec.name} ended: {error}") from None
+                raise StateLost(
+                    f"vLLM's process of {self.engine.spec.name} ended: {error}"
+                ) from None
             raise
 
     def _fence(self, epoch: int, work: Awaitable | None = None) -> None:
         if epoch < self._epoch:
             if asyncio.iscoroutine(work):
                 work.close()
-            raise InternalError(f"epoch {epoch} is over: a newer controller ({self._epoch}) has taken this engine")
+            raise InternalError(
+                f"epoch {epoch} is over: a newer controller ({self._epoch}) has taken this engine"
+            )

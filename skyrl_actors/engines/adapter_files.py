@@ -1,4 +1,4 @@
-"""Are the files of an adapter what the trainer wrote, and do they fit the base model?"""
+"""Check that an adapter's files are what the trainer wrote and fit the base model."""
 
 import json
 import logging
@@ -15,21 +15,29 @@ log = logging.getLogger(__name__)
 
 
 def check_adapter(manifest: WeightManifest, base_shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises InvalidRequest when its files are not whole, not what the trainer wrote, or not for this base model."""
+    """Raise InvalidRequest for damaged files, a wrong checksum, or another base model's shapes."""
     file = Path(manifest.path) / ADAPTER_FILE
     try:
         json.loads((Path(manifest.path) / "adapter_config.json").read_text())
         with safe_open(file, "np") as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  it is no mapping
+            shapes = {
+                name: tuple(tensors.get_slice(name).get_shape())
+                for name in tensors.keys()  # noqa: SIM118  not a mapping
+            }
         for name, shape in shapes.items():
             layer, _, half = name.removeprefix("base_model.model.").partition(".lora_")
             base = base_shapes.get(f"{layer}.weight")
-            if base is not None and ((half[:1] == "A" and shape[1] != base[1]) or (half[:1] == "B" and shape[0] != base[0])):
-                raise ValueError(f"{name} {list(shape)} does not match the base model's {layer} {list(base)}")
+            if base is not None and (
+                (half[:1] == "A" and shape[1] != base[1])
+                or (half[:1] == "B" and shape[0] != base[0])
+            ):
+                raise ValueError(
+                    f"{name} {list(shape)} does not match the base model's {layer} {list(base)}"
+                )
         if any(zlib.crc32(file.read_bytes()) != entry.checksum for entry in manifest.tensors):
-            raise ValueError(f"{file.name} arrived with other bytes than it left with")
+            raise ValueError(f"{file.name} has another checksum than the trainer wrote")
     except (OSError, ValueError, SafetensorError) as error:
         log.warning("adapter %s of %s: %s", manifest.version, manifest.path, error)
-        # Texts of the system and of safetensors hold paths, which are not for tenants.
+        # OSError and SafetensorError texts contain paths, which tenants must not see.
         reason = str(error) if isinstance(error, ValueError) else "its files are missing or damaged"
-        raise InvalidRequest(f"adapter {manifest.version} can not be loaded: {reason}") from error
+        raise InvalidRequest(f"adapter {manifest.version} cannot be loaded: {reason}") from error

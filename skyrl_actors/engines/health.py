@@ -1,9 +1,10 @@
 """The health of one engine as a state machine (pure).
 
-STARTING ─started─► STALE ─right weights─► HEALTHY ─drain─► DRAINING;  DEAD ─again─► STARTING;  any ─died─► DEAD
+STARTING ─started─► STALE ─ready─► HEALTHY ─drain─► DRAINING
+any ─died─► DEAD ─again─► STARTING
 
-Only a HEALTHY engine is routed to. A restarted one is STALE until it holds the weights it is wanted for. A DRAINING one answers
-what it has and takes nothing new.
+Only a HEALTHY engine gets new samples. A restarted engine is STALE until it holds the wanted
+weights. A DRAINING engine finishes its samples and accepts none.
 """
 
 from typing import Literal
@@ -24,7 +25,7 @@ NEXT: dict[tuple[Health, Event], Health] = {
 
 
 def after(health: Health, event: Event) -> Health:
-    """Raises ValueError for a step that can not be."""
+    """Return the next health. Raise ValueError for a step that the machine does not have."""
     if (health, event) not in NEXT:
-        raise ValueError(f"a {health} engine can not be {event}")
+        raise ValueError(f"a {health} engine cannot be {event}")
     return NEXT[health, event]

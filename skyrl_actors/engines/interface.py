@@ -1,4 +1,4 @@
-"""What an engine offers, without vLLM: the pool calls these methods on actors."""
+"""The engine's interface without vLLM: the methods that the pool calls on actors."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -8,15 +8,16 @@ from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 BASE_VERSION = "base"
-CHECK = ".check"  # behind the id of the sample for which an engine is compared with the trainer
+CHECK = ".check"  # suffix of the request id under which an engine scores the logprob check
 FLAG = "tempered_logprobs"  # in vLLM's extra_args; also the name of the patch
-TEMPERED = 2**31 - 1  # beyond every vocabulary: the id under which a worker answers it
-ON_LINE = ("sample", "partial")  # what is asked of an engine so often that its actor has a line for it
+TEMPERED = 2**31 - 1  # the token id of a tempered logprob; beyond every vocabulary
+# Methods that the pool calls so often that the actor serves them over a direct RPC connection.
+ON_LINE = ("sample", "partial")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """All an engine actor needs to start."""
+    """Everything an engine actor needs to start."""
 
     name: str
     base_folder: str
@@ -33,37 +34,41 @@ class EngineSpec:
     call_timeout_s: float
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    device_ids: tuple[str, ...] = ()  # of its GPUs, where it has several on one node
+    device_ids: tuple[str, ...] = ()  # of its GPUs, if it has several on one node
     over_nodes: bool = False
-    keeps_in_flight: bool = False  # samples are frozen, and not waited for, when it goes to sleep
-    takes_full_weights: bool = True  # live updates, which are proved at its start
+    keeps_in_flight: bool = False  # sleep freezes samples instead of waiting for them
+    takes_full_weights: bool = True  # live updates; the engine proves them at its start
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    loaded_version: str | None  # of the full weights; None when they were dropped
+    """One engine's weights, load, memory and cache use, as it reports them."""
+
+    loaded_version: str | None  # of the full weights; None after the weights were dropped
     adapters: tuple[str, ...]
     asleep: bool
     rss_bytes: int
-    running: int  # samples it was given and has not answered
-    waiting: int = 0  # of these, sequences that vLLM has not begun
-    kv_usage: float = 0.0  # part of the KV cache in use, 0 to 1
-    prefix_queries: int = 0  # prompt tokens so far, and those of them that the cache had
+    running: int  # samples that it received and has not answered
+    waiting: int = 0  # of these, sequences that vLLM has not started
+    kv_usage: float = 0.0  # share of the KV cache in use, 0 to 1
+    prefix_queries: int = 0  # prompt tokens so far; prefix_hits of them were in the cache
     prefix_hits: int = 0
-    adapts_head: bool = True  # takes adapters that reach the output layer
+    adapts_head: bool = True  # accepts adapters on the output layer
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What an engine says of itself to a controller that takes it over."""
+    """An engine's state, reported to a controller that takes it over."""
 
     spec: EngineSpec
-    ready: bool  # started, and vLLM's process below it lives
+    ready: bool  # started, and vLLM's process is alive
     status: EngineStatus | None
     log_file: str
 
 
-class Engine(Protocol):
+class EngineProcess(Protocol):
+    """The calls that an engine answers; see VllmEngine for their meaning."""
+
     async def start(self) -> None: ...
 
     async def sample(
@@ -76,9 +81,12 @@ class Engine(Protocol):
     ) -> SampleOutput: ...
 
     async def load_full(
-        self, version: str, parts: tuple[WeightManifest, ...], streams: tuple[WeightStream | None, ...] = ()
+        self,
+        version: str,
+        parts: tuple[WeightManifest, ...],
+        streams: tuple[WeightStream | None, ...] = (),
     ) -> float:
-        """Replace the engine's weights; returns seconds. No sample may be running."""
+        """Replace the engine's weights; return seconds. No sample may be running."""
         ...
 
     async def receive(self, path: str, files: dict[str, bytes]) -> None: ...

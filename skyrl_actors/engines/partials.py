@@ -1,4 +1,4 @@
-"""Samples while they grow, for who reads along: what there is behind a position, as soon as there is something."""
+"""Growing samples, for clients that stream them: tokens after a position, once there are any."""
 
 import asyncio
 from contextlib import suppress
@@ -7,6 +7,8 @@ from skyrl_actors.messages.results import PartialSample
 
 
 class Partials:
+    """The tokens so far of each streamed sample, and the readers that wait for more."""
+
     def __init__(self) -> None:
         self._growing: dict[str, PartialSample] = {}
         self._waiting: dict[str, set[asyncio.Event]] = {}
@@ -24,7 +26,10 @@ class Partials:
             changed.set()
 
     async def after(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
-        """What came behind the first `have` tokens; empty when nothing did in time, or the sample has ended."""
+        """Return what came after the first `have` tokens.
+
+        The result is empty if nothing came within `timeout_s`, or if the sample has ended.
+        """
         so_far = self._growing.get(request_id, PartialSample())
         if len(so_far.tokens) <= have:
             changed, waiting = asyncio.Event(), self._waiting.setdefault(request_id, set())

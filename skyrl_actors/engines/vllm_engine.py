@@ -1,4 +1,4 @@
-"""One vLLM engine in an actor. It samples with the weights it is told to use and refuses any others."""
+"""One vLLM engine. It samples with the weights that the caller names and refuses any others."""
 
 import asyncio
 import logging
@@ -14,7 +14,10 @@ from typing import Any, Literal
 
 import psutil
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -22,8 +25,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.adapter_files import check_adapter
-from skyrl_actors.engines.agreement import fixed_prompt
 from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, EngineStatus
+from skyrl_actors.engines.logprob_check import fixed_prompt
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.reload_proof import prove_reload
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
@@ -33,7 +36,7 @@ from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
-from skyrl_actors.private_folders import make_folder
+from skyrl_actors.storage.private_folders import make_folder
 from skyrl_actors.transfer.folders import full_manifests
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
 
 
 class VllmEngine:
+    """Start vLLM, sample, load weights, sleep and wake. Runs inside an EngineActor."""
+
     def __init__(self, spec: EngineSpec):
         self.spec = spec
         self._llm: AsyncLLM | None = None
@@ -50,16 +55,19 @@ class VllmEngine:
         self._adapters: dict[str, int] = {}  # version -> vLLM's integer id; never reused
         self._next_adapter = 1
         self._base_shapes = {t.name: t.shape for part in _base_parts(spec) for t in part.tensors}
-        self._adapter_lock = asyncio.Lock()  # an adapter changes; and it goes to sleep, which none may meet half-way
+        # Held while an adapter changes and while the engine goes to sleep, so neither interrupts
+        # the other.
+        self._adapter_lock = asyncio.Lock()
         self._awake = {"weights", "kv_cache"}
         self._woken = asyncio.Event()
-        self._deadlines: dict[asyncio.Timeout, float] = {}  # of samples; seconds that are left, while asleep
+        # Deadlines of samples; the value is the seconds left, valid while the engine sleeps.
+        self._deadlines: dict[asyncio.Timeout, float] = {}
         self._running = 0
-        self._tempers = False  # its workers give logprobs at the temperature of a sample
+        self._tempers = False  # the workers compute logprobs at the temperature of a sample
         self._stats = LastStats()
         self.partials = Partials()
         self._processes: list[psutil.Process] = []
-        self.dead = asyncio.Event()  # vLLM's own process ended
+        self.dead = asyncio.Event()  # vLLM's own process has ended
 
     async def start(self) -> None:
         self._llm = AsyncLLM.from_engine_args(_engine_args(self.spec), stat_loggers=[self._stats])
@@ -74,10 +82,15 @@ class VllmEngine:
         loop = asyncio.get_running_loop()
         self._processes = psutil.Process().children(recursive=True)
         for child in psutil.Process().children():
-            threading.Thread(target=self._wait_for_end, args=(child, loop), daemon=True, name=f"watch-{child.pid}").start()
+            threading.Thread(
+                target=self._wait_for_end,
+                args=(child, loop),
+                daemon=True,
+                name=f"watch-{child.pid}",
+            ).start()
 
     async def _prove(self) -> None:
-        """Raise ConfigError for a model that vLLM does not compute, or not after a live update."""
+        """Raise ConfigError if vLLM cannot compute the model, or not after a live update."""
         config = self.llm.model_config
         prompt = fixed_prompt(config.get_vocab_size(), self.spec.max_model_len)
         parts = _base_parts(self.spec) if self.spec.takes_full_weights else ()
@@ -89,7 +102,7 @@ class VllmEngine:
             loop.call_soon_threadsafe(self.dead.set)
 
     def died_of(self, error: Exception) -> bool:
-        """Whether the process below is gone, as this error or its watcher says."""
+        """Return whether vLLM's process has ended, according to this error or the watcher."""
         if isinstance(error, EngineDeadError):
             self.dead.set()
         return self.dead.is_set()
@@ -108,16 +121,27 @@ class VllmEngine:
         adapter: WeightManifest | None,
         version: str,
     ) -> SampleOutput:
-        """`version` names the weights the answer must come from; with an adapter these are the base's plus the adapter."""
+        """Sample. `version` names the weights; with an adapter, the base plus that adapter.
+
+        Raises InvalidRequest for parameters that vLLM refuses. Raises InternalError after the
+        deadline, or if vLLM sampled with other weights.
+        """
         if params.tempers and not self._tempers:
-            raise InvalidRequest("tempered_logprobs are not available with this release of vLLM; leave them out")
+            raise InvalidRequest(
+                "tempered_logprobs are not available with this release of vLLM; leave them out"
+            )
         needed = BASE_VERSION if adapter else version
-        lora = await self._prepared(adapter, needed)
+        lora = await self._prepare(adapter, needed)
         output: Any = None
         self._running += 1
         try:
             async with self._while_awake():
-                stream = self.llm.generate({"prompt_token_ids": list(prompt)}, vllm_params(params), request_id, lora_request=lora)
+                stream = self.llm.generate(
+                    {"prompt_token_ids": list(prompt)},
+                    vllm_params(params),
+                    request_id,
+                    lora_request=lora,
+                )
                 async for part in stream:
                     output = part
                     if params.stream:
@@ -126,18 +150,22 @@ class VllmEngine:
             raise InvalidRequest(str(error)) from None
         except TimeoutError:
             raise InternalError(
-                f"request {request_id} did not finish within {self.spec.call_timeout_s:.0f} s on engine {self.spec.name}"
+                f"request {request_id} did not finish within {self.spec.call_timeout_s:.0f} s "
+                f"on engine {self.spec.name}"
             ) from None
         finally:
             self._running -= 1
             self.partials.end(request_id)
-        if strange := weight_versions(output) - {needed}:
-            raise InternalError(f"engine {self.spec.name} sampled with weights {', '.join(sorted(strange))}, not {needed} alone")
+        if unexpected := weight_versions(output) - {needed}:
+            raise InternalError(
+                f"engine {self.spec.name} sampled with weights {', '.join(sorted(unexpected))}, "
+                f"not {needed} alone"
+            )
         return as_output(output, version, params)
 
     @asynccontextmanager
     async def _while_awake(self) -> AsyncGenerator[None]:
-        """A deadline of call_timeout_s, which stands still while the engine sleeps."""
+        """Apply a deadline of call_timeout_s that pauses while the engine sleeps."""
         async with asyncio.timeout(self.spec.call_timeout_s) as deadline:
             self._deadlines[deadline] = self.spec.call_timeout_s
             try:
@@ -145,7 +173,7 @@ class VllmEngine:
             finally:
                 del self._deadlines[deadline]
 
-    def _hold_deadlines(self) -> None:
+    def _pause_deadlines(self) -> None:
         now = asyncio.get_running_loop().time()
         for deadline in self._deadlines:
             when = deadline.when()
@@ -159,20 +187,26 @@ class VllmEngine:
             if deadline.when() is None:
                 deadline.reschedule(now + left_s)
 
-    async def _prepared(self, adapter: WeightManifest | None, needed: str) -> LoRARequest | None:
-        """It holds the weights that are needed, and the adapter, when this returns. Behind it the engine may go to sleep at any
-        time: what vLLM is given then begins when it is awake."""
+    async def _prepare(self, adapter: WeightManifest | None, needed: str) -> LoRARequest | None:
+        """Wait until the engine holds the needed weights and the adapter.
+
+        The engine may go to sleep at any time afterwards. vLLM then starts the sample when it
+        wakes.
+        """
         while True:
             async with self._adapter_lock:
                 if not (self.asleep and self.spec.keeps_in_flight):
                     if self.asleep or self._loaded != needed:
-                        raise InternalError(f"engine {self.spec.name} holds {self._loaded} (asleep: {self.asleep}), not {needed}")
+                        raise InternalError(
+                            f"engine {self.spec.name} holds {self._loaded} "
+                            f"(asleep: {self.asleep}), not {needed}"
+                        )
                     return await self._lora_request(adapter) if adapter else None
                 self._woken.clear()
             await self._woken.wait()
 
     async def _lora_request(self, manifest: WeightManifest) -> LoRARequest:
-        """An adapter is loaded before its first use, under an id and a path of its own version: never replaced."""
+        """Load the adapter before its first use. Each version has its own id and path."""
         if manifest.version not in self._adapters:
             number, self._next_adapter = self._next_adapter, self._next_adapter + 1
             await asyncio.to_thread(check_adapter, manifest, self._base_shapes)
@@ -180,12 +214,14 @@ class VllmEngine:
                 await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))
             except EngineDeadError:
                 raise
-            except Exception as error:  # vLLM raises what its worker said as a plain Exception
+            except Exception as error:  # vLLM raises its worker's error as a plain Exception
                 if self.spec.tensor_parallel * self.spec.pipeline_parallel > 1:
-                    # The answers of the other workers are still in their queues, and would be taken for the next call's.
+                    # The other workers' answers stay in their queues; the next call would get them.
                     self.dead.set()
                 log.warning("adapter %s of %s: %s", manifest.version, manifest.path, error)
-                raise InvalidRequest(f"adapter {manifest.version} can not be loaded: {str(error).splitlines()[0]}") from error
+                raise InvalidRequest(
+                    f"adapter {manifest.version} cannot be loaded: {str(error).splitlines()[0]}"
+                ) from error
             self._adapters[manifest.version] = number
         return LoRARequest(manifest.version, self._adapters[manifest.version], manifest.path)
 
@@ -197,24 +233,33 @@ class VllmEngine:
                     await self.llm.remove_lora(number)
 
     async def load_full(
-        self, version: str, parts: tuple[WeightManifest, ...], streams: tuple[WeightStream | None, ...] = ()
+        self,
+        version: str,
+        parts: tuple[WeightManifest, ...],
+        streams: tuple[WeightStream | None, ...] = (),
     ) -> float:
-        """Replace the engine's weights; returns seconds. No sample may be running. `streams`: for each part, whence it comes
-        if not from its path.
+        """Replace the engine's weights; return seconds. No sample may be running.
 
-        What fails on the way leaves vLLM with layers of neither version, so the engine counts as dead then.
+        `streams`: for each part, the stream it comes from, or None to read the part's path.
+
+        A failure during the update leaves vLLM with layers of neither version. The engine then
+        counts as dead.
         """
         started = time.perf_counter()
         streams = streams or (None,) * len(parts)
         mapped = [part.path for part, stream in zip(parts, streams, strict=True) if stream is None]
         if missing := [path for path in mapped if not await asyncio.to_thread(Path(path).is_file)]:
-            raise InternalError(f"weights {version} can not be read on this engine's host: {', '.join(missing)}")
+            raise InternalError(
+                f"weights {version} cannot be read on this engine's host: {', '.join(missing)}"
+            )
         self._loaded, whole = None, False
         try:
             async with asyncio.timeout(self.spec.call_timeout_s):
                 await self.llm.start_weight_update()
                 for part, stream in zip(parts, streams, strict=True):
-                    await self.llm.update_weights(WeightTransferUpdateRequest(update_info=_update_info(part, stream)))
+                    await self.llm.update_weights(
+                        WeightTransferUpdateRequest(update_info=_update_info(part, stream))
+                    )
                 await self.llm.finish_weight_update(version)
                 holds = await self.llm.get_weight_version()
             whole = True
@@ -222,7 +267,9 @@ class VllmEngine:
             if not whole:
                 self.dead.set()
         if holds != version:
-            raise InternalError(f"engine {self.spec.name} says it holds {holds} after it was given {version}")
+            raise InternalError(
+                f"engine {self.spec.name} reports weights {holds} after it received {version}"
+            )
         self._adapters.clear()  # vLLM drops all adapters with a weight update
         if not self.asleep:
             await self.llm.reset_prefix_cache()
@@ -230,7 +277,7 @@ class VllmEngine:
         return time.perf_counter() - started
 
     async def receive(self, path: str, files: dict[str, bytes]) -> None:
-        """Write files that came through the object store: one file at `path` (key ""), or a folder of them."""
+        """Write files from the object store: one file at `path` (key ""), or a folder of files."""
         await asyncio.to_thread(_write_files, Path(path), files)
 
     async def reads(self, path: str, content: str) -> bool:
@@ -245,37 +292,42 @@ class VllmEngine:
         return len(self._awake) < 2
 
     async def sleep(self, level: int) -> int:
-        """Returns the bytes that are free now. Sleeping twice is fine. Samples that are kept lose their KV cache, which vLLM
-        computes again from their tokens when it is awake."""
+        """Free memory; return the bytes freed. Sleeping twice is allowed.
+
+        Frozen samples lose their KV cache. vLLM computes it again from their tokens on waking.
+        """
         async with self._adapter_lock:
             if not self._awake:
                 return 0
             before = await self._used_bytes()
             await self.llm.sleep(level, mode="keep" if self.spec.keeps_in_flight else "wait")
             self._awake = set()
-            self._hold_deadlines()
+            self._pause_deadlines()
             if level == 2:
                 self._loaded = None
             return max(0, before - await self._used_bytes())
 
     async def release_kv(self, weights_stay: bool) -> int:
-        """Free the KV cache alone; returns the bytes. vLLM can not while it keeps samples: where the weights stay it sleeps and wakes
-        without its cache then, and where they are to leave too nothing happens yet: `sleep` frees both."""
+        """Free only the KV cache; return the bytes freed.
+
+        vLLM cannot do this while it keeps frozen samples. If the weights stay, the engine then
+        sleeps and wakes without its cache. If they do not, the `sleep` that follows frees both.
+        """
         async with self._adapter_lock:
             if self.asleep:
                 return 0
-            if not self._running:  # nor can one come: they pass this lock
+            if not self._running:  # new samples queue for this lock
                 before = await self._used_bytes()
                 await self.llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False)
                 await self.llm.engine_core.release_kv_cache_memory_async()
                 self._awake.discard("kv_cache")
-                if weights_stay:  # else its sleep follows, which does the same
+                if weights_stay:  # otherwise the sleep that follows trims too
                     await self.llm.collective_rpc("skyrl_trim")
                 return max(0, before - await self._used_bytes())
         return await self.sleep(1) - await self.wake("weights") if weights_stay else 0
 
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> int:
-        """Returns the bytes that it took; on a CPU pages come when they are touched."""
+        """Allocate memory; return the bytes. On a CPU, pages appear when they are touched."""
         if tag in self._awake:
             return 0
         before = await self._used_bytes()
@@ -296,9 +348,17 @@ class VllmEngine:
         rss = sum(_rss(p) for p in [process, *process.children(recursive=True)])
         stats = self._stats
         return EngineStatus(
-            self._loaded, tuple(self._adapters), self.asleep, rss, self._running, stats.waiting, stats.kv_usage,
-            stats.prefix_queries, stats.prefix_hits, self._adapts_head,
-        )  # fmt: skip
+            self._loaded,
+            tuple(self._adapters),
+            self.asleep,
+            rss,
+            self._running,
+            stats.waiting,
+            stats.kv_usage,
+            stats.prefix_queries,
+            stats.prefix_hits,
+            self._adapts_head,
+        )
 
     async def stop(self) -> None:
         if self._llm is not None:
@@ -335,7 +395,7 @@ def _remove(target: Path) -> None:
 
 
 def _base_parts(spec: EngineSpec) -> tuple[WeightManifest, ...]:
-    with suppress(NotFound):  # files of another kind: vLLM itself says what does not match
+    with suppress(NotFound):  # other file formats: vLLM itself reports what does not match
         return full_manifests(Path(spec.base_folder), BASE_VERSION)
     return ()
 
@@ -343,8 +403,12 @@ def _base_parts(spec: EngineSpec) -> tuple[WeightManifest, ...]:
 def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     literals: Any = spec  # vLLM types its choices as literals; the config has checked them
     on_device: dict[str, Any] = (
-        # A prompt that is split over steps rewinds its seeded generator, which torch can not do on a CPU: vLLM would die.
-        {"worker_cls": "skyrl_actors.engines.worker_ext.SleepyCpuWorker", "enable_chunked_prefill": False}
+        # vLLM splits long prompts over steps, which rewinds a seeded generator. Torch cannot do
+        # that on a CPU, and vLLM would crash.
+        {
+            "worker_cls": "skyrl_actors.engines.worker_ext.SleepyCpuWorker",
+            "enable_chunked_prefill": False,
+        }
         if spec.device == "cpu"
         else {"enable_sleep_mode": True}
     )
@@ -367,10 +431,10 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         max_cpu_loras=max(spec.max_adapters, spec.max_loras),
         max_lora_rank=literals.max_lora_rank,
         lora_target_modules=LORA_LAYERS,
-        max_logprobs=-1,  # the controller bounds what is asked for; scoring a prompt looks at the whole vocabulary
+        max_logprobs=-1,  # the controller bounds requests; prompt scores need all of the vocabulary
         generation_config="vllm",
         enable_log_requests=False,
-        disable_log_stats=True,  # beside our own logger
+        disable_log_stats=True,  # the stat logger of this package remains
         weight_transfer_config=WeightTransferConfig(backend="skyrl_actors_file"),
         worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
         **on_device,

@@ -1,4 +1,4 @@
-"""Our sampling parameters as vLLM's, and vLLM's outputs as ours."""
+"""Convert sampling parameters to vLLM's, and vLLM's outputs to sample outputs."""
 
 import math
 from collections.abc import Sequence as SequenceOf
@@ -16,7 +16,7 @@ from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 
 EMPTY_CELL = (0, -99999.0)
-LEAST_TEMPERATURE = 0.01  # vLLM takes less for this
+LEAST_TEMPERATURE = 0.01  # vLLM raises smaller temperatures to this
 
 
 def vllm_params(params: SamplingParams) -> VllmSamplingParams:
@@ -55,7 +55,10 @@ def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput
         logprobs, tempered = _logprobs(choice), _tempered(choice) if params.tempers else None
         best: tuple[Any, Any] = (None, None)
         if k := params.topk_sample_logprobs:
-            rows = [{token: entry for token, entry in step.items() if token != TEMPERED} for step in choice.logprobs]
+            rows = [
+                {token: entry for token, entry in step.items() if token != TEMPERED}
+                for step in choice.logprobs
+            ]
             best = _best(rows, k)
             if tempered is not None:
                 best = best[0], _at_temperature(best[1], logprobs, tempered, params.temperature)
@@ -64,34 +67,47 @@ def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput
         sequences.append(Sequence(tokens, logprobs, choice.finish_reason, *best, tempered=tempered))
     of_prompt: dict[str, Any] = {}
     if output.prompt_logprobs is not None:
-        kept = len(output.prompt_token_ids) if params.prompt_logprobs_last_n is None else params.prompt_logprobs_last_n
-        rows = [row if i >= len(output.prompt_logprobs) - kept else None for i, row in enumerate(output.prompt_logprobs)]
+        kept = (
+            len(output.prompt_token_ids)
+            if params.prompt_logprobs_last_n is None
+            else params.prompt_logprobs_last_n
+        )
+        rows = [
+            row if i >= len(output.prompt_logprobs) - kept else None
+            for i, row in enumerate(output.prompt_logprobs)
+        ]
         if params.prompt_logprobs or params.topk_prompt_logprobs:
             of_prompt = _prompt_fields(output.prompt_token_ids, rows, params.topk_prompt_logprobs)
         if params.scores_prompt:
-            of_prompt |= prompt_scores(np.asarray([dense(row) for row in output.prompt_logprobs[1:]]), params)
-    return SampleOutput(tuple(sequences), version, cached_tokens=output.num_cached_tokens or 0, **of_prompt)
+            of_prompt |= prompt_scores(
+                np.asarray([dense(row) for row in output.prompt_logprobs[1:]]), params
+            )
+    return SampleOutput(
+        tuple(sequences), version, cached_tokens=output.num_cached_tokens or 0, **of_prompt
+    )
 
 
 def weight_versions(output: Any) -> set[str]:
-    """Of the full weights that drew its tokens, as vLLM noted them token by token."""
+    """Return the full-weight versions that vLLM recorded for the output's tokens."""
     return {span.version for choice in output.outputs for span in choice.weight_versions or ()}
 
 
 def so_far(output: Any, params: SamplingParams) -> PartialSample:
-    """Of a cumulative output of one sample."""
+    """Return the tokens and logprobs of a cumulative output of one sample."""
     (choice,) = output.outputs
     logprobs = _tempered(choice) if params.tempers else _logprobs(choice)
     return PartialSample(tuple(choice.token_ids), tuple(logprobs.tolist()))
 
 
 def _logprobs(choice: Any) -> NDArray[np.float32]:
-    found = [step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True)]
+    found = [
+        step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids, strict=True)
+    ]
     return np.asarray(found, np.float32)
 
 
 def _tempered(choice: Any) -> NDArray[np.float32]:
-    """Raises InternalError when the worker did not compute them."""
+    """Return logprobs at the sample's temperature. Raise InternalError if vLLM gave none."""
     try:
         return np.asarray([step[TEMPERED].logprob for step in choice.logprobs], np.float32)
     except KeyError:
@@ -99,16 +115,28 @@ def _tempered(choice: Any) -> NDArray[np.float32]:
 
 
 def _at_temperature(
-    best: NDArray[np.float32], logprobs: NDArray[np.float32], tempered: NDArray[np.float32], temperature: float
+    best: NDArray[np.float32],
+    logprobs: NDArray[np.float32],
+    tempered: NDArray[np.float32],
+    temperature: float,
 ) -> NDArray[np.float32]:
-    """[R, K]: other tokens at the same positions. Divided by the temperature, logprobs differ by the same constant."""
+    """Convert the best tokens' logprobs [R, K] to the sample's temperature.
+
+    At one position, dividing by the temperature shifts all logprobs by the same constant.
+    """
     moved = tempered[:, None] + (best - logprobs[:, None]) / max(temperature, LEAST_TEMPERATURE)
     return np.where(best == EMPTY_CELL[1], best, moved).astype(np.float32)
 
 
 def _prompt_fields(prompt: SequenceOf[int], rows: SequenceOf[Any], k: int) -> dict[str, Any]:
-    """[P] logprobs of the prompt's own tokens (first NaN), and with k > 0 the k most likely ones of each position."""
-    own = [math.nan if row is None else row[token].logprob for token, row in zip(prompt, rows, strict=True)]
+    """Return [P] logprobs of the prompt's own tokens, the first NaN.
+
+    With k > 0, also return the k most likely tokens of each position.
+    """
+    own = [
+        math.nan if row is None else row[token].logprob
+        for token, row in zip(prompt, rows, strict=True)
+    ]
     fields: dict[str, Any] = {"prompt_logprobs": np.asarray(own, np.float32)}
     if k:
         fields["topk_prompt_ids"], fields["topk_prompt_logprobs"] = _best(rows, k)
@@ -116,23 +144,27 @@ def _prompt_fields(prompt: SequenceOf[int], rows: SequenceOf[Any], k: int) -> di
 
 
 def _best(rows: SequenceOf[Any], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The ids and logprobs of the k most likely tokens of each position, best first; both [P, k]. vLLM adds the token that was
-    drawn where it is not among them."""
+    """Return ids and logprobs of the k most likely tokens of each position, best first.
+
+    Both are [P, k]. vLLM adds the sampled token to a row if it is not among the k; it is cut here.
+    """
     best = [sorted((-e.logprob, e.rank, t) for t, e in (row or {}).items())[:k] for row in rows]
-    padded = [[(t, -negated) for negated, _, t in row] + [EMPTY_CELL] * (k - len(row)) for row in best]
+    padded = [
+        [(t, -negated) for negated, _, t in row] + [EMPTY_CELL] * (k - len(row)) for row in best
+    ]
     ids = np.asarray([[t for t, _ in row] for row in padded], np.int32)
     return ids, np.asarray([[lp for _, lp in row] for row in padded], np.float32)
 
 
 def dense(row: Any) -> NDArray[np.float32]:
-    """[V] logprobs of a position, of which all were asked for."""
+    """Return [V] logprobs of a position whose row holds the whole vocabulary."""
     values = np.full(max(row) + 1, -np.inf, np.float32)
     values[list(row)] = [entry.logprob for entry in row.values()]
     return values
 
 
 def prompt_scores(logprobs: NDArray[np.float32], params: SamplingParams) -> dict[str, Any]:
-    """What was asked of the distributions [P - 1, V] over prompt tokens 1, 2, …"""
+    """Compute the requested scores from [P - 1, V] distributions over prompt tokens 1, 2, …"""
     fields: dict[str, Any] = {}
     targets = params.prompt_targets
     if targets is not None:
@@ -144,14 +176,21 @@ def prompt_scores(logprobs: NDArray[np.float32], params: SamplingParams) -> dict
     if k := params.prompt_alternatives:
         tokens = np.zeros((len(logprobs), k), np.int64)
         for row, own in enumerate(logprobs):
-            tokens[row] = _drawn(own.astype(np.float64), params.temperature, k, np.random.default_rng([params.seed or 0, row]))
+            tokens[row] = _draw(
+                own.astype(np.float64),
+                params.temperature,
+                k,
+                np.random.default_rng([params.seed or 0, row]),
+            )
         fields["alternatives"] = PromptAlternatives(
             tokens, np.take_along_axis(logprobs, tokens, 1) if len(logprobs) else tokens * 0.0
         )
     return fields
 
 
-def _drawn(logprobs: NDArray[np.float64], temperature: float, k: int, random: np.random.Generator) -> NDArray[np.int64]:
+def _draw(
+    logprobs: NDArray[np.float64], temperature: float, k: int, random: np.random.Generator
+) -> NDArray[np.int64]:
     if temperature == 0:
         return np.full(k, logprobs.argmax())
     scaled = logprobs / temperature

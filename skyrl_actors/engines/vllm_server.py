@@ -1,4 +1,4 @@
-"""A vLLM server over HTTP: its OpenAI-compatible completions, by tokens. Facts of its answers, no state."""
+"""Client for a vLLM server: its OpenAI-compatible completions over HTTP, by tokens."""
 
 import asyncio
 import json
@@ -14,12 +14,15 @@ from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 
 EMPTY_CELL = (0, -99999.0)
 CONNECT_S, SHORT_S, LOAD_S = 5.0, 30.0, 120.0
-LARGE_BYTES = 2**20  # an answer beyond is decoded on another thread
+LARGE_BYTES = 2**20  # larger answers are decoded on another thread
 
 
 class VllmServer:
-    """Raises StateLost when it does not answer or does not have what it was given, InvalidRequest for what it refuses, InternalError
-    for what it fails at."""
+    """One vLLM server by URL.
+
+    Raises StateLost if the server does not answer or lacks an adapter, InvalidRequest if it refuses
+    a request, and InternalError if it fails.
+    """
 
     def __init__(self, url: str, api_key: str | None, timeout_s: float):
         self.url = url
@@ -27,35 +30,55 @@ class VllmServer:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._client = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S), limits=limits, trust_env=False
+            base_url=url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+            limits=limits,
+            trust_env=False,
         )
 
     async def identify(self, model: str | None) -> tuple[str, int]:
-        """Its name of the base model and the longest sequence it takes. Raises ConfigError when it is no vLLM server."""
-        version = await self._looked_up("/version")
+        """Return the base model's name and its longest sequence in tokens.
+
+        Raises ConfigError if the server is not a vLLM server with the needed functions.
+        """
+        version = await self._get("/version")
         if not isinstance(version.get("version"), str):
-            raise ConfigError(f"engine.external {self.url} is not a vLLM server: GET /version answered {str(version)[:200]}")
-        listed = await self._looked_up("/v1/models")
+            raise ConfigError(
+                f"engine.external {self.url} is not a vLLM server: GET /version answered "
+                f"{str(version)[:200]}"
+            )
+        listed = await self._get("/v1/models")
         try:
-            served = {m["id"]: int(m["max_model_len"]) for m in listed["data"] if m.get("max_model_len") and not m.get("parent")}
+            served = {
+                m["id"]: int(m["max_model_len"])
+                for m in listed["data"]
+                if m.get("max_model_len") and not m.get("parent")
+            }
         except (KeyError, TypeError, ValueError, AttributeError):
             raise ConfigError(
-                f"engine.external {self.url} is not a vLLM server: GET /v1/models answered {str(listed)[:200]}"
+                f"engine.external {self.url} is not a vLLM server: GET /v1/models answered "
+                f"{str(listed)[:200]}"
             ) from None
         bases = list(served)
         if not bases or (model is not None and model not in bases):
-            raise ConfigError(f"engine.external {self.url} serves {', '.join(bases) or 'nothing'}, and not {model or 'a model'}")
+            raise ConfigError(
+                f"engine.external {self.url} serves {', '.join(bases) or 'nothing'}, "
+                f"and not {model or 'a model'}"
+            )
         name = model or bases[0]
         probe = SamplingParams(1, temperature=0.0)
         try:
             await self.complete(name, (0,), probe, "probe", SHORT_S)
         except (InvalidRequest, InternalError) as error:
             raise ConfigError(
-                f"engine.external {self.url} can not sample by tokens, which vLLM does since 0.10.2: {error}"
+                f"engine.external {self.url} cannot sample by tokens, which vLLM does since "
+                f"0.10.2: {error}"
             ) from error
         if (await self._post("/v1/load_lora_adapter", {}, SHORT_S)).status_code == 404:
             raise ConfigError(
-                f"engine.external {self.url} loads no adapters: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                f"engine.external {self.url} loads no adapters: start it with --enable-lora "
+                "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
             )
         return name, served[name]
 
@@ -65,55 +88,89 @@ class VllmServer:
         except httpx.HTTPError:
             return False
 
-    async def _looked_up(self, path: str) -> dict[str, Any]:
+    async def _get(self, path: str) -> dict[str, Any]:
         try:
             answer = await self._client.get(path, timeout=SHORT_S)
         except httpx.HTTPError as error:
-            raise ConfigError(f"engine.external {self.url} does not answer: {type(error).__name__} {error}".rstrip()) from error
+            raise ConfigError(
+                f"engine.external {self.url} does not answer: "
+                f"{type(error).__name__} {error}".rstrip()
+            ) from error
         try:
             found: Any = answer.json()
         except ValueError:
             found = answer.text
         if answer.status_code in (401, 403):
-            raise ConfigError(f"engine.external {self.url} wants an API key: name its variable in api_key_env")
+            raise ConfigError(
+                f"engine.external {self.url} needs an API key: name its variable in api_key_env"
+            )
         if answer.status_code != 200 or not isinstance(found, dict):
             raise ConfigError(
-                f"engine.external {self.url} is not a vLLM server: GET {path} answered {answer.status_code} {str(found)[:200]}"
+                f"engine.external {self.url} is not a vLLM server: GET {path} answered "
+                f"{answer.status_code} {str(found)[:200]}"
             )
         return found
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Raises InvalidRequest, with the server's words, when it can not."""
-        answer = await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, LOAD_S)
-        if answer.status_code == 200 or "already been loaded" in answer.text:  # a name is never used for other weights
+        """Load an adapter. Raise InvalidRequest, with the server's text, if it cannot."""
+        answer = await self._post(
+            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}, LOAD_S
+        )
+        # A name is never used for other weights, so an adapter that is loaded already is right.
+        if answer.status_code == 200 or "already been loaded" in answer.text:
             return
-        if answer.status_code not in (400, 404, 422, 500):  # what vLLM answers for files that it can not use
+        if answer.status_code not in (400, 404, 422, 500):  # vLLM's answers for unusable files
             self._check(answer)
-        raise InvalidRequest(f"adapter {name} can not be loaded from {path} by {self.url}: {_reason(answer)}")
+        raise InvalidRequest(
+            f"adapter {name} cannot be loaded from {path} by {self.url}: {_reason(answer)}"
+        )
 
     async def unload_adapter(self, name: str) -> None:
-        await self._post("/v1/unload_lora_adapter", {"lora_name": name}, SHORT_S)  # one that is not there is fine
+        # An adapter that is not loaded is no error.
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name}, SHORT_S)
 
     async def complete(
-        self, model: str, prompt: tuple[int, ...], params: SamplingParams, version: str, timeout_s: float | None = None
+        self,
+        model: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        version: str,
+        timeout_s: float | None = None,
     ) -> SampleOutput:
-        answer = await self._post("/v1/completions", completion_body(model, prompt, params), timeout_s or self.timeout_s)
+        answer = await self._post(
+            "/v1/completions", completion_body(model, prompt, params), timeout_s or self.timeout_s
+        )
         self._check(answer)
 
         def decoded() -> SampleOutput:
             try:
                 return sample_output(json.loads(answer.content), version, params)
             except (KeyError, TypeError, ValueError) as error:
-                raise InternalError(f"{self.url} answered what can not be understood: {type(error).__name__} {error}") from error
+                raise InternalError(
+                    f"{self.url} sent an answer that cannot be decoded: "
+                    f"{type(error).__name__} {error}"
+                ) from error
 
         return await asyncio.to_thread(decoded) if len(answer.content) > LARGE_BYTES else decoded()
 
     async def grow(
-        self, model: str, prompt: tuple[int, ...], params: SamplingParams, version: str, grown: Callable[[PartialSample], None]
+        self,
+        model: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        version: str,
+        grown: Callable[[PartialSample], None],
     ) -> SampleOutput:
-        """The same; `grown` hears what there is whenever it grew. One sample, without logprobs of the prompt."""
+        """Complete one sample as a stream; call `grown` with the whole so far at each event.
+
+        Does not support logprobs of the prompt.
+        """
         body = completion_body(model, prompt, params) | {"stream": True}
-        whole: dict[str, Any] = {"token_ids": [], "logprobs": {"token_logprobs": [], "top_logprobs": []}, "finish_reason": None}
+        whole: dict[str, Any] = {
+            "token_ids": [],
+            "logprobs": {"token_logprobs": [], "top_logprobs": []},
+            "finish_reason": None,
+        }
         try:
             async with self._client.stream("POST", "/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
@@ -127,22 +184,28 @@ class VllmServer:
                         raise StateLost(f"{self.url} broke off: {event['error']}")
                     for choice in event["choices"]:
                         extend(whole, choice)
-                    grown(PartialSample(tuple(whole["token_ids"]), tuple(whole["logprobs"]["token_logprobs"])))
+                    grown(
+                        PartialSample(
+                            tuple(whole["token_ids"]), tuple(whole["logprobs"]["token_logprobs"])
+                        )
+                    )
         except httpx.HTTPError as error:
-            raise self._gone(error) from error
+            raise self._connection_error(error) from error
         except (KeyError, TypeError, ValueError) as error:
             raise StateLost(f"{self.url} broke off: {type(error).__name__} {error}") from error
         if whole["finish_reason"] is None:
-            raise StateLost(f"{self.url} broke off behind {len(whole['token_ids'])} tokens")
+            raise StateLost(f"{self.url} broke off after {len(whole['token_ids'])} tokens")
         return sample_output({"choices": [whole]}, version, params)
 
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> httpx.Response:
         try:
-            return await self._client.post(path, json=body, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S))
+            return await self._client.post(
+                path, json=body, timeout=httpx.Timeout(timeout_s, connect=CONNECT_S)
+            )
         except httpx.HTTPError as error:
-            raise self._gone(error) from error
+            raise self._connection_error(error) from error
 
-    def _gone(self, error: httpx.HTTPError) -> Exception:
+    def _connection_error(self, error: httpx.HTTPError) -> Exception:
         if isinstance(error, httpx.ReadTimeout):
             return InternalError(f"{self.url} did not answer in time")
         return StateLost(f"{self.url} does not answer: {type(error).__name__} {error}".rstrip())
@@ -169,27 +232,43 @@ def _reason(answer: httpx.Response) -> str:
 
 
 def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams) -> dict[str, Any]:
-    """Every field that a server's own defaults could change is named."""
+    """Return the request body. It sets every field that the server's defaults could change."""
     if params.scores_prompt:
-        raise InvalidRequest("target_prompt_logprobs and prompt_alt_tokens_k need engines of this service, not one by URL")
+        raise InvalidRequest(
+            "target_prompt_logprobs and prompt_alt_tokens_k need engines of this service, "
+            "not one by URL"
+        )
     if params.tempers:
         raise InvalidRequest("tempered_logprobs need engines of this service, not one by URL")
     stop = params.stop
     body: dict[str, Any] = {
-        "model": model, "prompt": list(prompt), "max_tokens": params.max_tokens, "n": params.num_samples,
-        "temperature": params.temperature, "top_p": params.top_p, "top_k": max(params.top_k, 0), "min_p": 0.0, "min_tokens": 0,
-        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": params.seed,
-        "stop": [s for s in stop or () if isinstance(s, str)], "stop_token_ids": [s for s in stop or () if isinstance(s, int)],
-        "ignore_eos": stop is not None and not params.stop_at_end_too, "logprobs": params.topk_sample_logprobs,
-        "return_token_ids": True, "return_tokens_as_token_ids": True,
-    }  # fmt: skip
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": params.max_tokens,
+        "n": params.num_samples,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(params.top_k, 0),
+        "min_p": 0.0,
+        "min_tokens": 0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": params.seed,
+        "stop": [s for s in stop or () if isinstance(s, str)],
+        "stop_token_ids": [s for s in stop or () if isinstance(s, int)],
+        "ignore_eos": stop is not None and not params.stop_at_end_too,
+        "logprobs": params.topk_sample_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
     if params.prompt_logprobs or params.topk_prompt_logprobs:
         body["prompt_logprobs"] = params.topk_prompt_logprobs
     return body
 
 
 def extend(whole: dict[str, Any], choice: dict[str, Any]) -> None:
-    """By one event of a stream."""
+    """Append one event of a stream to the whole."""
     whole["token_ids"] += choice.get("token_ids") or ()
     of_tokens = choice.get("logprobs") or {}
     for kind in ("token_logprobs", "top_logprobs"):
@@ -198,21 +277,31 @@ def extend(whole: dict[str, Any], choice: dict[str, Any]) -> None:
 
 
 def sample_output(body: dict[str, Any], version: str, params: SamplingParams) -> SampleOutput:
-    """Raises InternalError when the server left out what was asked for."""
+    """Decode an answer. Raise InternalError if requested fields are missing."""
     sequences = []
     for choice in body["choices"]:
-        reason, tokens, of_tokens = choice["finish_reason"], choice.get("token_ids"), choice.get("logprobs")
+        reason, tokens, of_tokens = (
+            choice["finish_reason"],
+            choice.get("token_ids"),
+            choice.get("logprobs"),
+        )
         if tokens is None or of_tokens is None or len(of_tokens["token_logprobs"]) != len(tokens):
             raise InternalError("the server's answer lacks token_ids or a logprob for each of them")
         if reason not in ("stop", "length"):
             raise InternalError(f"the server ended a sample with {reason!r}")
         best = (
-            _best([_by_id(row) for row in of_tokens["top_logprobs"]], k) if (k := params.topk_sample_logprobs) else (None, None)
+            _best([_by_id(row) for row in of_tokens["top_logprobs"]], k)
+            if (k := params.topk_sample_logprobs)
+            else (None, None)
         )
         logprobs = np.asarray(of_tokens["token_logprobs"], np.float32)
         tempered = logprobs if params.tempered_logprobs else None
-        sequences.append(Sequence(np.asarray(tokens, np.int32), logprobs, reason, *best, tempered=tempered))
-    return SampleOutput(tuple(sequences), version, **_of_prompt(body, params), cached_tokens=_cached(body))
+        sequences.append(
+            Sequence(np.asarray(tokens, np.int32), logprobs, reason, *best, tempered=tempered)
+        )
+    return SampleOutput(
+        tuple(sequences), version, **_of_prompt(body, params), cached_tokens=_cached(body)
+    )
 
 
 def _cached(body: dict[str, Any]) -> int:
@@ -221,14 +310,18 @@ def _cached(body: dict[str, Any]) -> int:
 
 
 def _of_prompt(body: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
-    rows, prompt = body["choices"][0].get("prompt_logprobs"), body["choices"][0].get("prompt_token_ids")
+    rows, prompt = (
+        body["choices"][0].get("prompt_logprobs"),
+        body["choices"][0].get("prompt_token_ids"),
+    )
     if not (params.prompt_logprobs or params.topk_prompt_logprobs):
         return {}
     if rows is None or prompt is None:
         raise InternalError("the server's answer lacks the prompt's logprobs")
     kept = len(prompt) if params.prompt_logprobs_last_n is None else params.prompt_logprobs_last_n
     shown = [
-        {int(t): e["logprob"] for t, e in (row or {}).items()} if i >= len(rows) - kept else {} for i, row in enumerate(rows)
+        {int(t): e["logprob"] for t, e in (row or {}).items()} if i >= len(rows) - kept else {}
+        for i, row in enumerate(rows)
     ]
     own = [row.get(token, np.nan) for token, row in zip(prompt, shown, strict=True)]
     fields: dict[str, Any] = {"prompt_logprobs": np.asarray(own, np.float32)}
@@ -242,7 +335,10 @@ def _by_id(row: dict[str, float] | None) -> dict[int, float]:
 
 
 def _best(rows: list[dict[int, float]], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k most likely of each position, best first; both [P, k]. The token that was drawn is among them only if it is one."""
+    """Return ids and logprobs of the k most likely tokens, best first; both [P, k].
+
+    The sampled token is cut if it is not among the k.
+    """
     best = [sorted(row.items(), key=lambda cell: (-cell[1], cell[0]))[:k] for row in rows]
     padded = [row + [EMPTY_CELL] * (k - len(row)) for row in best]
     return (

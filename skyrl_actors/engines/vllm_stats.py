@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says of itself, kept as its newest word."""
+"""The newest statistics of vLLM's scheduler."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 
 class LastStats(StatLoggerBase):
-    """Given to vLLM as a factory of itself: it makes one for each of its engine cores, and here there is one."""
+    """A stat logger and its own factory: vLLM calls it once for each engine core, here one."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -18,10 +18,16 @@ class LastStats(StatLoggerBase):
         return self
 
     def record(
-        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-    ) -> None:  # fmt: skip
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
         if scheduler_stats is not None:
-            self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.waiting = (
+                scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            )
             self.kv_usage = scheduler_stats.kv_cache_usage
             self.prefix_queries += scheduler_stats.prefix_cache_stats.queries
             self.prefix_hits += scheduler_stats.prefix_cache_stats.hits

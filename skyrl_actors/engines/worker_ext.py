@@ -1,7 +1,7 @@
-"""Code that runs inside a vLLM worker process: the weight-transfer backend, and sleep for CPU workers.
+"""Code that runs inside a vLLM worker process: the weight-transfer backend, and sleep on CPUs.
 
-vLLM imports this module by name (`worker_extension_cls`), and importing it registers the backend "skyrl_actors_file":
-weights arrive as one mapped file (shared memory), named by a WeightManifest.
+vLLM imports this module by name (`worker_extension_cls`). The import registers the backend
+"skyrl_actors_file": weights arrive as one mapped file (shared memory) that a WeightManifest names.
 """
 
 import ctypes
@@ -15,14 +15,17 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from skyrl_actors.engines import vllm_patches, vllm_tempered
 from skyrl_actors.engines.interface import FLAG
 from skyrl_actors.messages.weights import TensorEntry, WeightStream
-from skyrl_actors.streams import received, tensor_in
+from skyrl_actors.transport.streams import received, tensor_in
 
 BACKEND = "skyrl_actors_file"
 
@@ -36,8 +39,9 @@ class FileInit(WeightTransferInitInfo):
 class FileUpdate(WeightTransferUpdateInfo):
     path: str
     num_bytes: int
-    tensors: list[list[Any]]  # of TensorEntry, in its order
-    stream: list[Any] | None = None  # of WeightStream: they come by broadcast, and `path` is elsewhere
+    tensors: list[list[Any]]  # fields of TensorEntry, in its order
+    # Fields of WeightStream. If set, tensors arrive by broadcast and `path` is on another host.
+    stream: list[Any] | None = None
 
 
 class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
@@ -51,7 +55,9 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdate) -> None:
-        entries = [TensorEntry(name, tuple(shape), *rest) for name, shape, *rest in update_info.tensors]
+        entries = [
+            TensorEntry(name, tuple(shape), *rest) for name, shape, *rest in update_info.tensors
+        ]
         if update_info.stream is None:
             arriving = _mapped_tensors(update_info, entries)
         else:
@@ -61,7 +67,9 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
 
     def finish_weight_update(self) -> None:
         if missing := left_out(self.model):
-            raise RuntimeError(f"a weight update left out {len(missing)} layer(s): {', '.join(missing[:5])}")
+            raise RuntimeError(
+                f"a weight update left out {len(missing)} layer(s): {', '.join(missing[:5])}"
+            )
         finalize_layerwise_reload(self.model, self.model_config)
         vllm_patches.repack_tied_heads(self.model)
 
@@ -70,40 +78,60 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
 
 
 def left_out(model: torch.nn.Module) -> list[str]:
-    """Layers with weights of which the update brought none: vLLM would keep the old ones, and log it. Asked before it ends."""
+    """Return layers that the update sent no weights for.
+
+    vLLM would keep their old weights and only log it. Must run before the update ends.
+    """
     waiting: dict[str, list[torch.Tensor]] = {}
     arrived: set[int] = set()
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        kept = info.kernel_tensors[0] if info.can_load() and info.kernel_tensors else dict(layer.named_parameters(recurse=False))
+        kept = (
+            info.kernel_tensors[0]
+            if info.can_load() and info.kernel_tensors
+            else dict(layer.named_parameters(recurse=False))
+        )
         weights = [weight for weight in kept.values() if weight is not None]
-        if info.can_load() and not info.load_numel and weights and not is_deferred_attention_layer(layer):
+        if (
+            info.can_load()
+            and not info.load_numel
+            and weights
+            and not is_deferred_attention_layer(layer)
+        ):
             waiting[name] = weights
         else:
-            arrived |= {weight.data_ptr() for weight in weights if weight.numel()}  # packed elsewhere, it is empty
+            # A weight that is packed elsewhere is empty.
+            arrived |= {weight.data_ptr() for weight in weights if weight.numel()}
     # A tied head shares its weight with the embedding, which has arrived.
-    return [name for name, weights in waiting.items() if not all(weight.data_ptr() in arrived for weight in weights)]
+    return [
+        name
+        for name, weights in waiting.items()
+        if not all(weight.data_ptr() in arrived for weight in weights)
+    ]
 
 
-def _mapped_tensors(update: FileUpdate, entries: list[TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
-    # A private mapping copies nothing, as nothing here writes to it; a shared one would create a missing file, of zeros.
+def _mapped_tensors(
+    update: FileUpdate, entries: list[TensorEntry]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    # Nothing writes here, so a private mapping copies nothing. A shared one would create a missing
+    # file, filled with zeros.
     buffer = torch.from_file(update.path, shared=False, size=update.num_bytes, dtype=torch.uint8)
     for entry in entries:
         yield entry.name, tensor_in(buffer, entry)
 
 
 class Extension:
-    """Mixed into the worker by vLLM. Its names must not collide with the worker's own."""
+    """Methods that vLLM adds to its worker class; names must not collide with the worker's."""
 
     model_runner: Any
 
     def skyrl_used_bytes(self) -> int:
-        """Memory of this worker's GPU that is taken."""
+        """Return the used memory of this worker's GPU in bytes."""
         free, total = torch.cuda.mem_get_info()
         return total - free
 
     def skyrl_trim(self) -> None:
-        """Give back what allocators keep for later: vLLM's own sleep does, and letting go of the KV cache alone does not."""
+        """Return memory that allocators cache. vLLM does this on sleep, not on a KV release."""
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -111,19 +139,29 @@ class Extension:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def skyrl_adapts_head(self) -> bool:
-        """Whether the class of this model takes an adapter on its output layer; others reject the file when it is loaded."""
+        """Return whether the model class takes an adapter on its output layer.
+
+        Other classes reject such an adapter when it is loaded.
+        """
         manager = getattr(self.model_runner, "lora_manager", None)
         return manager is None or "lm_head" in manager._adapter_manager.supported_lora_modules
 
     def skyrl_patch(self) -> list[str]:
-        """Apply the patches of this vLLM release to the running worker; returns their names."""
+        """Patch the running worker for this vLLM release; return the names of the patches."""
         applied = vllm_patches.apply(self.model_runner)
-        return [*applied, FLAG] if vllm_patches.AFFECTED and vllm_tempered.install(self.model_runner) else applied
+        return (
+            [*applied, FLAG]
+            if vllm_patches.AFFECTED and vllm_tempered.install(self.model_runner)
+            else applied
+        )
 
 
 class SleepyCpuWorker(CPUWorker):
-    """Gives vLLM's sleep levels a meaning on CPUs: the pages of the KV cache, and at level 2 of the weights too, go back
-    to the operating system. vLLM's own CPU worker only logs that it can not sleep."""
+    """A CPU worker that can sleep; vLLM's own CPU worker only logs that it cannot.
+
+    Sleep returns the pages of the KV cache to the operating system, at level 2 also those of the
+    weights.
+    """
 
     _weights_dropped = False
 
@@ -135,7 +173,7 @@ class SleepyCpuWorker(CPUWorker):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Pages return when they are touched; dropped weights are filled by the weight update that must follow."""
+        """Do nothing: pages return when touched, and a weight update must refill the weights."""
 
     def discard(self, tags: tuple[str, ...]) -> None:
         if "kv_cache" in tags:
@@ -156,14 +194,17 @@ class SleepyCpuWorker(CPUWorker):
         model: Any = self.model_runner.get_model()
         for module in model.modules():
             if hasattr(module, "cpu_linear"):
-                module.cpu_linear = None  # oneDNN's packed copy; the weight update packs again
+                module.cpu_linear = None  # oneDNN's packed copy; the weight update repacks
         for parameter in model.parameters():
             if parameter.numel():
                 drop_pages(parameter.untyped_storage())
 
 
 def drop_pages(storage: torch.UntypedStorage) -> None:
-    """Return the whole pages of an anonymous mapping to the operating system; they read back as zeros."""
+    """Return the whole pages of an anonymous mapping to the operating system.
+
+    They read as zeros afterwards.
+    """
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= start:

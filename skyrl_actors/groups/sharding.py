@@ -1,4 +1,4 @@
-"""Which rank computes which rows (pure). Row ids travel; the data is shared."""
+"""Assign rows to ranks (pure). Calls carry row ids; all ranks share the data."""
 
 import heapq
 from collections.abc import Sequence
@@ -10,19 +10,32 @@ Rows = tuple[int, ...]
 
 
 def costs_of(lengths: NDArray[np.int64], hidden_size: int) -> NDArray[np.float64]:
-    """In units of one token through the linear layers: L · (1 + L / 12H).
+    """Return the cost of each row, L · (1 + L / 12H).
 
-    A transformer layer of width H has about 12H² weights, 24H² operations for each token; causal attention adds 2LH.
+    The unit is one token through the linear layers.
+
+    A transformer layer of width H has about 12H² weights, so 24H² operations for each token. Causal
+    attention adds 2LH.
     """
-    return lengths * (1 + lengths / (12 * hidden_size)) if hidden_size else lengths.astype(np.float64)
+    return (
+        lengths * (1 + lengths / (12 * hidden_size)) if hidden_size else lengths.astype(np.float64)
+    )
 
 
-def assign_parts(lengths: Sequence[NDArray[np.int64]], num_ranks: int, hidden_size: int = 0) -> list[list[Rows]]:
-    """For each rank the rows of each part. Costliest row first to the rank with the least cost so far; every row lands on
-    exactly one rank."""
+def assign_parts(
+    lengths: Sequence[NDArray[np.int64]], num_ranks: int, hidden_size: int = 0
+) -> list[list[Rows]]:
+    """Return for each rank the rows of each part. Every row goes to exactly one rank.
+
+    The costliest row goes first, to the rank with the lowest cost so far.
+    """
     shares: list[list[list[int]]] = [[[] for _ in lengths] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
-    items = [(-cost, part, row) for part, ls in enumerate(lengths) for row, cost in enumerate(costs_of(ls, hidden_size).tolist())]
+    items = [
+        (-cost, part, row)
+        for part, ls in enumerate(lengths)
+        for row, cost in enumerate(costs_of(ls, hidden_size).tolist())
+    ]
     for cost, part, row in sorted(items):
         load, rank = heapq.heappop(loads)
         shares[rank][part].append(row)

@@ -1,7 +1,7 @@
-"""A training process that waits: torch is imported and the model's code is loaded, so that it can take the place of a dead
-rank in a moment. A rank's own start is mostly imports.
+"""Standby training processes, which replace a dead rank within moments.
 
-Only for CPU services: a process on a GPU would hold memory there.
+A standby process has imported torch and loaded the model's code, as most of a rank's start is
+imports. Only CPU services use it: on a GPU, the process would hold device memory.
 """
 
 import asyncio
@@ -21,48 +21,72 @@ from skyrl_actors.workers.interface import RankStatus
 
 ASK_TIMEOUT_S = 30.0
 LONGEST_PAUSE_S = 300.0
-REFILL_PAUSE_S = 2.0  # the loss of one process is often followed by the loss of its neighbours
+# Several processes are often lost shortly after each other.
+REFILL_PAUSE_S = 2.0
 CONCURRENCY_GROUPS = {"watch": 1, "vitals": 2, "files": 1}
 
 
 def worker_class() -> Any:
-    make: Any = ray.remote  # its type stubs do not know concurrency_groups
+    """Return the Ray actor class of training ranks."""
+    # The type stubs of Ray lack concurrency_groups.
+    make: Any = ray.remote
     return make(concurrency_groups=CONCURRENCY_GROUPS)(TrainWorkerActor)
 
 
 class Standby:
-    """At most `count` idle processes beside the slot `bundle`; taken ones are made anew in the background, when `calm`
-    returns: what was lost comes first."""
+    """Keep at most `count` idle processes on the node of the slot `bundle`.
+
+    Replacements start in the background after `calm` returns, because lost ranks restart first.
+    """
 
     def __init__(
-        self, service: str, count: int, base_folder: str, reserved: PlacementGroup, bundle: int, environment: dict[str, str],
-        epoch: int, detached: bool, say: Callable[[str], None], calm: Callable[[], Awaitable[None]], busy_timeout_s: float = 900.0,
-    ):  # fmt: skip
+        self,
+        service: str,
+        count: int,
+        base_folder: str,
+        reserved: PlacementGroup,
+        bundle: int,
+        environment: dict[str, str],
+        epoch: int,
+        detached: bool,
+        say: Callable[[str], None],
+        calm: Callable[[], Awaitable[None]],
+        busy_timeout_s: float = 900.0,
+    ):
         self.bundle = bundle
-        self.strays: list[tuple[ActorHandle, RankStatus]] = []  # of an earlier controller, and no longer idle
+        # Standby processes of an earlier controller that are ranks now.
+        self.strays: list[tuple[ActorHandle, RankStatus]] = []
         self._prefix = f"{service}:standby:"
         self._count = count
         self._base_folder = base_folder
-        self._strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
+        self._strategy = PlacementGroupSchedulingStrategy(
+            reserved, placement_group_bundle_index=bundle
+        )
         self._environment = environment
         self._epoch = epoch
         self._options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
         self._say = say
         self._calm = calm
-        self._busy_timeout_s = busy_timeout_s  # one that became a rank may be at work
+        # A standby process that became a rank can be busy.
+        self._busy_timeout_s = busy_timeout_s
         self._idle: list[ActorHandle] = []
         self._warming: ActorHandle | None = None
         self._refilling: asyncio.Task[None] | None = None
         self._watching: set[asyncio.Task[None]] = set()
 
     async def find(self) -> None:
-        """What an earlier controller left: idle ones are kept, the others may be ranks of a group."""
+        """Find the processes of an earlier controller.
+
+        Idle ones are kept; the others can be ranks of a group.
+        """
         for name in remote.names_with(self._prefix):
             actor = remote.named(name)
             if actor is None:
                 continue
             try:
-                (status,) = await remote.gather([actor.adopt.remote(self._epoch)], [name], "take over", self._busy_timeout_s)
+                (status,) = await remote.gather(
+                    [actor.adopt.remote(self._epoch)], [name], "take over", self._busy_timeout_s
+                )
             except InternalError:
                 ray.kill(actor)
                 continue
@@ -73,7 +97,11 @@ class Standby:
                 self.strays.append((actor, status))
 
     def take(self, bundle: int) -> ActorHandle | None:
-        """A process beside that slot: an idle one, or the one that is on its way there, which does as told when it is warm."""
+        """Return a process on the node of that slot, or None.
+
+        The process is idle or still warming up. In the second case it runs its calls once it is
+        warm.
+        """
         if bundle != self.bundle:
             return None
         if self._idle:
@@ -84,6 +112,7 @@ class Standby:
         return actor
 
     def refill(self) -> None:
+        """Start replacements in the background."""
         if self._refilling is None or self._refilling.done():
             self._refilling = asyncio.create_task(self._refill())
 
@@ -92,12 +121,25 @@ class Standby:
         while len(self._idle) < self._count:
             await asyncio.sleep(pause_s)
             await self._calm()
-            actor = self._warming = worker_class().options(
-                name=f"{self._prefix}{uuid.uuid4().hex[:8]}", namespace=remote.NAMESPACE, num_cpus=0,
-                scheduling_strategy=self._strategy, runtime_env={"env_vars": self._environment}, **self._options,
-            ).remote(None)  # fmt: skip
+            actor = self._warming = (
+                worker_class()
+                .options(
+                    name=f"{self._prefix}{uuid.uuid4().hex[:8]}",
+                    namespace=remote.NAMESPACE,
+                    num_cpus=0,
+                    scheduling_strategy=self._strategy,
+                    runtime_env={"env_vars": self._environment},
+                    **self._options,
+                )
+                .remote(None)
+            )
             try:
-                await remote.gather([actor.warm.remote(self._base_folder)], ["standby"], "warm up", 10 * ASK_TIMEOUT_S)
+                await remote.gather(
+                    [actor.warm.remote(self._base_folder)],
+                    ["standby"],
+                    "warm up",
+                    10 * ASK_TIMEOUT_S,
+                )
             except InternalError as error:
                 self._say(f"a standby process did not start: {error}")
                 self._warming = None
@@ -105,13 +147,15 @@ class Standby:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             if self._warming is None:
-                continue  # it was taken
+                continue  # `take` returned it
             self._warming = None
             self._idle.append(actor)
-            self._watching = {t for t in self._watching if not t.done()} | {asyncio.create_task(self._watch(actor))}
+            self._watching = {t for t in self._watching if not t.done()} | {
+                asyncio.create_task(self._watch(actor))
+            }
 
     async def _watch(self, actor: ActorHandle) -> None:
-        """One that dies while it waits must not be taken."""
+        """Remove an idle process when it dies, so that it is not taken."""
         try:
             await remote.settled(actor.watch.remote())
         except InternalError:
@@ -120,7 +164,7 @@ class Standby:
                 self.refill()
 
     async def detach(self) -> None:
-        """Watch and refill no more."""
+        """Stop watching and refilling. The processes continue."""
         await remote.ended(*self._watching, self._refilling)
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Keeping a group of ranks alive: taken over, started, watched, and made anew when one of them dies or hangs.
+"""Keep a group of ranks alive: attach, start, watch, and restart after a death or a hang.
 
-Ranks compute together, so they are made anew together. Whoever needs the group awaits `up`.
+Ranks compute together, so they restart together. Callers that need the group await `up`.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ import ray
 from ray.actor import ActorHandle
 
 from skyrl_actors import remote
+from skyrl_actors.backoff import RestartLimit
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
-from skyrl_actors.groups.last_words import last_words, stacks_of
+from skyrl_actors.groups.log_tail import log_tail, stacks_of
 from skyrl_actors.messages.errors import CollectiveFailed, ConfigError, InternalError, UserError
-from skyrl_actors.restarts import RestartLimit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,7 +26,11 @@ Say = Callable[[str], None]
 
 
 class GroupSupervisor:
-    """`settle` holds the phase in which ranks may load their weights. `on_up` hears of every group that was made anew."""
+    """Supervise the ranks of one role.
+
+    `settle` holds the phase in which ranks can load their weights. `on_up` is called with the role
+    after each restart of the group.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,8 @@ class GroupSupervisor:
         self.builder = builder
         self.group: ActorGroup | None = None
         self.restarts = 0
-        self.refused = 0  # calls with input that the ranks could not compute with: not finite, too large, of another shape
+        # Calls with invalid input: not finite, too large, or of a wrong shape.
+        self.refused = 0
         self.down: str | None = "starting"
         self._limit = RestartLimit(config)
         self._say = say
@@ -51,33 +56,36 @@ class GroupSupervisor:
         self._restarting: asyncio.Task[None] | None = None
 
     async def take_over(self) -> bool:
-        """The ranks of an earlier controller, if they run and are what the config asks for."""
+        """Attach to the ranks of an earlier controller if they run with the configured specs."""
         running = self.builder.running()
         try:
             if running is None or not await running.adopt(self.builder.specs):
                 return False
         except InternalError as error:
-            self._say(f"the {self.role} group of an earlier controller can not be taken over: {error}")
+            self._say(f"cannot attach to the {self.role} group of an earlier controller: {error}")
             return False
         self._say(f"took over the {self.role} group ({len(running.actors)} rank(s))")
         self._set_up(running)
         return True
 
     async def start(self) -> None:
-        """Make the ranks. Raises InternalError when they can not be started at all."""
+        """Create and start the ranks. Raises InternalError when they cannot start."""
         await self.builder.remove(None)
         group = self.builder.make()
         await group.start()
         self._set_up(group)
 
     def start_later(self) -> None:
-        """In the background: what else runs need not wait for it."""
+        """Start the ranks in the background, so that other parts do not wait for them."""
         self.down = "it did not run when the controller started"
         self._restart(self.down)
 
     def _set_up(self, group: ActorGroup) -> None:
         self.group, self.down = group, None
-        self._watching = [asyncio.create_task(self._watch(group, *pair)) for pair in zip(group.names, group.actors, strict=True)]
+        self._watching = [
+            asyncio.create_task(self._watch(group, *pair))
+            for pair in zip(group.names, group.actors, strict=True)
+        ]
         self._is_up.set()
 
     async def _watch(self, group: ActorGroup, name: str, actor: ActorHandle) -> None:
@@ -87,11 +95,16 @@ class GroupSupervisor:
             self.lost(group, f"{name}: {error}")
 
     async def up(self) -> ActorGroup:
-        """The running group. Raises InternalError, with the last words of what kept dying, when it was given up."""
+        """Return the running group, after a restart if necessary.
+
+        Raises InternalError with the log tail when the restarts were given up.
+        """
         while not self._is_up.is_set():
             if self._restarting is None or self._restarting.done():
                 if not self._limit.may_try_again(asyncio.get_running_loop().time()):
-                    raise InternalError(f"the {self.role} group keeps dying and was given up: {self.down}")
+                    raise InternalError(
+                        f"the {self.role} group keeps dying and was given up: {self.down}"
+                    )
                 self._restart(self.down or "")
             assert self._restarting is not None
             await asyncio.wait([self._restarting])
@@ -103,7 +116,10 @@ class GroupSupervisor:
         return f"the {self.role} group"
 
     def remake(self, reason: str) -> None:
-        """End its ranks at once and make them anew. They did not die by themselves, so the deaths before do not count on."""
+        """Kill the ranks and restart the group.
+
+        The ranks did not die by themselves, so this resets the count of deaths.
+        """
         group = self.group
         if group is None or not self._is_up.is_set():
             return
@@ -113,16 +129,16 @@ class GroupSupervisor:
         self.lost(group, reason)
 
     async def calm(self) -> None:
-        """Returns when it is not being made anew."""
+        """Wait until no restart is in progress."""
         while self._restarting is not None and not self._restarting.done():
             await asyncio.wait([self._restarting])
 
     def worked(self) -> None:
-        """Something succeeded: deaths before it no longer count."""
+        """Reset the count of deaths after a success."""
         self._limit.succeeded()
 
     def lost(self, group: ActorGroup, reason: str) -> None:
-        """A rank of this group died or hangs; heard of more than once."""
+        """Restart the group after a rank died or hung. Repeated reports of one loss are ignored."""
         if group is not self.group or not self._is_up.is_set():
             return
         self._is_up.clear()
@@ -131,10 +147,10 @@ class GroupSupervisor:
         self._restart(reason)
 
     def _restart(self, reason: str) -> None:
-        self._restarting = asyncio.create_task(self._make_anew(reason), context=Context())
+        self._restarting = asyncio.create_task(self._restart_until_up(reason), context=Context())
 
-    async def _make_anew(self, reason: str) -> None:
-        words = await last_words(self.group) if self.group else ""
+    async def _restart_until_up(self, reason: str) -> None:
+        tail = await log_tail(self.group) if self.group else ""
         for task in self._watching:
             task.cancel()
         while (pause_s := self._limit.died(asyncio.get_running_loop().time())) is not None:
@@ -153,19 +169,21 @@ class GroupSupervisor:
             self._set_up(group)
             self._on_up(self.role)
             return
-        self.down = f"{reason}\n{words}".strip()
+        self.down = f"{reason}\n{tail}".strip()
         log.error("the %s group is given up: %s", self.role, self.down)
 
     async def overdue(self, group: ActorGroup | None, error: remote.Overdue) -> None:
-        """A call passed its deadline: keep the stacks of the ranks, then make the group anew."""
+        """Handle a call that passed its deadline: log the ranks' stacks, then restart the group."""
         if group is None or group is not self.group or not self._is_up.is_set():
             return
         log.error("%s; stacks of the %s group:\n%s", error, self.role, await stacks_of(group))
         self.lost(group, str(error))
 
     async def guarded(self, work: Awaitable[T]) -> T:
-        """Await a call to the group that runs now. A deadline that it passes and a death that it meets are seen to before
-        it raises: who asks `up` next gets another group."""
+        """Await a call to the running group, and start a restart when a rank hangs or dies.
+
+        The restart begins before the error is raised, so the next `up` returns a new group.
+        """
         group = self.group
         try:
             result = await work
@@ -183,9 +201,10 @@ class GroupSupervisor:
         return result
 
     async def detach(self) -> None:
-        """Watch and restart no more."""
+        """Stop watching and restarting. The ranks continue."""
         await remote.ended(*self._watching, self._restarting)
 
     async def close(self) -> None:
+        """Stop watching, and end the ranks."""
         await self.detach()
         await self.builder.remove(self.group)

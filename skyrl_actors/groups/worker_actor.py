@@ -1,4 +1,4 @@
-"""The Ray actor around one training rank. It imports torch when it is made, in its own process."""
+"""The Ray actor around one training rank. Its constructor imports torch in its own process."""
 
 import faulthandler
 import logging
@@ -15,7 +15,7 @@ import ray
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LossCall
-from skyrl_actors.messages.turn import Turn
+from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.process import observed
 from skyrl_actors.observe.spans import SPANS, Span
@@ -23,7 +23,7 @@ from skyrl_actors.workers.interface import BaseModelInfo, PartCall, RankStatus, 
 
 
 class TrainWorkerActor:
-    """`spec` None: a process that waits to become a rank."""
+    """One training rank. With `spec` None, it is a standby process that can become a rank."""
 
     def __init__(self, spec: WorkerSpec | None):
         from skyrl_actors.workers.torch_worker import TorchWorker
@@ -36,31 +36,37 @@ class TrainWorkerActor:
             self.become(spec)
 
     def __repr__(self) -> str:
-        """In Ray's dashboard and before its lines of the log; asked for once, when it is made."""
+        """Return the name in Ray's dashboard and logs. Ray asks for it once, after construction."""
         return "standby" if self.spec is None else f"{self.spec.role}[{self.spec.rank}]"
 
     def warm(self, base_folder: str) -> None:
-        """Load all code that a rank needs, by loading the base model once."""
+        """Import all code that a rank needs, by loading the base model once."""
         from skyrl_actors.workers.torch_worker import load_and_forget
 
         load_and_forget(base_folder)
 
     def become(self, spec: WorkerSpec) -> None:
+        """Turn this process into the rank of this spec."""
         self.spec = spec
         observed().begin(repr(self), logging.WARNING)
         self.worker = self._once.worker = self._make(spec)
 
     def adopt(self, epoch: int) -> RankStatus:
-        """What an earlier epoch began has ended when this runs: verbs run one after another."""
+        """Accept calls of this epoch only, and return the status of the rank.
+
+        Verbs run one after another, so all operations of earlier epochs have ended when this runs.
+        """
         applied = self._once.adopt(epoch)
-        return RankStatus(self.spec, self._info, applied, os.getpid(), os.path.realpath("/proc/self/fd/2"))
+        return RankStatus(
+            self.spec, self._info, applied, os.getpid(), os.path.realpath("/proc/self/fd/2")
+        )
 
     def node_address(self) -> str:
         return ray.util.get_node_ip_address()
 
     @ray.method(concurrency_group="watch")
     def watch(self) -> None:
-        """Never returns: the caller learns of this process's death the moment it happens."""
+        """Block forever, so that the caller detects the death of this process immediately."""
         threading.Event().wait()
 
     @ray.method(concurrency_group="vitals")
@@ -69,7 +75,7 @@ class TrainWorkerActor:
 
     @ray.method(concurrency_group="vitals")
     def stacks(self) -> str:
-        """Where every thread of this process is, while the verbs' thread hangs."""
+        """Return the stacks of all threads, also while the thread of the verbs hangs."""
         with tempfile.TemporaryFile("w+") as stream:
             faulthandler.dump_traceback(stream, all_threads=True)
             stream.seek(0)
@@ -81,7 +87,7 @@ class TrainWorkerActor:
         self.worker.write_state(handle, folder)
 
     def call(self, epoch: int, method: str, *args: Any) -> Any:
-        """A verb of the rank itself, or one that only reads."""
+        """Run a verb of the rank itself, or a verb that only reads."""
         self._once.fence(epoch)
         result = getattr(self.worker, method)(*args)
         if method == "setup":
@@ -92,29 +98,74 @@ class TrainWorkerActor:
         self._once.delete(epoch, model_id)
 
     def forward_backward(
-        self, epoch: int, data: Sequence[Columns], parts: Sequence[tuple[str, Turn, tuple[int, ...], LossCall | None]],
+        self,
+        epoch: int,
+        data: Sequence[Columns],
+        parts: Sequence[tuple[str, OpPrecondition, tuple[int, ...], LossCall | None]],
         forward_only: bool,
-    ) -> list[Any]:  # fmt: skip
-        """Of several models, each applied once for its turn."""
-        calls = [PartCall(model_id, rows, columns, loss) for (model_id, _, rows, loss), columns in zip(parts, data, strict=True)]
-        turns, began = [turn for _, turn, _, _ in parts], time.time()
-        named(" ".join(turn.request_id for turn in turns), " ".join(call.model_id for call in calls))
-        outcomes = self._once.forward_backward(epoch, turns, calls, forward_only)
+    ) -> list[Any]:
+        """Run parts of several models. Each part is applied exactly once."""
+        calls = [
+            PartCall(model_id, rows, columns, loss)
+            for (model_id, _, rows, loss), columns in zip(parts, data, strict=True)
+        ]
+        preconditions, began = [precondition for _, precondition, _, _ in parts], time.time()
+        named(
+            " ".join(precondition.request_id for precondition in preconditions),
+            " ".join(call.model_id for call in calls),
+        )
+        outcomes = self._once.forward_backward(epoch, preconditions, calls, forward_only)
         if SPANS.sends:
-            for turn, call, outcome in zip(turns, calls, outcomes, strict=True):
-                self._sent("forward" if forward_only else "forward_backward", turn, call, outcome, began, len(calls))
+            for precondition, call, outcome in zip(preconditions, calls, outcomes, strict=True):
+                self._send_span(
+                    "forward" if forward_only else "forward_backward",
+                    precondition,
+                    call,
+                    outcome,
+                    began,
+                    len(calls),
+                )
         return outcomes
 
-    def _sent(self, what: str, turn: Turn, call: PartCall, outcome: Any, began: float, together: int) -> None:
-        """To the trace of one part's request; `together`: parts that were computed at once, and took as long."""
-        if turn.request_id:
-            said = type(outcome).__name__ if isinstance(outcome, Exception) else "ok"
-            tokens = int(call.columns.lengths[list(call.rows)].sum())  # of this rank's rows
-            about = {"outcome": said, "model_id": call.model_id, "tokens": tokens, "together": together}
-            SPANS.send(Span(f"{self!r} {what}", repr(self), began, time.time() - began, turn.request_id, about))
+    def _send_span(
+        self,
+        what: str,
+        precondition: OpPrecondition,
+        call: PartCall,
+        outcome: Any,
+        began: float,
+        together: int,
+    ) -> None:
+        """Send a span to the trace of one part's request.
 
-    def apply(self, epoch: int, model_id: str, turn: Turn, method: str, *args: Any) -> Any:
-        """A verb of a model, applied once for each turn."""
-        named(turn.request_id, model_id)
-        with SPANS.sent(f"{self!r} {method}", repr(self), turn.request_id, model_id=model_id):
-            return self._once.apply(epoch, model_id, turn, method, *args)
+        `together` is the number of parts in the batch; all of them took the same time.
+        """
+        if precondition.request_id:
+            outcome_text = type(outcome).__name__ if isinstance(outcome, Exception) else "ok"
+            tokens = int(call.columns.lengths[list(call.rows)].sum())  # of this rank's rows
+            about = {
+                "outcome": outcome_text,
+                "model_id": call.model_id,
+                "tokens": tokens,
+                "together": together,
+            }
+            SPANS.send(
+                Span(
+                    f"{self!r} {what}",
+                    repr(self),
+                    began,
+                    time.time() - began,
+                    precondition.request_id,
+                    about,
+                )
+            )
+
+    def apply(
+        self, epoch: int, model_id: str, precondition: OpPrecondition, method: str, *args: Any
+    ) -> Any:
+        """Run a verb of a model. Each operation is applied exactly once."""
+        named(precondition.request_id, model_id)
+        with SPANS.sent(
+            f"{self!r} {method}", repr(self), precondition.request_id, model_id=model_id
+        ):
+            return self._once.apply(epoch, model_id, precondition, method, *args)

@@ -1,4 +1,7 @@
-"""Advantage estimators (pure, float64 inside). Arrays [R] go over an answer's tokens; what was not sampled has advantage 0."""
+"""Advantage estimators, pure functions that compute in float64.
+
+Arrays [R] hold one value for each token of an answer. Tokens that were not sampled get advantage 0.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_actors.config.algorithms import Advantage, Gae, GroupAdvantage, LeaveOneOut, ReturnAdvantage
+from skyrl_actors.config.algorithms import (
+    Advantage,
+    Gae,
+    GroupAdvantage,
+    LeaveOneOut,
+    ReturnAdvantage,
+)
 
 Floats = NDArray[np.floating]
 EPS = 1e-8
@@ -14,11 +23,11 @@ EPS = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A batch as estimators see it; each list holds one array [R] for each of N answers."""
+    """The input of the estimators: each list holds one array [R] for each of N answers."""
 
-    rewards: Sequence[Floats]  # at each token, a KL penalty included where it is in the reward
-    groups: NDArray[np.integer]  # [N]: answers to one prompt bear one number
-    sampled: Sequence[NDArray[np.bool_]]  # False: tokens that the environment wrote
+    rewards: Sequence[Floats]  # at each token, with the KL penalty if it is part of the reward
+    groups: NDArray[np.integer]  # [N]: answers to one prompt share a number
+    sampled: Sequence[NDArray[np.bool_]]  # False for tokens that the environment wrote
     values: Sequence[Floats] | None = None
     logprobs: Sequence[Floats] | None = None
     reference: Sequence[Floats] | None = None
@@ -26,17 +35,22 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
+    """The output of an estimator: one array [R] for each answer."""
+
     advantages: list[Floats]
-    returns: list[Floats] | None = None  # what a critic learns
+    returns: list[Floats] | None = None  # the target of a critic
 
 
 def estimate(config: Advantage, batch: Scored) -> Estimates:
+    """Compute advantages with the configured estimator, and returns if it uses a critic."""
     if isinstance(config, Gae):
         return _gae(config, batch)
     if isinstance(config, GroupAdvantage):
-        return Estimates(_everywhere(group_advantages(_totals(batch), batch.groups, config.by_std), batch))
+        return Estimates(
+            _broadcast(group_advantages(_totals(batch), batch.groups, config.by_std), batch)
+        )
     if isinstance(config, LeaveOneOut):
-        return Estimates(_everywhere(leave_one_out(_totals(batch), batch.groups), batch))
+        return Estimates(_broadcast(leave_one_out(_totals(batch), batch.groups), batch))
     if isinstance(config, ReturnAdvantage):
         return Estimates(_returns(config, batch))
     assert batch.logprobs is not None and batch.reference is not None
@@ -45,9 +59,10 @@ def estimate(config: Advantage, batch: Scored) -> Estimates:
 
 
 def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floats, Floats]:
-    """Advantages and returns [R] of one finished answer (Schulman et al., 2016, eq. 16; the value after the end is 0).
+    """Return advantages and returns [R] of one finished answer (Schulman et al., 2016, eq. 16).
 
     A_t = Σ_k (γλ)^k δ_{t+k},  δ_t = r_t + γ V_{t+1} − V_t;  returns are A + V.
+    The value after the end is 0.
     """
     advantages = np.zeros(len(rewards), np.float64)
     following, next_value = 0.0, 0.0
@@ -59,9 +74,10 @@ def gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> tuple[Floa
 
 
 def group_advantages(totals: Floats, groups: NDArray[np.integer], by_std: bool) -> Floats:
-    """[N]: (r − mean of its group) / (standard deviation of its group, n − 1 in the denominator) (Shao et al., 2024, 4.1.2).
+    """Return [N]: (r − group mean) / group standard deviation (Shao et al., 2024, 4.1.2).
 
-    Without by_std the difference alone (Dr. GRPO). A group whose rewards are all the same has advantage 0.
+    The standard deviation has n − 1 in the denominator. Without by_std there is no division
+    (Dr. GRPO). If all rewards of a group are equal, its advantages are 0.
     """
     found = np.zeros(len(totals), np.float64)
     for group in np.unique(groups):
@@ -74,7 +90,10 @@ def group_advantages(totals: Floats, groups: NDArray[np.integer], by_std: bool) 
 
 
 def leave_one_out(totals: Floats, groups: NDArray[np.integer]) -> Floats:
-    """[N]: r_i − the mean of the others of its group (Ahmadian et al., 2024, eq. 9); 0 for an answer that is alone."""
+    """Return [N]: r_i − the mean of the other rewards of its group.
+
+    The only answer of a group has advantage 0 (Ahmadian et al., 2024, eq. 9).
+    """
     found = np.zeros(len(totals), np.float64)
     for group in np.unique(groups):
         own = groups == group
@@ -85,7 +104,7 @@ def leave_one_out(totals: Floats, groups: NDArray[np.integer]) -> Floats:
 
 
 def rewards_to_go(rewards: Floats, gamma: float) -> Floats:
-    """[R]: Σ_k γ^k r_{t+k}."""
+    """Return [R]: Σ_k γ^k r_{t+k}."""
     found, following = np.zeros(len(rewards), np.float64), 0.0
     for t in range(len(rewards) - 1, -1, -1):
         found[t] = following = rewards[t] + gamma * following
@@ -96,11 +115,17 @@ def whiten(parts: Sequence[Floats], sampled: Sequence[NDArray[np.bool_]]) -> lis
     """Shift and scale all sampled tokens of a batch to mean 0 and standard deviation 1."""
     joined = np.concatenate([part[mask] for part, mask in zip(parts, sampled, strict=True)])
     mean, std = joined.mean(), joined.std()
-    return [np.where(mask, (part - mean) / (std + EPS), 0.0) for part, mask in zip(parts, sampled, strict=True)]
+    return [
+        np.where(mask, (part - mean) / (std + EPS), 0.0)
+        for part, mask in zip(parts, sampled, strict=True)
+    ]
 
 
 def explained_variance(values: Floats, returns: Floats) -> float:
-    """1 − Var(R − V) / Var(R): 1 = the critic knows the returns, 0 = no better than their mean."""
+    """Return 1 − Var(R − V) / Var(R).
+
+    1 means that the values equal the returns. 0 means that they predict no better than the mean.
+    """
     spread = float(np.var(returns))
     return 0.0 if spread == 0 else 1 - float(np.var(returns.astype(np.float64) - values)) / spread
 
@@ -109,15 +134,20 @@ def _totals(batch: Scored) -> Floats:
     return np.asarray([float(np.sum(rewards)) for rewards in batch.rewards])
 
 
-def _everywhere(per_answer: Floats, batch: Scored) -> list[Floats]:
-    return [np.where(mask, advantage, 0.0) for advantage, mask in zip(per_answer, batch.sampled, strict=True)]
+def _broadcast(per_answer: Floats, batch: Scored) -> list[Floats]:
+    return [
+        np.where(mask, advantage, 0.0)
+        for advantage, mask in zip(per_answer, batch.sampled, strict=True)
+    ]
 
 
 def _gae(config: Gae, batch: Scored) -> Estimates:
-    assert batch.values is not None, "a critic's values are needed"
+    assert batch.values is not None, "GAE needs the values of a critic"
     advantages, returns = [], []
     for rewards, values, mask in zip(batch.rewards, batch.values, batch.sampled, strict=True):
-        own_advantages, own_returns = gae(rewards[mask], values[mask], config.gamma, config.gae_lambda)
+        own_advantages, own_returns = gae(
+            rewards[mask], values[mask], config.gamma, config.gae_lambda
+        )
         advantages.append(_spread(own_advantages, mask))
         returns.append(_spread(own_returns, mask))
     return Estimates(whiten(advantages, batch.sampled) if config.whiten else advantages, returns)
@@ -127,9 +157,15 @@ def _returns(config: ReturnAdvantage, batch: Scored) -> list[Floats]:
     rewards = list(batch.rewards)
     if config.baseline == "group":
         shifts = group_advantages(_totals(batch), batch.groups, by_std=False) - _totals(batch)
-        # The baseline comes off at the end, where the task's reward is.
-        rewards = [r + shift * (np.arange(len(r)) == len(r) - 1) for r, shift in zip(rewards, shifts, strict=True)]
-    spread = [_spread(rewards_to_go(r[mask], config.gamma), mask) for r, mask in zip(rewards, batch.sampled, strict=True)]
+        # The baseline is subtracted at the last token, because the task's reward is there.
+        rewards = [
+            r + shift * (np.arange(len(r)) == len(r) - 1)
+            for r, shift in zip(rewards, shifts, strict=True)
+        ]
+    spread = [
+        _spread(rewards_to_go(r[mask], config.gamma), mask)
+        for r, mask in zip(rewards, batch.sampled, strict=True)
+    ]
     return whiten(spread, batch.sampled)
 
 

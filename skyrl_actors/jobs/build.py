@@ -1,4 +1,7 @@
-"""The job that a config names. What it reads (datasets, reward functions, environments) is read and checked before anything starts."""
+"""Build a job from its config.
+
+Datasets, reward functions and environments are read and checked here, before a service starts.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -16,30 +19,46 @@ from skyrl_actors.jobs.preferences import DpoJob, RewardModelJob
 from skyrl_actors.jobs.rl import RlJob
 from skyrl_actors.jobs.sft import SftJob
 from skyrl_actors.jobs.texts import preference_texts, sft_texts
-from skyrl_actors.jobs.watcher import Outcome, Watcher
+from skyrl_actors.jobs.watcher import RunOutcome, Watcher
 
 
 class Job(Protocol):
-    async def run(self) -> Outcome: ...
+    """A training job that runs to its end."""
+
+    async def run(self) -> RunOutcome: ...
 
 
 Start = Callable[[ControllerClient, Watcher, Checkpoints], Job]
 
 
 def build(config: JobConfig, base_folder: str, context_tokens: int) -> Start:
-    """Raises ConfigError for data or functions that can not be used. `context_tokens`: of the base model."""
+    """Return a function that creates the job.
+
+    `context_tokens` is the context length of the base model.
+
+    Raises:
+        ConfigError: Data or functions cannot be used.
+    """
     job, alpha = config.job, config.cluster.lora.alpha
     chat = Chat(base_folder)
     if isinstance(job, RlConfig):
         tasks = _tasks(job)
-        return lambda client, watcher, kept: RlJob(client, job, tasks, chat, watcher, kept, alpha)
+        return lambda client, watcher, checkpoints: RlJob(
+            client, job, tasks, chat, watcher, checkpoints, alpha
+        )
     if isinstance(job, SftConfig):
         texts = sft_texts(job, chat, context_tokens)
-        return lambda client, watcher, kept: SftJob(client, job, texts, watcher, kept, alpha)
+        return lambda client, watcher, checkpoints: SftJob(
+            client, job, texts, watcher, checkpoints, alpha
+        )
     pairs = preference_texts(job, chat, context_tokens)
     if isinstance(job, DpoConfig):
-        return lambda client, watcher, kept: DpoJob(client, job, pairs, watcher, kept, alpha)
-    return lambda client, watcher, kept: RewardModelJob(client, job, pairs, watcher, kept, alpha)
+        return lambda client, watcher, checkpoints: DpoJob(
+            client, job, pairs, watcher, checkpoints, alpha
+        )
+    return lambda client, watcher, checkpoints: RewardModelJob(
+        client, job, pairs, watcher, checkpoints, alpha
+    )
 
 
 def _tasks(job: RlConfig) -> TaskSet:
@@ -53,5 +72,5 @@ def _tasks(job: RlConfig) -> TaskSet:
 
 
 def steps_of(config: JobConfig) -> int | None:
-    """For a progress bar; None where only the data tells."""
+    """Return the number of steps for a progress bar, or None if it depends on the data."""
     return config.job.iterations if isinstance(config.job, RlConfig) else config.job.max_steps

@@ -1,4 +1,7 @@
-"""The tokenizer of the base model: chats to tokens, answers to text. What was sampled is never tokenized again."""
+"""Convert chats to tokens and answers to text with the tokenizer of the base model.
+
+Sampled tokens are never decoded and tokenized again.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +12,33 @@ from numpy.typing import NDArray
 from skyrl_actors.jobs.environment import Message
 from skyrl_actors.messages.errors import ConfigError
 
-STAND_IN = "answer 7f3a"
+PLACEHOLDER = "answer 7f3a"
 
 
 class Chat:
+    """The tokenizer and chat template of the model in a folder."""
+
     def __init__(self, folder: str):
-        from transformers import AutoTokenizer  # seconds, that other commands than `train` need not wait for
+        # This import takes seconds. Only the command `train` needs it.
+        from transformers import AutoTokenizer
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.folder = folder
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens of a chat, up to the start of the assistant's next turn."""
         return self._encoded(self._template(messages, True))
 
-    def conversation(self, messages: Sequence[Message]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """A whole chat [T], and where the assistant's own tokens are, end marks included."""
+    def conversation(
+        self, messages: Sequence[Message]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return the tokens [T] of a whole chat, and a mask [T] of the assistant's tokens.
+
+        The mask includes the end marks of the assistant's turns.
+
+        Raises:
+            ConfigError: The chat template changes earlier turns when a turn is added.
+        """
         tokens: list[int] = []
         learned: list[bool] = []
         for i, message in enumerate(messages):
@@ -32,20 +47,34 @@ class Chat:
             whole = self._encoded(self._template(messages[: i + 1], False))
             before = self.prompt(messages[:i])
             if whole[: len(before)] != before or tuple(tokens) != whole[: len(tokens)]:
-                raise ConfigError(f"the chat template of {self.folder} writes earlier turns anew: learn from rows of one answer")
+                raise ConfigError(
+                    f"the chat template of {self.folder} changes earlier turns of a chat; "
+                    "use rows with one assistant turn"
+                )
             end = len(before) + self._until_end_mark(whole[len(before) :])
-            learned += [False] * (len(before) - len(tokens)) + [True] * (end - len(before)) + [False] * (len(whole) - end)
+            learned += (
+                [False] * (len(before) - len(tokens))
+                + [True] * (end - len(before))
+                + [False] * (len(whole) - end)
+            )
             tokens = list(whole)
         last = max((i for i, own in enumerate(learned) if own), default=-1)
         return np.asarray(tokens[: last + 1], np.int32), np.asarray(learned[: last + 1], bool)
 
     def following(self, messages: Sequence[Message], answer: Sequence[int]) -> tuple[int, ...]:
-        """What stands between a sampled answer and the next one: the rest of its turn, `messages`, the head of the next."""
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}]
-        _, found, rest = self._template([*chat, *messages], True).rpartition(STAND_IN)
+        """Return the tokens between a sampled answer and the next answer.
+
+        These are the rest of the answer's turn, `messages`, and the start of the next turn.
+
+        Raises:
+            ConfigError: The chat template leaves out earlier turns of the assistant.
+        """
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
+        _, found, rest = self._template([*chat, *messages], True).rpartition(PLACEHOLDER)
         if not found:
             raise ConfigError(
-                f"the chat template of {self.folder} does not repeat the assistant's turns: episodes of several turns need that"
+                f"the chat template of {self.folder} leaves out earlier turns of the assistant; "
+                "episodes of several turns need a template that keeps them"
             )
         end = self.tokenizer.eos_token or ""
         if answer and answer[-1] == self.tokenizer.eos_token_id:
@@ -53,6 +82,7 @@ class Chat:
         return self._encoded(rest)
 
     def text(self, answer: Sequence[int]) -> str:
+        """Decode an answer without special tokens."""
         return self.tokenizer.decode(list(answer), skip_special_tokens=True)
 
     def _until_end_mark(self, tokens: Sequence[int]) -> int:
@@ -60,7 +90,9 @@ class Chat:
         return tokens.index(end) + 1 if end in tokens else len(tokens)
 
     def _template(self, messages: Sequence[Message], generate: bool) -> str:
-        return self.tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=generate, tokenize=False)
+        return self.tokenizer.apply_chat_template(
+            [dict(m) for m in messages], add_generation_prompt=generate, tokenize=False
+        )
 
     def _encoded(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))

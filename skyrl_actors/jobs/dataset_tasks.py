@@ -1,4 +1,8 @@
-"""Tasks of a dataset: with a reward function `(prompt, completion, row) -> float`, or with an environment of skyrl-gym."""
+"""Make tasks from the rows of a dataset.
+
+The reward comes from a function `(prompt, completion, row) -> float` or from an environment of
+skyrl-gym. A task set can also come from a function of the user.
+"""
 
 import importlib
 import importlib.util
@@ -11,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_actors.config.environments import CustomEnv, GymEnv, RewardEnv
-from skyrl_actors.jobs.datasets import Part, Row, in_row, read, split_off
+from skyrl_actors.jobs.datasets import DatasetPart, Row, in_row, read, split_off
 from skyrl_actors.jobs.environment import Environment, Message, Step, TaskSet, in_thread
 from skyrl_actors.messages.errors import ConfigError
 
@@ -19,14 +23,18 @@ RewardFunction = Callable[[str, str, Row], Any]
 
 
 def load_function(text: str) -> Any:
-    """`module:name` or `path/to/file.py:name`. Raises ConfigError saying which part is missing."""
+    """Import the function or class that `module:name` or `path/to/file.py:name` names.
+
+    Raises:
+        ConfigError: The file, the module or the name does not exist, or the import fails.
+    """
     place, _, name = text.rpartition(":")
     try:
         if place.endswith(".py"):
             name_of_module = f"{Path(place).stem}_of_job"
             spec = importlib.util.spec_from_file_location(name_of_module, place)
             if spec is None or spec.loader is None or not Path(place).is_file():
-                raise ConfigError(f"{text}: there is no file {place}")
+                raise ConfigError(f"{text}: the file {place} does not exist")
             module = sys.modules[name_of_module] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
@@ -36,7 +44,7 @@ def load_function(text: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{text} can not be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{text} cannot be loaded: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(f"{text}: {place} has no function or class {name}")
@@ -44,28 +52,55 @@ def load_function(text: str) -> Any:
 
 
 def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
-    """A text is one user's turn; a list is a chat."""
+    """Return the chat of a prompt: a string is one user turn, a list is a whole chat.
+
+    Raises:
+        ConfigError: The prompt is neither.
+    """
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
     if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
-    raise ConfigError(f"{where}: a prompt is a text or a list of {{role, content}} with texts in them, not {str(prompt)[:80]!r}")
+    raise ConfigError(
+        f"{where}: the prompt is {str(prompt)[:80]!r}; "
+        "it must be a string or a list of {role, content} with strings"
+    )
 
 
 def answer_of(value: Any, where: str) -> str:
-    """A text; or, as preference sets have it, a chat whose last turn it is."""
+    """Return the answer in a cell: a string, or the last turn of a chat.
+
+    Preference datasets often store whole chats.
+
+    Raises:
+        ConfigError: The cell is neither.
+    """
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(_is_message(m) for m in value) and value[-1]["role"] == "assistant":
+    if (
+        isinstance(value, list)
+        and value
+        and all(_is_message(m) for m in value)
+        and value[-1]["role"] == "assistant"
+    ):
         return value[-1]["content"]
-    raise ConfigError(f"{where}: an answer is a text, or a chat that ends with the assistant's turn, not {str(value)[:80]!r}")
+    raise ConfigError(
+        f"{where}: the answer is {str(value)[:80]!r}; "
+        "it must be a string, or a chat that ends with a turn of the assistant"
+    )
 
 
 def _is_message(found: Any) -> bool:
-    return isinstance(found, Mapping) and isinstance(found.get("role"), str) and isinstance(found.get("content"), str)
+    return (
+        isinstance(found, Mapping)
+        and isinstance(found.get("role"), str)
+        and isinstance(found.get("content"), str)
+    )
 
 
 class RewardEpisode:
+    """An episode of one turn that a reward function scores."""
+
     def __init__(self, messages: tuple[Message, ...], row: Row, reward: RewardFunction):
         self._messages = messages
         self._row = row
@@ -99,7 +134,10 @@ class GymEpisode:
     async def step(self, answer: str) -> Step:
         done = await in_thread(self._env.step, answer)
         if done.get("postprocessed_action") not in (None, answer):
-            raise ValueError("its postprocessed_action is another answer than was sampled, and what was sampled is learned from")
+            raise ValueError(
+                "postprocessed_action differs from the sampled answer; "
+                "training needs the sampled answer"
+            )
         return Step(float(done["reward"]), bool(done["done"]), tuple(done["observations"]))
 
     async def close(self) -> None:
@@ -109,6 +147,8 @@ class GymEpisode:
 
 @dataclass(frozen=True, slots=True)
 class DatasetTask:
+    """A task made from one row."""
+
     question: str
     answer: str
     row: Row
@@ -119,51 +159,68 @@ class DatasetTask:
 
 
 class DatasetTasks:
-    """Rows in an order that follows from the seed; each comes up once before any comes up again."""
+    """Tasks in an order that depends on the seed. Each epoch contains every task once."""
 
     def __init__(self, tasks: Sequence[DatasetTask], evaluation: Sequence[DatasetTask], seed: int):
         self.evaluation = evaluation
         self._tasks = tasks
         self._seed = seed
 
-        self._shuffled = -1  # the epoch of `order`
+        self._shuffled = -1  # the epoch that `_order` belongs to
         self._order: list[int] = []
 
     def batch(self, count: int, number: int) -> list[DatasetTask]:
-        """Tasks number·count … of the shuffled rows, epoch behind epoch."""
+        """Return `count` tasks from position number·count of the concatenated epochs."""
         return [self._at(number * count + i) for i in range(count)]
 
     def _at(self, index: int) -> DatasetTask:
         epoch, place = divmod(index, len(self._tasks))
         if self._shuffled != epoch:
             self._shuffled = epoch
-            self._order = random.Random(f"{self._seed} {epoch}").sample(range(len(self._tasks)), len(self._tasks))
+            self._order = random.Random(f"{self._seed} {epoch}").sample(
+                range(len(self._tasks)), len(self._tasks)
+            )
         return self._tasks[self._order[place]]
 
 
 def reward_tasks(config: RewardEnv, seed: int) -> DatasetTasks:
+    """Make tasks that a reward function scores.
+
+    Raises:
+        ConfigError: The function or a row cannot be used.
+    """
     needed = [config.prompt_column, *([config.answer_column] if config.answer_column else [])]
     reward: RewardFunction = load_function(config.reward)
 
     def task(row: Row) -> DatasetTask:
         messages = messages_of(row[config.prompt_column], f"column {config.prompt_column}")
         answer = str(row[config.answer_column]) if config.answer_column else ""
-        return DatasetTask(messages[-1]["content"], answer, row, lambda row: RewardEpisode(messages, row, reward))
+        return DatasetTask(
+            messages[-1]["content"], answer, row, lambda row: RewardEpisode(messages, row, reward)
+        )
 
     return _task_set(config, needed, task, seed)
 
 
 def gym_tasks(config: GymEnv, seed: int) -> DatasetTasks:
+    """Make tasks around an environment of skyrl-gym.
+
+    Raises:
+        ConfigError: The environment does not exist or cannot be made from a row.
+    """
     make = _gym_maker(config)
 
     def task(row: Row) -> DatasetTask:
         messages = messages_of(row[config.prompt_column], f"column {config.prompt_column}")
         spec = row.get("reward_spec")
         answer = str(spec.get("ground_truth", "")) if isinstance(spec, Mapping) else ""
-        return DatasetTask(messages[-1]["content"], answer, row, lambda row: GymEpisode(make, messages, row))
+        return DatasetTask(
+            messages[-1]["content"], answer, row, lambda row: GymEpisode(make, messages, row)
+        )
 
     tasks = _task_set(config, [config.prompt_column], task, seed)
-    make(tasks.evaluation[0].row)  # a wrong id, or rows it can not use, are found before anything starts
+    # Detect a wrong id or unusable rows before anything starts.
+    make(tasks.evaluation[0].row)
     return tasks
 
 
@@ -171,7 +228,9 @@ def _gym_maker(config: GymEnv) -> Callable[[Row], Any]:
     try:
         import skyrl_gym
     except ImportError:
-        raise ConfigError("env.type skyrl_gym needs the package skyrl-gym: pip install 'skyrl-actors[gym]'") from None
+        raise ConfigError(
+            "env.type skyrl_gym needs the package skyrl-gym: pip install 'skyrl-actors[gym]'"
+        ) from None
     from omegaconf import OmegaConf
 
     settings = OmegaConf.create(config.config)
@@ -187,23 +246,35 @@ def _gym_maker(config: GymEnv) -> Callable[[Row], Any]:
             raise ConfigError(f"env.id {config.id}: {error}") from None
         except (AssertionError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"env.id {config.id} can not be made of a row with columns {', '.join(sorted(row))}: {error!r}"
+                f"env.id {config.id} cannot be made from a row with the columns "
+                f"{', '.join(sorted(row))}: {error!r}"
             ) from None
 
     return make
 
 
-def _task_set(config: RewardEnv | GymEnv, needed: Sequence[str], task: Callable[[Row], DatasetTask], seed: int) -> DatasetTasks:
-    train, held_out = split_off(read(config.data, needed), config.eval_data, needed, config.eval_prompts, config.data.path)
+def _task_set(
+    config: RewardEnv | GymEnv, needed: Sequence[str], task: Callable[[Row], DatasetTask], seed: int
+) -> DatasetTasks:
+    train, held_out = split_off(
+        read(config.data, needed), config.eval_data, needed, config.eval_prompts, config.data.path
+    )
 
-    def tasks(part: Part) -> list[DatasetTask]:
-        return [in_row(number, lambda: task(row), part.source) for number, row in part.numbered()]  # noqa: B023
+    def tasks(part: DatasetPart) -> list[DatasetTask]:
+        return [
+            in_row(number, lambda: task(row), part.source)  # noqa: B023
+            for number, row in part.numbered()
+        ]
 
     return DatasetTasks(tasks(train), tasks(held_out), seed)
 
 
 def custom_tasks(config: CustomEnv, seed: int) -> TaskSet:
-    """What the user's own function makes. Raises ConfigError when it fails or gives no task set."""
+    """Call the user's function that makes a task set.
+
+    Raises:
+        ConfigError: The function fails or does not return a task set.
+    """
     make = load_function(config.tasks)
     try:
         made = make(seed=seed, **config.options)
@@ -211,6 +282,7 @@ def custom_tasks(config: CustomEnv, seed: int) -> TaskSet:
         raise ConfigError(f"{config.tasks} raised {type(error).__name__}: {error}") from error
     if not callable(getattr(made, "batch", None)) or not getattr(made, "evaluation", None):
         raise ConfigError(
-            f"{config.tasks} gave a {type(made).__name__}; a task set has batch(count, number) and tasks in evaluation"
+            f"{config.tasks} returned a {type(made).__name__}; "
+            "a task set has a method batch(count, number) and a non-empty sequence evaluation"
         )
     return made

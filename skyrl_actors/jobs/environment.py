@@ -1,6 +1,7 @@
-"""What an environment is: an episode of one or more turns of text, and the task sets that open episodes.
+"""The interface of environments: episodes of one or more turns of text, tasks and task sets.
 
-Write your own by implementing `Environment`; blocking code goes through `in_thread`, since all episodes share one event loop.
+To write your own, implement `Environment`. All episodes share one event loop, so call blocking
+code through `in_thread`.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ Message = Mapping[str, str]  # {"role": "user", "content": "…"}
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an answer came to. `messages` follow it where the episode goes on."""
+    """The result of an answer. If the episode continues, `messages` come after the answer."""
 
     reward: float
     done: bool = True
@@ -23,37 +24,55 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode; used by one task at a time. What it raises drops the episode, and is counted."""
+    """One episode. Only one asyncio task uses it at a time.
+
+    If a method raises an error, the episode is dropped and counted as failed.
+    """
 
     async def start(self) -> Sequence[Message]:
-        """The chat that the model is to go on with."""
+        """Return the chat that the model answers."""
         ...
 
-    async def step(self, answer: str) -> Step: ...
+    async def step(self, answer: str) -> Step:
+        """Score an answer of the model, and return the messages that come after it."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release what the episode holds. This is called once, also after an error."""
+        ...
 
 
 class Task(Protocol):
-    """What episodes can be opened of, several of the same."""
+    """A question to the model. Several episodes can be opened for one task."""
 
     @property
-    def question(self) -> str: ...
+    def question(self) -> str:
+        """The question, to show next to samples."""
+        ...
 
     @property
     def answer(self) -> str:
-        """What would have been right, to show beside samples; "" where there is no such thing."""
+        """The right answer, to show next to samples; "" if there is none."""
         ...
 
-    def open(self) -> Environment: ...
+    def open(self) -> Environment:
+        """Start a new episode."""
+        ...
 
 
 class TaskSet(Protocol):
+    """The tasks of a job, for training and for evaluation."""
+
     @property
-    def evaluation(self) -> Sequence[Task]: ...
+    def evaluation(self) -> Sequence[Task]:
+        """The tasks of every evaluation. They are not trained on."""
+        ...
 
     def batch(self, count: int, number: int) -> Sequence[Task]:
-        """`count` tasks to train on; batches are numbered from 0, and the same number gives the same. None of the evaluation's."""
+        """Return `count` tasks to train on, without the tasks of the evaluation.
+
+        Batches are numbered from 0. The same number always returns the same tasks.
+        """
         ...
 
 
@@ -75,7 +94,11 @@ class SingleTurn:
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call blocking code in a thread of its own: one that never returns costs a thread, and neither a pool nor the program's end."""
+    """Call blocking code in a new thread, and wait for its result.
+
+    Each call has its own daemon thread. A call that never returns therefore blocks neither a
+    thread pool nor the exit of the program.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -86,12 +109,18 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     def run() -> None:
         try:
             outcome, set_it = function(*arguments), done.set_result
-        except BaseException as error:  # noqa: BLE001 (handed to who waits)
-            # SystemExit would end the event loop of who waits.
-            outcome = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+        except BaseException as error:  # noqa: BLE001 (the future passes it to the caller)
+            # SystemExit would end the caller's event loop.
+            outcome = (
+                error
+                if isinstance(error, Exception)
+                else RuntimeError(f"{type(error).__name__}: {error}")
+            )
             set_it = done.set_exception
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, set_it, outcome)
 
-    threading.Thread(target=run, daemon=True, name=f"env-{getattr(function, '__name__', 'call')}").start()
+    threading.Thread(
+        target=run, daemon=True, name=f"env-{getattr(function, '__name__', 'call')}"
+    ).start()
     return await done

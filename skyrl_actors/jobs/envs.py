@@ -1,4 +1,7 @@
-"""A verifiable task (pure): words to write backwards, with noisy demonstrations for a first supervised warm-up."""
+"""A task with verifiable answers: write a word backwards (pure).
+
+It also makes noisy demonstrations for a supervised warm-up.
+"""
 
 import random
 from collections.abc import Iterator
@@ -8,12 +11,15 @@ from skyrl_actors.config.environments import ReverseEnv
 from skyrl_actors.jobs.environment import Environment, SingleTurn
 
 LETTERS = "abcdefghijkl"
-RIGHT_SHARE, COPY_SHARE = 0.25, 0.5  # of the demonstrations; the others get one letter wrong
+# Shares of the demonstrations. The other demonstrations have one wrong letter.
+RIGHT_SHARE, COPY_SHARE = 0.25, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ReverseTask:
-    question: str  # the user's turn of the chat
+    """One word to write backwards."""
+
+    question: str  # the user turn of the chat
     answer: str
 
     def reward(self, text: str) -> float:
@@ -24,7 +30,7 @@ class ReverseTask:
 
 
 class ReverseTasks:
-    """The evaluation words are drawn first and never come up in training."""
+    """Words to reverse. The evaluation words are drawn first and never occur in training."""
 
     def __init__(self, config: ReverseEnv, seed: int):
         self.config = config
@@ -42,10 +48,15 @@ class ReverseTasks:
         return "".join(rng.choice(LETTERS) for _ in range(length))
 
     def batch(self, count: int, number: int) -> list[ReverseTask]:
-        """Batch `number` of this seed."""
+        """Return the training batch with this number. It depends on the seed only."""
         rng = random.Random(f"reverse training {self.seed * 100_003 + number}")
         words = (self._word(rng) for _ in iter(int, 1))
-        return [_reverse(word) for word, _ in zip((w for w in words if w not in self._held_out), range(count), strict=False)]
+        return [
+            _reverse(word)
+            for word, _ in zip(
+                (w for w in words if w not in self._held_out), range(count), strict=False
+            )
+        ]
 
 
 def _reverse(word: str) -> ReverseTask:
@@ -53,7 +64,10 @@ def _reverse(word: str) -> ReverseTask:
 
 
 def noisy_demonstrations(count: int, seed: int) -> Iterator[ReverseTask]:
-    """Chats in which most answers are wrong: enough to speak the format, with the skill still to be learned."""
+    """Yield tasks whose answers are mostly wrong.
+
+    They teach the answer format but not the skill itself.
+    """
     tasks = ReverseTasks(ReverseEnv(), seed=0)
     rng = random.Random(f"demonstrations {seed}")
     for task in tasks.batch(count, 1_000_003 + seed):

@@ -1,4 +1,8 @@
-"""Tasks become episodes become rollouts. An environment that raises, hangs or rewards with no number costs that episode only."""
+"""Run episodes of tasks, and return them as rollouts.
+
+If an environment raises, times out or returns a reward that is not a number, only its episode is
+dropped.
+"""
 
 import asyncio
 import math
@@ -27,43 +31,51 @@ Newest = Callable[[], Weights]
 
 
 class EpisodeFailed(Exception):
-    """Its environment did."""
+    """The environment of an episode failed."""
 
 
 @dataclass(slots=True)
-class Drawn:
-    """Rollouts of a batch of tasks, and what became of the other episodes."""
+class Rollouts:
+    """The rollouts of a batch of tasks, and the counts of episodes that have none."""
 
     rollouts: list[Rollout] = field(default_factory=list[Rollout])
     failures: Counter[str] = field(default_factory=Counter[str])
-    unclosed: Counter[str] = field(default_factory=Counter[str])  # environments of episodes that are whole
+    # Errors of `close`. The episodes themselves are complete.
+    unclosed: Counter[str] = field(default_factory=Counter[str])
     long_prompts: int = 0
     episodes: int = 0
 
-    def add(self, other: "Drawn") -> None:
+    def add(self, other: "Rollouts") -> None:
         self.rollouts += other.rollouts
         self.failures += other.failures
         self.unclosed += other.unclosed
         self.long_prompts += other.long_prompts
         self.episodes += other.episodes
 
-    def said(self) -> str:
-        """The commonest reasons."""
+    def failure_summary(self) -> str:
+        """Return the most frequent reasons for missing episodes, as text."""
         reasons = [f"{text} ({count}×)" for text, count in self.failures.most_common(3)]
-        return "; ".join([*reasons, *([f"{self.long_prompts} prompt(s) too long"] if self.long_prompts else [])])
+        return "; ".join(
+            [*reasons, *([f"{self.long_prompts} prompt(s) too long"] if self.long_prompts else [])]
+        )
 
     def check(self, limits: EnvLimits) -> None:
-        """Raises InternalError when more episodes failed than may."""
+        """Check the share of failed episodes.
+
+        Raises:
+            InternalError: The share is above `max_failed_share`.
+        """
         failed = self.failures.total()
         if failed > limits.max_failed_share * max(self.episodes, 1):
             raise InternalError(
-                f"{failed} of {self.episodes} episodes failed, more than env.max_failed_share {limits.max_failed_share:g} allows: {self.said()}"
+                f"{failed} of {self.episodes} episodes failed, more than env.max_failed_share "
+                f"{limits.max_failed_share:g} allows: {self.failure_summary()}"
             )
 
 
 @dataclass(slots=True)
 class Answer:
-    """What was sampled in one turn, slice by slice."""
+    """The sampled tokens of one turn. An answer can consist of several slices."""
 
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -80,8 +92,8 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Course:
-    """An episode under way: everything behind its first prompt."""
+class _Transcript:
+    """An unfinished episode: all tokens and texts after its first prompt."""
 
     tokens: list[int] = field(default_factory=list[int])
     sampled: list[bool] = field(default_factory=list[bool])
@@ -93,7 +105,7 @@ class _Course:
     cut: bool = False
     overlong: float = 0.0
 
-    def answered(self, answer: Answer, text: str) -> None:
+    def add_answer(self, answer: Answer, text: str) -> None:
         self.tokens += answer.tokens
         self.logprobs += answer.logprobs
         self.tempered += answer.tempered
@@ -102,20 +114,34 @@ class _Course:
         self.texts.append(text)
         self.pieces += answer.pieces
 
-    def was_told(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
+    def add_context(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
         self.tokens += tokens
-        for cells, value in ((self.sampled, False), (self.logprobs, 0.0), (self.tempered, 0.0), (self.rewards, 0.0)):
+        for cells, value in (
+            (self.sampled, False),
+            (self.logprobs, 0.0),
+            (self.tempered, 0.0),
+            (self.rewards, 0.0),
+        ):
             cells += [value] * len(tokens)  # type: ignore[list-item]
         self.texts += [f"[{m['role']}] {m['content']}" for m in messages]
 
 
-class Sampler:
-    """Plays episodes. With `slice_tokens`, an answer asks for its weights anew behind each so many tokens."""
+class EpisodeRunner:
+    """Runs episodes against the sampler.
+
+    With `slice_tokens`, an answer is sampled in slices of so many tokens. Each slice uses the
+    newest weights.
+    """
 
     def __init__(
-        self, client: ControllerClient, chat: Chat, limits: EnvLimits, overlong: Overlong, context_tokens: int,
+        self,
+        client: ControllerClient,
+        chat: Chat,
+        limits: EnvLimits,
+        overlong: Overlong,
+        context_tokens: int,
         slice_tokens: int | None = None,
-    ):  # fmt: skip
+    ):
         self._client = client
         self._chat = chat
         self._limits = limits
@@ -124,12 +150,18 @@ class Sampler:
         self._slice_tokens = slice_tokens
         self._slots = asyncio.Semaphore(limits.concurrency)
 
-    async def play(self, weights: Newest, tasks: Sequence[Task], params: SamplingParams, seed: int) -> Drawn:
-        """Every task `params.num_samples` times; the seed of each draw follows from `seed`. `weights` is asked before each request.
+    async def play(
+        self, weights: Newest, tasks: Sequence[Task], params: SamplingParams, seed: int
+    ) -> Rollouts:
+        """Run `params.num_samples` episodes of every task.
 
-        Raises ConfigError for a prompt that is too long where such are refused. How many failed is the caller's to check.
+        The seed of each episode is derived from `seed`. `weights` is called before each request.
+        The caller checks how many episodes failed.
+
+        Raises:
+            ConfigError: A prompt is too long and `env.long_prompts` is `refuse`.
         """
-        drawn = Drawn()
+        drawn = Rollouts()
 
         async def group(index: int, task: Task) -> list[Rollout]:
             own = replace(params, seed=derived_seed(seed, index, draws=params.num_samples))
@@ -139,9 +171,13 @@ class Sampler:
         drawn.rollouts = [rollout for rollouts in groups for rollout in rollouts]
         return drawn
 
-    async def _group(self, weights: Newest, index: int, task: Task, params: SamplingParams, drawn: Drawn) -> list[Rollout]:
+    async def _group(
+        self, weights: Newest, index: int, task: Task, params: SamplingParams, drawn: Rollouts
+    ) -> list[Rollout]:
         drawn.episodes += params.num_samples
-        started = await asyncio.gather(*(self._started(task, drawn) for _ in range(params.num_samples)))
+        started = await asyncio.gather(
+            *(self._start(task, drawn) for _ in range(params.num_samples))
+        )
         environments = [environment for environment, _ in started]
         ready = [(environment, prompt) for environment, prompt in started if environment and prompt]
         prompts = [prompt for _, prompt in ready]
@@ -151,110 +187,175 @@ class Sampler:
             first = await self._first_answers(weights, prompts, params)
             played = await _all(
                 [
-                    self._episode(weights, task, index, environment, prompt, answer, draw, params, drawn)
-                    for draw, ((environment, prompt), answer) in enumerate(zip(ready, first, strict=True))
+                    self._episode(
+                        weights, task, index, environment, prompt, answer, draw, params, drawn
+                    )
+                    for draw, ((environment, prompt), answer) in enumerate(
+                        zip(ready, first, strict=True)
+                    )
                 ]
             )
         finally:
-            await asyncio.gather(*(self._closed(each, drawn) for each in environments if each))
+            await asyncio.gather(*(self._close(each, drawn) for each in environments if each))
         return [rollout for rollout in played if rollout is not None]
 
-    async def _started(self, task: Task, drawn: Drawn) -> tuple[Environment | None, tuple[int, ...]]:
-        """An environment with its prompt; the prompt is empty when it failed."""
+    async def _start(
+        self, task: Task, drawn: Rollouts
+    ) -> tuple[Environment | None, tuple[int, ...]]:
+        """Open and start an environment. The prompt is empty if that failed."""
         environment: Environment | None = None
         try:
-            environment = _tried("open", task.open)
+            environment = _call("open", task.open)
             messages = await self._guarded("start", environment.start())
-            return environment, _tried("the chat of start", lambda: self._chat.prompt(_chat(messages)))
+            return environment, _call(
+                "the chat of start", lambda: self._chat.prompt(_chat(messages))
+            )
         except EpisodeFailed as error:
             drawn.failures[str(error)] += 1
             return environment, ()
 
-    def _too_long(self, prompt: tuple[int, ...], task: Task, params: SamplingParams, drawn: Drawn) -> bool:
+    def _too_long(
+        self, prompt: tuple[int, ...], task: Task, params: SamplingParams, drawn: Rollouts
+    ) -> bool:
         most = self._context_tokens - params.max_tokens
         most = min(most, self._limits.max_prompt_tokens or most)
         if len(prompt) <= most:
             return False
         if self._limits.long_prompts == "refuse":
             raise ConfigError(
-                f"a prompt has {len(prompt)} tokens, {most} are allowed (env.max_prompt_tokens; env.long_prompts: refuse): "
-                f"{task.question[:80]!r}"
+                f"a prompt has {len(prompt)} tokens, {most} are allowed "
+                f"(env.max_prompt_tokens; env.long_prompts: refuse): {task.question[:80]!r}"
             )
         drawn.long_prompts += 1
         drawn.episodes -= params.num_samples
         return True
 
-    async def _first_answers(self, weights: Newest, prompts: list[tuple[int, ...]], params: SamplingParams) -> list[Answer]:
+    async def _first_answers(
+        self, weights: Newest, prompts: list[tuple[int, ...]], params: SamplingParams
+    ) -> list[Answer]:
         if len(set(prompts)) > 1:
-            return await _all([self._sample(weights, prompt, params, i) for i, prompt in enumerate(prompts)])
-        # One request, whose prompt the engine computes once.
-        asked = replace(params, num_samples=len(prompts), max_tokens=self._slice_of(params.max_tokens))
+            return await _all(
+                [self._sample(weights, prompt, params, i) for i, prompt in enumerate(prompts)]
+            )
+        # With one request, the engine computes the common prompt once.
+        asked = replace(
+            params, num_samples=len(prompts), max_tokens=self._slice_of(params.max_tokens)
+        )
         answers = [Answer() for _ in prompts]
         await self._slice(weights, prompts[0], asked, answers)
-        seeds = [replace(params, num_samples=1, seed=(params.seed or 0) + draw) for draw in range(len(prompts))]
-        await _all([self._to_its_end(weights, prompts[0], own, each) for own, each in zip(seeds, answers, strict=True)])
+        seeds = [
+            replace(params, num_samples=1, seed=(params.seed or 0) + draw)
+            for draw in range(len(prompts))
+        ]
+        await _all(
+            [
+                self._finish(weights, prompts[0], own, each)
+                for own, each in zip(seeds, answers, strict=True)
+            ]
+        )
         return answers
 
-    async def _sample(self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, draw: int) -> Answer:
+    async def _sample(
+        self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, draw: int
+    ) -> Answer:
         own, answer = replace(params, num_samples=1, seed=(params.seed or 0) + draw), Answer()
-        await self._slice(weights, prompt, replace(own, max_tokens=self._slice_of(own.max_tokens)), [answer])
-        await self._to_its_end(weights, prompt, own, answer)
+        await self._slice(
+            weights, prompt, replace(own, max_tokens=self._slice_of(own.max_tokens)), [answer]
+        )
+        await self._finish(weights, prompt, own, answer)
         return answer
 
-    async def _to_its_end(self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, answer: Answer) -> None:
+    async def _finish(
+        self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, answer: Answer
+    ) -> None:
         while answer.stop_reason == "length" and (have := len(answer.tokens)) < params.max_tokens:
-            # Each slice draws anew: the same seed would repeat the same random numbers.
+            # Each slice has its own seed: the same seed would repeat the same random numbers.
             asked = replace(
-                params, max_tokens=self._slice_of(params.max_tokens - have), seed=derived_seed(params.seed or 0, have)
+                params,
+                max_tokens=self._slice_of(params.max_tokens - have),
+                seed=derived_seed(params.seed or 0, have),
             )
             await self._slice(weights, (*prompt, *answer.tokens), asked, [answer])
 
     def _slice_of(self, left: int) -> int:
         return min(left, self._slice_tokens or left)
 
-    async def _slice(self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, answers: list[Answer]) -> None:
+    async def _slice(
+        self,
+        weights: Newest,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        answers: list[Answer],
+    ) -> None:
         asked = weights()
         output = await self._client.run(Sample(asked.sampler_id, prompt, params), SampleOutput)
         for answer, sequence in zip(answers, output.sequences, strict=True):
             answer.add(sequence, output.version, asked)
 
     async def _episode(
-        self, weights: Newest, task: Task, group: int, environment: Environment, prompt: tuple[int, ...], answer: Answer,
-        draw: int, params: SamplingParams, drawn: Drawn,
-    ) -> Rollout | None:  # fmt: skip
-        course, turn = _Course(), 0
+        self,
+        weights: Newest,
+        task: Task,
+        group: int,
+        environment: Environment,
+        prompt: tuple[int, ...],
+        answer: Answer,
+        draw: int,
+        params: SamplingParams,
+        drawn: Rollouts,
+    ) -> Rollout | None:
+        transcript, turn = _Transcript(), 0
         for turn in range(1, self._limits.max_turns + 1):
             text = self._chat.text(answer.tokens)
-            course.answered(answer, text)
-            course.cut = answer.stop_reason != "stop"
+            transcript.add_answer(answer, text)
+            transcript.cut = answer.stop_reason != "stop"
             try:
-                step = await self._stepped(environment, text, course.cut)
-                ends = step.done or course.cut or turn == self._limits.max_turns
-                told = () if ends else self._following(step, answer)
+                step = await self._step(environment, text, transcript.cut)
+                ends = step.done or transcript.cut or turn == self._limits.max_turns
+                context = () if ends else self._context_after(step, answer)
             except EpisodeFailed as error:
                 drawn.failures[str(error)] += 1
                 return None
             penalty = overlong_penalty(self._overlong, len(answer.tokens), params.max_tokens)
-            course.rewards[-1] += step.reward + penalty
-            course.overlong += penalty
+            transcript.rewards[-1] += step.reward + penalty
+            transcript.overlong += penalty
             if ends:
                 break
-            if len(prompt) + len(course.tokens) + len(told) + params.max_tokens > self._context_tokens:
-                course.cut = True
+            if (
+                len(prompt) + len(transcript.tokens) + len(context) + params.max_tokens
+                > self._context_tokens
+            ):
+                transcript.cut = True
                 break
-            course.was_told(told, step.messages)
-            # Each turn draws anew: the same seed would repeat the same random numbers.
+            transcript.add_context(context, step.messages)
+            # Each turn has its own seed: the same seed would repeat the same random numbers.
             later = replace(params, seed=derived_seed(params.seed or 0, turn, draw))
-            answer = await self._sample(weights, (*prompt, *course.tokens), later, 0)
+            answer = await self._sample(weights, (*prompt, *transcript.tokens), later, 0)
         return Rollout(
-            task, group, prompt, np.asarray(course.tokens, np.int32), np.asarray(course.sampled, bool),
-            np.asarray(course.logprobs, np.float32), np.asarray(course.rewards, np.float64), "\n".join(course.texts), course.cut,
-            turn, tuple(course.pieces), course.overlong,
-            np.asarray(course.tempered, np.float32) if params.tempered_logprobs else None,
-        )  # fmt: skip
+            task,
+            group,
+            prompt,
+            np.asarray(transcript.tokens, np.int32),
+            np.asarray(transcript.sampled, bool),
+            np.asarray(transcript.logprobs, np.float32),
+            np.asarray(transcript.rewards, np.float64),
+            "\n".join(transcript.texts),
+            transcript.cut,
+            turn,
+            tuple(transcript.pieces),
+            transcript.overlong,
+            np.asarray(transcript.tempered, np.float32) if params.tempered_logprobs else None,
+        )
 
-    async def _stepped(self, environment: Environment, text: str, cut: bool) -> Step:
-        """An answer that was cut off is not an answer, even if its letters are right, unless overlong.cut_answers says so."""
+    async def _step(self, environment: Environment, text: str, cut: bool) -> Step:
+        """Let the environment score an answer.
+
+        With `overlong.cut_answers: zero`, an answer that was cut off scores 0 even if its text
+        is right.
+
+        Raises:
+            EpisodeFailed: The environment failed, or the reward is not a finite number.
+        """
         if cut and self._overlong.cut_answers == "zero":
             return Step(0.0)
         step = await self._guarded("step", environment.step(text))
@@ -262,17 +363,23 @@ class Sampler:
             raise EpisodeFailed(f"the reward was {step.reward}")
         return step
 
-    def _following(self, step: Step, answer: Answer) -> tuple[int, ...]:
-        return _tried("the chat of step", lambda: self._chat.following(_chat(step.messages), answer.tokens))
+    def _context_after(self, step: Step, answer: Answer) -> tuple[int, ...]:
+        return _call(
+            "the chat of step", lambda: self._chat.following(_chat(step.messages), answer.tokens)
+        )
 
-    async def _closed(self, environment: Environment, drawn: Drawn) -> None:
+    async def _close(self, environment: Environment, drawn: Rollouts) -> None:
         try:
             await self._guarded("close", environment.close())
         except EpisodeFailed as error:
             drawn.unclosed[str(error)] += 1
 
     async def _guarded(self, what: str, call: Awaitable[T]) -> T:
-        """Raises EpisodeFailed for whatever the environment raises, or when it takes too long."""
+        """Await a call of the environment within `env.timeout_s`.
+
+        Raises:
+            EpisodeFailed: The call raised an error or took too long.
+        """
         limit = self._limits.timeout_s
         async with self._slots:
             deadline = asyncio.timeout(limit)
@@ -281,19 +388,26 @@ class Sampler:
                     return await call
             except Exception as error:
                 if deadline.expired() and isinstance(error, TimeoutError):
-                    raise EpisodeFailed(f"{what} took longer than env.timeout_s {limit:g} s") from None
-                raise EpisodeFailed(f"{what} raised {type(error).__name__}: {str(error)[:200]}") from error
+                    raise EpisodeFailed(
+                        f"{what} took longer than env.timeout_s {limit:g} s"
+                    ) from None
+                raise EpisodeFailed(
+                    f"{what} raised {type(error).__name__}: {str(error)[:200]}"
+                ) from error
 
 
 def _chat(messages: Sequence[Message]) -> Sequence[Message]:
     for message in messages:
         if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
-            raise ValueError(f"a message has a role and a content, both texts, not {str(message)[:80]}")
+            raise ValueError(
+                f"the message is {str(message)[:80]}; "
+                "it must have a role and a content, both strings"
+            )
     return messages
 
 
-def _tried(what: str, make: Callable[[], T]) -> T:
-    """Raises EpisodeFailed for whatever it raises."""
+def _call(what: str, make: Callable[[], T]) -> T:
+    """Call `make`, and convert every error to EpisodeFailed."""
     try:
         return make()
     except Exception as error:
@@ -301,7 +415,7 @@ def _tried(what: str, make: Callable[[], T]) -> T:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What they return; when one fails the others end with it."""
+    """Run coroutines at the same time and return their results. If one fails, cancel the others."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

@@ -1,8 +1,10 @@
-"""Learning from preferences: DPO on the policy, a reward model on a critic.
+"""Learn from preferences: DPO trains the policy, a reward model trains a critic.
 
-Both losses couple two rows, and no loss of the registry does. Their gradients with respect to each row's outputs are taken here, from
-a forward on the same weights, and applied by losses that are linear in these outputs: −Σ w·log p with w = −∂L/∂ log p, and
-½(V − R)² with R = V − ∂L/∂V. What is applied is the gradient of the whole loss, exactly, for the price of one more forward.
+Both losses combine two rows. The losses of the registry handle each row alone, so the gradient is
+computed here: a forward pass on the same weights gives the outputs of each row, and ∂L/∂output
+follows. Registered losses then apply it: −Σ w·log p with w = −∂L/∂ log p, and
+½(V − R)² with R = V − ∂L/∂V. The result is the exact gradient of the whole loss, at the cost of
+one more forward pass.
 """
 
 import asyncio
@@ -22,17 +24,17 @@ CRITIC = LossCall("ppo_critic", {})
 
 
 def logistic(margins: Floats) -> tuple[Floats, Floats]:
-    """−log σ(m) and its derivative −σ(−m), for each pair [N] float64."""
+    """Return −log σ(m) and its derivative −σ(−m), for each pair [N] float64."""
     return np.logaddexp(0.0, -margins), -np.exp(-np.logaddexp(0.0, margins))
 
 
 def both(pairs: Sequence[Pair]) -> list[Text]:
-    """Chosen ones first, then the rejected."""
+    """Return all chosen texts, then all rejected texts."""
     return [chosen for chosen, _ in pairs] + [rejected for _, rejected in pairs]
 
 
 def margins_of(per_row: Floats) -> Floats:
-    """[2N] of chosen and rejected rows -> [N] differences."""
+    """Return the differences [N] between chosen and rejected rows [2N]."""
     half = len(per_row) // 2
     return per_row[:half] - per_row[half:]
 
@@ -42,33 +44,47 @@ def _by_text(flat: Floats, lengths: Sequence[int]) -> list[Floats]:
 
 
 class DpoJob(SupervisedJob[DpoConfig, Pair]):
-    """L = −log σ(β·((log π(c) − log π_ref(c)) − (log π(r) − log π_ref(r)))), the mean over pairs (Rafailov et al., 2023, eq. 7)."""
+    """Direct preference optimization (Rafailov et al., 2023, eq. 7).
+
+    L is the mean over pairs of −log σ(β·(gain(c) − gain(r))), where gain is log π − log π_ref.
+    """
 
     metric = "eval/loss"
     _reference: str
 
     async def prepare(self) -> None:
+        # An adapter that is never trained is equal to the base model.
         self._reference = await self.session.create(
             "policy", LoraSpec(1, train_mlp=False, train_unembed=False)
-        )  # never trained: the base model
+        )
 
     async def learn(self, items: Sequence[Pair], adam: AdamParams) -> dict[str, float]:
         texts = both(items)
         metrics, slopes = await self._loss(texts)
         signed = np.concatenate([slopes, -slopes]) * self.config.beta / len(items)
         weights = [-slope * text.mask for slope, text in zip(signed, texts, strict=True)]
-        _, step = await self.session.train(self.model, policy_rows(texts, weights), CROSS_ENTROPY, adam)
-        return metrics | {"policy_grad_norm": step.metrics["skyrl.ai/grad_norm"], "learning_rate": adam.learning_rate}
+        _, step = await self.session.train(
+            self.model, policy_rows(texts, weights), CROSS_ENTROPY, adam
+        )
+        return metrics | {
+            "policy_grad_norm": step.metrics["skyrl.ai/grad_norm"],
+            "learning_rate": adam.learning_rate,
+        }
 
     async def measure(self, items: Sequence[Pair]) -> dict[str, float]:
         return (await self._loss(both(items)))[0]
 
     async def _loss(self, texts: Sequence[Text]) -> tuple[dict[str, float], Floats]:
         rows = policy_rows(texts)
-        outputs = await asyncio.gather(*(self.session.forward(model, rows) for model in (self.model, self._reference)))
+        outputs = await asyncio.gather(
+            *(self.session.forward(model, rows) for model in (self.model, self._reference))
+        )
         gains = outputs[0].fields["logprobs"].astype(np.float64) - outputs[1].fields["logprobs"]
         gain = np.asarray(
-            [float(g[t.mask].sum()) for g, t in zip(_by_text(gains, [len(t.mask) for t in texts]), texts, strict=True)]
+            [
+                float(g[t.mask].sum())
+                for g, t in zip(_by_text(gains, [len(t.mask) for t in texts]), texts, strict=True)
+            ]
         )
         margins = self.config.beta * margins_of(gain)
         losses, slopes = logistic(margins)
@@ -76,7 +92,10 @@ class DpoJob(SupervisedJob[DpoConfig, Pair]):
 
 
 class RewardModelJob(SupervisedJob[RewardModelConfig, Pair]):
-    """L = −log σ(V(c) − V(r)), the mean over pairs, V the value at an answer's last token (Ouyang et al., 2022, eq. 1)."""
+    """Train a reward model from pairs (Ouyang et al., 2022, eq. 1).
+
+    L = −log σ(V(c) − V(r)), the mean over pairs. V is the value at an answer's last token.
+    """
 
     metric = "eval/pair_accuracy"
     higher_is_better = True
@@ -89,11 +108,16 @@ class RewardModelJob(SupervisedJob[RewardModelConfig, Pair]):
         last = [np.arange(len(v)) == len(v) - 1 for v in values]
         fields = {
             "values": values,
-            "returns": [v - slope * end for v, slope, end in zip(values, signed, last, strict=True)],
+            "returns": [
+                v - slope * end for v, slope, end in zip(values, signed, last, strict=True)
+            ],
             "weights": [end / len(items) for end in last],
         }
         _, step = await self.session.train(self.model, critic_rows(texts, fields), CRITIC, adam)
-        return metrics | {"critic_grad_norm": step.metrics["skyrl.ai/grad_norm"], "learning_rate": adam.learning_rate}
+        return metrics | {
+            "critic_grad_norm": step.metrics["skyrl.ai/grad_norm"],
+            "learning_rate": adam.learning_rate,
+        }
 
     async def measure(self, items: Sequence[Pair]) -> dict[str, float]:
         return (await self._loss(both(items)))[0]
@@ -107,7 +131,7 @@ class RewardModelJob(SupervisedJob[RewardModelConfig, Pair]):
 
 
 def _metrics(losses: Floats, margins: Floats) -> dict[str, float]:
-    """A pair that is even counts half."""
+    """Return the metrics of a batch. A pair with margin 0 counts half in the accuracy."""
     return {
         "loss": float(losses.mean()),
         "pair_accuracy": float(np.mean((np.sign(margins) + 1) / 2)),

@@ -1,4 +1,8 @@
-"""What each token of a minibatch weighs: reduction to one number, and correction between engine and trainer (pure)."""
+"""Compute the weight of each token of a minibatch (pure).
+
+The weights come from the reduction to one number and from the correction between engine and
+trainer.
+"""
 
 from collections.abc import Sequence
 
@@ -12,8 +16,11 @@ Masks = Sequence[NDArray[np.bool_]]
 
 
 def token_weights(config: Reduction, learned: Masks, longest: int) -> list[Floats]:
-    """[R] for each answer: with them a sum over tokens is the mean that `config` names. `learned`: tokens that count at all;
-    an answer without any does not count as an answer either. `longest`: what an answer may have (of reduction fixed)."""
+    """Return weights [R] for each answer that turn a sum over tokens into the configured mean.
+
+    `learned` masks the tokens that count. An answer without such tokens does not count.
+    `longest` is the maximal length of an answer, in tokens; only the reduction `fixed` uses it.
+    """
     counts = [int(mask.sum()) for mask in learned]
     answers = sum(count > 0 for count in counts)
     if config.type == "token_mean":
@@ -25,12 +32,18 @@ def token_weights(config: Reduction, learned: Masks, longest: int) -> list[Float
     return [mask * share for mask, share in zip(learned, shares, strict=True)]
 
 
-def correction_weights(config: Correction, trainer: Sequence[Floats], engine: Sequence[Floats], sampled: Masks) -> list[Floats]:
-    """[R] for each answer: r = exp(log p_trainer − log p_engine), truncated or masked; 1 without a correction. `engine`: logprobs of
-    the distribution that was sampled from, so at its temperature.
+def correction_weights(
+    config: Correction, trainer: Sequence[Floats], engine: Sequence[Floats], sampled: Masks
+) -> list[Floats]:
+    """Return [R] for each answer: r = exp(log p_trainer − log p_engine), truncated or masked.
 
-    Truncated importance sampling (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL training");
-    masked likewise, but 0 outside [low, high] (IcePop; Ling Team, 2025). Of a sequence r is exp(mean of the differences), as in GSPO.
+    Without a correction all weights are 1. `engine` holds the logprobs of the distribution that
+    the tokens were sampled from, so at its temperature.
+
+    Truncated: r is at most `high` (truncated importance sampling; Yao et al., 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training"). Masked: r is 0 outside
+    [low, high] (IcePop; Ling Team, 2025). For a sequence, r is exp(mean of the differences), as
+    in GSPO.
     """
     found = []
     for ours, theirs, mask in zip(trainer, engine, sampled, strict=True):
@@ -49,7 +62,10 @@ def correction_weights(config: Correction, trainer: Sequence[Floats], engine: Se
 
 
 def overlong_penalty(config: Overlong, length: int, longest: int) -> float:
-    """0 up to longest − buffer_tokens, then linearly to −penalty at `longest` (DAPO; Yu et al., 2025, eq. 13)."""
+    """Return the reward for the length of an answer (DAPO; Yu et al., 2025, eq. 13).
+
+    It is 0 up to longest − buffer_tokens, and then falls linearly to −penalty at `longest`.
+    """
     if not config.buffer_tokens:
         return 0.0
     excess = length - (longest - config.buffer_tokens)
@@ -57,5 +73,5 @@ def overlong_penalty(config: Overlong, length: int, longest: int) -> float:
 
 
 def varied(rewards: Floats, groups: NDArray[np.integer]) -> set[int]:
-    """The groups whose rewards are not all the same."""
+    """Return the groups whose rewards are not all equal."""
     return {int(g) for g in np.unique(groups) if np.ptp(rewards[groups == g]) > 0}

@@ -1,7 +1,14 @@
-"""Reinforcement learning as a client of the controller: the same requests any Tinker script sends, without HTTP.
+"""Reinforcement learning as a client of the controller.
 
-One iteration: sample (engines awake) → current and reference logprobs, values → advantages → updates (engines asleep) → new
-weights to the engines. What happens in each is composed of the parts that the config names (config/algorithms.py).
+The job sends the same requests as a Tinker script, without HTTP. An iteration has five steps:
+
+1. Sample episodes (engines awake).
+2. Compute current logprobs, logprobs of the reference, and values.
+3. Compute advantages.
+4. Update the models (engines asleep).
+5. Publish the new weights to the engines.
+
+The config selects the algorithm of each step (config/algorithms.py).
 """
 
 import asyncio
@@ -20,14 +27,14 @@ from skyrl_actors.jobs import advantages as adv
 from skyrl_actors.jobs import kl as divergence
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.checkpoints import Checkpoints
-from skyrl_actors.jobs.draws import Draws, params_of
 from skyrl_actors.jobs.environment import TaskSet
-from skyrl_actors.jobs.episodes import Sampler
+from skyrl_actors.jobs.episodes import EpisodeRunner
 from skyrl_actors.jobs.rollout import Rollout, Weights, answers_only, rows_of
+from skyrl_actors.jobs.rollout_source import RolloutSource, params_of
 from skyrl_actors.jobs.schedules import Schedule, schedule_of
-from skyrl_actors.jobs.session import CROSS_ENTROPY, Session, opened
+from skyrl_actors.jobs.session import CROSS_ENTROPY, ServiceSession, opened
 from skyrl_actors.jobs.update import Batch, Updates, adam_of, metrics_of, off_policy
-from skyrl_actors.jobs.watcher import Outcome, Watcher
+from skyrl_actors.jobs.watcher import RunOutcome, Watcher
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import LoraSpec, LossCall, Role
@@ -36,6 +43,8 @@ METRIC = "eval/accuracy"
 
 
 class RlJob:
+    """A reinforcement learning run."""
+
     def __init__(
         self,
         client: ControllerClient,
@@ -43,11 +52,11 @@ class RlJob:
         tasks: TaskSet,
         chat: Chat,
         watcher: Watcher,
-        kept: Checkpoints,
+        checkpoints: Checkpoints,
         lora_alpha: float,
     ):
         self.client = client
-        self.kept = kept
+        self.checkpoints = checkpoints
         self.config = config
         self.tasks = tasks
         self.chat = chat
@@ -57,32 +66,42 @@ class RlJob:
         self.kl = divergence.Coefficient(config.kl)
         self._weights = Weights("", 0)
         self._had_batch = 0.0
-        self._draws: Draws
+        self._rollout_source: RolloutSource
         self._schedule: Schedule
-        self._session: Session
-        self._judge: Sampler
+        self._session: ServiceSession
+        self._evaluator: EpisodeRunner
         self._policy = self._critic = self._reference = ""
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
+        """Create the models, train for all iterations, and save the final weights."""
         capabilities = await self.client.capabilities()
         config = self.config
         context = capabilities.max_sample_tokens
         schedule = config.schedule
-        slices = schedule.slice_tokens if isinstance(schedule, Asynchronous) and schedule.in_flight == "update" else None
-        player = Sampler(self.client, self.chat, config.env, config.overlong, context, slices)
-        self._draws = Draws(config, self.tasks, player, self.watcher.warned)
-        judged = config.overlong.model_copy(update={"buffer_tokens": 0})  # an evaluation is of answers, not of their lengths
-        self._judge = Sampler(self.client, self.chat, config.env, judged, context)
+        slices = (
+            schedule.slice_tokens
+            if isinstance(schedule, Asynchronous) and schedule.in_flight == "update"
+            else None
+        )
+        runner = EpisodeRunner(self.client, self.chat, config.env, config.overlong, context, slices)
+        self._rollout_source = RolloutSource(config, self.tasks, runner, self.watcher.warned)
+        # The length penalty is for training only. An evaluation scores the answers.
+        unshaped = config.overlong.model_copy(update={"buffer_tokens": 0})
+        self._evaluator = EpisodeRunner(self.client, self.chat, config.env, unshaped, context)
         async with opened(self.client, config.type) as session:
             self._session = session
             await self._create_models()
             return await self._train()
 
     async def _create_models(self) -> None:
-        config, session, saved = self.config, self._session, self.kept.state.models
-        if self.kept.resumed:
+        config, session, saved = self.config, self._session, self.checkpoints.state.models
+        if self.checkpoints.resumed:
             self._policy = await session.create_from(saved["policy"], with_optimizer=True)
-            self._critic = await session.create_from(saved["critic"], with_optimizer=True) if "critic" in saved else ""
+            self._critic = (
+                await session.create_from(saved["critic"], with_optimizer=True)
+                if "critic" in saved
+                else ""
+            )
             if "reference" in saved:
                 self._reference = await session.create_from(saved["reference"])
                 return
@@ -91,71 +110,108 @@ class RlJob:
         if not config.needs_reference:
             return
         if config.reference.type == "base":
-            # An adapter that is never trained is the base model itself: the reference costs no copy of the weights.
-            self._reference = await session.create("policy", LoraSpec(1, train_mlp=False, train_unembed=False))
+            # An adapter that is never trained is equal to the base model. Such a reference needs
+            # no second copy of the weights.
+            self._reference = await session.create(
+                "policy", LoraSpec(1, train_mlp=False, train_unembed=False)
+            )
         elif config.reference.type == "checkpoint":
             self._reference = await session.create_from(str(config.reference.path))
         else:
-            lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
+            lora = (
+                None
+                if config.lora_rank is None
+                else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
+            )
             self._reference = await session.create("policy", lora, config.seed)
 
     async def _create_trained(self) -> None:
         config, session = self.config, self._session
-        lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
+        lora = (
+            None
+            if config.lora_rank is None
+            else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
+        )
         self._policy = await session.create("policy", lora, config.seed)
         if config.uses_critic:
             self._critic = await session.create("critic", lora, config.seed + 1)
 
-    async def _train(self) -> Outcome:
-        step, books = self.kept.state.step, self.kept.state.job
+    async def _train(self) -> RunOutcome:
+        step, progress = self.checkpoints.state.step, self.checkpoints.state.job
         self._weights = Weights(await self._session.sampler(self._policy), step)
-        if self.kept.resumed:
-            before, accuracy, self.kl.value = books["before"], books["accuracy"], books["kl_coef"]
+        if self.checkpoints.resumed:
+            before, accuracy, self.kl.value = (
+                progress["before"],
+                progress["accuracy"],
+                progress["kl_coef"],
+            )
         else:
             before = accuracy = await self.evaluate(0)
         self._had_batch = time.perf_counter()
-        self._schedule = schedule_of(self._draws, lambda: self._weights, books, step)
+        self._schedule = schedule_of(self._rollout_source, lambda: self._weights, progress, step)
         try:
             step, accuracy = await self._iterations(step, before, accuracy)
         finally:
             await self._schedule.close()
         saved = await self._session.save(self._policy, "final")
-        return Outcome(METRIC, before, accuracy, step, saved.folder, self.kept.state.best)
+        return RunOutcome(METRIC, before, accuracy, step, saved.folder, self.checkpoints.state.best)
 
     async def _iterations(self, step: int, before: float, accuracy: float) -> tuple[int, float]:
         config = self.config
         while step < config.iterations:
             if config.stop_at_accuracy is not None and accuracy >= config.stop_at_accuracy:
-                self.watcher.warned(f"ends behind step {step}: the score {accuracy:.4g} reached stop_at_accuracy")
+                self.watcher.warned(
+                    f"the run ends after step {step}: the score {accuracy:.4g} reached "
+                    "stop_at_accuracy"
+                )
                 break
             step += 1
             metrics = await self._iteration(step)
             if step % config.eval_every == 0 or step == config.iterations:
                 metrics[METRIC] = accuracy = await self.evaluate(step)
-                await self.kept.evaluated(self._session, step, self._policy, accuracy, higher_is_better=True)
+                await self.checkpoints.evaluated(
+                    self._session, step, self._policy, accuracy, higher_is_better=True
+                )
             self.watcher.step(step, metrics)
-            books = {"before": before, "accuracy": accuracy, "kl_coef": self.kl.value, **self._schedule.books()}
-            await self.kept.after(self._session, step, self._models(), books)
+            progress = {
+                "before": before,
+                "accuracy": accuracy,
+                "kl_coef": self.kl.value,
+                **self._schedule.state(),
+            }
+            await self.checkpoints.after(self._session, step, self._models(), progress)
         return step, accuracy
 
     def _models(self) -> dict[str, str]:
-        """What a checkpoint holds."""
+        """Return the ids of the models that a checkpoint contains."""
         moving = self.config.reference.moves
-        models = {"policy": self._policy, "critic": self._critic, "reference": self._reference if moving else ""}
+        models = {
+            "policy": self._policy,
+            "critic": self._critic,
+            "reference": self._reference if moving else "",
+        }
         return {part: model_id for part, model_id in models.items() if model_id}
 
     async def evaluate(self, step: int) -> float:
-        """Mean reward of greedy answers to held-out prompts."""
+        """Return the mean reward of greedy answers to held-out prompts.
+
+        Raises:
+            InternalError: No episode was completed, or too many failed.
+        """
         params = params_of(self.config, 1, 0.0)
         asked = self._weights
-        drawn = await self._judge.play(lambda: asked, self.tasks.evaluation, params, 0)
+        drawn = await self._evaluator.play(lambda: asked, self.tasks.evaluation, params, 0)
         drawn.check(self.config.env)
         if missing := drawn.failures.total() + drawn.long_prompts:
             self.watcher.warned(
-                f"evaluation of step {step}: {missing} of {len(self.tasks.evaluation)} prompts are not in it ({drawn.said()})"
+                f"the evaluation of step {step} lacks {missing} of {len(self.tasks.evaluation)} "
+                f"prompts ({drawn.failure_summary()})"
             )
         if not drawn.rollouts:
-            raise InternalError("no held-out prompt could be answered: all were too long, or their environments failed")
+            raise InternalError(
+                "no held-out prompt could be answered: "
+                "all were too long, or their environments failed"
+            )
         accuracy = float(np.mean([r.reward for r in drawn.rollouts]))
         self.watcher.evaluated(step, {METRIC: accuracy}, drawn.rollouts)
         return accuracy
@@ -166,7 +222,8 @@ class RlJob:
         with self._timed("sample"):
             found = await self._schedule.batch(step)
         sampled_s = self.seconds["sample"]
-        if self.config.schedule.type != "on_policy":  # it goes on while the job learns, evaluates and saves
+        # Other schedules also sample while the job trains, evaluates and saves.
+        if self.config.schedule.type != "on_policy":
             sampled_s, self._had_batch = time.perf_counter() - self._had_batch, time.perf_counter()
         rollouts, metrics = found.rollouts, found.metrics
         if rollouts:
@@ -183,10 +240,15 @@ class RlJob:
                 await self._publish(step)
             rows_tokens = sum(len(r.tokens) for r in rollouts)
             metrics["train_tokens_per_s"] = (
-                len(self._trained_roles(step)) * self.config.epochs * rows_tokens / self.seconds["update"]
+                len(self._trained_roles(step))
+                * self.config.epochs
+                * rows_tokens
+                / self.seconds["update"]
             )
         else:
-            self.watcher.warned(f"iteration {step}: nothing to learn from; the policy stays as it is")
+            self.watcher.warned(
+                f"iteration {step}: no episodes to train on; the policy does not change"
+            )
             self._weights = replace(self._weights, iteration=step)
             self._schedule.published()
         self.seconds["iteration"] = time.perf_counter() - started
@@ -194,11 +256,13 @@ class RlJob:
         return metrics | {f"seconds/{name}": seconds for name, seconds in self.seconds.items()}
 
     async def _score(self, rollouts: list[Rollout]) -> Batch:
-        """Current logprobs, and values and the reference's logprobs where they are used."""
+        """Compute current logprobs, and values and logprobs of the reference if they are used."""
         rows = rows_of(rollouts, {})
 
         async def read(model_id: str, loss: LossCall, field: str) -> list[NDArray[np.float32]]:
-            return answers_only(rollouts, (await self._session.forward(model_id, rows, loss)).fields[field])
+            return answers_only(
+                rollouts, (await self._session.forward(model_id, rows, loss)).fields[field]
+            )
 
         wanted = {"logprobs": read(self._policy, CROSS_ENTROPY, "logprobs")}
         if self._critic:
@@ -213,33 +277,64 @@ class RlJob:
         rewards = [r.rewards for r in batch.rollouts]
         metrics = {"kl_coef": self.kl.value} if term.place != "none" else {}
         if batch.reference is not None:
-            metrics["kl"] = float(np.mean(divergence.estimate(batch.flat(batch.logprobs), batch.flat(batch.reference), "k3")))
+            metrics["kl"] = float(
+                np.mean(
+                    divergence.estimate(
+                        batch.flat(batch.logprobs), batch.flat(batch.reference), "k3"
+                    )
+                )
+            )
             if term.place == "reward":
                 pairs = zip(rewards, batch.logprobs, batch.reference, batch.sampled(), strict=True)
-                rewards = [np.where(s, divergence.token_rewards(r, p, ref, term, self.kl.value), r) for r, p, ref, s in pairs]
-            self.kl.saw(metrics["kl"], len(batch.rollouts))
+                rewards = [
+                    np.where(s, divergence.token_rewards(r, p, ref, term, self.kl.value), r)
+                    for r, p, ref, s in pairs
+                ]
+            self.kl.update(metrics["kl"], len(batch.rollouts))
         found = adv.estimate(
             self.config.advantage,
-            adv.Scored(rewards, batch.groups, batch.sampled(), batch.values, batch.logprobs, batch.reference),
+            adv.Scored(
+                rewards,
+                batch.groups,
+                batch.sampled(),
+                batch.values,
+                batch.logprobs,
+                batch.reference,
+            ),
         )
         batch.advantages, batch.returns = found.advantages, found.returns
         if batch.values is not None and found.returns is not None:
             returns = [r.astype(np.float32) for r in found.returns]
-            metrics["explained_variance"] = adv.explained_variance(batch.flat(batch.values), batch.flat(returns))
+            metrics["explained_variance"] = adv.explained_variance(
+                batch.flat(batch.values), batch.flat(returns)
+            )
         return metrics
 
     def _check_mismatch(self, step: int, mismatch: float) -> None:
-        """Raises InternalError beyond mismatch_stop: updates would learn from the difference of two programs."""
-        stop, text = self.config.mismatch_stop, f"iteration {step}: engine and trainer differ by {mismatch:.2g} nats a token"
+        """Warn about a large mismatch of the logprobs of engine and trainer.
+
+        Raises:
+            InternalError: The mismatch is above mismatch_stop. Updates would then learn from
+                numerical differences.
+        """
+        stop = self.config.mismatch_stop
+        text = f"iteration {step}: engine and trainer differ by {mismatch:.2g} nats per token"
         if stop is not None and mismatch > stop:
-            raise InternalError(f"{text}, more than job.mismatch_stop {stop:g}; this iteration's samples were not learned from")
+            raise InternalError(
+                f"{text}, more than job.mismatch_stop {stop:g}; "
+                "the samples of this iteration were not trained on"
+            )
         if mismatch > self.config.mismatch_warn:
             self.watcher.warned(f"{text} (job.mismatch_warn {self.config.mismatch_warn:g})")
 
     async def _update(self, batch: Batch, step: int, kl_coef: float) -> dict[str, float]:
-        """All epochs of critic and policy; the two groups work at the same time."""
-        updates = Updates(self.config, batch, kl_coef, self.config.max_tokens * self.config.env.max_turns)
-        found = await asyncio.gather(*(self._optimize(updates, role, step) for role in self._trained_roles(step)))
+        """Run all epochs. Critic and policy train at the same time."""
+        updates = Updates(
+            self.config, batch, kl_coef, self.config.max_tokens * self.config.env.max_turns
+        )
+        found = await asyncio.gather(
+            *(self._optimize(updates, role, step) for role in self._trained_roles(step))
+        )
         return {name: value for metrics in found for name, value in metrics.items()}
 
     def _trained_roles(self, step: int) -> list[Role]:
@@ -265,7 +360,9 @@ class RlJob:
                 await self._session.load(self._reference, saved.path)
             else:
                 mean = await self._session.save(self._reference, "reference-mean")
-                await self._session.load(self._reference, saved.path, mixed_with=mean.path, share=1 - reference.decay)
+                await self._session.load(
+                    self._reference, saved.path, mixed_with=mean.path, share=1 - reference.decay
+                )
         self._weights = Weights(await self._session.sampler(self._policy), step)
         self._schedule.published()
 

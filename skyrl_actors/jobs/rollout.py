@@ -1,4 +1,4 @@
-"""A finished episode as numbers, and many of them as training rows (pure)."""
+"""Finished episodes as arrays, and their conversion to training rows (pure)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_fro
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A sampler, and behind which iteration its weights were taken."""
+    """A sampler, and the iteration after which its weights were taken."""
 
     sampler_id: str
     iteration: int
@@ -20,7 +20,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """So many sampled tokens in a row, of one version of the weights."""
+    """Consecutive tokens that were sampled with the same version of the weights."""
 
     version: str
     iteration: int
@@ -29,21 +29,26 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """tokens [P+R-1] and targets [P+R-1] are shifted; the episode behind its first prompt is the last R targets."""
+    """A finished episode: a prompt of P tokens, and R tokens after it.
+
+    Tokens [P+R-1] are the inputs and targets [P+R-1] the next tokens. The last R targets are the
+    episode after its first prompt.
+    """
 
     task: Task
-    group: int  # episodes of one prompt of a batch bear one number
+    group: int  # the number of the prompt in its batch
     prompt: tuple[int, ...]
-    answer: NDArray[np.int32]  # [R], end marks and what the environment said included
-    sampled: NDArray[np.bool_]  # [R]: of the model
+    answer: NDArray[np.int32]  # [R], with end marks and the texts of the environment
+    sampled: NDArray[np.bool_]  # [R]: True for tokens that the model sampled
     logprobs: NDArray[np.float32]  # [R] of the engine at temperature 1, 0 where not sampled
     rewards: NDArray[np.float64]  # [R]
     text: str
-    cut: bool = False  # the last answer ended at max_tokens, or the context did
+    cut: bool = False  # the last answer ended at max_tokens, or the context was full
     turns: int = 1
-    pieces: tuple[Piece, ...] = ()  # of what was sampled, in order
-    overlong: float = 0.0  # the part of the rewards that is for length alone
-    tempered: NDArray[np.float32] | None = None  # [R], as `logprobs`, at the temperature of the samples; None: not asked for
+    pieces: tuple[Piece, ...] = ()  # the sampled tokens, in order
+    overlong: float = 0.0  # the part of the rewards that penalizes length
+    # [R]: as `logprobs`, but at the temperature of the samples; None if not requested
+    tempered: NDArray[np.float32] | None = None
 
     @property
     def reward(self) -> float:
@@ -51,7 +56,7 @@ class Rollout:
 
     @property
     def sampling_logprobs(self) -> NDArray[np.float32]:
-        """[R] of the distribution that each token was sampled from."""
+        """[R]: logprobs in the distribution that each token was sampled from."""
         return self.logprobs if self.tempered is None else self.tempered
 
     @property
@@ -64,23 +69,32 @@ class Rollout:
 
     @property
     def made_at(self) -> NDArray[np.int64]:
-        """[sampled tokens]: the iteration of the weights each was sampled with."""
-        return np.repeat([p.iteration for p in self.pieces], [p.num_tokens for p in self.pieces]).astype(np.int64)
+        """[sampled tokens]: the iteration of the weights that sampled each token."""
+        return np.repeat(
+            [p.iteration for p in self.pieces], [p.num_tokens for p in self.pieces]
+        ).astype(np.int64)
 
     @property
     def start(self) -> int:
-        """First position whose target belongs to the answer."""
+        """The first position whose target belongs to the answer."""
         return len(self.prompt) - 1
 
     def spread(self, per_answer_token: NDArray[np.floating]) -> NDArray[np.float32]:
-        """[R] -> [P+R-1], zero at prompt positions."""
-        return np.concatenate([np.zeros(self.start, np.float32), per_answer_token.astype(np.float32)])
+        """Extend [R] to [P+R-1] with zeros at prompt positions."""
+        return np.concatenate(
+            [np.zeros(self.start, np.float32), per_answer_token.astype(np.float32)]
+        )
 
 
 def rows_of(
-    rollouts: Sequence[Rollout], fields: Mapping[str, Sequence[NDArray[np.floating]]], with_targets: bool = True
+    rollouts: Sequence[Rollout],
+    fields: Mapping[str, Sequence[NDArray[np.floating]]],
+    with_targets: bool = True,
 ) -> Columns:
-    """Training rows; `fields` holds one array [R] for each rollout and is zero at prompt positions."""
+    """Return training rows. `fields` holds one array [R] for each rollout.
+
+    Fields are 0 at prompt positions.
+    """
     examples = []
     for i, rollout in enumerate(rollouts):
         own: dict[str, NDArray] = {name: rollout.spread(parts[i]) for name, parts in fields.items()}
@@ -90,8 +104,10 @@ def rows_of(
     return columns_from(examples)
 
 
-def answers_only(rollouts: Sequence[Rollout], per_token: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-    """Flat per-token outputs of rows [ΣT] cut to each answer's positions [R]."""
+def answers_only(
+    rollouts: Sequence[Rollout], per_token: NDArray[np.float32]
+) -> list[NDArray[np.float32]]:
+    """Cut flat outputs [ΣT] of the rows to the answer [R] of each rollout."""
     parts, start = [], 0
     for rollout in rollouts:
         length = len(rollout.tokens)

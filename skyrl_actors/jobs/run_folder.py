@@ -1,7 +1,8 @@
-"""A run's folder: opened anew, or gone on with where an interrupted run of the same config left it. One process at a time.
+"""The folder of a run: open a new one, or resume an interrupted run with the same config.
 
-`runs/<name>` holds config.yaml, environment.json, metrics.jsonl and, while the run is not finished, state.json with the checkpoint to go
-on from. A finished run is never written again: the next of its name is `<name>-2`.
+`runs/<name>` contains config.yaml, environment.json and metrics.jsonl. Until the run is finished
+it also contains state.json with the newest checkpoint. A lock admits one process at a time.
+A finished run is never changed: the next run of that name is `<name>-2`.
 """
 
 import fcntl
@@ -23,8 +24,8 @@ from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.observe.runs import CONFIG, METRICS, SAMPLES, STATE, SUMMARY, content_of, rows_in
 
 ENVIRONMENT = "environment.json"
-REVISION = "SKYRL_ACTORS_REVISION"  # of the code, where it comes without its repository
-OF_THE_RUN = ("run", "cluster.name")  # may differ when a run is resumed
+REVISION = "SKYRL_ACTORS_REVISION"  # the git revision of code that is not in a repository
+MAY_DIFFER = ("run", "cluster.name")  # may differ when a run is resumed
 PACKAGES = (
     "skyrl-actors",
     "torch",
@@ -42,26 +43,31 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a run goes on from: the step that was done, tinker paths of its models by their part in it, and the job's own books."""
+    """The state that a run resumes from."""
 
-    step: int
-    models: dict[str, str]
-    job: dict[str, Any]
-    best: dict[str, Any] = field(default_factory=dict[str, Any])  # step, value and path of the best evaluation
-    checkpoints: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # step and models, oldest first
+    step: int  # the last completed step
+    models: dict[str, str]  # tinker path by name of the model
+    job: dict[str, Any]  # progress of the job
+    # step, value and path of the best evaluation
+    best: dict[str, Any] = field(default_factory=dict[str, Any])
+    # step and models of each checkpoint, oldest first
+    checkpoints: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 class RunFolder:
-    """`state` is what to go on from, None for a run from its beginning."""
+    """The folder of a run, locked by this process.
+
+    `state` is the state to resume from, or None for a run that starts from step 0.
+    """
 
     def __init__(self, path: Path, lock: int, state: State | None, left_by: str | None = None):
         self.path = path
-        self.left_by = left_by  # cluster.name of the process that was interrupted
+        self.left_by = left_by  # cluster.name of the interrupted process
         self.state = state
         self._lock = lock
 
     def write(self, name: str, text: str) -> None:
-        """Whole under another name, on the disk, then renamed."""
+        """Write a file atomically: write and sync a temporary file, then rename it."""
         staging = self.path / f".{name}.partial"
         try:
             with staging.open("w") as file:
@@ -73,18 +79,28 @@ class RunFolder:
             staging.unlink(missing_ok=True)
 
     def keep(self, state: State) -> None:
+        """Store the state that a resumed run starts from."""
         self.write(STATE, json.dumps(asdict(state), indent=2) + "\n")
 
     def close(self) -> None:
+        """Release the lock."""
         os.close(self._lock)
 
 
 def open_run(parent: Path, name: str, config_yaml: str, resume: bool) -> RunFolder:
-    """Raises ConfigError when an unfinished run of this name has another config, naming the keys that differ."""
+    """Open the folder of a run, and lock it.
+
+    An unfinished run of this name is resumed if `resume` is set. Otherwise the first free name of
+    `<name>`, `<name>-2`, … is used.
+
+    Raises:
+        ConfigError: The folder cannot be created, its state cannot be read, or the unfinished
+            run has another config. The message names the keys that differ.
+    """
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.folder {parent} can not be made: {error.strerror}") from None
+        raise ConfigError(f"run.folder {parent} cannot be created: {error.strerror}") from None
     number = 1
     while True:
         path = parent / (name if number == 1 else f"{name}-{number}")
@@ -102,7 +118,7 @@ def open_run(parent: Path, name: str, config_yaml: str, resume: bool) -> RunFold
         if unfinished:
             try:
                 state = _state(path)
-                _refuse_other(path, config_yaml, state)
+                _check_same_config(path, config_yaml, state)
             except ConfigError:
                 os.close(lock)
                 raise
@@ -111,12 +127,15 @@ def open_run(parent: Path, name: str, config_yaml: str, resume: bool) -> RunFold
                 _truncate(path / rows, state.step if state else -1)
         folder = RunFolder(path, lock, state, left_by)
         folder.write(CONFIG, config_yaml)
-        folder.write(ENVIRONMENT, json.dumps(environment() | _earlier(path / ENVIRONMENT), indent=2) + "\n")
+        folder.write(
+            ENVIRONMENT,
+            json.dumps(environment() | _earlier_starts(path / ENVIRONMENT), indent=2) + "\n",
+        )
         return folder
 
 
 def environment() -> dict[str, Any]:
-    """What a run was made with."""
+    """Describe the command, the code, the packages and the machine of this run."""
     versions: dict[str, str] = {}
     for package in PACKAGES:
         try:
@@ -124,13 +143,18 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "command": [masked(word) for word in sys.argv], "git": _git(), "packages": versions, "python": platform.python_version(), "host": platform.node(),
-        "machine": platform.platform(), "cpus": os.cpu_count(),
-    }  # fmt: skip
+        "command": [masked(word) for word in sys.argv],
+        "git": _git(),
+        "packages": versions,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "machine": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
 
 
-def _earlier(file: Path) -> dict[str, Any]:
-    """What earlier starts of a run that goes on were made with, oldest first."""
+def _earlier_starts(file: Path) -> dict[str, Any]:
+    """Return the environments of earlier starts of a resumed run, oldest first."""
     if not file.exists():
         return {}
     last: dict[str, Any] = content_of(file)
@@ -138,24 +162,35 @@ def _earlier(file: Path) -> dict[str, Any]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Of the working directory, else of this package; None where neither is a checkout and REVISION is not set."""
-    if told := os.environ.get(REVISION):
-        return {"revision": told}
+    """Return the git revision of the working directory, or else of this package.
+
+    The environment variable REVISION has precedence. The result is None without any of these.
+    """
+    if revision := os.environ.get(REVISION):
+        return {"revision": revision}
 
     def ask(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
     for place in (Path.cwd(), Path(__file__).parent):
         try:
             revision = ask("-C", str(place), "rev-parse", "HEAD")
-            return {"revision": revision, "changed_files": len(ask("-C", str(place), "status", "--porcelain").splitlines())}
+            return {
+                "revision": revision,
+                "changed_files": len(ask("-C", str(place), "status", "--porcelain").splitlines()),
+            }
         except (OSError, subprocess.SubprocessError):
             continue
     return None
 
 
 def _locked(path: Path) -> int | None:
-    """An open file that holds the folder's lock until it is closed; None while another process has it."""
+    """Lock the folder until the returned file is closed.
+
+    The result is None if another process holds the lock.
+    """
     lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,21 +205,25 @@ def _state(path: Path) -> State | None:
     try:
         return State(**json.loads(file.read_text())) if file.exists() else None
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{file} can not be read: {error}. Remove it to begin this run anew, or set run.resume=never") from None
+        raise ConfigError(
+            f"{file} cannot be read: {error}; "
+            "remove it to restart this run from step 0, or set run.resume=never to start a new run"
+        ) from None
 
 
-def _refuse_other(path: Path, config_yaml: str, state: State | None) -> None:
-    keys = differing((path / CONFIG).read_text(), config_yaml, OF_THE_RUN)
+def _check_same_config(path: Path, config_yaml: str, state: State | None) -> None:
+    keys = differing((path / CONFIG).read_text(), config_yaml, MAY_DIFFER)
     if keys and (state is not None or rows_in(path / METRICS)):
         at = f"step {state.step}" if state else "no checkpoint, but rows of metrics"
         raise ConfigError(
-            f"{path} holds an unfinished run ({at}) of another config; it differs in {'; '.join(keys[:8])}. Start it with its own "
-            "config to go on with it, or choose another run.name, or run.resume=never to start beside it"
+            f"{path} holds an unfinished run ({at}) of another config; "
+            f"it differs in {'; '.join(keys[:8])}; use its own config to resume it, choose another "
+            "run.name, or set run.resume=never to start a new run"
         )
 
 
 def _truncate(file: Path, last_step: int) -> None:
-    """Rows behind the checkpoint are made again."""
+    """Delete the rows after the checkpoint. The resumed run writes them again."""
     if not file.exists():
         return
     kept = [row for row in rows_in(file) if row["step"] <= last_step]

@@ -1,4 +1,4 @@
-"""Where the batch of an iteration comes from: drawn when it is asked for, one ahead, or by a stream of episodes that never waits."""
+"""Schedules of sampling: on policy, one batch ahead, or as a continuous stream of episodes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,41 +6,50 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from skyrl_actors.config.schedules import Asynchronous
-from skyrl_actors.jobs.draws import Draws, Found, Tally
-from skyrl_actors.jobs.episodes import Drawn, Newest
+from skyrl_actors.jobs.episodes import Newest, Rollouts
 from skyrl_actors.jobs.rollout import Rollout, Weights
+from skyrl_actors.jobs.rollout_source import RolloutSource, Tally, TrainingBatch
 from skyrl_actors.jobs.staleness import Window
 
-Books = dict[str, Any]
+ScheduleState = dict[str, Any]
 
 
 class Schedule(Protocol):
-    async def batch(self, iteration: int) -> Found:
-        """Of this iteration; they are asked for one by one. Raises what playing raised."""
+    """Supplies the training batch of each iteration."""
+
+    async def batch(self, iteration: int) -> TrainingBatch:
+        """Return the batch of this iteration. Errors of sampling are raised here.
+
+        Iterations are requested one after the other.
+        """
         ...
 
-    def books(self) -> Books:
-        """As JSON: from where to go on."""
+    def state(self) -> ScheduleState:
+        """Return the state that a resumed run starts from, as JSON."""
         ...
 
     def published(self) -> None:
-        """There are newer weights."""
+        """Announce newer weights."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Cancel all sampling."""
+        ...
 
 
 class OnPolicy:
-    def __init__(self, draws: Draws, newest: Newest, books: Books):
-        self._draws = draws
-        self._newest = newest
-        self._next = int(books.get("batches", 0))
+    """Samples each batch when it is requested, with the current weights."""
 
-    async def batch(self, iteration: int) -> Found:
-        found, self._next = await self._draws.batch(self._newest, self._next)
+    def __init__(self, rollout_source: RolloutSource, newest: Newest, saved: ScheduleState):
+        self._rollout_source = rollout_source
+        self._newest = newest
+        self._next = int(saved.get("batches", 0))
+
+    async def batch(self, iteration: int) -> TrainingBatch:
+        found, self._next = await self._rollout_source.batch(self._newest, self._next)
         return found
 
-    def books(self) -> Books:
+    def state(self) -> ScheduleState:
         return {"batches": self._next}
 
     def published(self) -> None:
@@ -51,58 +60,78 @@ class OnPolicy:
 
 
 class OneStepOff:
-    """A run that goes on draws anew what was under way."""
+    """Samples the next batch while the current one is trained on.
 
-    def __init__(self, draws: Draws, newest: Newest, books: Books, last_iteration: int):
-        self._draws = draws
+    A resumed run samples an unfinished batch again.
+    """
+
+    def __init__(
+        self,
+        rollout_source: RolloutSource,
+        newest: Newest,
+        saved: ScheduleState,
+        last_iteration: int,
+    ):
+        self._rollout_source = rollout_source
         self._newest = newest
         self._last = last_iteration
-        self._next = int(books.get("batches", 0))
-        self._ahead: asyncio.Task[tuple[Found, int]] | None = None
+        self._next = int(saved.get("batches", 0))
+        self._ahead: asyncio.Task[tuple[TrainingBatch, int]] | None = None
 
-    async def batch(self, iteration: int) -> Found:
-        found, self._next = await (self._ahead or self._begun())
-        self._ahead = self._begun() if iteration < self._last else None
+    async def batch(self, iteration: int) -> TrainingBatch:
+        found, self._next = await (self._ahead or self._start_next())
+        self._ahead = self._start_next() if iteration < self._last else None
         return found
 
-    def _begun(self) -> "asyncio.Task[tuple[Found, int]]":
+    def _start_next(self) -> "asyncio.Task[tuple[TrainingBatch, int]]":
         pinned = self._newest()
-        return asyncio.create_task(self._draws.batch(lambda: pinned, self._next))
+        return asyncio.create_task(self._rollout_source.batch(lambda: pinned, self._next))
 
-    def books(self) -> Books:
+    def state(self) -> ScheduleState:
         return {"batches": self._next}
 
     def published(self) -> None:
         pass
 
     async def close(self) -> None:
-        await _ended([self._ahead] if self._ahead else [])
+        await _cancel([self._ahead] if self._ahead else [])
 
 
 class Stream:
-    """Groups of episodes, each a task of its own; who is open when a run ends is begun again by the run that goes on."""
+    """Samples groups of episodes continuously, each group in its own asyncio task.
+
+    A resumed run starts the groups again that were open when the run ended.
+    """
 
     def __init__(
-        self, draws: Draws, newest: Newest, books: Books, config: Asynchronous, iteration: int, last_iteration: int
-    ):  # fmt: skip
-        self._draws = draws
+        self,
+        rollout_source: RolloutSource,
+        newest: Newest,
+        saved: ScheduleState,
+        config: Asynchronous,
+        iteration: int,
+        last_iteration: int,
+    ):
+        self._rollout_source = rollout_source
         self._newest = newest
         self._config = config
-        self._window = Window(draws.config.prompts, config.max_staleness, iteration, last_iteration)
-        self._next = int(books.get("next", 0))
-        self._again: list[int] = [int(group) for group in books.get("open", [])]
+        self._window = Window(
+            rollout_source.config.prompts, config.max_staleness, iteration, last_iteration
+        )
+        self._next = int(saved.get("next", 0))
+        self._to_reopen: list[int] = [int(group) for group in saved.get("open", [])]
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._finished: dict[int, list[Rollout]] = {}
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
-        self._tally, self._since = Tally(), Drawn()
-        self._ended = 0  # groups since the last batch
+        self._tally, self._unchecked = Tally(), Rollouts()
+        self._num_ended = 0  # groups since the last batch
 
-    async def batch(self, iteration: int) -> Found:
+    async def batch(self, iteration: int) -> TrainingBatch:
         while True:
             self._fill()
             if (groups := self._window.take(with_fewer=self._drew_enough)) is not None:
-                return self._taken(groups)
+                return self._collect(groups)
             await self._changed.wait()
             self._changed.clear()
             if self._error is not None:
@@ -110,21 +139,27 @@ class Stream:
 
     @property
     def _drew_enough(self) -> bool:
-        """The filter left too few of all that may be drawn for one iteration: it goes on with what there is once the rest has ended."""
-        config = self._draws.config
-        if config.filter.type == "none" or self._ended < config.prompts * self._draws.most_batches:
+        """Whether the filter left too few groups of all that may be sampled for one iteration.
+
+        The iteration then continues with fewer groups, after the open groups have ended.
+        """
+        config = self._rollout_source.config
+        if (
+            config.filter.type == "none"
+            or self._num_ended < config.prompts * self._rollout_source.most_batches
+        ):
             return False
         return self._window.num_finished < config.prompts
 
     def _fill(self) -> None:
         while not self._drew_enough and self._window.may_begin(self._newest().iteration):
-            group = self._again.pop(0) if self._again else self._next
+            group = self._to_reopen.pop(0) if self._to_reopen else self._next
             self._next = max(self._next, group + 1)
             self._window.began(group, self._newest().iteration)
             self._playing[group] = asyncio.create_task(self._play(group))
-            self._playing[group].add_done_callback(self._ended_with)
+            self._playing[group].add_done_callback(self._on_end)
 
-    def _ended_with(self, playing: asyncio.Task[None]) -> None:
+    def _on_end(self, playing: asyncio.Task[None]) -> None:
         if not playing.cancelled():
             self._error = self._error or playing.exception()
         self._changed.set()
@@ -132,13 +167,15 @@ class Stream:
     async def _play(self, group: int) -> None:
         pinned = self._newest()
         weights = self._newest if self._config.in_flight == "update" else lambda: pinned
-        drawn = await self._draws.play(weights, [self._draws.task(group)], group + 1)
-        self._ended += 1
-        self._tally.saw(drawn)
+        drawn = await self._rollout_source.play(
+            weights, [self._rollout_source.task(group)], group + 1
+        )
+        self._num_ended += 1
+        self._tally.add(drawn)
         self._check(drawn)
         rollouts = [replace(r, group=group) for r in drawn.rollouts]
-        kept = self._draws.useful(rollouts, self._tally)
-        if kept or self._draws.config.filter.type == "none":
+        kept = self._rollout_source.useful(rollouts, self._tally)
+        if kept or self._rollout_source.config.filter.type == "none":
             self._finished[group] = kept
             self._window.finished(group)
         else:
@@ -147,44 +184,59 @@ class Stream:
         del self._playing[group]
         self._fill()
 
-    def _check(self, drawn: Drawn) -> None:
-        """Raises InternalError when too many of a batch's worth of episodes failed."""
-        self._since.add(drawn)
-        if self._since.episodes >= self._draws.config.prompts * self._draws.config.samples_per_prompt:
-            self._draws.check(self._since)
-            self._since = Drawn()
+    def _check(self, drawn: Rollouts) -> None:
+        """Check the share of failed episodes, each time as many as a batch has have ended.
 
-    def _taken(self, groups: list[int]) -> Found:
+        Raises:
+            InternalError: The share is above `env.max_failed_share`.
+        """
+        self._unchecked.add(drawn)
+        if (
+            self._unchecked.episodes
+            >= self._rollout_source.config.prompts * self._rollout_source.config.samples_per_prompt
+        ):
+            self._rollout_source.check(self._unchecked)
+            self._unchecked = Rollouts()
+
+    def _collect(self, groups: list[int]) -> TrainingBatch:
         rollouts = [rollout for group in groups for rollout in self._finished.pop(group)]
         self._tally.rollouts += rollouts
-        self._tally.counts["batches_drawn"] = -(-self._ended // self._draws.config.prompts)
+        self._tally.counts["batches_drawn"] = -(
+            -self._num_ended // self._rollout_source.config.prompts
+        )
         metrics = self._tally.metrics()
-        self._tally, self._ended = Tally(), 0
-        return Found(rollouts, metrics)
+        self._tally, self._num_ended = Tally(), 0
+        return TrainingBatch(rollouts, metrics)
 
-    def books(self) -> Books:
-        return {"next": self._next, "open": sorted({*self._again, *self._window.open})}
+    def state(self) -> ScheduleState:
+        return {"next": self._next, "open": sorted({*self._to_reopen, *self._window.open})}
 
     def published(self) -> None:
         self._fill()
 
     async def close(self) -> None:
-        await _ended(list(self._playing.values()))
+        await _cancel(list(self._playing.values()))
 
 
-async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def schedule_of(
-    draws: Draws, newest: Callable[[], Weights], books: Books, iteration: int
-) -> Schedule:  # fmt: skip
-    """`iteration`: the last that is done; `books` those of it."""
-    config, last = draws.config.schedule, draws.config.iterations
+    rollout_source: RolloutSource,
+    newest: Callable[[], Weights],
+    saved: ScheduleState,
+    iteration: int,
+) -> Schedule:
+    """Create the configured schedule.
+
+    `iteration` is the last completed iteration. `saved` is the state of the schedule after it.
+    """
+    config, last = rollout_source.config.schedule, rollout_source.config.iterations
     if config.type == "on_policy":
-        return OnPolicy(draws, newest, books)
+        return OnPolicy(rollout_source, newest, saved)
     if config.type == "one_step_off":
-        return OneStepOff(draws, newest, books, last)
-    return Stream(draws, newest, books, config, iteration, last)
+        return OneStepOff(rollout_source, newest, saved, last)
+    return Stream(rollout_source, newest, saved, config, iteration, last)

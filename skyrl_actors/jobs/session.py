@@ -1,4 +1,4 @@
-"""A job's session with the controller: its models, kept alive by heartbeats, and the verbs it uses."""
+"""The session of a job with the controller: its models, its requests, and its heartbeats."""
 
 import asyncio
 import logging
@@ -21,11 +21,13 @@ from skyrl_actors.messages.paths import model_id_for, parse_path, sampler_id_for
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=rs.Result)
 HEARTBEAT_S, LOST_S, FINISH_S, RETRY_S = 30.0, 120.0, 20.0, 2.0
-PART_ROWS, PART_TOKENS = 512, 2**20  # of one request; a controller takes more
+PART_ROWS, PART_TOKENS = 512, 2**20  # of one request; the limits of a controller are higher
 CROSS_ENTROPY = LossCall("cross_entropy", {})
 
 
-class Session:
+class ServiceSession:
+    """Sends the requests of a job. Each method waits for the result."""
+
     def __init__(self, client: ControllerClient, session_id: str, base_model: str):
         self.client = client
         self.session_id = session_id
@@ -34,60 +36,94 @@ class Session:
         self._samplers = 0
 
     async def create(self, role: Role, lora: LoraSpec | None, seed: int = 0) -> str:
+        """Create a model, and return its id."""
         return await self._create(ModelSpec("", self.base_model, role, lora, seed), None)
 
     async def create_from(self, path: str, with_optimizer: bool = False) -> str:
-        """A model as a checkpoint holds it."""
-        return await self._create(await self.client.checkpoint_spec(parse_path(path)), path, with_optimizer)
+        """Create a model from a checkpoint, and return its id."""
+        return await self._create(
+            await self.client.checkpoint_spec(parse_path(path)), path, with_optimizer
+        )
 
     async def _create(self, spec: ModelSpec, path: str | None, with_optimizer: bool = False) -> str:
         model_id = model_id_for(self.session_id, self._models)
         self._models += 1
         own = ModelSpec(model_id, spec.base_model, spec.role, spec.lora, spec.seed, spec.optimizer)
-        request = rq.CreateModel(own, self.session_id, from_path=path, with_optimizer=with_optimizer)
+        request = rq.CreateModel(
+            own, self.session_id, from_path=path, with_optimizer=with_optimizer
+        )
         await self.run(request, rs.Loaded if path else rs.ModelCreated)
         return model_id
 
     async def submit(self, request: rq.Request) -> str:
-        """A controller that can accept nothing now (a full disk under its journal) may later: the job waits."""
+        """Send a request, and return its id without waiting for the result.
+
+        A controller that accepts nothing, for example because the disk of its journal is full, may
+        accept requests later. The job therefore tries again every RETRY_S seconds.
+        """
         request_id = f"r{uuid.uuid4().hex}"
         while True:
             try:
                 return await self.client.submit(request, request_id=request_id)
             except Unavailable as error:
-                log.warning("the controller accepts nothing: %s", error)
+                log.warning("the controller accepts no requests; trying again: %s", error)
                 await asyncio.sleep(RETRY_S)
 
     async def run(self, request: rq.Request, expected: type[R]) -> R:
+        """Send a request, and return its result."""
         return await self.client.result(await self.submit(request), expected)
 
-    async def forward(self, model_id: str, rows: Columns, loss: LossCall = CROSS_ENTROPY) -> rs.LossOutput:
-        ids = [await self.submit(rq.ForwardBackward(model_id, part, loss, forward_only=True)) for part in split(rows)]
+    async def forward(
+        self, model_id: str, rows: Columns, loss: LossCall = CROSS_ENTROPY
+    ) -> rs.LossOutput:
+        """Compute a loss and its per-token outputs, without gradients."""
+        ids = [
+            await self.submit(rq.ForwardBackward(model_id, part, loss, forward_only=True))
+            for part in split(rows)
+        ]
         return joined([await self.client.result(request_id, rs.LossOutput) for request_id in ids])
 
-    async def train(self, model_id: str, rows: Columns, loss: LossCall, adam: AdamParams) -> tuple[rs.LossOutput, rs.StepDone]:
-        """One batch and its step. The step is sent once the batch was accepted: its place in the order is then certain."""
+    async def train(
+        self, model_id: str, rows: Columns, loss: LossCall, adam: AdamParams
+    ) -> tuple[rs.LossOutput, rs.StepDone]:
+        """Train on one batch, and run the optimizer step.
+
+        The step is sent after the batch was accepted, so their order is certain.
+        """
         ids = [await self.submit(rq.ForwardBackward(model_id, part, loss)) for part in split(rows)]
         step_id = await self.submit(rq.OptimStep(model_id, adam))
         outputs = [await self.client.result(request_id, rs.LossOutput) for request_id in ids]
         return joined(outputs), await self.client.result(step_id, rs.StepDone)
 
     async def sampler(self, model_id: str) -> str:
-        """A sampler that is pinned to the model's weights of now."""
+        """Publish the current weights, and return the id of a sampler pinned to them."""
         sampler_id = sampler_id_for(self.session_id, self._samplers)
         self._samplers += 1
         await self.run(rq.SaveForSampler(model_id, sampler_id=sampler_id), rs.SamplerSaved)
         return sampler_id
 
     async def save(self, model_id: str, name: str) -> rs.Saved:
+        """Save a checkpoint with this name. An older one of that name is overwritten."""
         return await self.run(rq.SaveWeights(model_id, name, overwrite=True), rs.Saved)
 
-    async def load(self, model_id: str, path: str, mixed_with: str | None = None, share: float = 1.0) -> None:
-        await self.run(rq.LoadWeights(model_id, path, with_optimizer=False, mixed_with=mixed_with, share=share), rs.Loaded)
+    async def load(
+        self, model_id: str, path: str, mixed_with: str | None = None, share: float = 1.0
+    ) -> None:
+        """Load the weights of a checkpoint into a model.
+
+        With `mixed_with`, a second checkpoint, the weights are a mean in which `path` has the
+        weight `share`.
+        """
+        await self.run(
+            rq.LoadWeights(
+                model_id, path, with_optimizer=False, mixed_with=mixed_with, share=share
+            ),
+            rs.Loaded,
+        )
 
 
 def split(rows: Columns) -> list[Columns]:
-    """Parts that one request may hold. Losses are sums, so their parts add up to the whole."""
+    """Split rows into the parts of separate requests. Losses are sums, so the parts add up."""
     parts: list[list[int]] = [[]]
     tokens = 0
     for row, length in enumerate(rows.lengths.tolist()):
@@ -106,20 +142,29 @@ def _only(rows: Columns, part: list[int]) -> Columns:
 
 
 def joined(outputs: list[rs.LossOutput]) -> rs.LossOutput:
+    """Concatenate the outputs of the parts, and add up their metrics."""
     if len(outputs) == 1:
         return outputs[0]
     lengths = np.concatenate([np.diff(output.offsets) for output in outputs])
-    fields = {name: np.concatenate([output.fields[name] for output in outputs]) for name in outputs[0].fields}
+    fields = {
+        name: np.concatenate([output.fields[name] for output in outputs])
+        for name in outputs[0].fields
+    }
     sums: dict[str, float] = {}
     for output in outputs:
         for name, value in output.metrics.items():
-            sums[name] = sums.get(name, 0.0) + value  # all that jobs read are sums
+            sums[name] = sums.get(name, 0.0) + value  # jobs only read metrics that are sums
     return rs.LossOutput(offsets_of(lengths.tolist()), fields, sums)
 
 
 @asynccontextmanager
-async def opened(client: ControllerClient, job: str) -> AsyncIterator[Session]:
-    """Ends with InternalError when the controller has been silent for LOST_S: that of a job is not made anew."""
+async def opened(client: ControllerClient, job: str) -> AsyncIterator[ServiceSession]:
+    """Open a session, send heartbeats, and finish the session at the end.
+
+    Raises:
+        InternalError: The controller has not answered for LOST_S seconds. The controller of a job
+            is not restarted.
+    """
     capabilities = await client.capabilities()
     session_id = await client.create_session({"job": job})
     lost: list[str] = []
@@ -127,31 +172,35 @@ async def opened(client: ControllerClient, job: str) -> AsyncIterator[Session]:
     assert owner is not None
     beating = asyncio.create_task(_beat(client, session_id, lost, owner))
     try:
-        yield Session(client, session_id, capabilities.base_model)
+        yield ServiceSession(client, session_id, capabilities.base_model)
     except asyncio.CancelledError:
         if not lost:
             raise
         owner.uncancel()
-        raise InternalError(f"the controller of this job is gone: {lost[0]}") from None
+        raise InternalError(
+            f"the controller of this job has not answered for {LOST_S:.0f} s: {lost[0]}"
+        ) from None
     finally:
         beating.cancel()
         if not lost:
             try:
                 await asyncio.wait_for(client.finish_session(session_id), FINISH_S)
             except (SkyrlActorsError, TimeoutError) as error:
-                log.warning("the session was not ended: %s", error)
+                log.warning("the session could not be finished: %s", error)
 
 
-async def _beat(client: ControllerClient, session_id: str, lost: list[str], owner: "asyncio.Task[Any]") -> None:
-    heard = time.monotonic()
+async def _beat(
+    client: ControllerClient, session_id: str, lost: list[str], owner: "asyncio.Task[Any]"
+) -> None:
+    last_answer = time.monotonic()
     while True:
         await asyncio.sleep(HEARTBEAT_S)
         try:
             await client.heartbeat(session_id)
-            heard = time.monotonic()
+            last_answer = time.monotonic()
         except SkyrlActorsError as error:
             log.warning("a heartbeat was not answered: %s", error)
-            if time.monotonic() - heard > LOST_S:
+            if time.monotonic() - last_answer > LOST_S:
                 lost.append(str(error))
                 owner.cancel()
                 return

@@ -12,6 +12,8 @@ from skyrl_actors.messages.model import AdamParams
 
 
 class SftJob(SupervisedJob[SftConfig, Text]):
+    """Supervised fine-tuning of the policy."""
+
     metric = "eval/nll"
 
     def weight_of(self, items: Sequence[Text]) -> float:

@@ -1,17 +1,32 @@
-"""Which groups of episodes may begin, and which make the next batch, so that none is ever learned from too late (pure).
+"""Bound the staleness of episodes without discarding any (pure).
 
-Versions of the weights count iterations: what begins with version v may be learned from by the iteration that begins with version
-v + bound at the latest. A group begins only if all that are open then fit into the batches until there, and a batch is whole only if
-what stays open can still be learned from in time, `prompts` groups an iteration. So nothing is thrown away for its age. (AReaL, Fu et al., 2025, bounds the beginnings; that
-alone lets a slow episode grow older.)
+A window decides which groups of episodes may begin and which groups form the next batch. Versions
+of the weights count iterations. A group that begins with version v must be trained on, at the
+latest, by the iteration that begins with version v + bound. Two rules ensure this:
+
+- A group begins only if all open groups fit into the batches until then.
+- A batch is complete only if the groups that stay open can still be trained on in time, with
+  `prompts` groups in each iteration.
+
+AReaL (Fu et al., 2025) only bounds which groups begin. A slow episode can then exceed the bound.
 """
 
 from collections.abc import Iterable
 
 
 class Window:
+    """The open groups of a stream of episodes."""
+
     def __init__(self, prompts: int, bound: int, version: int, last_version: int):
-        """`version`: batches taken so far. `last_version`: where the run ends; nothing begins that no iteration is left for."""
+        """Create an empty window.
+
+        Args:
+            prompts: Groups in a batch.
+            bound: Maximal staleness, in iterations.
+            version: Number of batches taken so far.
+            last_version: Number of batches of the whole run. A group begins only if an iteration
+                is left for it.
+        """
         self.prompts = prompts
         self.bound = bound
         self.version = version
@@ -21,7 +36,7 @@ class Window:
 
     @property
     def open(self) -> list[int]:
-        """Groups that began and were not learned from, in their order."""
+        """The sorted numbers of groups that have begun and were not taken or dropped."""
         return sorted(self._began)
 
     @property
@@ -29,24 +44,34 @@ class Window:
         return len(self._finished)
 
     def may_begin(self, weights: int) -> bool:
-        """With weights of that version; while an iteration learns they are one behind the batches that were taken."""
+        """Return whether a group may begin with this version of the weights.
+
+        While an iteration trains, the version is one less than the number of batches taken.
+        """
         batches = min(weights + self.bound + 1, self.last_version) - self.version
         return len(self._began) < self.prompts * batches
 
     def began(self, group: int, weights: int) -> None:
+        """Record that a group began with this version of the weights."""
         self._began[group] = weights
 
     def finished(self, group: int) -> None:
+        """Record that all episodes of a group are finished."""
         self._finished.add(group)
 
     def dropped(self, group: int) -> None:
-        """It teaches nothing; another may begin in its place."""
+        """Remove a group that is not trained on. Another group may begin in its place."""
         self._began.pop(group)
         self._finished.discard(group)
 
     def take(self, with_fewer: bool = False) -> list[int] | None:
-        """The next batch, oldest first, and one version on; None while it must be waited for."""
-        ready = sorted(self._finished, key=lambda group: (self._began[group], group))[: self.prompts]
+        """Take the next batch, oldest groups first, and increment the version.
+
+        The result is None while the batch is incomplete. `with_fewer` accepts a smaller batch.
+        """
+        ready = sorted(self._finished, key=lambda group: (self._began[group], group))[
+            : self.prompts
+        ]
         if len(ready) < self.prompts and not with_fewer:
             return None
         if not self._in_time(self._began.keys() - ready):
@@ -59,6 +84,7 @@ class Window:
     def _in_time(self, rest: Iterable[int]) -> bool:
         began = [self._began[group] for group in rest]
         return all(
-            sum(start + self.bound <= last for start in began) <= self.prompts * (last - self.version)
+            sum(start + self.bound <= last for start in began)
+            <= self.prompts * (last - self.version)
             for last in range(self.version, self.version + self.bound + 1)
         )

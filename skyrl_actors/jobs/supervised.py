@@ -1,4 +1,7 @@
-"""Learning from given texts as a client of the controller: what supervised fine-tuning, DPO and reward models have in common."""
+"""The common part of jobs that learn from a dataset: supervised fine-tuning, DPO, reward models.
+
+A job is a client of the controller.
+"""
 
 import time
 from abc import ABC, abstractmethod
@@ -10,9 +13,9 @@ import numpy as np
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.config.supervised import Supervised
 from skyrl_actors.jobs.checkpoints import Checkpoints
-from skyrl_actors.jobs.session import Session, opened
+from skyrl_actors.jobs.session import ServiceSession, opened
 from skyrl_actors.jobs.texts import Prepared
-from skyrl_actors.jobs.watcher import Outcome, Watcher
+from skyrl_actors.jobs.watcher import RunOutcome, Watcher
 from skyrl_actors.messages.model import AdamParams, LoraSpec, Role
 
 C = TypeVar("C", bound=Supervised)
@@ -20,56 +23,78 @@ T = TypeVar("T")
 
 
 class SupervisedJob(ABC, Generic[C, T]):
-    metric: str  # of the held-out rows, what a run is judged by
+    """A job that trains one model on batches of rows and evaluates it on held-out rows."""
+
+    metric: str  # the metric of held-out rows that selects the best checkpoint
     higher_is_better = False
     role: Role = "policy"
 
     def __init__(
-        self, client: ControllerClient, config: C, rows: Prepared[T], watcher: Watcher, kept: Checkpoints, lora_alpha: float
+        self,
+        client: ControllerClient,
+        config: C,
+        rows: Prepared[T],
+        watcher: Watcher,
+        checkpoints: Checkpoints,
+        lora_alpha: float,
     ):
         self.client = client
-        self.kept = kept
+        self.checkpoints = checkpoints
         self.config: C = config
         self.rows = rows
         self.watcher = watcher
         self.lora_alpha = lora_alpha
-        self.session: Session
+        self.session: ServiceSession
         self.model = ""
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
+        """Create or load the model, train all steps, and save the final weights."""
         config = self.config
         if self.rows.too_long:
-            self.watcher.warned(f"{self.rows.too_long} row(s) are longer than what is allowed, and left out")
+            self.watcher.warned(
+                f"{self.rows.too_long} row(s) are left out because they are too long "
+                "(job.max_row_tokens)"
+            )
         async with opened(self.client, type(config).model_fields["type"].default) as session:
             self.session = session
-            lora = None if config.lora_rank is None else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
-            if self.kept.resumed:
-                self.model = await session.create_from(self.kept.state.models["model"], with_optimizer=True)
+            lora = (
+                None
+                if config.lora_rank is None
+                else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
+            )
+            if self.checkpoints.resumed:
+                self.model = await session.create_from(
+                    self.checkpoints.state.models["model"], with_optimizer=True
+                )
             else:
                 self.model = await session.create(self.role, lora, config.seed)
             await self.prepare()
             return await self._train()
 
     async def prepare(self) -> None:
-        """What else it needs."""
+        """Create further models, if the job needs them."""
 
     @abstractmethod
     async def learn(self, items: Sequence[T], adam: AdamParams) -> dict[str, float]:
-        """One step on a batch; its metrics."""
+        """Train one step on a batch, and return its metrics."""
 
     @abstractmethod
     async def measure(self, items: Sequence[T]) -> dict[str, float]:
-        """Of held-out rows, without learning; each is a mean over items, or over what `weight_of` counts."""
+        """Return metrics of held-out rows, without training.
+
+        Each metric is a mean over the units that `weight_of` counts.
+        """
 
     def weight_of(self, items: Sequence[T]) -> float:
+        """Return the weight of these items in a mean. By default each item counts once."""
         return len(items)
 
-    async def _train(self) -> Outcome:
+    async def _train(self) -> RunOutcome:
         config = self.config
-        done = step = self.kept.state.step
-        books: dict[str, Any] = self.kept.state.job
-        before = books["before"] if self.kept.resumed else await self._evaluate(0)
-        latest = books["latest"] if self.kept.resumed else before
+        done = step = self.checkpoints.state.step
+        progress: dict[str, Any] = self.checkpoints.state.job
+        before = progress["before"] if self.checkpoints.resumed else await self._evaluate(0)
+        latest = progress["latest"] if self.checkpoints.resumed else before
         for step, items in enumerate(self._batches(), 1):
             if step <= done:
                 continue
@@ -79,14 +104,25 @@ class SupervisedJob(ABC, Generic[C, T]):
             if step % config.eval_every == 0 or step == self.steps:
                 latest = await self._evaluate(step)
                 metrics |= latest
-                await self.kept.evaluated(self.session, step, self.model, latest[self.metric], self.higher_is_better)
+                await self.checkpoints.evaluated(
+                    self.session, step, self.model, latest[self.metric], self.higher_is_better
+                )
             self.watcher.step(step, metrics)
-            await self.kept.after(self.session, step, {"model": self.model}, {"before": before, "latest": latest})
+            await self.checkpoints.after(
+                self.session, step, {"model": self.model}, {"before": before, "latest": latest}
+            )
         saved = await self.session.save(self.model, "final")
-        return Outcome(self.metric, before[self.metric], latest[self.metric], step, saved.folder, self.kept.state.best)
+        return RunOutcome(
+            self.metric,
+            before[self.metric],
+            latest[self.metric],
+            step,
+            saved.folder,
+            self.checkpoints.state.best,
+        )
 
     async def _evaluate(self, step: int) -> dict[str, float]:
-        """Weighted means over batches of held-out rows."""
+        """Return weighted means over batches of held-out rows."""
         sums: dict[str, float] = {}
         total, size = 0.0, self.config.batch_rows
         for start in range(0, len(self.rows.held_out), size):
@@ -101,11 +137,15 @@ class SupervisedJob(ABC, Generic[C, T]):
 
     @property
     def steps(self) -> int:
+        """The number of steps of the whole run."""
         whole = self.config.epochs * -(-len(self.rows.train) // self.config.batch_rows)
         return min(whole, self.config.max_steps or whole)
 
     def _batches(self) -> Iterator[list[T]]:
-        """Each epoch in an order that follows from the seed; the last batch of one may be smaller."""
+        """Yield batches. The order of each epoch depends on the seed.
+
+        The last batch of an epoch may be smaller.
+        """
         size, rows = self.config.batch_rows, self.rows.train
         per_epoch = -(-len(rows) // size)
         order: np.ndarray = np.zeros(0, np.int64)
@@ -120,8 +160,15 @@ class SupervisedJob(ABC, Generic[C, T]):
         if step <= config.warmup_steps:
             share = step / config.warmup_steps
         else:
-            progress = (step - config.warmup_steps - 1) / max(1, self.steps - config.warmup_steps - 1)
+            progress = (step - config.warmup_steps - 1) / max(
+                1, self.steps - config.warmup_steps - 1
+            )
             share = 1 - (1 - config.final_lr_share) * progress
         return AdamParams(
-            share * config.learning_rate, config.beta1, config.beta2, config.eps, config.weight_decay, config.grad_clip_norm
+            share * config.learning_rate,
+            config.beta1,
+            config.beta2,
+            config.eps,
+            config.weight_decay,
+            config.grad_clip_norm,
         )

@@ -1,4 +1,7 @@
-"""Rows of a dataset as tokens: chats, prompts with a completion, prompts with a preferred and a rejected answer."""
+"""Tokenize the rows of a dataset.
+
+A row is a chat, a prompt with a completion, or a prompt with a chosen and a rejected answer.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    """A tokenized row."""
+
     tokens: NDArray[np.int32]  # [T]
-    learned: NDArray[np.bool_]  # [T]: of the assistant; the first is never predicted
+    learned: NDArray[np.bool_]  # [T]: tokens of the assistant; the first token is never predicted
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """[T-1], aligned with targets."""
+        """[T-1]: the mask of trained tokens, aligned with the targets."""
         return self.learned[1:]
 
 
@@ -33,16 +38,29 @@ Pair = tuple[Text, Text]  # chosen, rejected
 
 @dataclass(slots=True)
 class Prepared(Generic[T]):
+    """The rows of a job, split into training and evaluation."""
+
     train: list[T] = field(default_factory=list[Any])
     held_out: list[T] = field(default_factory=list[Any])
     too_long: int = 0
 
 
 def sft_texts(config: SftConfig, chat: Chat, longest: int) -> Prepared[Text]:
+    """Read and tokenize the rows for supervised fine-tuning.
+
+    `longest` is the maximal length of a row, in tokens.
+
+    Raises:
+        ConfigError: A row cannot be used, or no row is left.
+    """
     if config.messages_column:
         column = config.messages_column
         return _prepared(
-            config, [column], longest, lambda row: (_chat(chat, row[column], f"column {column}"),), lambda texts: texts[0]
+            config,
+            [column],
+            longest,
+            lambda row: (_chat(chat, row[column], f"column {column}"),),
+            lambda texts: texts[0],
         )
     prompt, completion = config.prompt_column, config.completion_column
     make = lambda row: (_answer(chat, row[prompt], row[completion], prompt),)  # noqa: E731
@@ -50,17 +68,31 @@ def sft_texts(config: SftConfig, chat: Chat, longest: int) -> Prepared[Text]:
 
 
 def preference_texts(config: Preferences, chat: Chat, longest: int) -> Prepared[Pair]:
+    """Read and tokenize pairs of a chosen and a rejected answer.
+
+    `longest` is the maximal length of an answer with its prompt, in tokens.
+
+    Raises:
+        ConfigError: A row cannot be used, or no row is left.
+    """
     columns = [config.prompt_column, config.chosen_column, config.rejected_column]
 
     def make(row: Row) -> tuple[Text, ...]:
         prompt, chosen, rejected = (row[c] for c in columns)
-        return _answer(chat, prompt, chosen, columns[0]), _answer(chat, prompt, rejected, columns[0])
+        return _answer(chat, prompt, chosen, columns[0]), _answer(
+            chat, prompt, rejected, columns[0]
+        )
 
     return _prepared(config, columns, longest, make, lambda texts: (texts[0], texts[1]))
 
 
-def policy_rows(texts: Sequence[Text], weights: Sequence[NDArray[np.floating]] | None = None) -> Columns:
-    """Each text's tokens but the last, with the next ones as targets; weights [T-1] for each."""
+def policy_rows(
+    texts: Sequence[Text], weights: Sequence[NDArray[np.floating]] | None = None
+) -> Columns:
+    """Return rows for a policy: tokens without the last one, the next tokens as targets.
+
+    `weights` holds one array [T-1] for each text.
+    """
     examples = []
     for i, text in enumerate(texts):
         own: dict[str, NDArray[Any]] = {TARGETS: text.tokens[1:]}
@@ -70,22 +102,36 @@ def policy_rows(texts: Sequence[Text], weights: Sequence[NDArray[np.floating]] |
     return columns_from(examples)
 
 
-def critic_rows(texts: Sequence[Text], fields: dict[str, Sequence[NDArray[np.floating]]]) -> Columns:
-    """All tokens of each text: a critic's value stands at each; `fields` hold [T]."""
-    made = ({name: parts[i].astype(np.float32) for name, parts in fields.items()} for i in range(len(texts)))
-    return columns_from([Example(text.tokens, dict(own)) for text, own in zip(texts, made, strict=True)])
+def critic_rows(
+    texts: Sequence[Text], fields: dict[str, Sequence[NDArray[np.floating]]]
+) -> Columns:
+    """Return rows for a critic: all tokens of each text, because each token has a value.
+
+    `fields` holds one array [T] for each text.
+    """
+    made = (
+        {name: parts[i].astype(np.float32) for name, parts in fields.items()}
+        for i in range(len(texts))
+    )
+    return columns_from(
+        [Example(text.tokens, dict(own)) for text, own in zip(texts, made, strict=True)]
+    )
 
 
 def _chat(chat: Chat, messages: Any, where: str) -> Text:
     found = messages_of(messages, where)
     if not any(m["role"] == "assistant" for m in found):
-        raise ConfigError(f"{where}: a chat without a turn of the assistant: there is nothing to learn")
+        raise ConfigError(
+            f"{where}: the chat has no turn of the assistant, so there is nothing to train on"
+        )
     return Text(*chat.conversation(found))
 
 
 def _answer(chat: Chat, prompt: Any, answer: Any, column: str) -> Text:
     messages = messages_of(prompt, f"column {column}")
-    tokens, learned = chat.conversation([*messages, {"role": "assistant", "content": answer_of(answer, "column of the answer")}])
+    tokens, learned = chat.conversation(
+        [*messages, {"role": "assistant", "content": answer_of(answer, "column of the answer")}]
+    )
     learned[: len(chat.prompt(messages))] = False
     return Text(tokens, learned)
 
@@ -97,7 +143,9 @@ def _prepared(
     make: Callable[[Row], tuple[Text, ...]],
     join: Callable[[tuple[Text, ...]], T],
 ) -> Prepared[T]:
-    train, held_out = split_off(read(config.data, needed), config.eval_data, needed, config.eval_rows, config.data.path)
+    train, held_out = split_off(
+        read(config.data, needed), config.eval_data, needed, config.eval_rows, config.data.path
+    )
     most = min(config.max_row_tokens or longest, longest)
     prepared = Prepared[T]()
     for part, target in ((train, prepared.train), (held_out, prepared.held_out)):
@@ -108,12 +156,14 @@ def _prepared(
                 target.append(join(texts))
             elif config.long_rows == "refuse":
                 raise ConfigError(
-                    f"dataset {part.source}, row {number} has {length} tokens, {most} are allowed (job.max_row_tokens; job.long_rows: refuse)"
+                    f"dataset {part.source}, row {number} has {length} tokens, {most} are allowed "
+                    "(job.max_row_tokens; job.long_rows: refuse)"
                 )
             else:
                 prepared.too_long += 1
     if not prepared.train or not prepared.held_out:
         raise ConfigError(
-            f"all rows to {'evaluate' if prepared.train else 'train'} on are longer than {most} tokens (job.max_row_tokens)"
+            f"all rows to {'evaluate' if prepared.train else 'train'} on are longer than "
+            f"{most} tokens (job.max_row_tokens)"
         )
     return prepared

@@ -1,4 +1,7 @@
-"""From a scored batch to updates of policy and critic: minibatches, rows, losses (pure), and their metrics."""
+"""Make the updates of policy and critic from a scored batch: minibatches, rows, losses, metrics.
+
+All of it is pure.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,7 +19,7 @@ from skyrl_actors.messages.model import AdamParams, LossCall, Role
 
 @dataclass
 class Batch:
-    """Rollouts with everything the updates need; each list holds one array [R] for each rollout."""
+    """Rollouts with the inputs of the updates. Lists hold one array [R] for each rollout."""
 
     rollouts: list[Rollout]
     logprobs: list[NDArray[np.float32]]  # of the trainer
@@ -33,18 +36,27 @@ class Batch:
         return [r.sampled for r in self.rollouts]
 
     def flat(self, parts: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-        """Of all sampled tokens."""
-        return np.concatenate([part[r.sampled] for part, r in zip(parts, self.rollouts, strict=True)])
+        """Concatenate the values of all sampled tokens."""
+        return np.concatenate(
+            [part[r.sampled] for part, r in zip(parts, self.rollouts, strict=True)]
+        )
 
 
 def off_policy(batch: Batch, iteration: int) -> dict[str, float]:
-    """How old the samples are and how far the policy has moved on; what engine and trainer differ by where neither is so. Both
-    logprobs are at temperature 1: between temperatures equal programs would differ."""
+    """Return metrics of the staleness of samples and of the mismatch of engine and trainer.
+
+    The mismatch uses tokens of the current weights, the policy drift uses tokens of older
+    weights. Both logprobs are at temperature 1: at different temperatures even equal programs
+    would differ.
+    """
     ages = iteration - 1 - np.concatenate([r.made_at for r in batch.rollouts])
     gaps = np.abs(batch.flat([r.logprobs for r in batch.rollouts]) - batch.flat(batch.logprobs))
     found = {"staleness": float(ages.mean()), "staleness_max": float(ages.max())}
     if len(fresh := gaps[ages == 0]):
-        found |= {"logprob_mismatch": float(fresh.mean()), "logprob_mismatch_max": float(fresh.max())}
+        found |= {
+            "logprob_mismatch": float(fresh.mean()),
+            "logprob_mismatch_max": float(fresh.max()),
+        }
     if len(stale := gaps[ages > 0]):
         found["policy_drift"] = float(stale.mean())
     return found
@@ -61,24 +73,37 @@ class Updates:
         masked = config.overlong.cut_answers == "mask"
         self.learned = [r.sampled & (not (masked and r.cut)) for r in batch.rollouts]
         engine = [r.sampling_logprobs for r in batch.rollouts]
-        self.corrections = correction_weights(config.correction, batch.logprobs, engine, batch.sampled())
+        self.corrections = correction_weights(
+            config.correction, batch.logprobs, engine, batch.sampled()
+        )
 
     def minibatches(self, iteration: int) -> Iterator[list[int]]:
-        """Rollouts in an order that follows from seed and iteration; a minibatch without any token to learn from is left out."""
+        """Yield the indices of the rollouts of each minibatch, for all epochs.
+
+        The order depends on the seed and the iteration. Minibatches without a token to train on
+        are left out.
+        """
         rng = np.random.default_rng([self.config.seed, iteration])
         for _ in range(self.config.epochs):
-            for part in np.array_split(rng.permutation(len(self.batch.rollouts)), self.config.minibatches):
+            for part in np.array_split(
+                rng.permutation(len(self.batch.rollouts)), self.config.minibatches
+            ):
                 if any(self.learned[i].any() for i in part):
                     yield part.tolist()
 
     def call(self, role: Role, part: list[int]) -> tuple[Columns, LossCall]:
+        """Return the rows and the loss of a minibatch."""
         return self._policy(part) if role == "policy" else self._critic(part)
 
     def tokens(self, part: list[int]) -> int:
+        """Return the number of trained tokens of a minibatch."""
         return sum(int(self.learned[i].sum()) for i in part)
 
     def _policy(self, part: list[int]) -> tuple[Columns, LossCall]:
-        """Losses are sums: the weights make them the mean that `reduction` names."""
+        """Return rows and loss of the policy.
+
+        Losses are sums. The weights turn the sum into the mean that `reduction` configures.
+        """
         config, batch = self.config, self.batch
         weights = token_weights(config.reduction, [self.learned[i] for i in part], self.longest)
         fields: dict[str, list[NDArray[np.floating]]] = {
@@ -86,9 +111,12 @@ class Updates:
             "advantages": [batch.advantages[i] for i in part],
             "weights": [w * self.corrections[i] for w, i in zip(weights, part, strict=True)],
         }
-        options: dict[str, float | str] = {key: value for key, value in config.policy_loss if key != "type"}
+        options: dict[str, float | str] = {
+            key: value for key, value in config.policy_loss if key != "type"
+        }
         if config.entropy_coef:
-            counted = sum(int(np.count_nonzero(w)) for w in fields["weights"])  # a correction may leave tokens out
+            # Count nonzero weights, because a correction may set some to 0.
+            counted = sum(int(np.count_nonzero(w)) for w in fields["weights"])
             options["entropy_coef"] = config.entropy_coef / max(counted, 1)
         if config.kl.place == "loss":
             assert batch.reference is not None
@@ -96,7 +124,9 @@ class Updates:
             options |= {"kl_coef": self.kl_coef, "kl_estimator": config.kl.estimator}
         if config.policy_loss.type == "gspo":
             fields["sequence_ratio_mask"] = [self.learned[i].astype(np.float32) for i in part]
-        return rows_of([batch.rollouts[i] for i in part], fields), LossCall(config.policy_loss.type, options)
+        return rows_of([batch.rollouts[i] for i in part], fields), LossCall(
+            config.policy_loss.type, options
+        )
 
     def _critic(self, part: list[int]) -> tuple[Columns, LossCall]:
         batch = self.batch
@@ -112,25 +142,37 @@ class Updates:
 
 
 def adam_of(config: RlConfig, role: Role, iteration: int) -> AdamParams:
-    """Rates fall linearly from iteration 1 to the last."""
+    """Return the optimizer parameters. Learning rates fall linearly over the iterations."""
     share = 1 - (1 - config.final_lr_share) * (iteration - 1) / max(1, config.iterations - 1)
     rate = share * (config.policy_lr if role == "policy" else config.critic_lr)
-    return AdamParams(rate, config.beta1, config.beta2, config.eps, config.weight_decay, config.grad_clip_norm)
+    return AdamParams(
+        rate, config.beta1, config.beta2, config.eps, config.weight_decay, config.grad_clip_norm
+    )
 
 
-def metrics_of(role: Role, done: list[tuple[rs.LossOutput, rs.StepDone]], tokens: int) -> dict[str, float]:
-    """Over all minibatches of an iteration, of which there is at least one; `tokens`: those learned from, epochs counted."""
+def metrics_of(
+    role: Role, done: list[tuple[rs.LossOutput, rs.StepDone]], tokens: int
+) -> dict[str, float]:
+    """Return the metrics over all minibatches of an iteration. At least one is needed.
+
+    `tokens` is the number of trained tokens, over all epochs.
+    """
     sums: dict[str, float] = {}
     for output, _ in done:
         for name, value in output.metrics.items():
             sums[name] = sums.get(name, 0.0) + value
     norm = float(np.mean([step.metrics["skyrl.ai/grad_norm"] for _, step in done]))
     if role == "critic":
-        return {"value_loss": sums["squared_error:sum"] / tokens, "value_clip_fraction": sums["clipped_values:sum"] / tokens,
-                "critic_grad_norm": norm}  # fmt: skip
+        return {
+            "value_loss": sums["squared_error:sum"] / tokens,
+            "value_clip_fraction": sums["clipped_values:sum"] / tokens,
+            "critic_grad_norm": norm,
+        }
     found = {"policy_loss": sums["loss:sum"] / len(done), "policy_grad_norm": norm}
     if "clipped_tokens:sum" in sums:
-        found["clip_fraction"] = sums["clipped_tokens:sum"] / (sums.get("counted_tokens:sum") or tokens)
+        found["clip_fraction"] = sums["clipped_tokens:sum"] / (
+            sums.get("counted_tokens:sum") or tokens
+        )
     if sums.get("counted_tokens:sum"):
         found["entropy"] = sums["entropy:sum"] / sums["counted_tokens:sum"]
     return found

@@ -1,4 +1,4 @@
-"""Who is told how a run goes, and what comes out of it."""
+"""The interface that shows the progress of a run, and the result of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,25 @@ from skyrl_actors.jobs.rollout import Rollout
 
 
 class Watcher(Protocol):
+    """Shows or records the progress of a run."""
+
     def step(self, step: int, metrics: dict[str, float]) -> None: ...
 
-    def evaluated(self, step: int, metrics: dict[str, float], rollouts: Sequence[Rollout] = ()) -> None: ...
+    def evaluated(
+        self, step: int, metrics: dict[str, float], rollouts: Sequence[Rollout] = ()
+    ) -> None: ...
 
     def warned(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
+    """The result of a run: its metric before and after training, and its weights."""
+
     metric: str
     before: float
     after: float
     steps: int
     checkpoint: str  # folder of the last weights
-    best: dict[str, Any] = field(default_factory=dict[str, Any])  # step, value, folder of the best evaluation's, if kept
+    # step, value and folder of the best evaluation, if its weights were saved
+    best: dict[str, Any] = field(default_factory=dict[str, Any])

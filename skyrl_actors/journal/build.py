@@ -1,8 +1,8 @@
-"""The configured journal."""
+"""Build the configured journal."""
 
 from skyrl_actors.config.cluster import JournalConfig
-from skyrl_actors.journal.base import Journal
 from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.journal.protocol import Journal
 
 
 def build_journal(config: JournalConfig) -> Journal:

@@ -1,7 +1,8 @@
-"""Messages as bytes and back: msgpack in which every message names its type, and arrays keep dtype and shape.
+"""Encode messages as msgpack in which every message names its type, and decode them.
 
-Only the types listed here are ever built, so a damaged or foreign file can make nothing else. A field that is missing
-takes its default (it was added later); a field that is unknown is Corrupt (a newer version wrote it).
+Arrays keep their dtype and shape. Only the types listed here are ever built, so a damaged or
+foreign file cannot create other objects. A missing field gets its default, because it was added
+later. An unknown field is Corrupt, because a newer version wrote it.
 """
 
 from dataclasses import fields
@@ -16,16 +17,43 @@ from skyrl_actors.messages.errors import Corrupt, InvalidRequest
 TYPES: dict[str, type] = {
     cls.__name__: cls
     for cls in (
-        columns.Columns, model.LoraSpec, model.ModelSpec, model.AdamParams, model.LossCall, requests.CreateModel,
-        requests.ForwardBackward, requests.OptimStep, requests.SaveWeights, requests.SaveForSampler, requests.SaveExternal, requests.LoadWeights,
-        requests.Unload, requests.SamplingParams, requests.Sample, results.ModelCreated, results.LossOutput, results.StepDone,
-        results.Saved, results.SamplerSaved, results.Loaded, results.Unloaded, results.Sequence, results.SampleOutput,
-        results.Failure, sampling.SparseLayout, sampling.PromptTargets, sampling.TargetLogprobs, sampling.PromptAlternatives, weights.TensorEntry, weights.WeightManifest, weights.SamplerWeights,
+        columns.Columns,
+        model.LoraSpec,
+        model.ModelSpec,
+        model.AdamParams,
+        model.LossCall,
+        requests.CreateModel,
+        requests.ForwardBackward,
+        requests.OptimStep,
+        requests.SaveWeights,
+        requests.SaveForSampler,
+        requests.SaveExternal,
+        requests.LoadWeights,
+        requests.Unload,
+        requests.SamplingParams,
+        requests.Sample,
+        results.ModelCreated,
+        results.LossOutput,
+        results.StepDone,
+        results.Saved,
+        results.SamplerSaved,
+        results.Loaded,
+        results.Unloaded,
+        results.Sequence,
+        results.SampleOutput,
+        results.Failure,
+        sampling.SparseLayout,
+        sampling.PromptTargets,
+        sampling.TargetLogprobs,
+        sampling.PromptAlternatives,
+        weights.TensorEntry,
+        weights.WeightManifest,
+        weights.SamplerWeights,
     )
-}  # fmt: skip
+}
 FIELDS = {name: tuple(f.name for f in fields(cls)) for name, cls in TYPES.items()}
 TAG = "$"
-PAIRS = ""  # in the place of a type: a plain dict as pairs
+PAIRS = ""  # in place of a type: a plain dict, stored as pairs
 ARRAY = 1
 UNENCODABLE = (OverflowError, UnicodeError, TypeError, ValueError, RecursionError)
 
@@ -35,23 +63,23 @@ def encode(message: Any) -> bytes:
 
 
 def check(message: Any) -> None:
-    """Whether `encode` takes it. Raises InvalidRequest. Arrays are left out: they always fit."""
+    """Check that `encode` accepts a message, without its arrays. Raises InvalidRequest."""
     try:
         _checker.encode(_plain(message, with_arrays=False))
     except UNENCODABLE as error:
         raise InvalidRequest(
-            f"a value of this request cannot be stored: {_described(error)}. Use numbers of at most 64 bits "
-            "and text that is valid Unicode"
+            f"a value of this request cannot be stored: {_described(error)}; "
+            "use numbers of at most 64 bits and text that is valid Unicode"
         ) from None
 
 
 def _described(error: Exception) -> str:
-    """In ASCII: the text of the error may hold what could not be encoded."""
+    """Return the error's text in ASCII, because it may contain what could not be encoded."""
     return str(error).encode("ascii", "backslashreplace").decode()[:200]
 
 
 def decode(content: bytes | memoryview) -> Any:
-    """Raises Corrupt for bytes that are not a message of these types."""
+    """Decode a message. Raises Corrupt for other bytes."""
     try:
         return _built(_decoder.decode(content))
     except (msgspec.DecodeError, TypeError, ValueError, KeyError) as error:
@@ -59,7 +87,7 @@ def decode(content: bytes | memoryview) -> Any:
 
 
 def to_json(message: Any) -> str:
-    """For columns of a row; messages with arrays do not go there."""
+    """Encode for a column of a row. The message must not contain arrays."""
     return msgspec.json.encode(_plain(message)).decode()
 
 
@@ -73,10 +101,14 @@ def from_json(text: str) -> Any:
 def _plain(value: Any, with_arrays: bool = True) -> Any:
     names = FIELDS.get(type(value).__name__)
     if names is not None:
-        return {TAG: type(value).__name__, **{name: _plain(getattr(value, name), with_arrays) for name in names}}
+        return {
+            TAG: type(value).__name__,
+            **{name: _plain(getattr(value, name), with_arrays) for name in names},
+        }
     if isinstance(value, dict):
         plain = {key: _plain(item, with_arrays) for key, item in value.items()}
-        return {TAG: PAIRS, "items": list(plain.items())} if TAG in plain else plain  # a client's own key looks like ours
+        # A client's own key may equal TAG.
+        return {TAG: PAIRS, "items": list(plain.items())} if TAG in plain else plain
     if isinstance(value, list | tuple):
         return [_plain(item, with_arrays) for item in value]
     if isinstance(value, np.ndarray):

@@ -1,6 +1,6 @@
-"""What is written to a journal, and what is read back (pure, frozen).
+"""Types that are written to a journal and read from it (pure, frozen).
 
-`Entry` values given to one `write` become durable together or not at all.
+`Entry` values of one `write` become durable together or not at all.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,18 @@ from skyrl_actors.messages.results import Failure, Result
 from skyrl_actors.messages.weights import SamplerWeights
 
 Effect = Literal["applied", "dropped", "none"]
-"""What an answered operation did to its model's state, and so what a replay does: run it again, drop the pending
-gradients, or nothing."""
+"""What an answered operation did to its model's state, and so what a replay does.
+
+applied: repeat the operation. dropped: drop the pending gradients. none: do nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A request that was promised. `number` orders all of them; `session_id` None is a sampler of nobody's session."""
+    """An accepted request.
+
+    `number` orders all requests. `session_id` None: the sampler belongs to no session.
+    """
 
     number: int
     request_id: str
@@ -32,12 +37,14 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
+    """The result of a request, and its effect on the model."""
+
     number: int
     request_id: str
     result: Result
     effect: Effect
     answered_at: float
-    step: int | None = None  # of the model, after this operation; None for operations that train nothing
+    step: int | None = None  # of the model after this operation; None if it trains nothing
 
     @property
     def failed(self) -> bool:
@@ -59,7 +66,10 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOpened:
-    """`owner` and `number`: the model whose unnamed version it is, and the operation that froze it."""
+    """A sampler with its weights.
+
+    For an unnamed version, `owner` is its model and `number` the operation that saved it.
+    """
 
     sampler_id: str
     session_id: str | None
@@ -72,12 +82,14 @@ class SamplerOpened:
 
 @dataclass(frozen=True, slots=True)
 class SamplerRetired:
+    """A sampler that was closed."""
+
     sampler_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaken:
-    """The whole state of a model behind operation `number`."""
+    """The whole state of a model after operation `number`."""
 
     model_id: str
     number: int
@@ -93,12 +105,21 @@ class SnapshotDropped:
     number: int
 
 
-Entry = Accepted | Answered | SessionOpened | SessionEnded | SamplerOpened | SamplerRetired | SnapshotTaken | SnapshotDropped
+Entry = (
+    Accepted
+    | Answered
+    | SessionOpened
+    | SessionEnded
+    | SamplerOpened
+    | SamplerRetired
+    | SnapshotTaken
+    | SnapshotDropped
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes within a pack file. `digest` is the SHA-256 of these bytes."""
+    """Bytes in a pack file. `digest` is their SHA-256."""
 
     pack: str
     offset: int
@@ -108,7 +129,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The header of an operation; its payload and result are read when they are needed."""
+    """The header of an operation. Payload and result are read when they are needed."""
 
     number: int
     request_id: str
@@ -119,7 +140,7 @@ class Operation:
     model_id: str | None
     session_id: str | None
     accepted_at: float
-    payload: Blob | None = None  # None when it was swept
+    payload: Blob | None = None  # None after a sweep
     answered_at: float | None = None
     effect: Effect | None = None
     failed: bool = False
@@ -128,13 +149,17 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
-    """What a controller needs to go on. `epoch` counts the openings: a higher one fences off all before."""
+class JournalState:
+    """The state from which a controller resumes.
+
+    `epoch` counts the openings. A higher one fences off all earlier controllers.
+    """
 
     epoch: int
     next_number: int
     sessions: tuple[SessionOpened, ...] = ()
     samplers: tuple[SamplerOpened, ...] = ()
-    operations: tuple[Operation, ...] = ()  # not answered, or saying what a living model's state is; by number
+    # by number; unanswered, or needed to rebuild the state of a living model
+    operations: tuple[Operation, ...] = ()
     snapshots: tuple[SnapshotTaken, ...] = ()  # the newest of each living model
-    recent: frozenset[str] = frozenset()  # ids of the requests that were answered last
+    recent: frozenset[str] = frozenset()  # ids of the last answered requests

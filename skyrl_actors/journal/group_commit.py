@@ -1,7 +1,8 @@
-"""Group commit: all that waits while a commit is on its way shares the next one, and with it the cost of the disk's fsyncs.
+"""Write entries from one thread, and share each commit among all waiting writes.
 
-Consumes entries from the event loop, writes them from one thread. What fails together is tried alone: one bad entry must
-not refuse the others, and a passing fault may be over.
+Entries that arrive during a commit form the next one, so that they share the cost of its fsyncs. If
+a commit fails, its writes are repeated one by one: a bad entry must not fail the others, and a
+temporary fault may be over.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ BATCH_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What must become durable together, and who waits for it."""
+    """Entries that must become durable together, and the future that waits for them."""
 
     entries: tuple[Entry, ...]
     loop: asyncio.AbstractEventLoop
@@ -38,7 +39,7 @@ class Write:
 
 
 class GroupCommit:
-    """`trouble` is why the last write failed, None when it succeeded."""
+    """Group commit. `trouble` is why the last write failed, or None when it succeeded."""
 
     def __init__(self, write: Callable[[Sequence[Entry]], None]):
         self.trouble: str | None = None
@@ -48,34 +49,36 @@ class GroupCommit:
         self._waiting: deque[Write] = deque()
         self._busy = False
         self._closing = False
-        self._began = 0.0  # when the write that is under way was given to the thread
+        self._began = 0.0  # when the current write was passed to the thread
 
     @property
     def slow(self) -> str | None:
-        """That a write takes so long that its client would better know."""
+        """The reason to report a write that takes too long, or None."""
         took_s = time.monotonic() - self._began
         if not self._busy or took_s < SLOW_S:
             return None
         return f"a write has taken {took_s:.0f} s; the disk or the database does not answer"
 
     async def write(self, entries: tuple[Entry, ...]) -> None:
-        """Durable when this returns. Raises Unavailable, or InvalidRequest for entries that can never be
-        written; then nothing of it was written."""
+        """Write the entries durably. On an error none of them was written.
+
+        Raises Unavailable, or InvalidRequest for entries that can never be written.
+        """
         if self._closing:
             raise Unavailable("the journal is closed")
         loop = asyncio.get_running_loop()
         write = Write(entries, loop, loop.create_future())
         with self._mutex:
             self._waiting.append(write)
-        loop.call_soon(self._next)  # soon: what else this turn of the loop brings shares the commit
+        loop.call_soon(self._next)  # later, so that other writes of this iteration share the commit
         await write.done
 
     async def between(self, function: Callable[[], T]) -> T:
-        """Run it where rows are written, while none are."""
+        """Run a function in the writing thread, between two writes."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, function)
 
     async def close(self) -> None:
-        """Returns when what was given is settled."""
+        """Return when all writes have ended."""
         self._closing = True
         while self._busy or self._waiting:
             await self.between(lambda: None)
@@ -87,7 +90,9 @@ class GroupCommit:
                 return
             self._busy, self._began = True, time.monotonic()
             batch = _take(self._waiting)
-        writing = self._writer.submit(self._write, [entry for write in batch for entry in write.entries])
+        writing = self._writer.submit(
+            self._write, [entry for write in batch for entry in write.entries]
+        )
         writing.add_done_callback(lambda done: self._on_written(batch, done.exception()))
 
     def _on_written(self, batch: list[Write], error: BaseException | None) -> None:
@@ -96,7 +101,9 @@ class GroupCommit:
         else:
             for write in batch:
                 alone = self._writer.submit(self._write, write.entries)
-                alone.add_done_callback(lambda done, write=write: self._settle([write], done.exception()))
+                alone.add_done_callback(
+                    lambda done, write=write: self._settle([write], done.exception())
+                )
         with self._mutex:
             self._busy = False
         self._next()
@@ -107,14 +114,22 @@ class GroupCommit:
             return
         trouble = None if error is None else reason(error)
         if trouble != self.trouble:
-            log.error("the journal can not write: %s", trouble) if trouble else log.info("the journal writes again")
+            if trouble:
+                log.error("the journal cannot write: %s", trouble)
+            else:
+                log.info("the journal writes again")
         self.trouble = trouble
-        refusal = None if trouble is None else Unavailable(f"the journal can not write: {trouble}")
+        refusal = None if trouble is None else Unavailable(f"the journal cannot write: {trouble}")
         writes[0].loop.call_soon_threadsafe(_wake, writes, refusal)
 
 
 def reason(error: BaseException) -> str:
-    return str(error.orig) if isinstance(error, DBAPIError) and error.orig else str(error) or type(error).__name__
+    """Return the database's own error message if there is one."""
+    return (
+        str(error.orig)
+        if isinstance(error, DBAPIError) and error.orig
+        else str(error) or type(error).__name__
+    )
 
 
 def _wake(writes: list[Write], refusal: SkyrlActorsError | None) -> None:
@@ -128,7 +143,7 @@ def _wake(writes: list[Write], refusal: SkyrlActorsError | None) -> None:
 
 
 def _take(waiting: deque[Write]) -> list[Write]:
-    """What makes the next pack: at least one write, within the bounds."""
+    """Take the writes of the next pack: at least one, within the limits."""
     taken, size = [waiting.popleft()], 0
     while waiting and len(taken) < BATCH_ENTRIES:
         size += sum(_size(entry) for entry in taken[-1].entries)

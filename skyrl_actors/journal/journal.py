@@ -1,4 +1,7 @@
-"""The journal on SQL and files, for an event loop: it writes by group commit and reads in other threads."""
+"""The journal on SQL and files, for an event loop.
+
+It writes by group commit and reads in other threads.
+"""
 
 import asyncio
 import logging
@@ -15,7 +18,7 @@ from skyrl_actors import clock
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.journal import opening
 from skyrl_actors.journal.encoding import decode
-from skyrl_actors.journal.entries import Books, Entry, Operation, SnapshotTaken
+from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.group_commit import GroupCommit, reason
 from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.retention import Retention
@@ -23,7 +26,13 @@ from skyrl_actors.journal.snapshots import SnapshotFolders
 from skyrl_actors.journal.store import Store
 from skyrl_actors.journal.sweeping import Sweeper
 from skyrl_actors.journal.watchdog import Watchdog
-from skyrl_actors.messages.errors import ConfigError, Corrupt, InternalError, SkyrlActorsError, Unavailable
+from skyrl_actors.messages.errors import (
+    ConfigError,
+    Corrupt,
+    InternalError,
+    SkyrlActorsError,
+    Unavailable,
+)
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
 
@@ -34,6 +43,8 @@ FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError, ValueError, TypeError, Ove
 
 
 class SqlJournal:
+    """Implements `Journal` on SQL and files. `wall` returns seconds since the epoch."""
+
     def __init__(self, config: JournalConfig, wall: Callable[[], float] = clock.now):
         self.config = config
         self.wall = wall
@@ -54,42 +65,44 @@ class SqlJournal:
         return self._store
 
     def check(self) -> None:
-        """Whether it could be opened now, before any process is started for it. Raises ConfigError."""
+        """Check that the journal could be opened, before any process starts. Raises ConfigError."""
         opening.check_folder(self.folder)
         opening.FolderLock(self.folder, "").release()
         engine = opening.connect(self._url)
         try:
-            with _refused(f"the journal's database {self._url} can not be used"):
-                opening.migrate(engine, self.folder, (self.folder / opening.MARKER).exists(), only_check=True)
+            with _refused(f"the journal's database {self._url} cannot be used"):
+                opening.migrate(
+                    engine, self.folder, (self.folder / opening.MARKER).exists(), only_check=True
+                )
         finally:
             engine.dispose()
 
-    async def open(self, holder: str) -> Books:
+    async def open(self, holder: str) -> JournalState:
         return await asyncio.to_thread(self._open, holder)
 
-    def _open(self, holder: str) -> Books:
+    def _open(self, holder: str) -> JournalState:
         opening.check_folder(self.folder)
         self._lock = opening.FolderLock(self.folder, holder, LOCK_WAIT_S)
         engine = opening.connect(self._url)
         with ExitStack() as undo:
             undo.callback(self._lock.release)
             undo.callback(engine.dispose)
-            with _refused(f"the journal's database {self._url} can not be used"):
+            with _refused(f"the journal's database {self._url} cannot be used"):
                 if engine.dialect.name == "postgresql":
                     self._guard = _advisory_lock(engine)
                     undo.callback(self._guard.close)
                 marked = (self.folder / opening.MARKER).exists()
                 opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
                 self._store = Store(engine, self._packs)
-                books = self._store.begin_epoch(holder, opening.last_epoch(self.folder))
-                opening.note_epoch(self.folder, books.epoch)
-                # What an interrupted snapshot left; packs are looked through by the first sweep.
+                journal_state = self._store.begin_epoch(holder, opening.last_epoch(self.folder))
+                opening.note_epoch(self.folder, journal_state.epoch)
+                # Remove what an interrupted snapshot left. The first sweep checks the packs.
                 self._folders.sweep(self._store.snapshot_folders())
             if engine.dialect.name == "postgresql":
                 self._watchdog = Watchdog(engine)
             self._commits = GroupCommit(self._store.write)
             undo.pop_all()
-            return books
+            return journal_state
 
     @property
     def trouble(self) -> str | None:
@@ -114,16 +127,22 @@ class SqlJournal:
         try:
             return await asyncio.to_thread(function, *arguments)
         except (SQLAlchemyError, OSError) as error:
-            raise Unavailable(f"the journal can not be read now: {reason(error)}") from None
+            raise Unavailable(f"the journal cannot be read now: {reason(error)}") from None
 
     async def request(self, operation: Operation) -> Request:
         if operation.payload is None:
-            raise Corrupt(f"operation {operation.number} was swept: its payload is older than journal.retention_s")
+            raise Corrupt(
+                f"the payload of operation {operation.number} was swept: "
+                "it is older than journal.retention_s"
+            )
         return decode(await self._read(self._packs.read, operation.payload))
 
     async def result(self, operation: Operation) -> Result:
         if operation.result is None:
-            raise Corrupt(f"the result of operation {operation.number} was swept: it is older than journal.retention_s")
+            raise Corrupt(
+                f"the result of operation {operation.number} was swept: "
+                "it is older than journal.retention_s"
+            )
         return decode(await self._read(self._packs.read, operation.result))
 
     async def find(self, request_id: str) -> Operation | None:
@@ -150,7 +169,9 @@ class SqlJournal:
     async def drop_staging(self, staging: Path) -> None:
         await asyncio.to_thread(self._folders.remove, staging.name)
 
-    async def seal_snapshot(self, staging: Path, model_id: str, number: int, step: int) -> SnapshotTaken:
+    async def seal_snapshot(
+        self, staging: Path, model_id: str, number: int, step: int
+    ) -> SnapshotTaken:
         try:
             snapshot = await asyncio.to_thread(self._folders.seal, staging, model_id, number, step)
         except OSError as error:
@@ -178,7 +199,7 @@ class SqlJournal:
                 freed += step.num_bytes
                 for name in step.folders:
                     freed += await asyncio.to_thread(self._folders.remove, name)
-                if step.rows:  # half of the writer's time is left to writes
+                if step.rows:  # leave half of the writer's time to writes
                     await asyncio.sleep(time.monotonic() - began)
         except FAULTS as error:
             raise Unavailable(f"the journal was not swept: {reason(error)}") from None
@@ -203,13 +224,15 @@ class SqlJournal:
 
 @contextmanager
 def reading(config: JournalConfig) -> Generator[Store]:
-    """A journal's rows and records for reading only, beside a service that may be writing. Raises ConfigError."""
+    """Open a journal for reading only, beside a service that may write. Raises ConfigError."""
     folder = config.folder.expanduser().resolve()
     if not (folder / opening.MARKER).is_file():
-        raise ConfigError(f"{folder} is no journal (it has no {opening.MARKER}); name one with journal.folder=…")
+        raise ConfigError(
+            f"{folder} is no journal (it has no {opening.MARKER}); set journal.folder to one"
+        )
     engine = opening.connect(opening.database_url(folder, config.url))
     try:
-        with _refused(f"the journal's database {engine.url} can not be used"):
+        with _refused(f"the journal's database {engine.url} cannot be used"):
             opening.migrate(engine, folder, True, only_check=True)
             yield Store(engine, PackStore(folder / opening.PACKS))
     finally:
@@ -218,7 +241,7 @@ def reading(config: JournalConfig) -> Generator[Store]:
 
 @contextmanager
 def _refused(what: str) -> Generator[None]:
-    """Faults of files and databases while a journal is opened are the config's."""
+    """Convert errors of files and databases to ConfigError."""
     try:
         yield
     except SQLAlchemyError as error:
@@ -229,8 +252,15 @@ def _refused(what: str) -> Generator[None]:
 
 def _advisory_lock(engine: sa.Engine) -> sa.Connection:
     connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-    if not connection.execute(sa.select(sa.func.pg_try_advisory_lock(opening.ADVISORY_LOCK))).scalar():
-        first = connection.execute(sa.text("SELECT value FROM journal_info WHERE key = 'holder'")).scalar()
+    if not connection.execute(
+        sa.select(sa.func.pg_try_advisory_lock(opening.ADVISORY_LOCK))
+    ).scalar():
+        first = connection.execute(
+            sa.text("SELECT value FROM journal_info WHERE key = 'holder'")
+        ).scalar()
         connection.close()
-        raise ConfigError(f"the journal {engine.url} is in use by {first}; stop it first, or set another journal.url")
+        raise ConfigError(
+            f"the journal {engine.url} is in use by {first}; "
+            "stop it first, or set another journal.url"
+        )
     return connection

@@ -1,6 +1,7 @@
-"""What a controller needs of a journal to go on: read by indexes, so that it does not depend on how much was ever done.
+"""Load the state from which a controller resumes.
 
-Sequence numbers that were used are not in it; they are read stream by stream when a stream is used again.
+It is read by indexes, so the time does not depend on the length of the history. Used sequence
+numbers are not included; they are read for each stream when it is used again.
 """
 
 import json
@@ -10,23 +11,34 @@ import sqlalchemy as sa
 
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.encoding import from_json
-from skyrl_actors.journal.entries import Books, Operation, SamplerOpened, SessionOpened, SnapshotTaken
+from skyrl_actors.journal.entries import (
+    JournalState,
+    Operation,
+    SamplerOpened,
+    SessionOpened,
+    SnapshotTaken,
+)
 from skyrl_actors.journal.rows import operation_of
 
 RECENT = 10_000
 LIVE = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
 OP = t.operations.c
 STEPPED = sa.and_(OP.kind == "OptimStep", OP.effect != "none")
-"""Operations behind which no earlier one is pending."""
+"""Condition for operations after which no earlier one is pending."""
 CHANGED = sa.or_(OP.effect != "none", sa.and_(OP.kind == "ForwardBackward", OP.failed))
-"""Operations that say what a model's state is: those that changed it, and those that should have."""
+"""Condition for operations that determine a model's state: all that changed it or should have."""
 
 
-def load(connection: sa.Connection, epoch: int) -> Books:
+def load(connection: sa.Connection, epoch: int) -> JournalState:
+    """Load all open sessions, samplers, models and unanswered requests."""
     last = connection.execute(sa.select(sa.func.max(OP.number))).scalar() or 0
-    marked = connection.execute(sa.select(t.info.c.value).where(t.info.c.key == t.LAST_NUMBER)).scalar()
+    marked = connection.execute(
+        sa.select(t.info.c.value).where(t.info.c.key == t.LAST_NUMBER)
+    ).scalar()
     sessions = connection.execute(sa.select(t.sessions).where(t.sessions.c.ended_at.is_(None)))
-    samplers = connection.execute(sa.select(t.samplers).where(~t.samplers.c.retired).order_by(t.samplers.c.number))
+    samplers = connection.execute(
+        sa.select(t.samplers).where(~t.samplers.c.retired).order_by(t.samplers.c.number)
+    )
     owed = connection.execute(sa.select(t.operations).where(t.OWED)).all()
     recent = sa.select(OP.request_id, OP.answered_at).order_by(OP.number.desc()).limit(RECENT)
     operations = {row.number: operation_of(row) for row in owed}
@@ -37,43 +49,71 @@ def load(connection: sa.Connection, epoch: int) -> Books:
         operations[creation.number] = creation
         since = _since(connection, str(creation.model_id), snapshot)
         operations |= {op.number: op for op in _changes(connection, str(creation.model_id), since)}
-    return Books(
+    return JournalState(
         epoch,
         max(last, int(marked or 0)) + 1,
-        tuple(SessionOpened(s.session_id, json.loads(s.user_metadata), s.opened_at) for s in sessions),
         tuple(
-            SamplerOpened(s.sampler_id, s.session_id, s.base_model, s.model_path, from_json(s.weights), s.owner, s.number)
+            SessionOpened(s.session_id, json.loads(s.user_metadata), s.opened_at) for s in sessions
+        ),
+        tuple(
+            SamplerOpened(
+                s.sampler_id,
+                s.session_id,
+                s.base_model,
+                s.model_path,
+                from_json(s.weights),
+                s.owner,
+                s.number,
+            )
             for s in samplers
         ),
         tuple(operations[number] for number in sorted(operations)),
         tuple(snapshots),
-        frozenset(row.request_id for row in connection.execute(recent) if row.answered_at is not None),
+        frozenset(
+            row.request_id for row in connection.execute(recent) if row.answered_at is not None
+        ),
     )
 
 
 def _creations(connection: sa.Connection) -> list[Operation]:
-    """Of models that live."""
+    """Return the creations of living models."""
     unload = t.operations.alias().c
     unloaded = sa.select(unload.model_id).where(
-        sa.text("kind IN ('CreateModel', 'Unload')"), unload.kind == "Unload", unload.answered_at.is_not(None), ~unload.failed
+        sa.text("kind IN ('CreateModel', 'Unload')"),
+        unload.kind == "Unload",
+        unload.answered_at.is_not(None),
+        ~unload.failed,
     )
     query = sa.select(t.operations).where(
-        t.LIFETIMES, OP.kind == "CreateModel", OP.session_id.in_(LIVE), ~OP.failed,
+        t.LIFETIMES,
+        OP.kind == "CreateModel",
+        OP.session_id.in_(LIVE),
+        ~OP.failed,
         OP.model_id.not_in(unloaded),
-    )  # fmt: skip
+    )
     return [operation_of(row) for row in connection.execute(query)]
 
 
 def newest_snapshot(connection: sa.Connection, model_id: str) -> SnapshotTaken | None:
     column = t.snapshots.c
-    query = sa.select(t.snapshots).where(column.model_id == model_id).order_by(column.number.desc()).limit(1)
+    query = (
+        sa.select(t.snapshots)
+        .where(column.model_id == model_id)
+        .order_by(column.number.desc())
+        .limit(1)
+    )
     row = connection.execute(query).first()
     return SnapshotTaken(**row._mapping) if row else None
 
 
 def last_step(connection: sa.Connection, model_id: str) -> int | None:
-    """The newest operation of a model behind which none is pending."""
-    query = sa.select(OP.number).where(OP.model_id == model_id, STEPPED).order_by(OP.number.desc()).limit(1)
+    """Return the newest operation of a model after which no earlier one is pending."""
+    query = (
+        sa.select(OP.number)
+        .where(OP.model_id == model_id, STEPPED)
+        .order_by(OP.number.desc())
+        .limit(1)
+    )
     return connection.execute(query).scalar()
 
 
@@ -83,15 +123,22 @@ def _since(connection: sa.Connection, model_id: str, snapshot: SnapshotTaken | N
 
 
 def _changes(connection: sa.Connection, model_id: str, since: int) -> Sequence[Operation]:
-    query = sa.select(t.operations).where(OP.model_id == model_id, OP.number >= since, OP.answered_at.is_not(None), CHANGED)
+    query = sa.select(t.operations).where(
+        OP.model_id == model_id, OP.number >= since, OP.answered_at.is_not(None), CHANGED
+    )
     return [operation_of(row) for row in connection.execute(query.order_by(OP.number))]
 
 
 def remembered(connection: sa.Connection, stream: str, before: int, limit: int) -> list[Operation]:
-    """Answered operations of a stream that have a sequence number: the newest ones below `before`, in order."""
+    """Return the newest answered operations of a stream below `before`, in order.
+
+    Only operations with a sequence number are included.
+    """
     found: list[Operation] = []
     for whose in (OP.model_id == stream, sa.and_(t.OF_SAMPLERS, OP.stream == stream)):
-        query = sa.select(t.operations).where(whose, OP.number < before, OP.answered_at.is_not(None), OP.seq_id.is_not(None))
+        query = sa.select(t.operations).where(
+            whose, OP.number < before, OP.answered_at.is_not(None), OP.seq_id.is_not(None)
+        )
         rows = connection.execute(query.order_by(OP.number.desc()).limit(limit))
         found += [operation_of(row) for row in rows]
     return sorted(found, key=lambda op: op.number)

@@ -1,4 +1,4 @@
-"""Taking a journal: is it ours, does somebody hold it, which version wrote it. Every refusal says what to do."""
+"""Open a journal: check its owner, its user and its version. Every error states what to do."""
 
 import fcntl
 import json
@@ -18,9 +18,9 @@ from sqlalchemy import event
 from sqlalchemy.engine import URL, make_url
 
 from skyrl_actors import migrations
-from skyrl_actors.files import fsync, write_durably
 from skyrl_actors.journal.tables import PROJECT, info
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.storage.files import fsync, write_durably
 
 MARKER = "journal.json"
 DATABASE = "journal.db"
@@ -45,7 +45,7 @@ ADVISORY_LOCK = 0x536B7952
 
 
 def database_url(folder: Path, url: str | None) -> URL:
-    """The configured database, or SQLite in the journal's folder."""
+    """Return the configured database, or SQLite in the journal's folder."""
     if url is None:
         return URL.create("sqlite", database=str(folder / DATABASE))
     parsed = make_url(url)
@@ -55,13 +55,14 @@ def database_url(folder: Path, url: str | None) -> URL:
 
 
 def connect(url: URL) -> sa.Engine:
+    """Create an engine. Commits to SQLite are synced to disk."""
     if url.get_backend_name() != "sqlite":
         return sa.create_engine(url, connect_args=_bounded(url))
     engine = sa.create_engine(url, connect_args={"timeout": 5, "check_same_thread": False})
 
     @event.listens_for(engine, "connect")
     def _durable(connection: sqlite3.Connection, _: Any) -> None:
-        # FULL: a commit is on the disk when it returns, also in WAL mode.
+        # FULL: a commit is on disk when it returns, also in WAL mode.
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=2000"):
             connection.execute(f"PRAGMA {pragma}")
 
@@ -69,29 +70,41 @@ def connect(url: URL) -> sa.Engine:
 
 
 def _bounded(url: URL) -> dict[str, Any]:
-    """A host that is gone is noticed within about 10 s, from both ends. What the URL itself sets stays."""
+    """Detect a dead host within about 10 s, from both ends. Settings in the URL have priority."""
     ours: dict[str, Any] = {
-        "connect_timeout": 5, "keepalives": 1, "keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3,
+        "connect_timeout": 5,
+        "keepalives": 1,
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
         "tcp_user_timeout": 10_000,
-    }  # fmt: skip
+    }
     server = {
-        "statement_timeout": STATEMENT_MS, "idle_in_transaction_session_timeout": 2 * STATEMENT_MS, "tcp_keepalives_idle": 5,
-        "tcp_keepalives_interval": 2, "tcp_keepalives_count": 3, "tcp_user_timeout": 10_000,
-    }  # fmt: skip
+        "statement_timeout": STATEMENT_MS,
+        "idle_in_transaction_session_timeout": 2 * STATEMENT_MS,
+        "tcp_keepalives_idle": 5,
+        "tcp_keepalives_interval": 2,
+        "tcp_keepalives_count": 3,
+        "tcp_user_timeout": 10_000,
+    }
     options = " ".join(f"-c {name}={value}" for name, value in server.items())
     given = url.query.get("options", "")
     arguments = {name: value for name, value in ours.items() if name not in url.query}
-    return arguments | {"options": f"{options} {given if isinstance(given, str) else ' '.join(given)}".strip()}
+    return arguments | {
+        "options": f"{options} {given if isinstance(given, str) else ' '.join(given)}".strip()
+    }
 
 
 def last_epoch(folder: Path) -> int:
-    """Of the openings that this folder knows of: a database that was put back does not know the newest."""
+    """Return the newest epoch recorded in this folder. A restored database has an older one."""
     try:
         return int((folder / EPOCH).read_text())
     except FileNotFoundError:
         return 0
     except ValueError as error:
-        raise OSError(f"{folder / EPOCH} is damaged ({error}); remove it if no process of this service runs") from None
+        raise OSError(
+            f"{folder / EPOCH} is damaged ({error}); remove it if no process of this service runs"
+        ) from None
 
 
 def note_epoch(folder: Path, epoch: int) -> None:
@@ -99,48 +112,56 @@ def note_epoch(folder: Path, epoch: int) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Before anything is made: an empty or absent folder, or one of ours."""
+    """Check that the folder is empty, absent or a journal. Raises ConfigError otherwise."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         names = {file.name for file in folder.iterdir()}
         if MARKER not in names and names - OWN:
             odd = ", ".join(sorted(names - OWN)[:3])
-            raise ConfigError(f"{folder} is no journal of {PROJECT}: it holds {odd}. Set journal.folder to an empty folder")
+            raise ConfigError(
+                f"{folder} is no journal of {PROJECT}: it contains {odd}; "
+                "set journal.folder to an empty folder"
+            )
         if MARKER in names:
             marker = json.loads((folder / MARKER).read_text())
             if marker.get("project") != PROJECT:
                 raise ConfigError(
-                    f"{folder} is a journal of {marker.get('project')!r}, not of {PROJECT}; set another journal.folder"
+                    f"{folder} is a journal of {marker.get('project')!r}, not of {PROJECT}; "
+                    "set another journal.folder"
                 )
             for name in (PACKS, SNAPSHOTS):
                 if name not in names:
-                    raise ConfigError(f"{folder / name} is missing: restore it, or set another journal.folder to begin anew")
+                    raise ConfigError(
+                        f"{folder / name} is missing: "
+                        "restore it, or set another journal.folder to start an empty journal"
+                    )
         probe = folder / LOCK
         probe.touch(mode=0o600)
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(f"no right to read and write {folder}")
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"the journal's folder {folder} can not be used: {error}") from None
+        raise ConfigError(f"the journal's folder {folder} cannot be used: {error}") from None
 
 
 class FolderLock:
-    """One process at a time; freed by the system when that process ends, however it ends."""
+    """A lock that one process holds. The system releases it when that process ends."""
 
     def __init__(self, folder: Path, holder: str, wait_s: float = 0.0):
         self._stream = (folder / LOCK).open("a+")
         if not self._taken(wait_s):
             self._stream.seek(0)
-            first = self._stream.read().strip() or "a process that did not say its name"
+            first = self._stream.read().strip() or "an unknown process"
             self._stream.close()
             raise ConfigError(
-                f"the journal {folder} is in use by {first}; stop it first, or set another journal.folder for this service"
+                f"the journal {folder} is in use by {first}; stop it first, "
+                "or set another journal.folder for this service"
             )
         self._stream.truncate(0)
         self._stream.write(holder)
         self._stream.flush()
 
     def _taken(self, wait_s: float) -> bool:
-        """A service that was just killed may take a moment to be gone."""
+        """Try for `wait_s`, because a killed service may need a moment to end."""
         deadline = time.monotonic() + wait_s
         while True:
             try:
@@ -156,18 +177,22 @@ class FolderLock:
 
 
 def migrate(engine: sa.Engine, folder: Path, has_marker: bool, only_check: bool = False) -> str:
-    """Bring the tables to this version; returns the journal's id. `only_check` changes nothing and returns ""."""
+    """Migrate the tables to this version and return the journal's id.
+
+    `only_check` changes nothing and returns "".
+    """
     with engine.begin() as connection:
         names = set(sa.inspect(connection).get_table_names())
         ours = {VERSION_TABLE, "journal_info"}
         if names and not ours <= names:
             raise ConfigError(
-                f"{engine.url} holds tables of something else ({min(names)}); give the journal a database of its own"
-            )  # fmt: skip
+                f"{engine.url} has tables of another program ({min(names)}); "
+                "give the journal its own database"
+            )
         if not names and has_marker:
             raise ConfigError(
-                f"{engine.url} is empty, but {folder} is a journal: its database was removed. Restore it, "
-                "or set another journal.folder to begin anew"
+                f"{engine.url} is empty, but {folder} is a journal: "
+                "restore its database, or set another journal.folder to start an empty journal"
             )
         _check_version(connection, names)
         if only_check:
@@ -194,14 +219,17 @@ def _check_version(connection: sa.Connection, names: set[str]) -> None:
         scripts.get_revision(found or "0001")
     except CommandError:
         raise ConfigError(
-            f"this journal is of version {found}, written by a newer {PROJECT}; this one knows versions up to "
-            f"{scripts.get_current_head()}. Upgrade, or set another journal.folder"
+            f"this journal has version {found}, written by a newer {PROJECT}, "
+            f"and this one supports versions up to {scripts.get_current_head()}: "
+            "upgrade, or set another journal.folder"
         ) from None
 
 
 def _run_migrations(connection: sa.Connection) -> None:
     scripts = _scripts()
-    with EnvironmentContext(Config(), scripts, fn=lambda found, _: scripts._upgrade_revs("head", found)) as environment:
+    with EnvironmentContext(
+        Config(), scripts, fn=lambda found, _: scripts._upgrade_revs("head", found)
+    ) as environment:
         environment.configure(connection=connection, version_table=VERSION_TABLE)
         with environment.begin_transaction():
             environment.run_migrations()
@@ -215,16 +243,21 @@ def _identity(connection: sa.Connection, folder: Path) -> str:
         raise ConfigError(f"the database is a journal of {values['project']!r}, not of {PROJECT}")
     there = values.get("journal_id")
     if here != there and (here is not None or there is not None):
-        raise ConfigError(f"{folder} belongs to journal {here}, the database to {there}: they must be one pair")
+        raise ConfigError(
+            f"{folder} belongs to journal {here} and the database to {there}: "
+            "use a folder and a database of the same journal"
+        )
     if there is None:
         there = uuid.uuid4().hex
         rows = {"project": PROJECT, "journal_id": there, "epoch": "0"}
-        connection.execute(sa.insert(info), [{"key": key, "value": value} for key, value in rows.items()])
+        connection.execute(
+            sa.insert(info), [{"key": key, "value": value} for key, value in rows.items()]
+        )
     return there
 
 
 def mark(folder: Path, journal_id: str) -> None:
-    """Last step of a first opening: from here on the folder says what it is."""
+    """Mark the folder as this journal, as the last step of a first opening."""
     for name in (PACKS, SNAPSHOTS):
         (folder / name).mkdir(exist_ok=True, mode=0o700)
     marker = folder / MARKER

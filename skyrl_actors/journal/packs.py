@@ -1,6 +1,7 @@
-"""Payloads and results as files. One commit's records make one pack, named by the SHA-256 of its content.
+"""Store payloads and results in files. The records of one commit form one pack.
 
-A pack is written under another name, fsynced, renamed, and its folder fsynced: it is whole or absent, and never changed.
+A pack is named by the SHA-256 of its content. It is written under another name, fsynced and
+renamed, and its folder is fsynced. So it is complete or absent, and never changes.
 """
 
 import hashlib
@@ -10,15 +11,15 @@ from contextlib import ExitStack
 from io import RawIOBase
 from pathlib import Path
 
-from skyrl_actors.files import fsync
 from skyrl_actors.journal.entries import Blob
 from skyrl_actors.messages.errors import Corrupt
+from skyrl_actors.storage.files import fsync
 
 PARTIAL = ".partial"
 
 
 class Pack:
-    """Records on their way into one file."""
+    """The records of one pack file."""
 
     def __init__(self, records: Sequence[bytes]):
         self.records = records
@@ -35,11 +36,13 @@ class Pack:
 
 
 class PackStore:
+    """The folder of pack files."""
+
     def __init__(self, folder: Path):
         self.folder = folder
 
     def write(self, pack: Pack) -> None:
-        """Durable when this returns. Raises OSError, then no pack was added."""
+        """Write a pack durably. On OSError no pack was added."""
         target = f"{self.folder}/{pack.name}"
         staging = f"{target}{PARTIAL}"
         with ExitStack() as undo:
@@ -52,6 +55,7 @@ class PackStore:
         fsync(self.folder)
 
     def read(self, blob: Blob) -> bytes:
+        """Read one record. Raises Corrupt when its file is missing or changed."""
         path = self.folder / blob.pack
         try:
             with path.open("rb") as stream:
@@ -60,14 +64,17 @@ class PackStore:
         except FileNotFoundError:
             raise Corrupt(f"{path} is missing") from None
         if hashlib.sha256(content).hexdigest() != blob.digest:
-            raise Corrupt(f"{path} was changed: {blob.length} bytes at {blob.offset} do not have the digest that was written")
+            raise Corrupt(
+                f"{path} was changed: the digest of {blob.length} bytes at {blob.offset} "
+                "differs from the written one"
+            )
         return content
 
     def names(self) -> list[str]:
         return os.listdir(self.folder)
 
     def remove(self, names: Iterable[str]) -> int:
-        """Packs that no row names; returns freed bytes."""
+        """Remove packs that no row refers to, and return the freed bytes."""
         freed = 0
         for name in names:
             file = self.folder / name

@@ -1,7 +1,7 @@
-"""The newest commits, kept to be made again in a database that lost them.
+"""Keep the newest commits in memory, to repeat them in a database that lost them.
 
-A database that fails over to an asynchronous copy goes back by its last commits, although they were confirmed. Rows
-are small, so the newest ones are kept in memory.
+A database that fails over to an asynchronous copy loses its last commits, although they were
+confirmed. Rows are small, so memory suffices for the newest ones.
 """
 
 from collections import deque
@@ -12,25 +12,32 @@ from typing import Any
 from skyrl_actors.messages.errors import InternalError
 
 KEPT_ROWS = 20_000
-Statement = tuple[Any, Any]  # what is executed, and its parameters
+Statement = tuple[Any, Any]  # a statement and its parameters
 
 
 class CommitsLost(InternalError):
-    """The database went back further than can be made good: the journal must be opened anew."""
+    """The database lost more commits than are kept: the journal must be opened again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
+    """One commit: the commit token before and after it, and its statements."""
+
     before: str
     token: str
     statements: Sequence[Statement]
 
     @property
     def rows(self) -> int:
-        return 1 + sum(len(parameters) if isinstance(parameters, list) else 1 for _, parameters in self.statements)
+        return 1 + sum(
+            len(parameters) if isinstance(parameters, list) else 1
+            for _, parameters in self.statements
+        )
 
 
 class RedoLog:
+    """The newest commits, with at most KEPT_ROWS rows."""
+
     def __init__(self) -> None:
         self._commits: deque[Commit] = deque()
         self._rows = 0
@@ -42,7 +49,7 @@ class RedoLog:
             self._rows -= self._commits.popleft().rows
 
     def since(self, token: str) -> list[Commit] | None:
-        """All commits behind that one, in order; None when they are not all here."""
+        """Return all commits after `token`, in order, or None when some are no longer kept."""
         found = list(self._commits)
         for index, commit in enumerate(found):
             if commit.before == token:

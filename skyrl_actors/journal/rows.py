@@ -1,4 +1,4 @@
-"""Entries as rows and back: what of each goes into which table, and what into its pack."""
+"""Convert entries to rows and records of packs, and rows to operations."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ ANSWER = sa.update(t.operations).where(t.operations.c.number == sa.bindparam("of
 
 
 def statements(entries: Sequence[Entry], blobs: Iterator[Blob]) -> list[tuple[Any, Any]]:
-    """What is to be executed, each with its parameters."""
+    """Return the statements to execute, each with its parameters."""
     accepted, answered, others = [], [], []
     for entry in entries:
         if isinstance(entry, Accepted):
@@ -36,44 +36,89 @@ def statements(entries: Sequence[Entry], blobs: Iterator[Blob]) -> list[tuple[An
             answered.append(answered_row(entry, next(blobs)))
         else:
             others.append(entry)
-    found: list[tuple[Any, Any]] = [*([(ACCEPT, accepted)] if accepted else []), *([(ANSWER, answered)] if answered else [])]
+    found: list[tuple[Any, Any]] = [
+        *([(ACCEPT, accepted)] if accepted else []),
+        *([(ANSWER, answered)] if answered else []),
+    ]
     return found + [(statement, None) for entry in others for statement in _statements(entry)]
 
 
 def record_of(entry: Entry) -> Any:
-    """What goes into the pack."""
-    return entry.request if isinstance(entry, Accepted) else entry.result if isinstance(entry, Answered) else None
+    """Return the part of an entry that is stored in the pack."""
+    return (
+        entry.request
+        if isinstance(entry, Accepted)
+        else entry.result
+        if isinstance(entry, Answered)
+        else None
+    )
 
 
 def accepted_row(entry: Accepted, blob: Blob) -> dict[str, Any]:
-    names = ("number", "request_id", "stream", "seq_id", "digest", "model_id", "session_id", "accepted_at")
+    names = (
+        "number",
+        "request_id",
+        "stream",
+        "seq_id",
+        "digest",
+        "model_id",
+        "session_id",
+        "accepted_at",
+    )
     return {
-        **{name: getattr(entry, name) for name in names}, "kind": type(entry.request).__name__, "failed": False,
-        "payload_pack": blob.pack, "payload_offset": blob.offset, "payload_length": blob.length, "payload_digest": blob.digest,
-    }  # fmt: skip
+        **{name: getattr(entry, name) for name in names},
+        "kind": type(entry.request).__name__,
+        "failed": False,
+        "payload_pack": blob.pack,
+        "payload_offset": blob.offset,
+        "payload_length": blob.length,
+        "payload_digest": blob.digest,
+    }
 
 
 def answered_row(entry: Answered, blob: Blob) -> dict[str, Any]:
     return {
-        "of": entry.number, "answered_at": entry.answered_at, "effect": entry.effect, "failed": entry.failed, "step": entry.step,
-        "result_pack": blob.pack, "result_offset": blob.offset, "result_length": blob.length, "result_digest": blob.digest,
-    }  # fmt: skip
+        "of": entry.number,
+        "answered_at": entry.answered_at,
+        "effect": entry.effect,
+        "failed": entry.failed,
+        "step": entry.step,
+        "result_pack": blob.pack,
+        "result_offset": blob.offset,
+        "result_length": blob.length,
+        "result_digest": blob.digest,
+    }
 
 
 def _statements(entry: Entry) -> list[Any]:
     assert not isinstance(entry, Accepted | Answered)
     if isinstance(entry, SessionOpened):
-        values = {"session_id": entry.session_id, "user_metadata": json.dumps(entry.user_metadata), "opened_at": entry.opened_at}
+        values = {
+            "session_id": entry.session_id,
+            "user_metadata": json.dumps(entry.user_metadata),
+            "opened_at": entry.opened_at,
+        }
         return [sa.insert(t.sessions).values(**values)]
     if isinstance(entry, SessionEnded):
-        return [sa.update(t.sessions).where(t.sessions.c.session_id == entry.session_id).values(ended_at=entry.ended_at)]
+        return [
+            sa.update(t.sessions)
+            .where(t.sessions.c.session_id == entry.session_id)
+            .values(ended_at=entry.ended_at)
+        ]
     if isinstance(entry, SamplerOpened):
         names = ("sampler_id", "session_id", "base_model", "model_path", "owner", "number")
-        values = {name: getattr(entry, name) for name in names} | {"weights": to_json(entry.weights), "retired": False}
+        values = {name: getattr(entry, name) for name in names} | {
+            "weights": to_json(entry.weights),
+            "retired": False,
+        }
         again = sa.delete(t.samplers).where(t.samplers.c.sampler_id == entry.sampler_id)
         return [again, sa.insert(t.samplers).values(**values)]
     if isinstance(entry, SamplerRetired):
-        return [sa.update(t.samplers).where(t.samplers.c.sampler_id == entry.sampler_id).values(retired=True)]
+        return [
+            sa.update(t.samplers)
+            .where(t.samplers.c.sampler_id == entry.sampler_id)
+            .values(retired=True)
+        ]
     where = (t.snapshots.c.model_id == entry.model_id, t.snapshots.c.number == entry.number)
     drop = sa.delete(t.snapshots).where(*where)
     if isinstance(entry, SnapshotDropped):
@@ -88,9 +133,27 @@ def operation_of(row: Any) -> Operation:
         pack = getattr(row, f"{name}_pack")
         if pack is None:
             return None
-        return Blob(pack, getattr(row, f"{name}_offset"), getattr(row, f"{name}_length"), getattr(row, f"{name}_digest"))
+        return Blob(
+            pack,
+            getattr(row, f"{name}_offset"),
+            getattr(row, f"{name}_length"),
+            getattr(row, f"{name}_digest"),
+        )
 
     return Operation(
-        row.number, row.request_id, row.kind, row.stream, row.seq_id, row.digest, row.model_id, row.session_id, row.accepted_at,
-        blob("payload"), row.answered_at, row.effect, bool(row.failed), row.step, blob("result"),
-    )  # fmt: skip
+        row.number,
+        row.request_id,
+        row.kind,
+        row.stream,
+        row.seq_id,
+        row.digest,
+        row.model_id,
+        row.session_id,
+        row.accepted_at,
+        blob("payload"),
+        row.answered_at,
+        row.effect,
+        bool(row.failed),
+        row.step,
+        blob("result"),
+    )

@@ -1,4 +1,7 @@
-"""Snapshot folders: the ranks write files into a staging folder, `seal` makes it whole, `verify` proves it is."""
+"""Manage snapshot folders.
+
+The ranks write files into a staging folder, `seal` completes it, and `verify` checks it.
+"""
 
 import hashlib
 import json
@@ -17,23 +20,30 @@ MANIFEST = "manifest.json"
 
 
 class SnapshotFolders:
+    """The folder of snapshots. `wall` returns seconds since the epoch."""
+
     def __init__(self, root: Path, wall: Callable[[], float] = clock.now):
         self.root = root
         self._wall = wall
 
     def stage(self, model_id: str, number: int) -> Path:
+        """Create an empty staging folder."""
         staging = self.root / f"{_safe(model_id)}@{number}{PARTIAL}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(mode=0o700)
         return staging
 
     def seal(self, staging: Path, model_id: str, number: int, step: int) -> SnapshotTaken:
-        """Raises OSError; then the staging folder is gone and nothing else changed."""
+        """Complete the snapshot. On OSError only the staging folder is removed."""
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, staging, ignore_errors=True)
             files = {file.name: _described(file) for file in sorted(staging.iterdir())}
             manifest = staging / MANIFEST
-            manifest.write_text(json.dumps({"model_id": model_id, "number": number, "step": step, "files": files}, indent=2))
+            manifest.write_text(
+                json.dumps(
+                    {"model_id": model_id, "number": number, "step": step, "files": files}, indent=2
+                )
+            )
             for file in staging.iterdir():
                 fsync(file)
             fsync(staging)
@@ -46,6 +56,7 @@ class SnapshotFolders:
         return SnapshotTaken(model_id, number, step, folder.name, size, self._wall())
 
     def verify(self, snapshot: SnapshotTaken) -> Path:
+        """Return the folder. Raises Corrupt when a file is missing or changed."""
         folder = self.root / snapshot.folder
         try:
             files = json.loads((folder / MANIFEST).read_text())["files"]
@@ -53,23 +64,29 @@ class SnapshotFolders:
                 if _described(folder / name) != wanted:
                     raise Corrupt(f"snapshot file {folder / name} was changed")
         except (OSError, ValueError, KeyError) as error:
-            raise Corrupt(f"snapshot {folder} can not be read: {error}") from None
+            raise Corrupt(f"snapshot {folder} cannot be read: {error}") from None
         return folder
 
     def remove(self, name: str) -> int:
+        """Remove a folder and return the freed bytes."""
         folder = self.root / name
         freed = sum(file.stat().st_size for file in folder.iterdir()) if folder.is_dir() else 0
         shutil.rmtree(folder, ignore_errors=True)
         return freed
 
     def sweep(self, known: set[str]) -> int:
-        """Folders without a row: an interrupted snapshot, or one that was dropped before its files went."""
-        return sum(self.remove(folder.name) for folder in self.root.iterdir() if folder.name not in known)
+        """Remove folders without a row: of interrupted or dropped snapshots."""
+        return sum(
+            self.remove(folder.name) for folder in self.root.iterdir() if folder.name not in known
+        )
 
 
 def _described(file: Path) -> dict[str, int | str]:
     with file.open("rb") as stream:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        return {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
+        }
 
 
 def _safe(model_id: str) -> str:

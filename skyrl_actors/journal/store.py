@@ -1,4 +1,7 @@
-"""The journal's rows and packs, synchronously: one `write` is one pack and one transaction. Called from one thread."""
+"""Write and read the journal's rows and packs synchronously, from one thread.
+
+One `write` is one pack and one transaction.
+"""
 
 import logging
 import os
@@ -10,11 +13,17 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DataError, DBAPIError
-from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_exponential
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_when_event_set,
+    wait_exponential,
+)
 
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.encoding import UNENCODABLE, encode
-from skyrl_actors.journal.entries import Books, Entry, Operation, SnapshotTaken
+from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.loading import load, remembered
 from skyrl_actors.journal.packs import Pack, PackStore
 from skyrl_actors.journal.redo import Commit, CommitsLost, RedoLog, Statement
@@ -22,13 +31,15 @@ from skyrl_actors.journal.rows import operation_of, record_of, statements
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 
 log = logging.getLogger(__name__)
-# Locked: a commit that is still on its way holds this row, and its fate is known only when it is free.
+# Locked: a running commit holds this row, so its outcome is known only when the row is free.
 LAST_COMMIT = sa.select(t.info.c.value).where(t.info.c.key == "commit").with_for_update()
 LAST_EPOCH = sa.select(t.info.c.value).where(t.info.c.key == "epoch")
-# A commit may wait for a standby for as long as that takes: cancelled, it would be confirmed without it.
+# A commit may wait for a standby without limit: cancelled, it would be confirmed without it.
 NO_TIMEOUT = sa.text("SET LOCAL statement_timeout = 0")
 FENCE = (
-    sa.update(t.info).where(t.info.c.key == "commit", t.info.c.value == sa.bindparam("last")).values(value=sa.bindparam("next"))
+    sa.update(t.info)
+    .where(t.info.c.key == "commit", t.info.c.value == sa.bindparam("last"))
+    .values(value=sa.bindparam("next"))
 )
 
 COUNT = sa.text(
@@ -38,16 +49,18 @@ COUNT = sa.text(
 
 
 class Fenced(InternalError):
-    """Another process has opened the journal since: this one may not write any more."""
+    """Another process has opened the journal since, so this one must not write any more."""
 
 
 class Store:
+    """The journal's database and packs, used from one thread."""
+
     def __init__(self, engine: sa.Engine, packs: PackStore):
         self.engine = engine
         self.packs = packs
         self.epoch = 0
-        self.lost: str | None = None  # why the journal must be opened anew
-        self.waiting: str | None = None  # the fault behind which a commit's fate is not yet known
+        self.lost: str | None = None  # why the journal must be opened again
+        self.waiting: str | None = None  # the fault that hides whether a commit succeeded
         self.closing = threading.Event()
         self._token = ""
         self._redo = RedoLog()
@@ -58,20 +71,29 @@ class Store:
         self._inode: int | None = None
         self._suspects: set[str] | None = None
 
-    def begin_epoch(self, holder: str, at_least: int = 0) -> Books:
-        """Fence off whoever wrote before, and read what is known. `at_least`: an epoch that is known to have begun."""
+    def begin_epoch(self, holder: str, at_least: int = 0) -> JournalState:
+        """Fence off earlier writers and read the journal's state.
+
+        `at_least`: an epoch that is known to have begun.
+        """
         if self._file is not None:
             self._inode = self._file.stat().st_ino
         with self.engine.begin() as connection:
             key = t.info.c.key
-            found = connection.execute(sa.select(t.info.c.value).where(key == "epoch").with_for_update()).scalar_one()
+            found = connection.execute(
+                sa.select(t.info.c.value).where(key == "epoch").with_for_update()
+            ).scalar_one()
             if int(found) < at_least:
                 log.error(
-                    "the journal's database is of an earlier time: it was opened %s times, and its folder says %d; what was "
-                    "accepted and answered since then is lost", found, at_least,
-                )  # fmt: skip
+                    "the journal's database is an older copy: it was opened %s times and its "
+                    "folder %d times; requests accepted and answered since then are lost",
+                    found,
+                    at_least,
+                )
             self.epoch = max(int(found), at_least) + 1
-            connection.execute(sa.update(t.info).where(key == "epoch").values(value=str(self.epoch)))
+            connection.execute(
+                sa.update(t.info).where(key == "epoch").values(value=str(self.epoch))
+            )
             self._token = f"{self.epoch}.0"
             self._redo = RedoLog()
             for name, value in (("holder", holder), ("commit", self._token)):
@@ -80,8 +102,11 @@ class Store:
             return load(connection, self.epoch)
 
     def write(self, entries: Sequence[Entry]) -> None:
-        """All entries, or none. Their rows are made while their records are on the way to the disk, and committed behind
-        them: what a row names is there."""
+        """Write all entries, or none.
+
+        Rows are prepared while records are written to disk. They are committed after the records,
+        so that a row never refers to a missing record.
+        """
         self._check_file()
         pack = Pack(_encoded(entries))
         packing = self._packer.submit(self.packs.write, pack) if pack.records else None
@@ -118,42 +143,62 @@ class Store:
         except DBAPIError as error:
             if not error.connection_invalidated or not self._reached(token, error):
                 raise
-        if self._remote:  # a file does not go back while it is open
+        if self._remote:  # an open SQLite file cannot go back
             self._redo.add(Commit(self._token, token, todo))
         self._token = token
 
     def _redo_lost(self, connection: sa.Connection) -> None:
-        """The last commit of the database is not ours. Either a later service made it, or the database lost ours and the
-        commits before: those are made again in this transaction. Raises Fenced, CommitsLost."""
-        epoch, found = connection.execute(LAST_EPOCH).scalar_one(), connection.execute(LAST_COMMIT).scalar_one()
+        """Handle a database whose last commit is not this store's.
+
+        Either a later service made it, or the database lost the last commits. Lost commits are
+        repeated in this transaction. Raises Fenced or CommitsLost.
+        """
+        epoch, found = (
+            connection.execute(LAST_EPOCH).scalar_one(),
+            connection.execute(LAST_COMMIT).scalar_one(),
+        )
         if int(epoch) > self.epoch:
-            raise Fenced("another service has opened this journal since; this one may not write to it any more")
+            raise Fenced(
+                "another service has opened this journal since; this one must not write any more"
+            )
         missing = self._redo.since(found)
         if missing is None or int(epoch) < self.epoch:
             last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
             self.lost = (
-                f"the journal's database went back to commit {found} (this service confirmed {self._token}): it was restored, or "
-                f"failed over to a copy without the newest commits. Requests above number {last} are lost; the journal is opened anew"
+                f"the journal's database went back to commit {found} "
+                f"(this service confirmed {self._token}): it was restored, "
+                "or failed over to a copy without the newest commits; "
+                f"requests above number {last} are lost, and the journal is opened again"
             )
             raise CommitsLost(self.lost)
         for commit in missing:
             _execute(connection, commit.statements)
         connection.execute(FENCE, {"last": found, "next": self._token})
-        log.error("the journal's database had lost its last %d commits, as after a failover; they were made again", len(missing))
+        log.error(
+            "the journal's database had lost its last %d commits, as after a failover; "
+            "they were repeated",
+            len(missing),
+        )
 
     def close(self) -> None:
         self._packer.shutdown(wait=True)
         self.engine.dispose()
 
     def _reached(self, token: str, error: DBAPIError) -> bool:
-        """Whether a commit is in the database whose answer was lost with the connection. Whoever waits for that commit must
-        not be refused before this is known, else a repeat would be done twice."""
+        """Return whether the database has a commit whose answer was lost with the connection.
+
+        The writes of this commit are not refused before this is known, because a repeat would then
+        be applied twice.
+        """
         self.waiting = str(error.orig)
         try:
             for attempt in Retrying(
-                retry=retry_if_exception_type(DBAPIError), wait=wait_exponential(0.05, max=2), stop=stop_when_event_set(self.closing),
-                sleep=sleep_using_event(self.closing), reraise=True,
-            ):  # fmt: skip
+                retry=retry_if_exception_type(DBAPIError),
+                wait=wait_exponential(0.05, max=2),
+                stop=stop_when_event_set(self.closing),
+                sleep=sleep_using_event(self.closing),
+                reraise=True,
+            ):
                 with attempt, self.engine.connect() as connection:
                     return connection.execute(LAST_COMMIT).scalar() == token
         finally:
@@ -161,7 +206,7 @@ class Store:
         return False
 
     def _check_file(self) -> None:
-        """SQLite goes on writing into a file that was deleted: nobody would ever read that again."""
+        """Check that the file exists: SQLite writes to a deleted one without an error."""
         if self._file is None:
             return
         try:
@@ -174,36 +219,49 @@ class Store:
 
     def find(self, request_id: str) -> Operation | None:
         with self.engine.connect() as connection:
-            row = connection.execute(sa.select(t.operations).where(t.operations.c.request_id == request_id)).first()
+            row = connection.execute(
+                sa.select(t.operations).where(t.operations.c.request_id == request_id)
+            ).first()
         return operation_of(row) if row else None
 
     def operations(self, model_id: str, after: int, upto: int) -> list[Operation]:
         column = t.operations.c
-        query = sa.select(t.operations).where(column.model_id == model_id, column.number > after, column.number <= upto)
+        query = sa.select(t.operations).where(
+            column.model_id == model_id, column.number > after, column.number <= upto
+        )
         with self.engine.connect() as connection:
             return [operation_of(row) for row in connection.execute(query.order_by(column.number))]
 
     def trimmed(self, model_id: str) -> int:
-        """The number up to which a model's operations may have been removed; 0 when none was."""
+        """Return the number up to which a model's operations may be removed, or 0."""
         query = sa.select(t.trimmed.c.number).where(t.trimmed.c.model_id == model_id)
         with self.engine.connect() as connection:
             return connection.execute(query).scalar() or 0
 
     def models(self) -> list[dict[str, Any]]:
-        """One row a model: id, operations, step, first and last time."""
+        """Return one row for each model: id, operations, step, first and last time."""
         column = t.operations.c
         query = (
             sa.select(
-                column.model_id, sa.func.count().label("operations"), sa.func.max(column.step).label("step"),
-                sa.func.min(column.accepted_at).label("first"), sa.func.max(column.accepted_at).label("last"),
+                column.model_id,
+                sa.func.count().label("operations"),
+                sa.func.max(column.step).label("step"),
+                sa.func.min(column.accepted_at).label("first"),
+                sa.func.max(column.accepted_at).label("last"),
             )
-            .where(column.model_id.is_not(None)).group_by(column.model_id).order_by(sa.func.min(column.number))
-        )  # fmt: skip
+            .where(column.model_id.is_not(None))
+            .group_by(column.model_id)
+            .order_by(sa.func.min(column.number))
+        )
         with self.engine.connect() as connection:
             return [dict(row._mapping) for row in connection.execute(query)]
 
     def snapshots(self, model_id: str) -> list[SnapshotTaken]:
-        query = sa.select(t.snapshots).where(t.snapshots.c.model_id == model_id).order_by(t.snapshots.c.number.desc())
+        query = (
+            sa.select(t.snapshots)
+            .where(t.snapshots.c.model_id == model_id)
+            .order_by(t.snapshots.c.number.desc())
+        )
         with self.engine.connect() as connection:
             return [SnapshotTaken(**row._mapping) for row in connection.execute(query)]
 
@@ -212,10 +270,17 @@ class Store:
             return set(connection.execute(sa.select(t.snapshots.c.folder)).scalars())
 
     def loads(self, model_id: str, numbers: Sequence[int]) -> set[int]:
-        """Those of these operations that read files which are not the journal's: they can not be replayed, only their snapshots help."""
+        """Return which of these operations read files outside of the journal.
+
+        They cannot be replayed, so their snapshots must be kept.
+        """
         column = t.operations.c
         kinds = ("LoadWeights", "CreateModel")
-        where = (column.model_id == model_id, column.number.in_(list(numbers)), column.kind.in_(kinds))
+        where = (
+            column.model_id == model_id,
+            column.number.in_(list(numbers)),
+            column.kind.in_(kinds),
+        )
         with self.engine.connect() as connection:
             return set(connection.execute(sa.select(column.number).where(*where)).scalars())
 
@@ -224,24 +289,31 @@ class Store:
             return remembered(connection, stream, before, limit)
 
     def mark_last_number(self) -> None:
-        """Rows are about to be removed, and their numbers must not be given again."""
+        """Store the last number before rows are removed, so that it is not used again."""
         self.write([])
         with self.engine.begin() as connection:
             last = connection.execute(sa.select(sa.func.max(t.operations.c.number))).scalar() or 0
-            known = connection.execute(sa.select(t.info.c.value).where(t.info.c.key == t.LAST_NUMBER)).scalar()
+            known = connection.execute(
+                sa.select(t.info.c.value).where(t.info.c.key == t.LAST_NUMBER)
+            ).scalar()
             connection.execute(sa.delete(t.info).where(t.info.c.key == t.LAST_NUMBER))
             value = str(max(last, int(known or 0)))
             connection.execute(sa.insert(t.info).values(key=t.LAST_NUMBER, value=value))
 
     def take_suspects(self) -> list[str]:
-        """Packs that may be in no row: all that are there the first time, then those of writes that failed since."""
+        """Return packs that may be in no row.
+
+        The first call returns all packs, later calls those of writes that failed since.
+        """
         found, self._suspects = self._suspects, set()
         return self.packs.names() if found is None else sorted(found)
 
     def oldest_sampler(self, model_id: str) -> int | None:
-        """The operation that froze the oldest unnamed version of a model that may still be sampled."""
+        """Return the operation that saved a model's oldest unnamed version with an open sampler."""
         column = t.samplers.c
-        query = sa.select(sa.func.min(column.number)).where(column.owner == model_id, ~column.retired)
+        query = sa.select(sa.func.min(column.number)).where(
+            column.owner == model_id, ~column.retired
+        )
         with self.engine.connect() as connection:
             return connection.execute(query).scalar()
 
@@ -259,4 +331,5 @@ def _encoded(entries: Sequence[Entry]) -> list[bytes]:
 
 
 def holder_text(name: str) -> str:
+    """Describe this process for error messages of other services."""
     return f"service {name!r} (process {os.getpid()} on {os.uname().nodename})"

@@ -1,7 +1,7 @@
-"""Removing what retention no longer asks for, in steps so short that writes between them hardly wait.
+"""Remove what retention no longer needs, in steps so short that writes hardly wait.
 
-Each step is one transaction on the journal's writing thread. A row goes with its records: packs count the rows that
-name them, and a pack that none names goes with its last row.
+Each step is one transaction on the journal's writing thread. A row is removed with its records.
+Packs count the rows that refer to them, and a pack is removed with its last row.
 """
 
 import time
@@ -18,22 +18,25 @@ from skyrl_actors.journal.entries import SnapshotDropped
 from skyrl_actors.journal.retention import Retention, plan_sweep
 from skyrl_actors.journal.store import Store
 
-STEP_S = 0.02  # that a step is to take; chunks grow and shrink with what the last one took
+STEP_S = 0.02  # target time of a step; the size of chunks adapts to it
 SMALLEST, LARGEST = 20, 300  # rows of a chunk
 OP = t.operations.c
 ANSWERED = OP.answered_at.is_not(None)
 RELEASE = (
-    sa.update(t.packs).where(t.packs.c.name == sa.bindparam("of")).values(records=t.packs.c.records - sa.bindparam("released"))
+    sa.update(t.packs)
+    .where(t.packs.c.name == sa.bindparam("of"))
+    .values(records=t.packs.c.records - sa.bindparam("released"))
 )
 
 TRIM = sa.text(
-    "INSERT INTO trimmed (model_id, number) VALUES (:model_id, :number) ON CONFLICT (model_id) DO UPDATE SET number = :number"
+    "INSERT INTO trimmed (model_id, number) VALUES (:model_id, :number) "
+    "ON CONFLICT (model_id) DO UPDATE SET number = :number"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What one step did. `folders`: of snapshots that no row names any more."""
+    """The result of one step. `folders` are those of snapshots without a row."""
 
     rows: int = 0
     num_bytes: int = 0
@@ -41,6 +44,8 @@ class Swept:
 
 
 class Sweeper:
+    """One sweep of the journal. `now` is in seconds since the epoch."""
+
     def __init__(self, store: Store, policy: Retention, now: float):
         self._store = store
         self._policy = policy
@@ -49,7 +54,7 @@ class Sweeper:
         self._size = 50
 
     def steps(self) -> Iterator[Swept]:
-        """Each `next` is one step."""
+        """Run one step for each `next`."""
         self._store.mark_last_number()
         yield Swept()
         yield from self._ended_sessions()
@@ -63,35 +68,54 @@ class Sweeper:
 
     def _ended_sessions(self) -> Iterator[Swept]:
         column = t.sessions.c
-        for session_id in self._ids(sa.select(column.session_id).where(column.ended_at < self._before)):
+        for session_id in self._ids(
+            sa.select(column.session_id).where(column.ended_at < self._before)
+        ):
             yield from self._chunks(OP.session_id == session_id, ANSWERED)
             with self._store.engine.begin() as connection:
                 samplers = t.samplers.c
-                connection.execute(sa.delete(t.samplers).where(samplers.session_id == session_id, samplers.retired))
+                connection.execute(
+                    sa.delete(t.samplers).where(samplers.session_id == session_id, samplers.retired)
+                )
                 connection.execute(sa.delete(t.sessions).where(column.session_id == session_id))
 
     def _idle(self) -> Iterator[Swept]:
-        """Answered operations that left their model as it was, and samples. Some say what a model is, and stay:
-        how it began and ended, which gradients are missing, and where a sampler that lives was made."""
-        kept = sa.select(t.samplers.c.number).where(~t.samplers.c.retired, t.samplers.c.number.is_not(None))
+        """Remove samples and answered operations that did not change their model.
+
+        Some determine a model's state and are kept: its creation and end, missing gradients, and
+        the origin of an open sampler.
+        """
+        kept = sa.select(t.samplers.c.number).where(
+            ~t.samplers.c.retired, t.samplers.c.number.is_not(None)
+        )
         yield from self._chunks(
-            t.IDLE, OP.answered_at < self._before, OP.kind.not_in(("CreateModel", "Unload")),
-            sa.not_(sa.and_(OP.kind == "ForwardBackward", OP.failed)), OP.number.not_in(kept), order=OP.answered_at,
-        )  # fmt: skip
-        yield from self._chunks(t.IDLE, OP.answered_at < self._before, OP.kind == "CreateModel", order=OP.answered_at)
+            t.IDLE,
+            OP.answered_at < self._before,
+            OP.kind.not_in(("CreateModel", "Unload")),
+            sa.not_(sa.and_(OP.kind == "ForwardBackward", OP.failed)),
+            OP.number.not_in(kept),
+            order=OP.answered_at,
+        )
+        yield from self._chunks(
+            t.IDLE, OP.answered_at < self._before, OP.kind == "CreateModel", order=OP.answered_at
+        )
 
     def _unloaded_models(self) -> Sequence[str]:
         where = (t.LIFETIMES, OP.kind == "Unload", OP.answered_at < self._before, ~OP.failed)
         return self._ids(sa.select(OP.model_id).where(*where))
 
     def _live_models(self) -> Sequence[str]:
-        query = sa.select(OP.model_id).where(t.LIFETIMES, OP.kind == "CreateModel", OP.session_id.in_(loading.LIVE))
+        query = sa.select(OP.model_id).where(
+            t.LIFETIMES, OP.kind == "CreateModel", OP.session_id.in_(loading.LIVE)
+        )
         return self._ids(query)
 
     def _model(self, model_id: str) -> Iterator[Swept]:
         store, snapshots = self._store, self._store.snapshots(model_id)
         pinned = store.loads(model_id, [s.number for s in snapshots])
-        plan = plan_sweep(self._policy, snapshots, store.oldest_sampler(model_id), pinned, self._now)
+        plan = plan_sweep(
+            self._policy, snapshots, store.oldest_sampler(model_id), pinned, self._now
+        )
         for snapshot in plan.drop:
             store.write([SnapshotDropped(model_id, snapshot.number)])
             yield Swept(folders=(snapshot.folder,))
@@ -99,20 +123,31 @@ class Sweeper:
             return
         with store.engine.connect() as connection:
             step = loading.last_step(connection, model_id)
-        bound = min(plan.forget_upto, step or 0)  # failures since the last step say why gradients are missing
+        # Failures since the last step explain missing gradients, so they are kept.
+        bound = min(plan.forget_upto, step or 0)
         if not bound:
             return
-        with store.engine.begin() as connection:  # first, so that no rebuild leaves out what is removed
+        # This comes first, so that no rebuild omits what is removed.
+        with store.engine.begin() as connection:
             connection.execute(TRIM, {"model_id": model_id, "number": bound - 1})
-        yield from self._chunks(OP.model_id == model_id, OP.number < bound, ANSWERED, OP.kind != "CreateModel")
+        yield from self._chunks(
+            OP.model_id == model_id, OP.number < bound, ANSWERED, OP.kind != "CreateModel"
+        )
         yield self._without_records(model_id, plan.forget_upto)
 
     def _without_records(self, model_id: str, number: int) -> Swept:
-        """The operation before a snapshot stays, as its step can be had back; its payload is in the snapshot."""
+        """Empty the operation before a snapshot, whose payload is in the snapshot.
+
+        The row is kept, because its step can be restored.
+        """
         where = (OP.model_id == model_id, OP.number == number, OP.kind != "CreateModel", ANSWERED)
         with self._store.engine.begin() as connection:
-            rows = connection.execute(sa.select(OP.payload_pack, OP.result_pack).where(*where)).all()
-            connection.execute(sa.update(t.operations).where(*where).values(payload_pack=None, result_pack=None))
+            rows = connection.execute(
+                sa.select(OP.payload_pack, OP.result_pack).where(*where)
+            ).all()
+            connection.execute(
+                sa.update(t.operations).where(*where).values(payload_pack=None, result_pack=None)
+            )
             emptied = _release(connection, rows)
         return Swept(0, self._store.packs.remove(emptied))
 
@@ -125,7 +160,9 @@ class Sweeper:
         reached: Any = None
         while True:
             size, began = self._size, time.monotonic()
-            step, reached = self._chunk([*where, *([] if reached is None else [order >= reached])], order)
+            step, reached = self._chunk(
+                [*where, *([] if reached is None else [order >= reached])], order
+            )
             self._adapt(time.monotonic() - began)
             yield step
             if step.rows < size:
@@ -139,24 +176,39 @@ class Sweeper:
 
     def _chunk(self, where: Sequence[Any], order: Any) -> tuple[Swept, Any]:
         """Remove some rows with their records and their models' snapshots."""
-        names = (OP.number, OP.model_id, OP.kind, OP.payload_pack, OP.result_pack, order.label("reached"))
+        names = (
+            OP.number,
+            OP.model_id,
+            OP.kind,
+            OP.payload_pack,
+            OP.result_pack,
+            order.label("reached"),
+        )
         with self._store.engine.begin() as connection:
-            rows = connection.execute(sa.select(*names).where(*where).order_by(order).limit(self._size)).all()
+            rows = connection.execute(
+                sa.select(*names).where(*where).order_by(order).limit(self._size)
+            ).all()
             if not rows:
                 return Swept(), None
             created = {row.model_id for row in rows if row.kind == "CreateModel"}
             folders = _forget_models(connection, created) if created else ()
-            connection.execute(sa.delete(t.operations).where(OP.number.in_([row.number for row in rows])))
+            connection.execute(
+                sa.delete(t.operations).where(OP.number.in_([row.number for row in rows]))
+            )
             emptied = _release(connection, [(row.payload_pack, row.result_pack) for row in rows])
         return Swept(len(rows), self._store.packs.remove(emptied), folders), rows[-1].reached
 
     def _orphans(self) -> Iterator[Swept]:
-        """Packs of writes that failed, and once what an interrupted process left."""
+        """Remove packs of failed writes and, once, those of an interrupted process."""
         suspects = self._store.take_suspects()
         for first in range(0, len(suspects), LARGEST):
             some = suspects[first : first + LARGEST]
             with self._store.engine.connect() as connection:
-                known = set(connection.execute(sa.select(t.packs.c.name).where(t.packs.c.name.in_(some))).scalars())
+                known = set(
+                    connection.execute(
+                        sa.select(t.packs.c.name).where(t.packs.c.name.in_(some))
+                    ).scalars()
+                )
             yield Swept(0, self._store.packs.remove([name for name in some if name not in known]))
 
     def _ids(self, query: Any) -> list[str]:
@@ -165,11 +217,13 @@ class Sweeper:
 
 
 def _release(connection: sa.Connection, pairs: Sequence[Any]) -> list[str]:
-    """Rows that named these packs are gone; returns the packs that none names now."""
+    """Count removed rows, and return the packs that no row refers to now."""
     released = Counter(name for pair in pairs for name in pair if name)
     if not released:
         return []
-    connection.execute(RELEASE, [{"of": name, "released": count} for name, count in released.items()])
+    connection.execute(
+        RELEASE, [{"of": name, "released": count} for name, count in released.items()]
+    )
     where = (t.packs.c.name.in_(list(released)), t.packs.c.records <= 0)
     emptied = list(connection.execute(sa.select(t.packs.c.name).where(*where)).scalars())
     if emptied:
@@ -178,7 +232,7 @@ def _release(connection: sa.Connection, pairs: Sequence[Any]) -> list[str]:
 
 
 def _forget_models(connection: sa.Connection, models: set[str]) -> tuple[str, ...]:
-    """Returns the folders of their snapshots."""
+    """Remove the snapshots of these models and return their folders."""
     of_models = t.snapshots.c.model_id.in_(list(models))
     folders = tuple(connection.execute(sa.select(t.snapshots.c.folder).where(of_models)).scalars())
     connection.execute(sa.delete(t.snapshots).where(of_models))

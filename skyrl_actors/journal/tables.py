@@ -1,15 +1,27 @@
-"""The journal's tables as SQLAlchemy sees them. The revisions in `migrations/` make and change them."""
+"""The journal's tables for SQLAlchemy. The revisions in `migrations/` create and change them."""
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, MetaData, String, Table, Text, text
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    text,
+)
 
 PROJECT = "skyrl-actors"
 metadata = MetaData()
 LAST_NUMBER = "last_number"
-"""In `journal_info`: no operation below it is ever made again, although rows are removed."""
+"""Key in `journal_info`: no later operation gets this number or a lower one."""
 
-# Conditions of partial indexes. A query that is to use the index must say the same words.
+# Conditions of partial indexes. A query uses the index only if it has the same text.
 IDLE = text("effect = 'none'")
 OWED = text("answered_at IS NULL")
 OF_SAMPLERS = text("model_id IS NULL")
@@ -20,7 +32,12 @@ def _partial(name: str, *columns: str, where: Any) -> Index:
     return Index(name, *columns, sqlite_where=where, postgresql_where=where)
 
 
-info = Table("journal_info", metadata, Column("key", String(64), primary_key=True), Column("value", Text, nullable=False))
+info = Table(
+    "journal_info",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("value", Text, nullable=False),
+)
 
 sessions = Table(
     "sessions",
@@ -92,12 +109,12 @@ packs = Table(
     "packs",
     metadata,
     Column("name", String(64), primary_key=True),
-    Column("records", BigInteger, nullable=False),  # that rows name; a pack without any is removed
+    Column("records", BigInteger, nullable=False),  # in rows; a pack without any is removed
 )
 
 trimmed = Table(
     "trimmed",
     metadata,
     Column("model_id", String(128), primary_key=True),
-    Column("number", BigInteger, nullable=False),  # the newest of its operations that were removed
+    Column("number", BigInteger, nullable=False),  # of the newest removed operation
 )

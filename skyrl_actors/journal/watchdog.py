@@ -1,7 +1,8 @@
-"""Ends calls to a database that has stopped answering without closing its connections.
+"""End calls to a database that stopped answering without closing its connections.
 
-The system ends a connection whose data nobody acknowledges. It cannot notice a host that acknowledges and does not
-answer: a stalled disk, or a proxy in front of a host that vanished.
+The system ends a connection whose data is not acknowledged. It cannot detect a host that
+acknowledges and does not answer. Examples are a stalled disk, and a proxy in front of a host that
+vanished.
 """
 
 import logging
@@ -21,11 +22,12 @@ LOOK_S = 0.25
 
 
 class Watchdog:
-    """For PostgreSQL. Watches each connection from when it is taken from the pool until it is back."""
+    """Limit the time from a connection's checkout to its return to the pool (PostgreSQL)."""
 
     def __init__(self, engine: sa.Engine):
         self._dialect = engine.dialect
-        self._taken: dict[int, tuple[float, Any]] = {}  # by pool record: since when, and the connection
+        # by pool record: the time of the checkout, and the connection
+        self._taken: dict[int, tuple[float, Any]] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
         event.listen(engine, "checkout", self._on_taken)
@@ -43,7 +45,7 @@ class Watchdog:
             self._dialect.do_ping(connection)
         except self._dialect.loaded_dbapi.Error as error:
             self._on_back(connection, record)
-            raise DisconnectionError(str(error)) from error  # the pool makes a new one
+            raise DisconnectionError(str(error)) from error  # the pool connects again
 
     def _on_back(self, connection: Any, record: Any, _: Any = None) -> None:
         with self._lock:
@@ -51,7 +53,8 @@ class Watchdog:
 
     def _look(self) -> None:
         while not self._closing.wait(LOOK_S):
-            with self._lock:  # held while one is cut: its descriptor cannot become another file's
+            # The lock stays held: a descriptor must not be reused for another file meanwhile.
+            with self._lock:
                 for key, (since, connection) in list(self._taken.items()):
                     if time.monotonic() - since > LONGEST_CALL_S:
                         del self._taken[key]
@@ -59,10 +62,13 @@ class Watchdog:
 
 
 def _cut(connection: Any) -> None:
-    """The thread that waits for an answer gets an error."""
-    log.error("the journal's database did not answer for %.0f s: the connection is cut", LONGEST_CALL_S)
+    """Shut the socket down, so that the waiting thread gets an error."""
+    log.error(
+        "the journal's database did not answer for %.0f s: the connection is closed",
+        LONGEST_CALL_S,
+    )
     try:
         with socket.socket(fileno=os.dup(connection.pgconn.socket)) as line:
             line.shutdown(socket.SHUT_RDWR)
     except (OSError, ValueError) as error:
-        log.warning("it was closed already: %s", error)
+        log.warning("the connection was closed already: %s", error)

@@ -1,8 +1,8 @@
-"""Losses that users trace with torch.fx and upload: checked against a list of operations, and kept inside their own id (pure).
+"""Losses that users trace with torch.fx and upload (pure).
 
-The id is the graph, compressed: nothing must be remembered on the server, and a replay finds the loss in the request. Nothing in a
-graph is code: it names operations of the lists here, which compute with numbers and tensors and make none larger than what
-they get.
+The id of a loss is its compressed graph. The server therefore stores nothing, and a replay finds
+the loss in the request. A graph contains no code: it names operations of the lists in this file.
+They compute with numbers and tensors, and their results are not larger than their inputs.
 """
 
 import base64
@@ -95,12 +95,25 @@ NEURAL = [
     "tanh",
 ]
 METHODS = frozenset(
-    [*ELEMENTWISE, *REDUCTIONS, *SHAPES, "detach", "float", "double", "bool", "size", "numel", "masked_fill", "clone"]
+    [
+        *ELEMENTWISE,
+        *REDUCTIONS,
+        *SHAPES,
+        "detach",
+        "float",
+        "double",
+        "bool",
+        "size",
+        "numel",
+        "masked_fill",
+        "clone",
+    ]
 )
 FUNCTIONS = frozenset(
     [f"torch.{name}" for name in (*ELEMENTWISE, *REDUCTIONS, *SHAPES)]
     + [f"torch.nn.functional.{name}" for name in NEURAL]
-    + [f"torch._C._nn.{name}" for name in ("gelu", "log_sigmoid", "softplus")]  # what torch.fx calls three of these
+    # torch.fx records three functions of NEURAL under these names.
+    + [f"torch._C._nn.{name}" for name in ("gelu", "log_sigmoid", "softplus")]
     + [
         f"operator.{name}"
         for name in [
@@ -129,6 +142,8 @@ FUNCTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Node:
+    """One node of a torch.fx graph."""
+
     op: str
     name: str
     target: str
@@ -138,7 +153,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`inputs` behind the logprobs: keys of loss_fn_inputs, each of as many dimensions as `ranks` says."""
+    """A checked graph.
+
+    `inputs` are the keys of loss_fn_inputs that follow the logprobs. `ranks` holds the number of
+    dimensions of each input, the logprobs included.
+    """
 
     name: str
     inputs: tuple[str, ...]
@@ -147,8 +166,16 @@ class Graph:
 
 
 def loss_id_of(name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping[str, Any]) -> str:
-    """Raises InvalidRequest for a graph that would not be run."""
-    content = json.dumps({"name": name, "inputs": list(inputs), "graph": dict(graph)}, sort_keys=True, separators=(",", ":"))
+    """Return the id of a graph.
+
+    Raises:
+        InvalidRequest: The graph is not allowed.
+    """
+    content = json.dumps(
+        {"name": name, "inputs": list(inputs), "graph": dict(graph)},
+        sort_keys=True,
+        separators=(",", ":"),
+    )
     loss_id = PREFIX + base64.urlsafe_b64encode(zlib.compress(content.encode(), 9)).decode()
     graph_of(loss_id)
     return loss_id
@@ -156,29 +183,53 @@ def loss_id_of(name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping[st
 
 @lru_cache(maxsize=256)
 def graph_of(loss_id: str) -> Graph:
+    """Decode and check the graph of an id.
+
+    Raises:
+        InvalidRequest: The id cannot be decoded, or its graph is not allowed.
+    """
     try:
         unpacked = zlib.decompressobj()
-        content = unpacked.decompress(base64.b64decode(loss_id.removeprefix(PREFIX), b"-_", validate=True), MAX_BYTES)
+        content = unpacked.decompress(
+            base64.b64decode(loss_id.removeprefix(PREFIX), b"-_", validate=True), MAX_BYTES
+        )
         if unpacked.unconsumed_tail or not loss_id.startswith(PREFIX):
-            raise ValueError("too large, or no loss id")
+            raise ValueError("it is too large or has no prefix loss-")
         return _graph(json.loads(content))
     except (ValueError, zlib.error, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidRequest(f"loss_id is not one that create_custom_loss gave out: {type(error).__name__} {error}") from None
+        raise InvalidRequest(
+            f"loss_id is not an answer of create_custom_loss: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _graph(content: Mapping[str, Any]) -> Graph:
     name, inputs = str(content["name"])[:80], content["inputs"]
     names, ranks = tuple(one["name"] for one in inputs), tuple(one["rank"] for one in inputs)
-    if not names or names[0] != "logprobs" or not all(isinstance(one, str) for one in names) or len(set(names)) != len(names):
-        raise InvalidRequest(f"custom loss {name!r}: its inputs are logprobs and then keys of loss_fn_inputs, each once")
+    if (
+        not names
+        or names[0] != "logprobs"
+        or not all(isinstance(one, str) for one in names)
+        or len(set(names)) != len(names)
+    ):
+        raise InvalidRequest(
+            f"custom loss {name!r}: its inputs must be logprobs, followed by keys of "
+            "loss_fn_inputs, each once"
+        )
     if set(ranks) not in ({1}, {2}):
-        raise InvalidRequest(f"custom loss {name!r}: inputs of ranks {ranks} are not served; all have one dimension, or all two")
+        raise InvalidRequest(
+            f"custom loss {name!r}: its inputs have the ranks {ranks}; "
+            "all must have one dimension, or all two"
+        )
     nodes = content["graph"]["nodes"]
     if content["graph"].get("format", 1) != 1 or not 0 < len(nodes) <= MAX_NODES:
         raise InvalidRequest(
-            f"custom loss {name!r}: {len(nodes)} nodes of format {content['graph'].get('format')}; at most {MAX_NODES}, 1"
+            f"custom loss {name!r}: the graph has {len(nodes)} nodes and the format "
+            f"{content['graph'].get('format')}; it must have 1 to {MAX_NODES} nodes and format 1"
         )
-    made = tuple(Node(n["op"], n["name"], n["target"], tuple(n.get("args", ())), dict(n.get("kwargs", {}))) for n in nodes)
+    made = tuple(
+        Node(n["op"], n["name"], n["target"], tuple(n.get("args", ())), dict(n.get("kwargs", {})))
+        for n in nodes
+    )
     _check(name, made, names)
     return Graph(name, names[1:], ranks, made)
 
@@ -194,12 +245,13 @@ def _check(name: str, nodes: Sequence[Node], inputs: Sequence[str]) -> None:
         }
         if not allowed.get(node.op, False):
             raise InvalidRequest(
-                f"custom loss {name!r}: {node.op} {node.target!r} is not served; run this loss on the client instead"
+                f"custom loss {name!r}: {node.op} {node.target!r} is not allowed; "
+                "run this loss on the client instead"
             )
         _check_argument(name, [node.args, dict(node.kwargs)], seen, 0)
         seen.add(node.name)
     if [node.op for node in nodes].count("output") != 1 or nodes[-1].op != "output":
-        raise InvalidRequest(f"custom loss {name!r}: one output, at the end")
+        raise InvalidRequest(f"custom loss {name!r}: it must have one output, as its last node")
 
 
 def _check_argument(name: str, value: Any, seen: set[str], depth: int) -> None:
@@ -207,7 +259,9 @@ def _check_argument(name: str, value: Any, seen: set[str], depth: int) -> None:
         raise InvalidRequest(f"custom loss {name!r}: arguments nested deeper than {MAX_DEPTH}")
     if isinstance(value, Mapping):
         if isinstance(ref := value.get("ref"), str) and ref not in seen:
-            raise InvalidRequest(f"custom loss {name!r}: node {ref!r} is used before it is made")
+            raise InvalidRequest(
+                f"custom loss {name!r}: node {ref!r} is used before its definition"
+            )
         for item in value.values():
             _check_argument(name, item, seen, depth + 1)
     elif isinstance(value, list | tuple):

@@ -1,17 +1,24 @@
-"""DPPO with the binary total variation (Qi et al., 2026, arXiv:2602.04879): −Σ M·r·A, r = exp(p − q).
+"""DPPO with the binary total variation (Qi et al., 2026, arXiv:2602.04879):
+−Σ M·r·A, r = exp(p − q).
 
-M is 0 where the update would leave the trust region further: A > 0 and e^p − e^q > delta_high, or A < 0 and
-e^q − e^p > delta_low; else 1. So it is the probability of the sampled token that may not move too far, not its ratio.
+M is 0 where the update would move further out of the trust region: A > 0 and
+e^p − e^q > delta_high, or A < 0 and e^q − e^p > delta_low. Otherwise M is 1. The bound applies
+to the probability of the sampled token, not to its ratio.
 """
 
 from collections.abc import Mapping
 
-from skyrl_actors.losses.base import Array, LossTerms, Ops, loss
+from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
 
 
 @loss("dppo", role="policy", required=("logprobs", "advantages"), optional={"weights": 1.0})
 def dppo(
-    ops: Ops, logprobs: Array, inputs: Mapping[str, Array], *, delta_low: float = 0.15, delta_high: float = 0.15
+    ops: Ops,
+    logprobs: Array,
+    inputs: Mapping[str, Array],
+    *,
+    delta_low: float = 0.15,
+    delta_high: float = 0.15,
 ) -> LossTerms:
     advantages = inputs["advantages"]
     moved = ops.detach(ops.exp(logprobs)) - ops.exp(inputs["logprobs"])

@@ -1,11 +1,15 @@
-"""Direct reward optimisation (Richemond et al., 2024, arXiv:2405.19107): −Σ (p·A − ½·beta·(p − q)²)."""
+"""Direct reward optimisation (Richemond et al., 2024, arXiv:2405.19107):
+−Σ (p·A − ½·beta·(p − q)²).
+"""
 
 from collections.abc import Mapping
 
-from skyrl_actors.losses.base import Array, LossTerms, Ops, loss
+from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
 
 
 @loss("dro", role="policy", required=("logprobs", "advantages"), optional={"weights": 1.0})
 def dro(ops: Ops, logprobs: Array, inputs: Mapping[str, Array], *, beta: float = 0.05) -> LossTerms:
     drift = logprobs - inputs["logprobs"]
-    return LossTerms(-(logprobs * inputs["advantages"] - 0.5 * beta * drift**2) * inputs["weights"], {})
+    return LossTerms(
+        -(logprobs * inputs["advantages"] - 0.5 * beta * drift**2) * inputs["weights"], {}
+    )

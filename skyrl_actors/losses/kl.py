@@ -1,8 +1,13 @@
-"""The divergence from a reference policy, estimated at each sampled token, as a term of every loss with advantages.
+"""The divergence from a reference policy as a term of every loss with advantages.
 
-With d = log π(y) − log π_ref(y) for a token y drawn from π (Schulman, "Approximating KL Divergence", 2020): k1 = d is unbiased and
-may be negative; k2 = d²/2 is biased in value, but its gradient is that of KL(π ‖ π_ref) in expectation; k3 = exp(−d) − 1 + d is
-unbiased and never negative. As a term of the loss k1 has no gradient in expectation, so only k2 and k3 are offered there.
+It is estimated at each sampled token (Schulman, "Approximating KL Divergence", 2020). With
+d = log π(y) − log π_ref(y) for a token y sampled from π:
+
+- k1 = d is unbiased and may be negative.
+- k2 = d²/2 is biased in value, but its expected gradient is that of KL(π ‖ π_ref).
+- k3 = exp(−d) − 1 + d is unbiased and never negative.
+
+As a term of the loss, k1 has no gradient in expectation, so only k2 and k3 are allowed there.
 """
 
 from collections.abc import Mapping
@@ -14,31 +19,47 @@ KL_COEF = "kl_coef"
 KL_ESTIMATOR = "kl_estimator"
 REFERENCE = "reference_logprobs"
 OPTIONS: dict[str, float | str] = {KL_COEF: 0.0, KL_ESTIMATOR: "k3"}
-"""Of every loss with advantages: Σ weights · kl_coef · estimate is added; `reference_logprobs` and `weights` are then needed."""
+"""The options of this term, with their defaults.
+
+Σ weights · kl_coef · estimate is added to the loss. With a coefficient, the inputs
+`reference_logprobs` and `weights` are required.
+"""
 ESTIMATORS = ("k2", "k3")
 
 
 class Exp(Protocol):
+    """The part of `Ops` that the estimators need."""
+
     def exp(self, x: Any) -> Any: ...
 
 
 def estimate(ops: Exp, logprobs: Any, reference: Any, estimator: str) -> Any:
-    """[T] of logprobs and reference [T], in nats."""
+    """Estimate the divergence [T] in nats from logprobs [T] and reference [T]."""
     difference = logprobs - reference
     if estimator == "k1":
         return difference
-    return difference * difference / 2 if estimator == "k2" else ops.exp(-difference) - 1 + difference
+    return (
+        difference * difference / 2 if estimator == "k2" else ops.exp(-difference) - 1 + difference
+    )
 
 
 def check(name: str, config: Mapping[str, float | str], present: set[str]) -> None:
-    """Raises InvalidRequest when what the term needs is missing, or is there and would not be used."""
+    """Check the options and inputs of the term. `present` holds the names of the inputs.
+
+    Raises:
+        InvalidRequest: The estimator is unknown, an input is missing, or the reference is given
+            but not used.
+    """
     if config.get(KL_ESTIMATOR, "k3") not in ESTIMATORS:
-        raise InvalidRequest(f"loss {name}: {KL_ESTIMATOR} is {config[KL_ESTIMATOR]!r}; allowed: {', '.join(ESTIMATORS)}")
+        raise InvalidRequest(
+            f"loss {name}: {KL_ESTIMATOR} is {config[KL_ESTIMATOR]!r}; "
+            f"allowed: {', '.join(ESTIMATORS)}"
+        )
     wanted = bool(config.get(KL_COEF))
     if wanted and (missing := {REFERENCE, "weights"} - present):
         raise InvalidRequest(
-            f"loss {name} with {KL_COEF} needs loss_fn_inputs {', '.join(sorted(missing))}: weights say at which tokens the "
-            "divergence counts"
+            f"loss {name} with {KL_COEF} needs loss_fn_inputs {', '.join(sorted(missing))}: "
+            "weights select the tokens at which the divergence counts"
         )
     if REFERENCE in present and not wanted:
         raise InvalidRequest(f"loss {name}: {REFERENCE} is only used with {KL_COEF} above 0")

@@ -1,11 +1,12 @@
-"""The clipped surrogate of PPO (Schulman et al., 2017, eq. 7): −Σ min(r·A, clip(r, low, high)·A), r = exp(p − q).
+"""The clipped surrogate of PPO (Schulman et al., 2017, eq. 7):
+−Σ min(r·A, clip(r, low, high)·A), r = exp(p − q).
 
 The thresholds bound the ratio itself: 0.8 and 1.2 are 1 − ε and 1 + ε with ε = 0.2.
 """
 
 from collections.abc import Mapping
 
-from skyrl_actors.losses.base import Array, LossTerms, Ops, loss
+from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
 
 
 @loss("ppo", role="policy", required=("logprobs", "advantages"), optional={"weights": 1.0})

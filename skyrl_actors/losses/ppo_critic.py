@@ -1,15 +1,18 @@
-"""The clipped value loss: Σ ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²), as in the PPO reference code.
+"""The clipped value loss: Σ ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²),
+as in the PPO reference code.
 
 Positions with weight 0 (prompts) do not count.
 """
 
 from collections.abc import Mapping
 
-from skyrl_actors.losses.base import Array, LossTerms, Ops, loss
+from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
 
 
 @loss("ppo_critic", role="critic", required=("values", "returns"), optional={"weights": 1.0})
-def ppo_critic(ops: Ops, values: Array, inputs: Mapping[str, Array], *, value_clip: float = 0.2) -> LossTerms:
+def ppo_critic(
+    ops: Ops, values: Array, inputs: Mapping[str, Array], *, value_clip: float = 0.2
+) -> LossTerms:
     returns, weights = inputs["returns"], inputs["weights"]
     bounded = ops.clip_around(values, inputs["values"], value_clip)
     plain, clipped = (values - returns) ** 2, (bounded - returns) ** 2

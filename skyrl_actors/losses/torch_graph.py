@@ -1,4 +1,4 @@
-"""Running an uploaded loss on one datum's tensors."""
+"""Run an uploaded loss on the tensors of one datum."""
 
 import math
 import operator
@@ -12,7 +12,7 @@ from torch import Tensor
 from skyrl_actors.losses.custom_graph import FUNCTIONS, Graph
 from skyrl_actors.messages.errors import InvalidRequest
 
-HOMES: dict[str, Any] = {
+MODULES: dict[str, Any] = {
     "torch": torch,
     "torch.nn.functional": F,
     "torch._C._nn": torch._C._nn,  # pyright: ignore[reportAttributeAccessIssue]
@@ -20,12 +20,16 @@ HOMES: dict[str, Any] = {
     "math": math,
 }
 TABLE: dict[str, Callable[..., Any]] = {
-    name: getattr(HOMES[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in FUNCTIONS
-}  # fmt: skip
+    name: getattr(MODULES[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in FUNCTIONS
+}
 
 
 def run(graph: Graph, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss, metrics), all scalars. Raises InvalidRequest for what torch refuses."""
+    """Return the loss and its metrics, all scalars.
+
+    Raises:
+        InvalidRequest: torch raises an error, or the output is not a scalar loss with metrics.
+    """
     values: dict[str, Any] = {}
     try:
         for node in graph.nodes:
@@ -34,12 +38,24 @@ def run(graph: Graph, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, T
             if node.op == "output":
                 return _checked(graph, args[0])
             values[node.name] = _computed(node.op, node.target, args, kwargs, inputs)
-    except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, AttributeError, KeyError) as error:
-        raise InvalidRequest(f"custom loss {graph.name!r} failed: {type(error).__name__} {error}") from None
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+    ) as error:
+        raise InvalidRequest(
+            f"custom loss {graph.name!r} failed: {type(error).__name__}: {error}"
+        ) from None
     raise InvalidRequest(f"custom loss {graph.name!r} has no output")
 
 
-def _computed(op: str, target: str, args: list[Any], kwargs: dict[str, Any], inputs: Mapping[str, Tensor]) -> Any:
+def _computed(
+    op: str, target: str, args: list[Any], kwargs: dict[str, Any], inputs: Mapping[str, Tensor]
+) -> Any:
     if op == "placeholder":
         return inputs[target]
     if op == "call_method":
@@ -47,7 +63,7 @@ def _computed(op: str, target: str, args: list[Any], kwargs: dict[str, Any], inp
             raise TypeError(f"{target} of a {type(args[0]).__name__}")
         return getattr(args[0], target)(*args[1:], **kwargs)
     if target.startswith("operator.") and target != "operator.getitem":
-        # Python's own numbers and lists would grow without bound.
+        # Python integers and lists could grow without bound.
         args = [arg if isinstance(arg, Tensor | bool) else float(arg) for arg in args]
     return TABLE[target](*args, **kwargs)
 
@@ -74,17 +90,22 @@ def _value(arg: Any, values: Mapping[str, Any]) -> Any:
         case "dtype" if content in ("float32", "float64", "bool", "int64"):
             return getattr(torch, content)
         case _:
-            raise ValueError(f"an argument of kind {kind!r}")
+            raise ValueError(f"unknown kind of argument: {kind!r}")
 
 
 def _checked(graph: Graph, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     loss, metrics = output
     if not isinstance(loss, Tensor) or loss.ndim:
-        raise InvalidRequest(f"custom loss {graph.name!r} must return a scalar loss and a dict of scalar metrics")
+        raise InvalidRequest(
+            f"custom loss {graph.name!r} must return a scalar loss and a dict of scalar metrics"
+        )
     for key, value in metrics.items():
-        if not (key.startswith("custom/") and key.endswith((":sum", ":mean")) and key.count(":") == 1):
+        if not (
+            key.startswith("custom/") and key.endswith((":sum", ":mean")) and key.count(":") == 1
+        ):
             raise InvalidRequest(
-                f"custom loss {graph.name!r}: metric {key!r} must be named custom/<name>:sum or custom/<name>:mean"
+                f"custom loss {graph.name!r}: metric {key!r} must be named custom/<name>:sum or "
+                "custom/<name>:mean"
             )
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise InvalidRequest(f"custom loss {graph.name!r}: metric {key!r} is not a scalar")

@@ -1,4 +1,4 @@
-"""`Ops` over torch tensors: the torch side of the losses, used by the workers."""
+"""`Ops` with torch tensors, for the workers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from skyrl_actors.losses.custom_graph import Graph
 
 
 class TorchOps:
-    """For a pass over rows of these lengths, one behind the other."""
+    """Array functions for a pass over concatenated rows of these lengths."""
 
     def __init__(self, lengths: Sequence[int]):
         self._lengths = lengths
@@ -39,11 +39,16 @@ class TorchOps:
     def count(self, condition: Tensor, like: Tensor) -> Tensor:
         return condition.to(like.dtype).sum()
 
-    def each_row(self, graph: Graph, predicted: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def each_row(
+        self, graph: Graph, predicted: Tensor, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         losses, sums, start = [], dict[str, Tensor](), 0
         for length in self._lengths:
             rows = slice(start, start + length)
-            loss, metrics = torch_graph.run(graph, {"logprobs": predicted[rows], **{name: x[rows] for name, x in inputs.items()}})
+            loss, metrics = torch_graph.run(
+                graph,
+                {"logprobs": predicted[rows], **{name: x[rows] for name, x in inputs.items()}},
+            )
             rest = torch.zeros_like(predicted[rows]).flatten()[1:]
             losses.append(torch.cat([loss.reshape(1), rest]).reshape(predicted[rows].shape))
             sums = {key: sums.get(key, 0.0) + value for key, value in metrics.items()}
@@ -54,6 +59,8 @@ class TorchOps:
         lengths = torch.tensor(self._lengths, device=x.device)
         rows = torch.repeat_interleave(torch.arange(len(lengths), device=x.device), lengths)
         counts = (mask != 0).to(x.dtype)
-        sums = torch.zeros(len(lengths), dtype=x.dtype, device=x.device).index_add(0, rows, x * counts)
+        sums = torch.zeros(len(lengths), dtype=x.dtype, device=x.device).index_add(
+            0, rows, x * counts
+        )
         totals = torch.zeros_like(sums).index_add(0, rows, counts)
         return (sums / totals.clamp(min=1))[rows]

@@ -1,16 +1,29 @@
-"""What is kept of training runs and checkpoints beyond a session's life (frozen)."""
+"""Entries for training runs, checkpoints and sessions, which outlive the session (frozen)."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-LONGEST_TTL_S = 100 * 365 * 24 * 3600  # of a checkpoint; far below what a date can hold
+LONGEST_TTL_S = 100 * 365 * 24 * 3600  # of a checkpoint; dates can represent far more
 SessionVerb = Literal["sessions", "session"]
-CatalogVerb = Literal["runs", "run", "checkpoints", "is_public", "files_for_others", "copy", "set_public", "set_ttl", "delete"]
+CatalogVerb = Literal[
+    "runs",
+    "run",
+    "checkpoints",
+    "is_public",
+    "files_for_others",
+    "copy",
+    "set_public",
+    "set_ttl",
+    "delete",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntry:
-    """`time` and `expires_at` in seconds since the epoch; `expires_at` None: it stays until it is deleted."""
+    """A saved checkpoint. Times are seconds since the epoch.
+
+    `expires_at` None: the checkpoint stays until it is deleted.
+    """
 
     run_id: str
     kind: str  # weights, sampler_weights or external_weights
@@ -29,7 +42,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """A training run is a model; its id is the model's."""
+    """A training run, which is a model: its id is the model's."""
 
     run_id: str
     session_id: str
@@ -44,26 +57,31 @@ class RunEntry:
         return max([self.created_at, *(checkpoint.time for checkpoint in self.checkpoints)])
 
     def last(self, kind: str) -> CheckpointEntry | None:
-        return next((checkpoint for checkpoint in self.checkpoints if checkpoint.kind == kind), None)
+        return next(
+            (checkpoint for checkpoint in self.checkpoints if checkpoint.kind == kind), None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class SessionNote:
-    """What a client said of its session, and how it ended."""
+    """The data that a client gave for its session, and how the session ended."""
 
     session_id: str
     created_at: float  # seconds since the epoch
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
     display_name: str | None = None
-    finished: str | None = None  # success, errored or interrupted, as the client said; None: it did not say
+    # success, errored or interrupted, as given by the client; None: the client gave none
+    finished: str | None = None
     detail: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEntry:
+    """A session with its runs, open samplers and checkpoints."""
+
     note: SessionNote
-    status: str | None  # active, or how it finished; None: it fell silent
+    status: str | None  # active, or how it finished; None: its heartbeat stopped
     run_ids: tuple[str, ...]
-    sampler_ids: tuple[str, ...]  # of those that are open
+    sampler_ids: tuple[str, ...]  # of the open ones
     num_checkpoints: int
     num_bytes: int

@@ -1,14 +1,19 @@
-"""Many examples as flat arrays: the one form in which token data travels from the ingress to the workers.
+"""Examples as flat arrays: the only form of token data between the ingress and the workers.
 
 Two examples of lengths 3 and 2 are::
 
-    Columns(tokens=[5, 6, 7, 8, 9], offsets=[0, 3, 5], fields={"target_tokens": [6, 7, 2, 9, 2], "weights": [0, 1, 1, 1, 1]})
+    Columns(
+        tokens=[5, 6, 7, 8, 9],
+        offsets=[0, 3, 5],
+        fields={"target_tokens": [6, 7, 2, 9, 2], "weights": [0, 1, 1, 1, 1]},
+    )
 
-Inputs arrive already shifted: position i of `tokens` predicts position i of `target_tokens`, and every other field
-aligns with the targets.
+Inputs arrive already shifted: position i of `tokens` predicts position i of `target_tokens`. Every
+other field aligns with the targets.
 
-A position may have several targets (distillation towards the K likeliest tokens of a teacher): then every field is
-[ΣT, K], filled up with target 0 of weight 0 where a row has fewer, and `widths` says what each row had.
+A position may have several targets, as in distillation towards the K likeliest tokens of a teacher.
+Then every field is [ΣT, K]. Rows with fewer targets are padded with target 0 of weight 0. `widths`
+has the number of targets of each row.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -25,7 +30,7 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One datum as it was sent: tokens [T] int32 and per-token arrays by name, all [T] or all [T, K]."""
+    """One datum as sent: tokens [T] int32 and arrays by name, all [T] or all [T, K]."""
 
     tokens: NDArray[np.int32]
     fields: dict[str, NDArray[np.generic]]
@@ -33,12 +38,14 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
+    """A batch of N examples with ΣT tokens together."""
+
     tokens: NDArray[np.int32]  # [ΣT] int32
     offsets: NDArray[np.int64]  # [N+1] int64; row i is tokens[offsets[i]:offsets[i+1]]
-    fields: dict[str, NDArray[np.generic]]  # each [ΣT] or [ΣT, K]: target_tokens int32, all others float32
-    widths: NDArray[np.int64] | None = (
-        None  # [N] targets of a position in each row, 0 for a row sent as [T]; None: fields are [ΣT]
-    )
+    # each [ΣT] or [ΣT, K]; target_tokens is int32, all others are float32
+    fields: dict[str, NDArray[np.generic]]
+    # [N] targets of a position in each row, 0 for a row sent as [T]; None: fields are [ΣT]
+    widths: NDArray[np.int64] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -50,33 +57,44 @@ class Columns:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of every field and output: (ΣT,) or (ΣT, K)."""
-        return (self.num_tokens,) if self.widths is None else (self.num_tokens, int(self.widths.max()))
+        """The shape of every field and output: (ΣT,) or (ΣT, K)."""
+        return (
+            (self.num_tokens,) if self.widths is None else (self.num_tokens, int(self.widths.max()))
+        )
 
     @property
     def lengths(self) -> NDArray[np.int64]:  # [N]
         return np.diff(self.offsets)
 
     def positions(self, rows: Sequence[int]) -> NDArray[np.int64]:
-        """Flat positions of the given rows, in their order. [Σ lengths of rows] int64"""
+        """Return the flat positions of these rows, in their order: [Σ lengths of rows] int64."""
         if not len(rows):
             return np.zeros(0, np.int64)
-        return np.concatenate([np.arange(int(self.offsets[r]), int(self.offsets[r + 1]), dtype=np.int64) for r in rows])
+        return np.concatenate(
+            [
+                np.arange(int(self.offsets[r]), int(self.offsets[r + 1]), dtype=np.int64)
+                for r in rows
+            ]
+        )
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.offsets.nbytes + sum(array.nbytes for array in self.fields.values())
+        return (
+            self.tokens.nbytes
+            + self.offsets.nbytes
+            + sum(array.nbytes for array in self.fields.values())
+        )
 
 
 def offsets_of(lengths: Iterable[int]) -> NDArray[np.int64]:
-    """[N+1] int64 cumulative offsets of rows with these lengths."""
+    """Return the [N+1] int64 cumulative offsets of rows with these lengths."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.fromiter(lengths, np.int64))])
 
 
 def columns_from(examples: Sequence[Example], limit_bytes: int = 2**31) -> Columns:
-    """Flatten examples; each must carry the same field names, and every field one row of values for each token.
+    """Flatten examples. All must have the same fields, with one row of values for each token.
 
-    Raises InvalidRequest naming the datum, the field and both lengths.
+    Raises InvalidRequest with the datum, the field and both lengths.
     """
     if not examples:
         raise InvalidRequest("data is empty: send at least one datum")
@@ -87,47 +105,65 @@ def columns_from(examples: Sequence[Example], limit_bytes: int = 2**31) -> Colum
     widest = max(widths)
     if len(tokens) * max(widest, 1) * 4 * max(len(names), 1) > limit_bytes:
         raise InvalidRequest(
-            f"{len(tokens)} tokens with up to {widest} targets each are more than {limit_bytes} bytes; send fewer"
+            f"{len(tokens)} tokens with up to {widest} targets each need more than "
+            f"{limit_bytes} bytes; send fewer"
         )
     if widest and WEIGHTS not in names:
-        examples = [Example(e.tokens, {**e.fields, WEIGHTS: np.ones(e.fields[TARGETS].shape, np.float32)}) for e in examples]
+        examples = [
+            Example(e.tokens, {**e.fields, WEIGHTS: np.ones(e.fields[TARGETS].shape, np.float32)})
+            for e in examples
+        ]
     fields: dict[str, NDArray[np.generic]] = {}
     for name in examples[0].fields:
         if name == TARGETS and any(_beyond_int32(example.fields[name]) for example in examples):
-            raise InvalidRequest(f"{TARGETS} has a value that is no token id: it does not even fit 32 bits")
-        arrays = [_widened(example.fields[name], widest) if widest else example.fields[name] for example in examples]
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused as that
-            fields[name] = np.concatenate(arrays).astype(np.int32 if name == TARGETS else np.float32, copy=False)
+            raise InvalidRequest(
+                f"{TARGETS} has a value that is no token id: it does not fit in 32 bits"
+            )
+        arrays = [
+            _widened(example.fields[name], widest) if widest else example.fields[name]
+            for example in examples
+        ]
+        # A value that is too large becomes infinite, which is refused later.
+        with np.errstate(over="ignore"):
+            fields[name] = np.concatenate(arrays).astype(
+                np.int32 if name == TARGETS else np.float32, copy=False
+            )
     return Columns(tokens, offsets, fields, np.asarray(widths, np.int64) if widest else None)
 
 
 def _checked_width(index: int, example: Example, names: Collection[str]) -> int:
-    """K of a datum whose fields are [T, K], 0 of one whose fields are [T]."""
+    """Return K of a datum whose fields are [T, K], or 0 if they are [T]."""
     if not len(example.tokens):
         raise InvalidRequest(f"datum {index} has no tokens")
     if example.fields.keys() != names:
         raise InvalidRequest(
-            f"datum {index} has loss_fn_inputs {sorted(example.fields)}, datum 0 has {sorted(names)}: "
+            f"datum {index} has loss_fn_inputs {sorted(example.fields)}, "
+            f"datum 0 has {sorted(names)}: "
             "every datum of one request must have the same inputs"
         )
     shapes = {name: array.shape for name, array in example.fields.items()}
     for name, shape in shapes.items():
         if len(shape) not in (1, 2) or shape[0] != len(example.tokens) or 0 in shape:
             raise InvalidRequest(
-                f"datum {index}: {name} has shape {shape}, model_input has {len(example.tokens)} tokens; "
+                f"datum {index}: {name} has shape {shape}, "
+                f"model_input has {len(example.tokens)} tokens; "
                 "send one value for each input token, or K values for each as (tokens, K)"
             )
     if len(set(shapes.values())) > 1:
-        raise InvalidRequest(f"datum {index}: its inputs have shapes {shapes}; all must have the same")
+        raise InvalidRequest(
+            f"datum {index}: its inputs have shapes {shapes}; all must have the same"
+        )
     if any(len(shape) == 2 for shape in shapes.values()):
         if TARGETS not in shapes:
-            raise InvalidRequest(f"datum {index}: inputs with K values for each token need {TARGETS} of that shape")
+            raise InvalidRequest(
+                f"datum {index}: inputs with K values for each token need {TARGETS} of that shape"
+            )
         return next(iter(shapes.values()))[1]
     return 0
 
 
 def _widened(array: NDArray[np.generic], width: int) -> NDArray[np.generic]:
-    """[T] or [T, k] -> [T, width], zeros behind."""
+    """Pad [T] or [T, k] with zeros to [T, width]."""
     wide = np.zeros((len(array), width), array.dtype)
     narrow = array[:, None] if array.ndim == 1 else array
     wide[:, : narrow.shape[1]] = narrow

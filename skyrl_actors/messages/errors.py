@@ -1,19 +1,23 @@
-"""What may go wrong, as types that cross every hop (all of them pickle).
+"""The package's errors, which cross process boundaries: all of them can be pickled.
 
 SkyrlActorsError
-├── UserError             the request can not be served as it is; the message says what is allowed
+├── UserError             the request cannot be served as it is; the message states what is allowed
 │   ├── InvalidRequest    a field is missing, mismatched, out of range or unknown
 │   ├── NotFound          an id or a tinker path that does not exist
-│   ├── Conflict          the same sequence number with another body, or a name that is taken
-│   └── CapacityError     no room for one more of these; free one or raise the limit in the config
+│   ├── Conflict          a sequence number used with another body, or a name that is taken
+│   └── CapacityError     a limit is reached; free an object or raise the limit in the config
 ├── ConfigError           found before any process starts
-└── InternalError         our fault or the machine's; the request itself was right
-    ├── StateLost         the ranks that held a model's state died, hang, or stopped half-way: restore it and ask again
-    │   ├── CollectiveFailed   the ranks can not reach each other any more: they must be made anew
-    │   └── PartDown           the part that the work needs is being made anew, for no fault of this work: ask again when it is up
-    ├── WeightsGone       a version that was not written, and is no model's weights any more: compute it anew and ask again
-    ├── Unavailable       passing: the journal can not write, a part restarts; the same request later is right
-    └── Corrupt           a file is missing or not what was written
+└── InternalError         a fault of the service or the machine; the request itself was valid
+    ├── StateLost         the ranks that held a model's state died, hang, or stopped half-way:
+    │   │                 restore the state and repeat the request
+    │   ├── CollectiveFailed   the ranks cannot communicate any more and must be restarted
+    │   └── PartDown           a part that the work needs is being restarted, for another reason:
+    │                          repeat the request when it is up
+    ├── WeightsGone       a version that was not written, and no longer equals live weights:
+    │                     recompute it and repeat the request
+    ├── Unavailable       temporary: the journal cannot be written, or a part restarts;
+    │                     the same request succeeds later
+    └── Corrupt           a file is missing or has changed since it was written
 """
 
 from typing import Literal
@@ -22,7 +26,10 @@ Category = Literal["user", "server"]
 
 
 class SkyrlActorsError(Exception):
-    """Base of every error this package raises on purpose. `category` and `status` say who is at fault, over HTTP too."""
+    """Base of all errors that this package raises on purpose.
+
+    `category` and `status` tell clients who is at fault, over HTTP too.
+    """
 
     category: Category = "server"
     status: int = 500
@@ -67,7 +74,7 @@ class CollectiveFailed(StateLost):
 
 
 class PartDown(StateLost):
-    """It does not count among the attempts of what asked."""
+    """A part is being restarted. This does not count as an attempt of the request."""
 
 
 class WeightsGone(InternalError):

@@ -1,7 +1,8 @@
-"""Ids and tinker paths, parsed in one place because they become parts of file paths.
+"""Parse ids and tinker paths in one place, because they become parts of file paths.
 
-A checkpoint is `tinker://<model id>/<weights|sampler_weights|external_weights>/<name>`; a model id is `<session>:train:<n>`, a sampler id
-`<session>:sample:<n>`. tinker://<model id>/steps/<n> is the model as it was after its n-th optim_step.
+A checkpoint is tinker://<model id>/<weights|sampler_weights|external_weights>/<name>. The model
+after its n-th optim_step is tinker://<model id>/steps/<n>. A model id is <session>:train:<n>, a
+sampler id is <session>:sample:<n>.
 """
 
 import re
@@ -21,6 +22,8 @@ _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|external_weights|
 
 @dataclass(frozen=True, slots=True)
 class TinkerPath:
+    """The parts of a tinker path."""
+
     model_id: str
     kind: Kind
     name: str
@@ -30,21 +33,27 @@ class TinkerPath:
 
 
 def checked_id(text: str, what: str) -> str:
+    """Return the id. Raises InvalidRequest when it has other characters or is too long."""
     if not _ID.fullmatch(text):
-        raise InvalidRequest(f"{what} {text[:80]!r}: use up to 128 of A-Z a-z 0-9 . _ : - and begin with a letter or digit")
+        raise InvalidRequest(
+            f"{what} {text[:80]!r}: use up to 128 of A-Z a-z 0-9 . _ : - "
+            "and begin with a letter or digit"
+        )
     return text
 
 
 def checked_name(text: str) -> str:
+    """Return the name. Raises InvalidRequest when it has other characters or is too long."""
     if not _NAME.fullmatch(text):
         raise InvalidRequest(
-            f"checkpoint name {text[:80]!r}: use up to 128 of A-Z a-z 0-9 . _ - and begin with a letter, digit or _"
+            f"checkpoint name {text[:80]!r}: use up to 128 of A-Z a-z 0-9 . _ - "
+            "and begin with a letter, digit or _"
         )
     return text
 
 
 def parse_path(text: str) -> TinkerPath:
-    """Raises InvalidRequest for anything that is not exactly tinker://<model id>/<kind>/<name>."""
+    """Parse a path. Raises InvalidRequest for any text that is not a complete tinker path."""
     match = _PATH.fullmatch(text)
     if not match:
         raise InvalidRequest(
@@ -53,17 +62,19 @@ def parse_path(text: str) -> TinkerPath:
         )
     model_id, kind, name = match.groups()
     if kind == "steps" and not (name.isascii() and name.isdecimal() and len(name) <= 9):
-        raise InvalidRequest(f"{text[:200]!r}: a past step is a number, tinker://<model id>/steps/<n>")
+        raise InvalidRequest(
+            f"{text[:200]!r}: a past step must be a number, tinker://<model id>/steps/<n>"
+        )
     return TinkerPath(checked_id(model_id, "model id"), KINDS[kind], checked_name(name))
 
 
 def owner_mark(owner: str) -> str:
-    """Stands at the end of ids that are made for the holder of an API key."""
+    """Return the suffix of session and request ids that are created for an API key."""
     return f"k{owner}"
 
 
 def owner_of(text: str) -> str:
-    """Of a session, model, sampler, run or request id; "" when it was made without a key."""
+    """Return the owner in a session, model, sampler, run or request id, or "" without a key."""
     match = _MARK.search(text.partition(":")[0])
     return match.group(1) if match else ""
 

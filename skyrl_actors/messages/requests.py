@@ -1,4 +1,4 @@
-"""What the controller can be asked. Each request is frozen; `seq_id` orders the requests of one model."""
+"""Requests to the controller (frozen). `seq_id` orders the requests of one model."""
 
 from dataclasses import dataclass, field
 
@@ -9,11 +9,13 @@ from skyrl_actors.messages.sampling import PromptTargets
 
 @dataclass(frozen=True, slots=True)
 class CreateModel:
+    """Create a model, optionally from a checkpoint."""
+
     spec: ModelSpec
     session_id: str
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
-    from_path: str | None = None  # a tinker path of kind weights: start from that checkpoint
-    with_optimizer: bool = False  # with from_path: the moments too
+    from_path: str | None = None  # a tinker path of kind weights to start from
+    with_optimizer: bool = False  # with from_path: load the moments too
 
     @property
     def model_id(self) -> str:
@@ -22,6 +24,8 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackward:
+    """Compute a loss, and add its gradient unless `forward_only`."""
+
     model_id: str
     columns: Columns
     loss: LossCall
@@ -31,6 +35,8 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
+    """Make an optimizer step with the pending gradients."""
+
     model_id: str
     adam: AdamParams
     seq_id: int | None = None
@@ -38,32 +44,38 @@ class OptimStep:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeights:
-    """A training checkpoint (weights, optimizer) under tinker://<model_id>/weights/<name>."""
+    """Save a training checkpoint (weights, optimizer) as tinker://<model_id>/weights/<name>."""
 
     model_id: str
     name: str
     overwrite: bool = False
     seq_id: int | None = None
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
-    ttl_seconds: int | None = None  # None: it stays
+    ttl_seconds: int | None = None  # None: it is kept
 
 
 @dataclass(frozen=True, slots=True)
 class SaveForSampler:
-    """Weights for sampling: with a name kept under tinker://<model_id>/sampler_weights/<name>, without one kept
-    as long as the session, for the sampler `sampler_id`."""
+    """Save weights for sampling.
+
+    With a name they are kept as tinker://<model_id>/sampler_weights/<name>. Without one they are
+    kept for the sampler `sampler_id` until the session ends.
+    """
 
     model_id: str
     name: str | None = None
     sampler_id: str | None = None
     seq_id: int | None = None
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
-    ttl_seconds: int | None = None  # of the named one
+    ttl_seconds: int | None = None  # with a name only
 
 
 @dataclass(frozen=True, slots=True)
 class SaveExternal:
-    """Weights for other tools, in Hugging Face's or peft's format, under tinker://<model_id>/external_weights/<name>."""
+    """Save weights in Hugging Face's or peft's format for other tools.
+
+    The path is tinker://<model_id>/external_weights/<name>.
+    """
 
     model_id: str
     name: str
@@ -73,7 +85,7 @@ class SaveExternal:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """With `mixed_with`, the weights become (1 − share) of that checkpoint's and share of `path`'s."""
+    """Load a checkpoint. With `mixed_with`, mix (1 − share) of that one and share of `path`."""
 
     model_id: str
     path: str
@@ -90,8 +102,11 @@ class Unload:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """stop None = the model's own end-of-text tokens; an empty tuple = no stop at all; otherwise these only.
-    top_k -1 and top_p 1 mean off. The i-th of `num_samples` draws with seed + i."""
+    """How to sample.
+
+    stop None means the model's own end-of-text tokens; an empty tuple means no stop; otherwise only
+    these stop. top_k -1 and top_p 1 mean off. Sample i of `num_samples` uses seed + i.
+    """
 
     max_tokens: int
     num_samples: int = 1
@@ -103,26 +118,30 @@ class SamplingParams:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    prompt_logprobs_last_n: int | None = None  # only of so many tokens at the prompt's end; None: of all
+    prompt_logprobs_last_n: int | None = None  # only the prompt's last n tokens; None: all
     prompt_targets: PromptTargets | None = None  # ids to score along the prompt
     prompt_alternatives: int = 0  # draws to make at each position of the prompt
-    stop_at_end_too: bool = False  # with `stop`: at the end-of-text tokens as well
-    stream: bool = False  # somebody reads along; of one sample only
-    tempered_logprobs: bool = False  # answer also the logprobs at `temperature`; those at 1 are always answered
+    stop_at_end_too: bool = False  # with `stop`: also stop at end-of-text tokens
+    stream: bool = False  # the client reads tokens as they arrive; for one sample only
+    # Also return the logprobs at `temperature`. Those at temperature 1 are always returned.
+    tempered_logprobs: bool = False
 
     @property
     def tempers(self) -> bool:
-        """The logprobs at `temperature` are asked for and differ from those at 1, which a greedy sample gets too."""
+        """Whether logprobs at `temperature` are requested and differ from those at 1.
+
+        A greedy sample gets those at 1.
+        """
         return self.tempered_logprobs and self.temperature not in (0.0, 1.0)
 
     @property
     def is_repeated(self) -> bool:
-        """Greedy samples of one prompt are equal: one is computed, and answered `num_samples` times."""
+        """Whether all samples are equal: greedy ones are computed once and returned repeatedly."""
         return self.temperature == 0 and self.num_samples > 1
 
     @property
     def scores_prompt(self) -> bool:
-        """The whole distribution at each position of the prompt is looked at."""
+        """Whether the full distribution at each prompt position is needed."""
         return self.prompt_targets is not None or self.prompt_alternatives > 0
 
 
@@ -136,5 +155,14 @@ class Sample:
     seq_id: int | None = None
 
 
-ModelRequest = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | SaveExternal | LoadWeights | Unload | CreateModel
+ModelRequest = (
+    ForwardBackward
+    | OptimStep
+    | SaveWeights
+    | SaveForSampler
+    | SaveExternal
+    | LoadWeights
+    | Unload
+    | CreateModel
+)
 Request = ModelRequest | Sample

@@ -1,4 +1,4 @@
-"""What the controller answers: one type for each verb, or a Failure."""
+"""Results of the controller: one type for each verb, or a Failure."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,8 +19,8 @@ class ModelCreated:
 class LossOutput:
     """Per-token outputs of a forward or forward_backward, in the caller's row order.
 
-    `fields`: logprobs, values or elementwise_loss, each [ΣT] float32, or [ΣT, K] with `widths` as in Columns. Metric names
-    carry one colon and say how chunks combine ("loss:sum").
+    `fields`: logprobs, values or elementwise_loss, each [ΣT] float32, or [ΣT, K] with `widths` as
+    in Columns. Metric names contain one colon, followed by how chunks combine ("loss:sum").
     """
 
     offsets: NDArray[np.int64]  # [N+1]
@@ -54,7 +54,7 @@ class SamplerSaved:
 class Loaded:
     model_id: str
     path: str
-    version: str = ""  # of the files that were loaded
+    version: str = ""  # of the loaded files
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +64,31 @@ class Unloaded:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
+    """One sampled answer of R tokens."""
+
     tokens: NDArray[np.int32]  # [R], the stop token included
     logprobs: NDArray[np.float32]  # [R], at temperature 1
     stop_reason: str  # "stop" or "length"
-    topk_ids: NDArray[np.int32] | None = None  # [R, K]; empty cells id 0, logprob -99999
-    topk_logprobs: NDArray[np.float32] | None = None  # [R, K], of the same temperature as `shown_logprobs`
-    tempered: NDArray[np.float32] | None = None  # [R], of softmax(logits / temperature), where it was asked for
+    topk_ids: NDArray[np.int32] | None = None  # [R, K]; empty cells have id 0, logprob -99999
+    # [R, K], at the same temperature as `shown_logprobs`
+    topk_logprobs: NDArray[np.float32] | None = None
+    # [R], of softmax(logits / temperature), if requested
+    tempered: NDArray[np.float32] | None = None
 
     @property
     def shown_logprobs(self) -> NDArray[np.float32]:
-        """What a client is answered: at the sample's temperature where it asked for that, else at 1."""
+        """The logprobs for the client: at the sample's temperature if requested, else at 1."""
         return self.logprobs if self.tempered is None else self.tempered
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
+    """The sequences of one sample, and scores of its prompt of P tokens."""
+
     sequences: tuple[Sequence, ...]
-    version: str  # of the weights that answered
-    prompt_logprobs: NDArray[np.float32] | None = None  # [P], NaN first
-    topk_prompt_ids: NDArray[np.int32] | None = None  # [P, K]; empty cells id 0, logprob -99999
+    version: str  # of the weights that were sampled from
+    prompt_logprobs: NDArray[np.float32] | None = None  # [P]; the first is NaN
+    topk_prompt_ids: NDArray[np.int32] | None = None  # [P, K]; empty: id 0, logprob -99999
     topk_prompt_logprobs: NDArray[np.float32] | None = None  # [P, K]
     cached_tokens: int = 0
     targets: TargetLogprobs | None = None
@@ -91,7 +97,7 @@ class SampleOutput:
 
 @dataclass(frozen=True, slots=True)
 class PartialSample:
-    """Of a sample that is on its way: some tokens and the logprobs that its client is shown."""
+    """New tokens of a running sample, and the logprobs that its client is shown."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -99,6 +105,8 @@ class PartialSample:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
+    """A request that failed. `kind` is the class of the error."""
+
     message: str
     category: Category = "server"
     kind: str = field(default="InternalError")
@@ -106,13 +114,17 @@ class Failure:
     @staticmethod
     def of(error: BaseException) -> "Failure":
         category: Category = error.category if isinstance(error, SkyrlActorsError) else "server"
-        text = str(error) if isinstance(error, SkyrlActorsError) else f"{type(error).__name__}: {error}"
+        text = (
+            str(error)
+            if isinstance(error, SkyrlActorsError)
+            else f"{type(error).__name__}: {error}"
+        )
         return Failure(text, category, type(error).__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """That a sample was answered. `clone`: which copy of a sampling client asked."""
+    """A sample that was answered. `clone` numbers the copies of a sampling client."""
 
     number: int
     request_id: str
@@ -123,23 +135,41 @@ class Completion:
 Pause = Literal["starting", "recording", "recovering", "unreachable"]
 PAUSES: dict[Pause, str] = {
     "starting": "the service is still starting",
-    "recording": "the service can not write its journal now; accepted requests wait until it can",
-    "recovering": "a part of the service is being restarted, and goes on by itself",
-    "unreachable": "the service's controller does not answer now, and is asked again",
+    "recording": "the service cannot write its journal now; accepted requests wait until it can",
+    "recovering": "a part of the service is being restarted; requests resume by themselves",
+    "unreachable": "the service's controller does not answer now; requests are repeated",
 }
-"""What any client may be told of a fault; operators read the rest in `status`, `/healthz` and the log."""
+"""Reasons that every client may see. Operators find details in `status`, `/healthz` and the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No answer yet. `state` is what clients show: "active", or "paused_capacity" with the reason."""
+    """No answer yet. `state` is "active", or "paused_capacity" with a reason; clients show it."""
 
     state: str = "active"
     reason: str | None = None
 
     @staticmethod
     def paused(why: Pause) -> "Waiting":
+        """Return a state that clients show with this reason."""
         return Waiting("paused_capacity", f"{why}: {PAUSES[why]}")
 
 
-Result = ModelCreated | LossOutput | StepDone | Saved | SamplerSaved | Loaded | Unloaded | SampleOutput | Failure
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The answer exists and is large: it must be fetched separately."""
+
+    num_bytes: int
+
+
+Result = (
+    ModelCreated
+    | LossOutput
+    | StepDone
+    | Saved
+    | SamplerSaved
+    | Loaded
+    | Unloaded
+    | SampleOutput
+    | Failure
+)

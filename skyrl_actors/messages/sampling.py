@@ -1,4 +1,4 @@
-"""Tokens that are asked for, or drawn, at the positions of a prompt (frozen)."""
+"""Tokens that are requested or sampled at the positions of a prompt (frozen)."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class SparseLayout:
-    """Which cells of a matrix are listed, row by row (CSR)."""
+    """The listed cells of a sparse matrix, row by row (CSR)."""
 
     crow: tuple[int, ...]  # [rows + 1]
     col: tuple[int, ...]  # [listed cells]
@@ -16,10 +16,10 @@ class SparseLayout:
 
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
-    """Ids whose logprobs are asked for: row i is about prompt token i + 1. -1 asks for nothing."""
+    """Ids whose logprobs are requested. Row i is about prompt token i + 1; -1 requests none."""
 
     shape: tuple[int, int]  # (P - 1, K)
-    ids: tuple[int, ...]  # all cells row by row, or the listed ones of `layout`
+    ids: tuple[int, ...]  # all cells, row by row, or the listed cells of `layout`
     layout: SparseLayout | None = None
 
     @property
@@ -31,7 +31,7 @@ class PromptTargets:
 
 @dataclass(frozen=True, slots=True)
 class TargetLogprobs:
-    """In the shape and layout of the question."""
+    """The logprobs of PromptTargets, in the same shape and layout."""
 
     values: NDArray[np.float32]  # one for each id; 0 for -1
     shape: tuple[int, int]
@@ -40,7 +40,7 @@ class TargetLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PromptAlternatives:
-    """Draws with replacement, at the temperature of the request, for each prompt token but the first."""
+    """Tokens sampled with replacement at the request's temperature, for all prompt tokens but 0."""
 
     tokens: NDArray[np.int64]  # [P - 1, k]
     logprobs: NDArray[np.float32]  # [P - 1, k], at temperature 1

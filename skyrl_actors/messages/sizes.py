@@ -1,4 +1,4 @@
-"""How many bytes a message takes in memory, roughly and quickly (pure)."""
+"""Estimate how many bytes a message takes in memory (pure)."""
 
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
@@ -10,7 +10,7 @@ NUMBER_BYTES = 36  # an int in a tuple: the object and its reference
 
 
 def size_of(message: Any) -> int:
-    """Bytes of a request or result: arrays and texts by their length, other values by a constant."""
+    """Return the bytes of a request or result: arrays and texts by length, others by a constant."""
     if isinstance(message, np.ndarray):
         return message.nbytes + OBJECT_BYTES
     if isinstance(message, str | bytes):
@@ -24,5 +24,7 @@ def size_of(message: Any) -> int:
         table = cast("dict[Any, Any]", message)
         return OBJECT_BYTES + sum(size_of(key) + size_of(value) for key, value in table.items())
     if is_dataclass(message):
-        return OBJECT_BYTES + sum(size_of(getattr(message, field.name)) for field in fields(message))
+        return OBJECT_BYTES + sum(
+            size_of(getattr(message, field.name)) for field in fields(message)
+        )
     return OBJECT_BYTES

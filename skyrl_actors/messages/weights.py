@@ -1,17 +1,19 @@
-"""Weights on their way from trainers to engines and files."""
+"""Descriptions of weight versions on their way from trainers to engines and files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 ADAPTER_FILE = "adapter_model.safetensors"
-SCORED_FILE = "scored.json"  # in a checkpoint: the trainer's logprobs of the prompt by which engines are compared
-Freeze = Literal["always", "when_needed"]
-"""When a version of full weights is written: as it is saved, or before the weights change while somebody may still need it."""
+SCORED_FILE = "scored.json"  # in a checkpoint: the trainer's logprobs for checks of engines
+Materialize = Literal["eager", "lazy"]
+"""When full weights are written: at the save, or before they change while still needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
+    """One tensor in a file of weights."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str  # torch's name without the prefix: "float32", "bfloat16"
@@ -22,14 +24,16 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """One version of a policy's weights, complete and never changed again.
+    """One version of a policy's weights, complete and immutable.
 
-    kind "full": `path` is one flat file of all tensors, for the engine's weight update, once it is written.
-    kind "lora": `path` is a folder in peft's format, for the engine's adapter table; `tensors` has its file of weights as one entry,
-    where the transfer asks for checksums.
+    kind "full": `path` is one flat file of all tensors, for the engine's weight update, once it is
+    written.
+
+    kind "lora": `path` is a folder in peft's format, for the engine's adapter table. If the
+    transfer uses checksums, `tensors` has the adapter's weights file as one entry.
     """
 
-    version: str  # unique for ever, e.g. "s1:train:0@7"
+    version: str  # globally unique, e.g. "s1:train:0@7"
     kind: Literal["full", "lora"]
     path: str
     num_bytes: int
@@ -39,8 +43,11 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """Where a rank of the trainers gives one version of full weights, bucket by bucket, to the workers of one engine: gloo and nccl
-    broadcast, ipc lets them read its memory."""
+    """Where a trainer rank sends a version of full weights to the workers of one engine.
+
+    The weights are sent in buckets. gloo and nccl broadcast them; with ipc the workers read the
+    rank's memory.
+    """
 
     host: str
     port: int
@@ -48,13 +55,16 @@ class WeightStream:
     backend: Literal["gloo", "nccl", "ipc"]
     bucket_bytes: int
     timeout_s: float
-    handle: tuple[Any, ...] = ()  # ipc: of two buckets, one behind the other
-    checksums: bool = False  # crc32 of every bucket travels too
-    id: str = ""  # which `feed` it is for
+    handle: tuple[Any, ...] = ()  # ipc: memory of two adjacent buckets
+    checksums: bool = False  # also send the crc32 of every bucket
+    id: str = ""  # the stream_id of its `feed` call
 
 
 def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:
-    """Indices of neighbouring tensors that travel together: at most `bucket_bytes`, or one larger tensor."""
+    """Yield index ranges of tensors that are sent together.
+
+    Each range has at most `bucket_bytes`, or is one larger tensor.
+    """
     start, total = 0, 0
     for index, size in enumerate(sizes):
         if index > start and total + size > bucket_bytes:
@@ -67,9 +77,12 @@ def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:
 
 @dataclass(frozen=True, slots=True)
 class SamplerWeights:
-    """What a sampler is pinned to: the base (no parts), an adapter over it, or full weights in one or more files. `scored`: the
-    logprobs of a fixed prompt, nats, that the trainer computed in `scored_in` (its dtype), with which engines are compared; none where
-    that is switched off."""
+    """The weights that a sampler is pinned to.
+
+    They are the base (no parts), an adapter, or full weights in one or more files. `scored` has
+    logprobs (nats) of a fixed prompt, which the trainer computed in dtype `scored_in`. Engines are
+    compared with them. It is empty when that check is off.
+    """
 
     version: str
     parts: tuple[WeightManifest, ...] = ()

@@ -1,4 +1,4 @@
-"""The first form of the journal."""
+"""The first schema of the journal."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -11,7 +11,9 @@ depends_on = None
 
 def upgrade() -> None:
     op.create_table(
-        "journal_info", sa.Column("key", sa.String(64), primary_key=True), sa.Column("value", sa.Text(), nullable=False)
+        "journal_info",
+        sa.Column("key", sa.String(64), primary_key=True),
+        sa.Column("value", sa.Text(), nullable=False),
     )
     op.create_table(
         "sessions",

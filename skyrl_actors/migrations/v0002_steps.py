@@ -1,4 +1,4 @@
-"""Operations carry their model's step, so that a past step can be found; before, it was counted."""
+"""Store the model's step in each operation, so that a past step can be found."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -11,9 +11,11 @@ depends_on = None
 
 def upgrade() -> None:
     op.add_column("operations", sa.Column("step", sa.Integer()))
-    # For answered operations: how many optim_steps of the model were applied up to there.
+    # For answered operations, count the model's optim_steps that were applied up to there.
     op.execute(
-        "UPDATE operations SET step = (SELECT count(*) FROM operations AS past WHERE past.model_id = operations.model_id "
-        "AND past.number <= operations.number AND past.kind = 'OptimStep' AND past.effect = 'applied') "
+        "UPDATE operations SET step = ("
+        "SELECT count(*) FROM operations AS past WHERE past.model_id = operations.model_id "
+        "AND past.number <= operations.number "
+        "AND past.kind = 'OptimStep' AND past.effect = 'applied') "
         "WHERE answered_at IS NOT NULL AND model_id IS NOT NULL"
     )

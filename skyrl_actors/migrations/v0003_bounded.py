@@ -1,4 +1,4 @@
-"""Packs count the records that rows name in them, and indexes lead to the rows that a start and a sweep need."""
+"""Count the records of packs, and index the rows that a start and a sweep need."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -11,15 +11,20 @@ depends_on = None
 
 def upgrade() -> None:
     op.create_table(
-        "packs", sa.Column("name", sa.String(64), primary_key=True), sa.Column("records", sa.BigInteger(), nullable=False)
+        "packs",
+        sa.Column("name", sa.String(64), primary_key=True),
+        sa.Column("records", sa.BigInteger(), nullable=False),
     )
     op.create_table(
-        "trimmed", sa.Column("model_id", sa.String(128), primary_key=True), sa.Column("number", sa.BigInteger(), nullable=False)
+        "trimmed",
+        sa.Column("model_id", sa.String(128), primary_key=True),
+        sa.Column("number", sa.BigInteger(), nullable=False),
     )
     op.execute(
         "INSERT INTO packs (name, records) SELECT name, count(*) FROM ("
         "SELECT payload_pack AS name FROM operations WHERE payload_pack IS NOT NULL "
-        "UNION ALL SELECT result_pack FROM operations WHERE result_pack IS NOT NULL) AS used GROUP BY name"
+        "UNION ALL SELECT result_pack FROM operations WHERE result_pack IS NOT NULL) AS used "
+        "GROUP BY name"
     )
     _index("operations_idle", ["answered_at"], "effect = 'none'")
     _index("operations_owed", ["number"], "answered_at IS NULL")
@@ -29,4 +34,6 @@ def upgrade() -> None:
 
 
 def _index(name: str, columns: list[str], where: str) -> None:
-    op.create_index(name, "operations", columns, sqlite_where=sa.text(where), postgresql_where=sa.text(where))
+    op.create_index(
+        name, "operations", columns, sqlite_where=sa.text(where), postgresql_where=sa.text(where)
+    )

@@ -1,4 +1,7 @@
-"""What a process has counted so far, kept where it happens and read by who exports it. One event loop adds and reads."""
+"""Counters and gauges of this process, until the exporter reads them.
+
+Only one event loop may add and read.
+"""
 
 from collections.abc import Callable
 
@@ -8,31 +11,45 @@ Tags = tuple[tuple[str, str], ...]
 
 
 class Counts:
+    """The totals of registered counters, and functions that read registered gauges."""
+
     def __init__(self) -> None:
         self._totals: dict[tuple[str, Tags], float] = {}
         self._levels: dict[str, Callable[[], float]] = {}
 
     def add(self, metric: str, value: float = 1.0, **tags: str) -> None:
-        """Raises KeyError for a metric, or tags, that the registry does not have."""
+        """Add to a counter.
+
+        Raises:
+            KeyError: The registry has no such counter, or its tags differ.
+        """
         if set(tags) != set(REGISTRY[metric].tags) or REGISTRY[metric].kind != "counter":
             raise KeyError(
-                f"counter {metric} has the tags {', '.join(REGISTRY[metric].tags) or 'none'}, not {', '.join(tags) or 'none'}"
+                f"{metric} was counted with the tags {', '.join(tags) or 'none'}; the registry has "
+                f"a {REGISTRY[metric].kind} with the tags "
+                f"{', '.join(REGISTRY[metric].tags) or 'none'}"
             )
         key = metric, tuple(sorted(tags.items()))
         self._totals[key] = self._totals.get(key, 0.0) + value
 
     def read(self) -> dict[tuple[str, Tags], float]:
+        """Return the totals by metric and tags."""
         return dict(self._totals)
 
     def watch(self, metric: str, level: Callable[[], float]) -> None:
-        """A gauge without tags that is asked for when it is exported."""
+        """Register a function that returns the value of a gauge. It is called at each export.
+
+        Raises:
+            KeyError: The registry has no such gauge without tags.
+        """
         if REGISTRY[metric].kind != "gauge" or REGISTRY[metric].tags:
-            raise KeyError(f"{metric} is no gauge without tags")
+            raise KeyError(f"{metric} is not a gauge without tags")
         self._levels[metric] = level
 
     def levels(self) -> dict[str, float]:
+        """Return the present values of all gauges."""
         return {metric: level() for metric, level in self._levels.items()}
 
 
 COUNTS = Counts()
-"""Of this process."""
+"""The counts of this process."""

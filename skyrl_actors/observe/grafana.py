@@ -1,6 +1,7 @@
-"""The Grafana dashboard of a service, made from the registry: `python -m skyrl_actors.observe.grafana > configs/grafana/skyrl_actors.json`.
+"""Generate the Grafana dashboard of a service from the metrics registry.
 
-Ray puts `ray_` before the names of metrics, and `_total` behind counters.
+`python -m skyrl_actors.observe.grafana > configs/grafana/skyrl_actors.json` writes it. Ray adds
+the prefix `ray_` to the names of metrics, and the suffix `_total` to those of counters.
 """
 
 import json
@@ -11,11 +12,11 @@ from skyrl_actors.observe.metrics import PREFIX, REGISTRY, Metric
 WIDTH, HEIGHT, PER_ROW = 8, 7, 3
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 RATE_UNITS = {"s": "percentunit", "bytes": "Bps", "tokens": "tokens/s", "ops": "ops"}
-"""Of a counter's rate; seconds a second are a share of the time."""
+"""Grafana's unit of the rate of a counter. Seconds per second are a share of the time."""
 
 
 def expression(metric: Metric) -> str:
-    """PromQL over the chosen services."""
+    """Return the PromQL expression of a metric, for the selected services."""
     by = ", ".join(("service", *metric.tags))
     name = f"ray_{PREFIX}{metric.name}"
     if metric.kind == "gauge":
@@ -24,6 +25,7 @@ def expression(metric: Metric) -> str:
 
 
 def dashboard() -> dict[str, Any]:
+    """Return the dashboard as Grafana's JSON model, with one panel for each metric."""
     panels: list[dict[str, Any]] = []
     y = 0
     for group in dict.fromkeys(metric.panel for metric in REGISTRY.values()):
@@ -39,31 +41,78 @@ def dashboard() -> dict[str, Any]:
         y += 1
         own = [metric for metric in REGISTRY.values() if metric.panel == group]
         for i, metric in enumerate(own):
-            place = {"h": HEIGHT, "w": WIDTH, "x": WIDTH * (i % PER_ROW), "y": y + HEIGHT * (i // PER_ROW)}
+            place = {
+                "h": HEIGHT,
+                "w": WIDTH,
+                "x": WIDTH * (i % PER_ROW),
+                "y": y + HEIGHT * (i // PER_ROW),
+            }
             panels.append(_panel(metric, len(panels) + 1, place))
         y += HEIGHT * -(-len(own) // PER_ROW)
     return {
-        "uid": "skyrl-actors", "title": "skyrl-actors", "tags": ["skyrl-actors"], "schemaVersion": 39, "version": 1, "editable": True,
-        "refresh": "10s", "time": {"from": "now-30m", "to": "now"}, "timezone": "browser", "annotations": {"list": []},
-        "templating": {"list": [
-            {"name": "datasource", "type": "datasource", "query": "prometheus", "current": {}, "hide": 0},
-            {"name": "service", "type": "query", "datasource": DATASOURCE, "includeAll": True, "multi": True, "refresh": 2, "allValue": ".*",
-             "current": {"text": "All", "value": "$__all"}, "query": f"label_values(ray_{PREFIX}open_requests, service)"},
-        ]},
+        "uid": "skyrl-actors",
+        "title": "skyrl-actors",
+        "tags": ["skyrl-actors"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "timezone": "browser",
+        "annotations": {"list": []},
+        "templating": {
+            "list": [
+                {
+                    "name": "datasource",
+                    "type": "datasource",
+                    "query": "prometheus",
+                    "current": {},
+                    "hide": 0,
+                },
+                {
+                    "name": "service",
+                    "type": "query",
+                    "datasource": DATASOURCE,
+                    "includeAll": True,
+                    "multi": True,
+                    "refresh": 2,
+                    "allValue": ".*",
+                    "current": {"text": "All", "value": "$__all"},
+                    "query": f"label_values(ray_{PREFIX}open_requests, service)",
+                },
+            ]
+        },
         "panels": panels,
-    }  # fmt: skip
+    }
 
 
 def _panel(metric: Metric, number: int, place: dict[str, int]) -> dict[str, Any]:
     unit = RATE_UNITS.get(metric.unit, metric.unit) if metric.kind == "counter" else metric.unit
     shown = " ".join(f"{{{{{tag}}}}}" for tag in metric.tags) or "{{service}}"
     return {
-        "type": "timeseries", "id": number, "title": metric.name.replace("_", " "), "description": metric.description,
-        "datasource": DATASOURCE, "gridPos": place,
-        "fieldConfig": {"defaults": {"unit": unit, "min": 0, "custom": {"fillOpacity": 10, "spanNulls": True}}, "overrides": []},
-        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
-        "targets": [{"refId": "A", "datasource": DATASOURCE, "expr": expression(metric), "legendFormat": shown}],
-    }  # fmt: skip
+        "type": "timeseries",
+        "id": number,
+        "title": metric.name.replace("_", " "),
+        "description": metric.description,
+        "datasource": DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {
+            "defaults": {"unit": unit, "min": 0, "custom": {"fillOpacity": 10, "spanNulls": True}},
+            "overrides": [],
+        },
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom"},
+            "tooltip": {"mode": "multi"},
+        },
+        "targets": [
+            {
+                "refId": "A",
+                "datasource": DATASOURCE,
+                "expr": expression(metric),
+                "legendFormat": shown,
+            }
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""stdlib logging, set up once a process: lines for people, or JSON for collectors, with the ids of what a task works on."""
+"""Set up the logging of a process: text for people, or JSON for log collectors.
+
+JSON lines contain the ids of the request and the model that the current task works on.
+"""
 
 import json
 import logging
@@ -7,11 +10,14 @@ from datetime import UTC, datetime
 from typing import Literal
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_WORKS_ON: ContextVar[dict[str, str]] = ContextVar("works_on", default={})  # noqa: B039  replaced, never changed
+# The default is never modified: `named` replaces the dict.
+_WORKS_ON: ContextVar[dict[str, str]] = ContextVar("works_on", default={})  # noqa: B039
 
 
-def set_up_logging(level: int = logging.INFO, form: Literal["text", "json"] = "text", **fixed: str) -> None:
-    """`fixed` stands in each JSON line."""
+def set_up_logging(
+    level: int = logging.INFO, form: Literal["text", "json"] = "text", **fixed: str
+) -> None:
+    """Configure the logger of this package. Each JSON line contains the fields of `fixed`."""
     root = logging.getLogger("skyrl_actors")
     if not root.handlers:
         root.addHandler(logging.StreamHandler())
@@ -22,12 +28,14 @@ def set_up_logging(level: int = logging.INFO, form: Literal["text", "json"] = "t
 
 
 def named(request_id: str, model_id: str | None = None) -> None:
-    """What the present task works on from here on."""
-    _WORKS_ON.set({"request_id": request_id} | ({"model_id": model_id} if model_id is not None else {}))
+    """Set the ids that the following log lines of the current task contain."""
+    _WORKS_ON.set(
+        {"request_id": request_id} | ({"model_id": model_id} if model_id is not None else {})
+    )
 
 
 class Json(logging.Formatter):
-    """One object a line."""
+    """Formats each record as one line with a JSON object."""
 
     def __init__(self, fixed: dict[str, str]):
         super().__init__()

@@ -1,4 +1,7 @@
-"""Logs and spans of one process, as its service is configured. Ranks and engines read it from their environment, before they have a spec."""
+"""Configure the logs and spans of a process as its service is configured.
+
+Ranks and engines read this from environment variables, before they receive a spec.
+"""
 
 import logging
 import os
@@ -13,23 +16,33 @@ PREFIX = "SKYRL_ACTORS_OBSERVED_"
 
 @dataclass(frozen=True, slots=True)
 class Observed:
+    """The settings of logs and spans."""
+
     service: str
     otlp: str | None
     log_format: Literal["text", "json"]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What `observed` reads in an actor's process."""
-        return {f"{PREFIX}SERVICE": self.service, f"{PREFIX}OTLP": self.otlp or "", f"{PREFIX}LOG_FORMAT": self.log_format}
+        """The environment variables that `observed` reads in the process of an actor."""
+        return {
+            f"{PREFIX}SERVICE": self.service,
+            f"{PREFIX}OTLP": self.otlp or "",
+            f"{PREFIX}LOG_FORMAT": self.log_format,
+        }
 
     def begin(self, part: str, level: int = logging.INFO) -> None:
-        """`part`: of the service, as policy[0]; in each JSON line, and the name under which spans are sent."""
+        """Apply the settings to this process.
+
+        `part` names the process in its service, for example policy[0]. It is a field of JSON log
+        lines and part of the service name of spans.
+        """
         set_up_logging(level, self.log_format, service=self.service, part=part)
         SPANS.send_to(self.otlp, self.service, part)
 
 
 def observed() -> Observed:
-    """Of this process, from its environment; nothing is sent where it says nothing."""
+    """Read the settings from the environment variables. By default no spans are sent."""
     read = os.environ.get
     form = cast("Literal['text', 'json']", read(f"{PREFIX}LOG_FORMAT", "text"))
     return Observed(read(f"{PREFIX}SERVICE", ""), read(f"{PREFIX}OTLP") or None, form)

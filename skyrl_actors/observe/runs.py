@@ -1,4 +1,4 @@
-"""What training runs left in their folders, for whoever shows it."""
+"""Read the folders of training runs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 STATE, SUMMARY, CONFIG = "state.json", "summary.json", "config.yaml"
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # rows with their step
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # each row has its step
 
 
 def rows_in(file: Path) -> list[dict[str, Any]]:
-    """Of a file of JSON lines; what was not written whole is left out."""
+    """Return the rows of a file of JSON lines. Incomplete lines are left out."""
     rows: list[dict[str, Any]] = []
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
@@ -21,37 +21,49 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
 
 
 def listed(parent: Path) -> list[dict[str, Any]]:
-    """One line a run, by name."""
+    """Return a summary of each run, sorted by name."""
     found = []
-    for run in sorted(path for path in parent.iterdir() if (path / CONFIG).exists()) if parent.is_dir() else []:
+    for run in (
+        sorted(path for path in parent.iterdir() if (path / CONFIG).exists())
+        if parent.is_dir()
+        else []
+    ):
         summary, history = content_of(run / SUMMARY), rows_in(run / METRICS)
         evaluated = [row for row in history if any(key.startswith("eval/") for key in row)]
         metric = summary.get("metric") or next(
             (key for key in (evaluated[0] if evaluated else ()) if key.startswith("eval/")), None
         )
         values = [row[metric] for row in history if metric in row]
-        found.append({
-            "run": run.name, "job": summary.get("job", ""), "state": state_of(run, history), "metric": metric or "",
-            "before": f"{values[0]:.4g}" if values else "", "after": f"{values[-1]:.4g}" if values else "",
-            "steps": history[-1]["step"] if history else 0, "seed": summary.get("seed", ""), "seconds": summary.get("seconds", ""),
-        })  # fmt: skip
+        found.append(
+            {
+                "run": run.name,
+                "job": summary.get("job", ""),
+                "state": state_of(run, history),
+                "metric": metric or "",
+                "before": f"{values[0]:.4g}" if values else "",
+                "after": f"{values[-1]:.4g}" if values else "",
+                "steps": history[-1]["step"] if history else 0,
+                "seed": summary.get("seed", ""),
+                "seconds": summary.get("seconds", ""),
+            }
+        )
     return found
 
 
 def state_of(run: Path, history: Sequence[Mapping[str, Any]]) -> str:
-    """In words."""
+    """Return the state of a run as text: finished, or unfinished and where it resumes."""
     if (run / SUMMARY).exists():
         return "finished"
     state = content_of(run / STATE)
     return (
-        f"unfinished, goes on behind step {state['step']}"
+        f"unfinished, resumes after step {state['step']}"
         if state
-        else f"unfinished, begins anew (was at step {history[-1]['step'] if history else 0})"
+        else f"unfinished, restarts from 0 (was at step {history[-1]['step'] if history else 0})"
     )
 
 
 def content_of(file: Path) -> dict[str, Any]:
-    """Nothing where there is no such file, or one that was broken off."""
+    """Return the content of a JSON file, or {} if it does not exist or is incomplete."""
     try:
         return json.loads(file.read_text()) if file.exists() else {}
     except ValueError:

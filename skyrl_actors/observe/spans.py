@@ -1,6 +1,8 @@
-"""What a process did lately and how long it took: kept for `trace`, and sent to an OpenTelemetry collector where one is named.
+"""Record the timed operations of a process as spans.
 
-All spans of a request are of one trace, whose ids follow from the request's: processes need not tell each other.
+Recent spans are kept for the command `trace`. If a collector is configured, spans are also sent to
+it with OpenTelemetry. All spans of a request belong to one trace. Its ids are derived from the
+request id, so processes need not exchange them.
 """
 
 import hashlib
@@ -14,76 +16,112 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 RECENT = 2000
-EVERY_MS = 1000  # what a process that is killed takes with it
-SAID_EVERY_S = 300.0
+EXPORT_EVERY_MS = 1000  # a killed process loses at most the spans of this time
+LOG_EVERY_S = 300.0
 NANOSECONDS = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`row`: what it happened in: a model, samples, transfers. `began` in Unix time."""
+    """One timed operation.
+
+    `row` is the row of the trace view: a model, samples or transfers. `began` is Unix time.
+    """
 
     name: str
     row: str
     began: float
     seconds: float
     request_id: str = ""
-    attributes: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
+    attributes: Mapping[str, str | int | float] = field(
+        default_factory=dict[str, str | int | float]
+    )
 
 
 def ids_of(request_id: str) -> tuple[int, int]:
-    """Trace id and the id of its first span; neither is 0, which OpenTelemetry takes for none."""
+    """Return the trace id and the id of its first span.
+
+    Neither is 0, because 0 means "no id" in OpenTelemetry.
+    """
     digest = hashlib.sha256(request_id.encode()).digest()
     return int.from_bytes(digest[:16]) | 1, int.from_bytes(digest[16:24]) | 1
 
 
 class Spans:
+    """The recent spans of a process, and the connection to a collector."""
+
     def __init__(self) -> None:
         self.recent: deque[Span] = deque(maxlen=RECENT)
         self._sender: _Sender | None = None
 
     @property
     def sends(self) -> bool:
+        """Whether a collector is configured."""
         return self._sender is not None
 
     def add(self, span: Span) -> None:
-        """Kept, and sent."""
+        """Keep a span, and send it to the collector."""
         self.recent.append(span)
         self.send(span)
 
     @contextmanager
-    def sent(self, name: str, row: str, request_id: str, **attributes: str | int | float) -> Iterator[None]:
-        """What runs within, to the trace of this request, however it ends."""
-        began, said = time.time(), "ok"
+    def sent(
+        self, name: str, row: str, request_id: str, **attributes: str | int | float
+    ) -> Iterator[None]:
+        """Send a span for the body of the context, in the trace of this request.
+
+        The span has the attribute `outcome`: ok, or the type of the error.
+        """
+        began, outcome = time.time(), "ok"
         try:
             yield
         except BaseException as error:
-            said = type(error).__name__
+            outcome = type(error).__name__
             raise
         finally:
             if self.sends and request_id:
-                self.send(Span(name, row, began, time.time() - began, request_id, {"outcome": said, **attributes}))
+                self.send(
+                    Span(
+                        name,
+                        row,
+                        began,
+                        time.time() - began,
+                        request_id,
+                        {"outcome": outcome, **attributes},
+                    )
+                )
 
     def send(self, span: Span, first: bool = False) -> None:
-        """To the collector only, where there is one. `first`: the whole request, which the others of its trace lie below."""
+        """Send a span to the collector, if there is one, without keeping it.
+
+        `first` marks the span of the whole request. The other spans of its trace are its children.
+        """
         if self._sender is not None:
             self._sender.send(span, first)
 
     def send_to(self, url: str | None, service: str, part: str) -> None:
-        """From now on to the collector at `url` (OTLP over HTTP), in the background and in batches."""
+        """Send all following spans to the collector at `url` (OTLP over HTTP).
+
+        They are sent in the background, in batches. Without a URL, nothing is sent.
+        """
         self._sender = _Sender(url, service, part) if url else None
 
     def close(self) -> None:
+        """Send the spans that are still buffered, and stop the background thread."""
         if self._sender is not None:
             self._sender.close()
 
 
 SPANS = Spans()
-"""Of this process."""
+"""The spans of this process."""
 
 
-class _Seldom(logging.Filter):
-    """A collector that is away is told of now and then: the last lines of a process must say why it died."""
+class _RateLimit(logging.Filter):
+    """Passes at most one log record in LOG_EVERY_S seconds.
+
+    Otherwise records about an unreachable collector would hide why a process died: its last log
+    lines show that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,16 +130,16 @@ class _Seldom(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if time.monotonic() < self._next:
             return False
-        self._next = time.monotonic() + SAID_EVERY_S
+        self._next = time.monotonic() + LOG_EVERY_S
         return True
 
 
-SAYING = (
+NOISY_LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.sdk._shared_internal",
     "opentelemetry.sdk.trace.export",
 )
-_SELDOM = _Seldom()
+_RATE_LIMIT = _RateLimit()
 
 
 class _Sender:
@@ -112,8 +150,8 @@ class _Sender:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
-        class Given(RandomIdGenerator):
-            """The ids that are wanted for the next span, where they are."""
+        class PresetIds(RandomIdGenerator):
+            """Uses the ids in `wanted` for the next span, or else random ids."""
 
             wanted: tuple[int, int] | None = None
 
@@ -123,13 +161,19 @@ class _Sender:
             def generate_span_id(self) -> int:
                 return self.wanted[1] if self.wanted else super().generate_span_id()
 
-        self._ids = Given()
-        named = Resource.create({"service.name": f"skyrl-actors {part}", "service.instance.id": service})
-        self._provider = TracerProvider(id_generator=self._ids, resource=named, shutdown_on_exit=False)
+        self._ids = PresetIds()
+        named = Resource.create(
+            {"service.name": f"skyrl-actors {part}", "service.instance.id": service}
+        )
+        self._provider = TracerProvider(
+            id_generator=self._ids, resource=named, shutdown_on_exit=False
+        )
         exporter = OTLPSpanExporter(f"{url.rstrip('/')}/v1/traces", timeout=5)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EVERY_MS))
-        for name in SAYING:
-            logging.getLogger(name).addFilter(_SELDOM)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_EVERY_MS)
+        )
+        for name in NOISY_LOGGERS:
+            logging.getLogger(name).addFilter(_RATE_LIMIT)
         self._tracer = self._provider.get_tracer("skyrl_actors")
 
     def send(self, span: Span, first: bool) -> None:
@@ -140,7 +184,9 @@ class _Sender:
         if span.request_id and first:
             self._ids.wanted = ids_of(span.request_id)
         elif span.request_id:
-            above = SpanContext(*ids_of(span.request_id), is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+            above = SpanContext(
+                *ids_of(span.request_id), is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+            )
             context = trace.set_span_in_context(NonRecordingSpan(above))
         begun = int(span.began * NANOSECONDS)
         attributes = {"row": span.row, "request_id": span.request_id, **span.attributes}

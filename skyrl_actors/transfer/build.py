@@ -1,23 +1,34 @@
-"""The configured transfer."""
+"""Build the transfer that the config describes."""
 
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.transfers import GlooTransfer, IpcTransfer, NcclTransfer
-from skyrl_actors.transfer.base import Transfer
 from skyrl_actors.transfer.files import FileTransfer
 from skyrl_actors.transfer.object_store import ObjectStoreTransfer
 from skyrl_actors.transfer.shared_device import SharedDeviceTransfer
 from skyrl_actors.transfer.streaming import StreamTransfer
+from skyrl_actors.transfer.transport import Transfer
 
 
 def build_transfer(config: ClusterConfig) -> Transfer:
     asked = config.transfer
     folder = asked.folder / config.name
     if isinstance(asked, GlooTransfer | NcclTransfer):
-        # Trainers beside engines on GPUs: while those load, shards lie in host memory, where NCCL can not gather them.
+        # If trainers share GPUs with engines, shards are in host memory while the engines load.
+        # NCCL cannot gather them there.
         shards = not (config.placement.device == "gpu" and config.placement.shares("engine"))
-        return StreamTransfer(folder, asked.checksums, asked.type, asked.bucket_bytes, asked.timeout_s, asked.freeze, shards)
+        return StreamTransfer(
+            folder,
+            asked.checksums,
+            asked.type,
+            asked.bucket_bytes,
+            asked.timeout_s,
+            asked.materialize,
+            shards,
+        )
     if isinstance(asked, IpcTransfer):
-        return SharedDeviceTransfer(folder, asked.checksums, asked.bucket_bytes, asked.timeout_s, asked.freeze)
+        return SharedDeviceTransfer(
+            folder, asked.checksums, asked.bucket_bytes, asked.timeout_s, asked.materialize
+        )
     if asked.type == "object_store":
         return ObjectStoreTransfer(folder, asked.checksums)
     return FileTransfer(folder, asked.checksums)

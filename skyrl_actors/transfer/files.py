@@ -1,6 +1,7 @@
-"""The trainer writes files, and engines read them where they are: in shared memory of one host, or on shared storage.
+"""Transfer through files: the trainer writes them, and engines read them in place.
 
-Full weights are one flat file, of which every engine maps the same pages; adapters are folders.
+The files are in shared memory of one host or on shared storage. Full weights are one flat file, of
+which every engine maps the same pages. Adapters are folders.
 """
 
 import secrets
@@ -11,17 +12,19 @@ from ray.actor import ActorHandle
 from skyrl_actors import remote
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.messages.turn import Turn
-from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
-from skyrl_actors.transfer.base import EnginePlace, export_path
+from skyrl_actors.messages.precondition import OpPrecondition
+from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
+from skyrl_actors.transfer.transport import EnginePlace, export_path
 
 PROBE_TIMEOUT_S = 60.0
 
 
 class FileTransfer:
+    """Write a version's files where all engines can read them."""
+
     needs_group = False
-    freeze: Freeze = "always"
-    shards = False  # can be sent without being written
+    materialize: Materialize = "eager"
+    shards = False  # whether sharded weights can be sent without a file
 
     def __init__(self, folder: Path, checksums: bool):
         self.folder = folder
@@ -31,24 +34,40 @@ class FileTransfer:
         probe, content = str(self.folder / "probe"), secrets.token_hex(8)
         await group.write_probe(probe, content)
         names = [f"engine[{i}]" for i in range(len(engines))]
-        read = await remote.gather([e.reads.remote(probe, content) for e in engines], names, "read a probe", PROBE_TIMEOUT_S)
+        read = await remote.gather(
+            [e.reads.remote(probe, content) for e in engines],
+            names,
+            "read a probe",
+            PROBE_TIMEOUT_S,
+        )
         if blind := [name for name, good in zip(names, read, strict=True) if not good]:
             raise ConfigError(
-                f"transfer.folder {self.folder}: what the trainers write there can not be read by {', '.join(blind)}; "
+                f"transfer.folder {self.folder}: what the trainers write there cannot be read by "
+                f"{', '.join(blind)}; "
                 "give a folder that all nodes share, or use transfer.type=object_store or gloo"
             )
         await group.discard_export(probe)
 
-    async def publish(self, group: ActorGroup, model_id: str, turn: Turn, version: str) -> WeightManifest:
+    async def publish(
+        self, group: ActorGroup, model_id: str, precondition: OpPrecondition, version: str
+    ) -> WeightManifest:
         return await group.export_weights(
-            model_id, turn, export_path(self.folder, version), version, self.checksums, self.freeze, self.shards
+            model_id,
+            precondition,
+            export_path(self.folder, version),
+            version,
+            self.checksums,
+            self.materialize,
+            self.shards,
         )
 
     async def deliver(
         self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
     ) -> WeightStream | None:
-        """The engine reads the trainer's files."""
+        """Do nothing: the engine reads the trainer's files."""
         return None
 
-    async def discard(self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]) -> None:
+    async def discard(
+        self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]
+    ) -> None:
         await group.discard_export(manifest.path)

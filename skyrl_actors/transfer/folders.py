@@ -1,4 +1,7 @@
-"""Checkpoint folders as manifests: a safetensors file is a flat file with a header, so an engine can map it as it is."""
+"""Describe checkpoint folders as manifests.
+
+A safetensors file is a flat file with a header, so an engine can map it as it is.
+"""
 
 import json
 import struct
@@ -11,7 +14,7 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:
-    """Of an adapter in peft's format, or of full weights."""
+    """Return the manifests of an adapter in peft's format, or of full weights."""
     if not (folder / "adapter_config.json").exists():
         return full_manifests(folder, version)
     size = sum(file.stat().st_size for file in folder.iterdir())
@@ -19,7 +22,7 @@ def manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:
 
 
 def full_manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:
-    """One manifest for each safetensors file of a Hugging Face folder."""
+    """Return one manifest for each safetensors file of a Hugging Face folder."""
     files = sorted(file for file in folder.glob("model*.safetensors"))
     if not files:
         raise NotFound(f"{folder} has no model*.safetensors")
@@ -34,5 +37,13 @@ def _manifest_of(file: Path, version: str) -> WeightManifest:
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = entry["data_offsets"]
-            tensors.append(TensorEntry(name, tuple(entry["shape"]), DTYPES[entry["dtype"]], 8 + length + start, end - start))
+            tensors.append(
+                TensorEntry(
+                    name,
+                    tuple(entry["shape"]),
+                    DTYPES[entry["dtype"]],
+                    8 + length + start,
+                    end - start,
+                )
+            )
     return WeightManifest(version, "full", str(file), file.stat().st_size, tuple(tensors))

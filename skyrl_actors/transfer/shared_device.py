@@ -1,7 +1,7 @@
-"""Trainers and engines on the same GPUs: weights go from one process's memory of a device to another's, one bucket at a time.
+"""Transfer between trainers and engines on the same GPUs, in device memory, bucket by bucket.
 
-Each engine is given the weights by the rank on its first device: from where they were trained while they are that version still,
-from a file when they are not, or when ranks hold shards of them.
+The rank on an engine's first device sends the weights. It sends the live weights while they still
+equal the version. Otherwise, or if ranks hold shards, it reads the version from a file.
 """
 
 from pathlib import Path
@@ -9,17 +9,26 @@ from pathlib import Path
 from ray.actor import ActorHandle
 
 from skyrl_actors.groups.actor_group import ActorGroup
-from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
-from skyrl_actors.transfer.base import EnginePlace
+from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
 from skyrl_actors.transfer.files import FileTransfer
+from skyrl_actors.transfer.transport import EnginePlace
 
 
 class SharedDeviceTransfer(FileTransfer):
+    """Open a stream from one process's device memory to another's on the same GPU."""
+
     needs_group = True
 
-    def __init__(self, folder: Path, checksums: bool, bucket_bytes: int, timeout_s: float, freeze: Freeze):
+    def __init__(
+        self,
+        folder: Path,
+        checksums: bool,
+        bucket_bytes: int,
+        timeout_s: float,
+        materialize: Materialize,
+    ):
         super().__init__(folder, checksums)
-        self.freeze: Freeze = freeze
+        self.materialize: Materialize = materialize
         self.bucket_bytes = bucket_bytes
         self.timeout_s = timeout_s
 
@@ -28,6 +37,14 @@ class SharedDeviceTransfer(FileTransfer):
     ) -> WeightStream | None:
         if manifest.kind == "lora":
             return None
-        checked = self.checksums and self.freeze == "when_needed"  # else they are in the manifest
-        asked = WeightStream("", 0, 1 + place.num_workers, "ipc", self.bucket_bytes, self.timeout_s, checksums=checked)
+        checked = self.checksums and self.materialize == "lazy"  # if eager: in the manifest
+        asked = WeightStream(
+            "",
+            0,
+            1 + place.num_workers,
+            "ipc",
+            self.bucket_bytes,
+            self.timeout_s,
+            checksums=checked,
+        )
         return await group.open_stream(manifest, asked, place.beside)

@@ -1,7 +1,8 @@
-"""Any hosts, by broadcast (gloo, NCCL): full weights go from the trainer's memory into vLLM's layers, one bucket at a time.
+"""Transfer between any hosts by broadcast (gloo, NCCL), bucket by bucket.
 
-Beside the engine nothing is written: its extra memory is one bucket and the layer that is not whole yet. Adapters are small and
-travel as files.
+Full weights go from the trainer's memory into vLLM's layers. The engine's host gets no file; the
+extra memory is one bucket and the layer that is still incomplete. Adapters are small and go as
+files.
 """
 
 from pathlib import Path
@@ -10,18 +11,26 @@ from typing import Literal
 from ray.actor import ActorHandle
 
 from skyrl_actors.groups.actor_group import ActorGroup
-from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
-from skyrl_actors.transfer.base import EnginePlace
+from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
 from skyrl_actors.transfer.object_store import ObjectStoreTransfer
+from skyrl_actors.transfer.transport import EnginePlace
 
 
 class StreamTransfer(ObjectStoreTransfer):
+    """Open a broadcast from the trainers to the workers of one engine."""
+
     def __init__(
-        self, folder: Path, checksums: bool, backend: Literal["gloo", "nccl"], bucket_bytes: int, timeout_s: float, freeze: Freeze,
+        self,
+        folder: Path,
+        checksums: bool,
+        backend: Literal["gloo", "nccl"],
+        bucket_bytes: int,
+        timeout_s: float,
+        materialize: Materialize,
         shards: bool,
-    ):  # fmt: skip
+    ):
         super().__init__(folder, checksums)
-        self.freeze: Freeze = freeze
+        self.materialize: Materialize = materialize
         self.shards = shards
         self.backend: Literal["gloo", "nccl"] = backend
         self.bucket_bytes = bucket_bytes
@@ -32,6 +41,16 @@ class StreamTransfer(ObjectStoreTransfer):
     ) -> WeightStream | None:
         if manifest.kind == "lora":
             return await super().deliver(manifest, group, engine, place)
-        checked = self.checksums and self.freeze == "when_needed"  # else they are in the manifest
-        asked = WeightStream("", 0, 1 + place.num_workers, self.backend, self.bucket_bytes, self.timeout_s, checksums=checked)
-        return await group.open_stream(manifest, asked, gathers=self.shards and self.freeze == "when_needed")
+        checked = self.checksums and self.materialize == "lazy"  # if eager: in the manifest
+        asked = WeightStream(
+            "",
+            0,
+            1 + place.num_workers,
+            self.backend,
+            self.bucket_bytes,
+            self.timeout_s,
+            checksums=checked,
+        )
+        return await group.open_stream(
+            manifest, asked, gathers=self.shards and self.materialize == "lazy"
+        )

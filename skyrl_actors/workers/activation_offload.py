@@ -1,4 +1,4 @@
-"""What the backward pass needs waits in host memory, except weights, which stay on the device anyway."""
+"""Keep activations for the backward pass in host memory. Weights stay on the device in any case."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from skyrl_actors.device_memory import placed
+from skyrl_actors.transport.device_memory import placed
 
 HOST = torch.device("cpu")
 
@@ -17,7 +17,7 @@ class _OnHost:
 
 
 def offloading(device: torch.device) -> saved_tensors_hooks:
-    """A forward pass inside of it keeps its activations on the host until the backward pass."""
+    """Return a context in which a forward pass keeps its activations on the host."""
 
     def unpack(kept: Tensor | _OnHost) -> Tensor:
         return kept if isinstance(kept, Tensor) else placed(kept.content, device)
@@ -26,6 +26,9 @@ def offloading(device: torch.device) -> saved_tensors_hooks:
 
 
 def _pack(tensor: Tensor) -> Tensor | _OnHost:
-    """A weight is kept as it is, not as a copy: an engine that shards weights frees it and gathers it again."""
+    """Pack a saved tensor. A weight is returned as it is, not as a copy.
+
+    An engine that shards weights frees the weight and gathers it again.
+    """
     is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
     return tensor if is_weight else _OnHost(placed(tensor, HOST))

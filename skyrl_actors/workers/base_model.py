@@ -1,7 +1,8 @@
-"""A base model that a rank holds whole: frozen, and lent to one full fine-tune or to many adapters at a time.
+"""A frozen base model that a rank holds whole, for many adapters or one full fine-tune at a time.
 
-A full fine-tune puts its own parameters in the place of the base's. It is bound by moving pointers, so switching costs
-microseconds, and the base's own weights never change: they stay the reference of every tenant.
+A full fine-tune replaces the parameters of the base by its own. This moves pointers, so that a
+switch takes microseconds. The weights of the base never change; they stay the reference of every
+tenant.
 """
 
 from collections.abc import Mapping
@@ -11,18 +12,28 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from skyrl_actors.device_memory import placed
+from skyrl_actors.transport.device_memory import placed
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.packing import ATTENTION
 
 
 class BaseModel(Network):
-    def __init__(self, folder: str, dtype: torch.dtype, device: torch.device, activations: Activations = "keep"):
-        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION)
+    """The frozen base model, whose parameters a full fine-tune can replace."""
+
+    def __init__(
+        self,
+        folder: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        activations: Activations = "keep",
+    ):
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=ATTENTION
+        )
         module.to(device).requires_grad_(False)
         super().__init__(module, device, activations)
-        self.own: dict[str, nn.Parameter] = dict(self.module.named_parameters())  # tied names appear once
+        self.own: dict[str, nn.Parameter] = dict(self.module.named_parameters())  # tied names once
         self._sites = self._find_sites()
         self._bound: Mapping[str, nn.Parameter] = self.own
 
@@ -30,12 +41,14 @@ class BaseModel(Network):
         names = {id(p): name for name, p in self.own.items()}
         sites: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.own}
         for module in self.module.modules():
-            for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            for attribute, parameter in module.named_parameters(
+                recurse=False, remove_duplicate=False
+            ):
                 sites[names[id(parameter)]].append((module, attribute))
         return sites
 
     def place(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Compute with these in the place of the base's own; what they leave out stays the base's."""
+        """Compute with these parameters instead of the base's own. Missing ones stay the base's."""
         if parameters is self._bound:
             return
         for name, sites in self._sites.items():
@@ -44,7 +57,7 @@ class BaseModel(Network):
         self._bound = parameters
 
     def release(self) -> None:
-        """Back to the base's own weights."""
+        """Compute with the base's own weights again."""
         self.place(self.own)
 
     def move(self, device: torch.device) -> None:

@@ -1,8 +1,9 @@
-"""Checkpoints as folders of safetensors that other tools read, complete or absent, free of rank counts and strategies.
+"""Checkpoints: folders of safetensors that other tools can read, for any number of ranks.
 
-A full fine-tune is a plain Hugging Face folder, a LoRA model a peft folder; beside it lie `optimizer.safetensors`, and
-for a critic `value_head.safetensors`. Tensors are written one by one as ranks give them. A folder is written under another
-name and renamed when it is whole.
+A full fine-tune is a plain Hugging Face folder, and a LoRA model is a peft folder. Optimizer state
+is in `optimizer.safetensors`, and the value head of a critic in `value_head.safetensors`. Tensors
+are written one by one. A folder is written under a temporary name and renamed when it is complete,
+so it is either complete or absent.
 """
 
 import json
@@ -17,22 +18,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skyrl_actors.files import fsync
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import CheckpointForm, LoraSpec
+from skyrl_actors.storage.files import fsync
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.network import UNEMBED, UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT
 from skyrl_actors.workers.state import MOMENTS, Kind
 from skyrl_actors.workers.tensor_files import (
     InMemory,
     Joined,
+    MergedSource,
     Mixed,
     Renamed,
     Shape,
     Source,
     TensorFiles,
     TensorWriter,
-    Together,
     shards_of,
     whole,
     write_index,
@@ -42,14 +43,16 @@ PEFT_PREFIX = "base_model.model."
 SPEC_FILE = "model_spec.json"
 SAVED_BY = "saved_by"
 EMBED_WEIGHT = "model.embed_tokens.weight"
-FILE_BYTES = 5 * 10**9  # of one file of weights, as Hugging Face cuts them
+FILE_BYTES = 5 * 10**9  # largest weight file, as for Hugging Face
 VALUE_HEAD = (VALUE_WEIGHT, VALUE_BIAS)
 
 
 @dataclass(frozen=True)
 class BaseFiles:
+    """The folder of the base model, and the dtype of merged weights."""
+
     folder: Path
-    dtype: str  # that weights are written in when an adapter is merged into them
+    dtype: str  # of weights with a merged adapter
 
 
 def save(
@@ -60,8 +63,11 @@ def save(
     notes: Mapping[str, str] | None = None,
     writes: bool = True,
 ) -> None:
-    """Write the whole checkpoint, fsync it, and rename it into place (replacing what was there). `notes`: texts to write beside it,
-    by name of file. Called on every rank; one writes."""
+    """Write the complete checkpoint, fsync it, and rename it into place.
+
+    An existing folder is replaced. `notes` are texts to write beside the weights, by file name.
+    Every rank calls this; one rank writes.
+    """
     if not writes:
         for _ in model.state.tensors("weights"):
             pass
@@ -88,7 +94,9 @@ def _write(model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointF
     value_head: dict[str, Tensor] = {}
     lora = model.spec.lora
     if lora is None:
-        shapes = {name: shape for name, shape in model.state.shapes.items() if name not in VALUE_HEAD}
+        shapes = {
+            name: shape for name, shape in model.state.shapes.items() if name not in VALUE_HEAD
+        }
         _write_shards(folder, shapes, _without_value_head(model, value_head), torch.float32)
         copy_model_files(base.folder, folder)
     else:
@@ -96,8 +104,12 @@ def _write(model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointF
         if form == "merged":
             _write_merged(tensors, lora, base, folder)
         else:
-            save_file(_to_peft(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-            (folder / "adapter_config.json").write_text(json.dumps(_peft_config(lora, tensors, base.folder), indent=2))
+            save_file(
+                _to_peft(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"}
+            )
+            (folder / "adapter_config.json").write_text(
+                json.dumps(_peft_config(lora, tensors, base.folder), indent=2)
+            )
     if value_head:
         save_file(value_head, folder / "value_head.safetensors")
     if form == "training":
@@ -105,8 +117,10 @@ def _write(model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointF
     (folder / SPEC_FILE).write_text(json.dumps(asdict(model.spec), indent=2))
 
 
-def _without_value_head(model: TrainedModel, value_head: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights one by one; the value head is put aside."""
+def _without_value_head(
+    model: TrainedModel, value_head: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights one by one, except the value head, which is put into `value_head`."""
     for name, tensor in model.state.tensors("weights"):
         assert tensor is not None
         if name in VALUE_HEAD:
@@ -115,11 +129,20 @@ def _without_value_head(model: TrainedModel, value_head: dict[str, Tensor]) -> I
             yield name, tensor.contiguous()
 
 
-def _write_shards(folder: Path, shapes: dict[str, Shape], tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-    """`tensors` come in the order of `shapes`."""
+def _write_shards(
+    folder: Path,
+    shapes: dict[str, Shape],
+    tensors: Iterator[tuple[str, Tensor]],
+    dtype: torch.dtype,
+) -> None:
+    """Write the weights into one or more files. `tensors` come in the order of `shapes`."""
     shards = shards_of(shapes, dtype.itemsize, FILE_BYTES)
     count = len(shards)
-    files = ["model.safetensors"] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    files = (
+        ["model.safetensors"]
+        if count == 1
+        else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    )
     place = {name: i for i, shard in enumerate(shards) for name in shard}
     writers: dict[int, TensorWriter] = {}
     for name, tensor in tensors:
@@ -136,7 +159,9 @@ def _write_moments(model: TrainedModel, path: Path) -> None:
     if not model.state.num_steps:
         save_file({}, path)
         return
-    shapes = {f"{name}.{kind}": shape for kind in MOMENTS for name, shape in model.state.shapes.items()}
+    shapes = {
+        f"{name}.{kind}": shape for kind in MOMENTS for name, shape in model.state.shapes.items()
+    }
     writer = TensorWriter(path, {"num_steps": (1,), **shapes}, torch.float32)
     writer.put("num_steps", torch.tensor([float(model.state.num_steps)]))
     for kind in MOMENTS:
@@ -145,9 +170,14 @@ def _write_moments(model: TrainedModel, path: Path) -> None:
             writer.put(f"{name}.{kind}", tensor)
 
 
-def _write_merged(adapter: dict[str, Tensor], lora: LoraSpec, base: BaseFiles, folder: Path) -> None:
-    """W + (alpha / rank) · B A for every adapted layer, and the other weights as they are, in the base's dtype. A head that
-    shares the embedding's weights gets its own."""
+def _write_merged(
+    adapter: dict[str, Tensor], lora: LoraSpec, base: BaseFiles, folder: Path
+) -> None:
+    """Write the base's weights with the adapter merged in, in the base's dtype.
+
+    An adapted layer becomes W + (alpha / rank) · B A. An adapted head that is tied to the embedding
+    gets its own weights.
+    """
     dtype: torch.dtype = getattr(torch, base.dtype)
     with TensorFiles(base.folder) as files:
         tied = f"{UNEMBED}.lora_A" in adapter and UNEMBED_WEIGHT not in files.shapes
@@ -167,25 +197,41 @@ def _write_merged(adapter: dict[str, Tensor], lora: LoraSpec, base: BaseFiles, f
     copy_model_files(base.folder, folder)
     if tied:
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
+        (folder / "config.json").write_text(
+            json.dumps({**config, "tie_word_embeddings": False}, indent=2)
+        )
 
 
-def load(model: TrainedModel, folder: Path, with_optimizer: bool, mixed: tuple[Path, float] | None = None) -> None:
-    """Weights (and optimizer state) of a checkpoint into a model of the same shape; pending gradients are dropped. All that the
-    files should have is looked for before anything is overwritten. `mixed`: another checkpoint, and the share that this one has."""
+def load(
+    model: TrainedModel, folder: Path, with_optimizer: bool, mixed: tuple[Path, float] | None = None
+) -> None:
+    """Load weights (and optimizer state) into a model of the same shape.
+
+    Pending gradients are dropped.
+
+    All files are checked before anything is overwritten. `mixed` is another checkpoint and the
+    share of the weights that comes from `folder`.
+    """
     state = model.state
     with ExitStack() as open_files:
         moments: tuple[dict[Kind, Source], int] = ({}, 0)
         if with_optimizer:
-            moments = moments_in(open_files.enter_context(TensorFiles(folder / "optimizer.safetensors")), state.shapes)
+            moments = moments_in(
+                open_files.enter_context(TensorFiles(folder / "optimizer.safetensors")),
+                state.shapes,
+            )
         source = _in_folder(model, folder, open_files)
-        state.load(source if mixed is None else Mixed(_in_folder(model, mixed[0], open_files), source, mixed[1]))
+        state.load(
+            source
+            if mixed is None
+            else Mixed(_in_folder(model, mixed[0], open_files), source, mixed[1])
+        )
         state.drop_gradients()
         state.load_moments(*moments)
 
 
 def _in_folder(model: TrainedModel, folder: Path, open_files: ExitStack) -> Source:
-    """All weights that the model has, of a checkpoint that has them."""
+    """Return all weights of the model from a checkpoint, which must contain them."""
     names = {name: name for name in model.state.shapes if name not in VALUE_HEAD}
     if model.spec.lora is not None:
         names = {name: f"{PEFT_PREFIX}{name}.weight" for name in names}
@@ -195,7 +241,7 @@ def _in_folder(model: TrainedModel, folder: Path, open_files: ExitStack) -> Sour
     sources: list[Source] = [Renamed(files, present), _kept(model, names.keys() - present.keys())]
     if VALUE_WEIGHT in model.state.shapes:
         sources.append(_value_head(model, folder, files, open_files))
-    return Together(sources)
+    return MergedSource(sources)
 
 
 def _weights_of(model: TrainedModel, folder: Path) -> TensorFiles:
@@ -205,45 +251,76 @@ def _weights_of(model: TrainedModel, folder: Path) -> TensorFiles:
 
 
 def _check_same(names: dict[str, str], files: TensorFiles, is_critic: bool) -> None:
-    """A critic takes the trunk of a policy or of a reward model, and leaves their heads."""
-    theirs = {name for name in files.shapes if not (is_critic and (UNEMBED in name or name.startswith("score.")))}
-    ours = {name for name in names.values() if not (is_critic and UNEMBED in name and name not in files.shapes)}
+    """Check that the names match. A critic ignores the heads of a policy or a reward model."""
+    theirs = {
+        name
+        for name in files.shapes
+        if not (is_critic and (UNEMBED in name or name.startswith("score.")))
+    }
+    ours = {
+        name
+        for name in names.values()
+        if not (is_critic and UNEMBED in name and name not in files.shapes)
+    }
     if odd := (ours - {*files.shapes}) | (theirs - ours):
-        raise InvalidRequest(f"the checkpoint's tensors are not this model's: {sorted(odd)[:4]}")
+        raise InvalidRequest(
+            f"the tensors of the checkpoint do not match the model: {sorted(odd)[:4]}"
+        )
 
 
 def _kept(model: TrainedModel, names: Set[str]) -> Source:
-    """What a policy's adapter does not have of a critic's stays as it was made."""
+    """Return the critic's own initial tensors, for those that a policy's adapter lacks."""
     return InMemory(
-        {name: tensor for name, tensor in model.state.tensors("weights") if name in names and tensor is not None} if names else {}
+        {
+            name: tensor
+            for name, tensor in model.state.tensors("weights")
+            if name in names and tensor is not None
+        }
+        if names
+        else {}
     )
 
 
-def _value_head(model: TrainedModel, folder: Path, files: TensorFiles, open_files: ExitStack) -> Source:
-    """A critic's own; a reward model's score; over a policy's trunk zero, so that values begin there."""
+def _value_head(
+    model: TrainedModel, folder: Path, files: TensorFiles, open_files: ExitStack
+) -> Source:
+    """Return the value head: the critic's own, the score of a reward model, or zeros.
+
+    Zeros are for the trunk of a policy; the values then start at zero.
+    """
     head = folder / "value_head.safetensors"
     if head.exists():
         return open_files.enter_context(TensorFiles(head))
     zeros = InMemory({name: torch.zeros(model.state.shapes[name]) for name in VALUE_HEAD})
     if files.shapes.get("score.weight") != model.state.shapes[VALUE_WEIGHT]:
         return zeros
-    score = {VALUE_WEIGHT: "score.weight", **({VALUE_BIAS: "score.bias"} if "score.bias" in files.shapes else {})}
-    return Together([zeros, Renamed(files, score)])
+    score = {
+        VALUE_WEIGHT: "score.weight",
+        **({VALUE_BIAS: "score.bias"} if "score.bias" in files.shapes else {}),
+    }
+    return MergedSource([zeros, Renamed(files, score)])
 
 
 def moments_in(files: TensorFiles, shapes: Mapping[str, Shape]) -> tuple[dict[Kind, Source], int]:
-    """Of a file with one tensor for each weight and moment, or with each moment in one vector; nothing for an empty one."""
+    """Return the moments and the number of steps in an optimizer file; nothing for an empty file.
+
+    A file has one tensor for each weight and moment, or one vector for each moment.
+    """
     if not files.shapes:
         return {}, 0
     if "exp_avg" in files.shapes:
         sources: dict[Kind, Source] = {kind: Joined(files, kind, shapes) for kind in MOMENTS}
         size = sum(torch.Size(shape).numel() for shape in shapes.values())
         if any(torch.Size(files.shapes[kind]).numel() != size for kind in MOMENTS):
-            raise InvalidRequest("the checkpoint's optimizer state is not this model's")
+            raise InvalidRequest("the optimizer state of the checkpoint does not match the model")
         return sources, int(whole(files, "step"))
     if odd := {f"{name}.{kind}" for name in shapes for kind in MOMENTS} - {*files.shapes}:
-        raise InvalidRequest(f"the checkpoint's optimizer state is not this model's: {sorted(odd)[:4]}")
-    named: dict[Kind, Source] = {kind: Renamed(files, {name: f"{name}.{kind}" for name in shapes}) for kind in MOMENTS}
+        raise InvalidRequest(
+            f"the optimizer state of the checkpoint does not match the model: {sorted(odd)[:4]}"
+        )
+    named: dict[Kind, Source] = {
+        kind: Renamed(files, {name: f"{name}.{kind}" for name in shapes}) for kind in MOMENTS
+    }
     return named, int(whole(files, "num_steps"))
 
 
@@ -251,7 +328,9 @@ def _to_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{PEFT_PREFIX}{name}.weight": tensor for name, tensor in tensors.items()}
 
 
-def _peft_config(lora: LoraSpec, tensors: dict[str, Tensor], base_folder: Path) -> dict[str, object]:
+def _peft_config(
+    lora: LoraSpec, tensors: dict[str, Tensor], base_folder: Path
+) -> dict[str, object]:
     layers = sorted({name.rsplit(".", 2)[-2] for name in tensors})
     return {
         "peft_type": "LORA",
@@ -267,9 +346,13 @@ def _peft_config(lora: LoraSpec, tensors: dict[str, Tensor], base_folder: Path) 
 
 
 def copy_model_files(base_folder: Path, folder: Path) -> None:
-    """Config and tokenizer files: all that makes the folder loadable, but no weights of the base."""
+    """Copy config and tokenizer files, but no weights, so that the folder can be loaded."""
     for file in base_folder.iterdir():
-        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and "index" not in file.name:
+        if (
+            file.is_file()
+            and file.suffix in (".json", ".jinja", ".txt", ".model")
+            and "index" not in file.name
+        ):
             shutil.copyfile(file, folder / file.name)
 
 

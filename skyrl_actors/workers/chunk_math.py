@@ -1,9 +1,11 @@
-"""What is done with the logits [c, V] of one chunk: log-probabilities, entropies, and the slopes that lead back to them.
+"""Compute log-probabilities, entropies and their gradients from the logits [c, V] of one chunk.
 
-Two ways, alike in their results. `InPlace` works in memory that is used again and again: on a CPU, new pages for each chunk
-would cost as much as the products. `Compiled` has torch fuse each step into kernels that read the logits once, as they came
-from the product: on a GPU, where the passes over [c, V] would take longer than the products themselves. Kernels of other
-packages (Liger, cut-cross-entropy) give no entropies, and make the logits of a frozen head a second time.
+Two implementations give the same results. `InPlace` reuses its memory: on a CPU, new pages for each
+chunk would cost as much as the products. `Compiled` lets torch fuse each step into kernels that
+read the logits once. On a GPU, separate passes over [c, V] would take longer than the products.
+
+Kernels of other packages (Liger, cut-cross-entropy) give no entropies, and compute the logits of a
+frozen head a second time.
 """
 
 from collections.abc import Callable
@@ -15,40 +17,53 @@ from torch import Tensor
 
 
 class ChunkMath(Protocol):
+    """The math of one chunk of logits."""
+
     def summarise(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """logits [c, V], targets [c, K] -> log p(target) [c, K], entropy [c], log of the sum of exponentials [c]."""
+        """logits [c, V], targets [c, K] -> log p(target) [c, K], entropy [c], logsumexp [c]."""
         ...
 
     def pre_gradient(self, targets: Tensor) -> Tensor:
-        """onehot(y) − p [c, V] of the logits last summarised, which are lost; targets [c, 1]."""
+        """onehot(y) − p [c, V] of the last logits, which are overwritten; targets [c, 1]."""
         ...
 
     def slope(
-        self, logits: Tensor, log_sums: Tensor, entropy: Tensor, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
+        self,
+        logits: Tensor,
+        log_sums: Tensor,
+        entropy: Tensor,
+        targets: Tensor,
+        of_logprobs: Tensor,
+        of_entropy: Tensor | None,
     ) -> Tensor:
-        """d/dlogits [c, V] of Σ of_logprobs · log p(target) + Σ of_entropy · entropy; the logits are lost.
+        """d/dlogits [c, V] of Σ of_logprobs · log p(target) + Σ of_entropy · entropy.
 
-        Of a log-probability it is onehot(y) − p, of an entropy H it is −p·(log p + H).
+        The logits are overwritten. The gradient of a log-probability is onehot(y) − p. The gradient
+        of an entropy H is −p·(log p + H).
         """
         ...
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: float32, or float64 for float64."""
+    """The dtype of the computation: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class InPlace:
+    """Chunk math in reused memory, for CPUs."""
+
     def __init__(self, longest: int):
-        """`longest`: rows of the longest chunk."""
+        """`longest` is the number of rows of the longest chunk."""
         self._longest = longest
         self._memory: list[Tensor] = []
         self._powers = self._total = torch.empty(0)
 
     def _like(self, logits: Tensor, index: int) -> Tensor:
-        """[c, V] of further memory."""
+        """Return a reused buffer [c, V]."""
         while len(self._memory) <= index:
-            self._memory.append(logits.new_empty(self._longest, logits.size(1), dtype=wide(logits.dtype)))
+            self._memory.append(
+                logits.new_empty(self._longest, logits.size(1), dtype=wide(logits.dtype))
+            )
         return self._memory[index][: len(logits)]
 
     def _widened(self, logits: Tensor) -> Tensor:
@@ -68,12 +83,19 @@ class InPlace:
         return self._powers / self._total
 
     def pre_gradient(self, targets: Tensor) -> Tensor:
-        # 1 − p is formed in full precision: of a token that is nearly certain, little else is left.
+        # 1 − p is computed in full precision, because little else is left of a nearly certain
+        # token.
         slope = self._powers.div_(self._total).neg_()
         return slope.scatter_add_(1, targets, torch.ones_like(targets, dtype=slope.dtype))
 
     def slope(
-        self, logits: Tensor, log_sums: Tensor, entropy: Tensor, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
+        self,
+        logits: Tensor,
+        log_sums: Tensor,
+        entropy: Tensor,
+        targets: Tensor,
+        of_logprobs: Tensor,
+        of_entropy: Tensor | None,
     ) -> Tensor:
         log_p = self._widened(logits).sub_(log_sums[:, None])
         if of_entropy is None:
@@ -83,7 +105,7 @@ class InPlace:
         return p.scatter_add_(1, targets, of_logprobs)
 
     def of_probabilities(self, p: Tensor, targets: Tensor, of_logprobs: Tensor) -> Tensor:
-        """`slope` from p [c, V], which is overwritten."""
+        """`slope` without entropy, from p [c, V], which is overwritten."""
         p *= -of_logprobs.sum(1)[:, None]
         return p.scatter_add_(1, targets, of_logprobs)
 
@@ -94,7 +116,11 @@ def _summary(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     powers = (z - highest).exp()
     total = powers.sum(1, keepdim=True)
     log_sum = total.log() + highest
-    return z.gather(1, targets) - log_sum, log_sum[:, 0] - (z * powers).sum(1) / total[:, 0], log_sum[:, 0]
+    return (
+        z.gather(1, targets) - log_sum,
+        log_sum[:, 0] - (z * powers).sum(1) / total[:, 0],
+        log_sum[:, 0],
+    )
 
 
 def _everywhere(logits: Tensor, log_sums: Tensor, of_logprobs: Tensor) -> Tensor:
@@ -117,6 +143,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Compiled:
+    """Chunk math in kernels that torch compiles, for GPUs."""
+
     def __init__(self) -> None:
         self._logits = self._log_sums = torch.empty(0)
 
@@ -130,15 +158,24 @@ class Compiled:
         return self.slope(self._logits, self._log_sums, self._log_sums, targets, ones, None)
 
     def slope(
-        self, logits: Tensor, log_sums: Tensor, entropy: Tensor, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
+        self,
+        logits: Tensor,
+        log_sums: Tensor,
+        entropy: Tensor,
+        targets: Tensor,
+        of_logprobs: Tensor,
+        of_entropy: Tensor | None,
     ) -> Tensor:
-        # At the targets the sum is formed before it is rounded; a target that is named twice gets one sum twice.
+        # The sums at the targets are formed before they are rounded. A repeated target gets the
+        # same sum twice.
         log_p = logits.gather(1, targets).to(log_sums.dtype) - log_sums[:, None]
         factor = -of_logprobs.sum(1)[:, None]
         if of_entropy is None:
             slope = _compiled(_everywhere)(logits, log_sums, of_logprobs)
         else:
-            slope = _compiled(_everywhere_with_entropy)(logits, log_sums, of_logprobs, entropy, of_entropy)
+            slope = _compiled(_everywhere_with_entropy)(
+                logits, log_sums, of_logprobs, entropy, of_entropy
+            )
             factor = factor - of_entropy[:, None] * (log_p + entropy[:, None])
         same = targets[:, :, None] == targets[:, None, :]
         own = (same * of_logprobs[:, None, :]).sum(2) + factor * log_p.exp()

@@ -1,4 +1,7 @@
-"""One version of a policy's weights where an engine can map it: a peft folder, or a flat file of all tensors."""
+"""Export a version of a policy's weights so that an engine can map it.
+
+An adapter becomes a peft folder, full weights become one flat file.
+"""
 
 import math
 import os
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skyrl_actors.messages.weights import ADAPTER_FILE, TensorEntry, WeightManifest
-from skyrl_actors.private_folders import make_folder
+from skyrl_actors.storage.private_folders import make_folder
 from skyrl_actors.workers import checkpoint
 from skyrl_actors.workers.checkpoint import BaseFiles
 from skyrl_actors.workers.models import TrainedModel
@@ -22,16 +25,30 @@ from skyrl_actors.workers.tensor_files import Shape
 
 
 def export(
-    model: TrainedModel, base: BaseFiles, path: Path, version: str, writes: bool, checksums: bool, dtype: torch.dtype
+    model: TrainedModel,
+    base: BaseFiles,
+    path: Path,
+    version: str,
+    writes: bool,
+    checksums: bool,
+    dtype: torch.dtype,
 ) -> WeightManifest | None:
-    """Called on every rank; the one that writes answers."""
+    """Export the weights. Every rank calls this; the rank that writes returns the manifest."""
     started = time.perf_counter()
     if writes:
         make_folder(path.parent)
     if model.spec.lora is None:
-        return export_flat(model.state.tensors("weights"), model.state.shapes, path, version, writes, checksums, dtype)
+        return export_flat(
+            model.state.tensors("weights"),
+            model.state.shapes,
+            path,
+            version,
+            writes,
+            checksums,
+            dtype,
+        )
     if not writes:
-        return None  # every rank has the whole adapter
+        return None  # every rank has the whole adapter; one writes it
     checkpoint.save(model, base, path, "weights")
     size = sum(file.stat().st_size for file in path.iterdir())
     entries = (_whole_file(path / ADAPTER_FILE),) if checksums else ()
@@ -43,8 +60,10 @@ def _whole_file(file: Path) -> TensorEntry:
     return TensorEntry(file.name, (len(content),), "uint8", 0, len(content), zlib.crc32(content))
 
 
-def described(shapes: Mapping[str, Shape], path: Path, version: str, dtype: torch.dtype) -> WeightManifest:
-    """Full weights as `export_flat` would write them."""
+def described(
+    shapes: Mapping[str, Shape], path: Path, version: str, dtype: torch.dtype
+) -> WeightManifest:
+    """Return the manifest of full weights as `export_flat` would write them, without writing."""
     entries: list[TensorEntry] = []
     size = 0
     for name, shape in shapes.items():
@@ -63,17 +82,24 @@ def export_flat(
     checksums: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> WeightManifest | None:
-    """Tensor behind tensor, in `dtype`. Plain writes: a full disk is an error, and new pages of shared memory cost half of what
-    they do through a mapping."""
+    """Write the tensors one after another in `dtype`. Returns the manifest on the rank that writes.
+
+    It uses plain writes, so a full disk raises an error. New pages of shared memory cost half as
+    much as through a mapping.
+    """
     started = time.perf_counter()
     tensors = iter(tensors)
     staging = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with staging.open("wb", buffering=0) if writes else nullcontext() as file:
             try:
-                entries = [_written(file, name, shapes[name], tensor, dtype, checksums) for name, tensor in tensors]
+                entries = [
+                    _written(file, name, shapes[name], tensor, dtype, checksums)
+                    for name, tensor in tensors
+                ]
             except OSError:
-                deque(tensors, maxlen=0)  # the other ranks gather on
+                # The other ranks continue to gather, so this rank takes part to the end.
+                deque(tensors, maxlen=0)
                 raise
         if not writes:
             return None
@@ -87,7 +113,12 @@ def export_flat(
 
 
 def _written(
-    file: FileIO | None, name: str, shape: Shape, tensor: Tensor | None, dtype: torch.dtype, checksums: bool
+    file: FileIO | None,
+    name: str,
+    shape: Shape,
+    tensor: Tensor | None,
+    dtype: torch.dtype,
+    checksums: bool,
 ) -> TensorEntry | None:
     if file is None or tensor is None:
         return None

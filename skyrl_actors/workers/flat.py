@@ -1,8 +1,9 @@
-"""Trained weights as one flat float32 vector on each rank, with gradients and AdamW moments beside it.
+"""Trained weights as one flat float32 vector on each rank, with gradients and AdamW moments.
 
-One vector means: one all-reduce, one norm, one optimizer kernel, a checkpoint that is free of rank counts. The tensors a
-module computes with are leaf views of it, and autograd accumulates into views of the gradient vector. With a lower compute
-precision, the module's tensors are views of a copy; their gradients are added to the float32 ones after every pass.
+One vector needs one all-reduce, one norm and one optimizer kernel, and its checkpoint is
+independent of the number of ranks. The tensors of the module are leaf views of it, and autograd
+accumulates into views of the gradient vector. With a lower compute precision, the module's tensors
+are views of a copy, and their gradients are added to the float32 gradients after every pass.
 """
 
 import itertools
@@ -12,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from skyrl_actors.device_memory import placed
 from skyrl_actors.messages.model import AdamParams, OptimizerName
+from skyrl_actors.transport.device_memory import placed
 from skyrl_actors.workers import optimizers
 from skyrl_actors.workers.optimizers import FlatOptimizer
 from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm, sum_of_squares
@@ -23,19 +24,33 @@ Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place
 
 
 class FlatState:
-    """`tensors` gives names, shapes and starting values; they are copied."""
+    """Trained weights that every rank holds whole, as one vector.
+
+    `tensors` gives names, shapes and initial values; they are copied.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], device: torch.device, compute_dtype: torch.dtype = torch.float32,
-        reduce: Reduce = lambda vector: None, writes: bool = True, optimizer: OptimizerName = "adamw",
-    ):  # fmt: skip
+        self,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        compute_dtype: torch.dtype = torch.float32,
+        reduce: Reduce = lambda vector: None,
+        writes: bool = True,
+        optimizer: OptimizerName = "adamw",
+    ):
         self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        self.weights = torch.cat([t.detach().float().reshape(-1) for t in tensors.values()]).to(device)
-        self.gradients: Tensor | None = None  # [P] float32, made at the first backward
+        self.weights = torch.cat([t.detach().float().reshape(-1) for t in tensors.values()]).to(
+            device
+        )
+        self.gradients: Tensor | None = None  # [P] float32, created at the first backward
         self.compute_dtype = compute_dtype
-        self._lower = self.weights.to(compute_dtype) if compute_dtype != torch.float32 else None  # [P]
+        self._lower = (
+            self.weights.to(compute_dtype) if compute_dtype != torch.float32 else None
+        )  # [P]
         self._lower_gradients: Tensor | None = None
-        self.views = {name: nn.Parameter(view) for name, view in self.split(self._computed_with).items()}
+        self.views = {
+            name: nn.Parameter(view) for name, view in self.split(self._computed_with).items()
+        }
         self.optimizer: FlatOptimizer | None = None
         self._optimizer_name: OptimizerName = optimizer
         self.pending = False
@@ -47,7 +62,7 @@ class FlatState:
         return self.weights if self._lower is None else self._lower
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named views of a vector with this layout."""
+        """Return named views of a vector with this layout."""
         views, start = {}, 0
         for name, shape in self.shapes.items():
             size = math.prod(shape)
@@ -68,7 +83,7 @@ class FlatState:
         return self.gradients
 
     def _attach_gradients(self) -> None:
-        """Autograd adds into views of the gradient vector, while both vectors are in the same place."""
+        """Let autograd add into views of the gradient vector, while both vectors share a device."""
         into = self.gradients if self._lower is None else self._lower_gradients
         if into is not None and into.device == self._computed_with.device:
             for name, view in self.split(into).items():
@@ -84,7 +99,7 @@ class FlatState:
         self.collect()
 
     def collect(self) -> None:
-        """After a backward pass: what was added in lower precision goes to the float32 gradients."""
+        """Add the gradients in lower precision to the float32 gradients, after a backward pass."""
         self.pending = True
         if self._lower_gradients is not None and self.gradients is not None:
             self.gradients.add_(self._lower_gradients)
@@ -94,7 +109,7 @@ class FlatState:
         return self.gradients.clone() if self.gradients is not None and self.pending else None
 
     def put_back(self, saved: Tensor | None) -> None:
-        """As they were when `saved_gradients` was called."""
+        """Restore the gradients that `saved_gradients` returned."""
         self.drop_gradients()
         if saved is not None:
             self.ensure_gradients().copy_(saved)
@@ -118,8 +133,13 @@ class FlatState:
 
     def ensure_optimizer(self) -> FlatOptimizer:
         if self.optimizer is None:
-            starts = itertools.accumulate((math.prod(shape) for shape in self.shapes.values()), initial=0)
-            spans = {name: (start, shape) for (name, shape), start in zip(self.shapes.items(), starts, strict=False)}
+            starts = itertools.accumulate(
+                (math.prod(shape) for shape in self.shapes.values()), initial=0
+            )
+            spans = {
+                name: (start, shape)
+                for (name, shape), start in zip(self.shapes.items(), starts, strict=False)
+            }
             self.optimizer = optimizers.make(self._optimizer_name, self.weights, spans)
         return self.optimizer
 
@@ -140,7 +160,7 @@ class FlatState:
         self._refresh()
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """exp_avg [P], exp_avg_sq [P], step []; empty before the first step."""
+        """Return exp_avg [P], exp_avg_sq [P] and step []; nothing before the first step."""
         return self.optimizer.moments() if self.optimizer else {}
 
     def load_moments(self, sources: Mapping[Kind, Source], num_steps: int) -> None:
@@ -162,7 +182,7 @@ class FlatState:
                 gradients.zero_()
 
     def free_empty_gradients(self) -> None:
-        """Without pending gradients the vector is zero: the next backward makes it anew."""
+        """Free the gradient vector if no gradients are pending. The next backward recreates it."""
         if not self.pending:
             self._detach_gradients()
             self.gradients = self._lower_gradients = None
@@ -171,7 +191,7 @@ class FlatState:
         self.optimizer = None
 
     def move(self, part: str, device: torch.device) -> None:
-        """Move one part between host and device; views keep pointing at the moved vector."""
+        """Move one part between host and device. Views point at the moved vector."""
         if part == "weights":
             self._detach_gradients()
             self.weights = placed(self.weights, device)

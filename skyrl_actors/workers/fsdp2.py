@@ -1,7 +1,7 @@
-"""Weights sharded over the ranks by torch's `fully_shard` (FSDP2): a frozen base under adapters, or a full fine-tune.
+"""Weights that torch's `fully_shard` (FSDP2) shards over ranks: a frozen base, or a full fine-tune.
 
-Each rank reads only its rows of each tensor. Gradients are summed, never averaged: a divide factor of one alone is a pre-scaled
-sum, which gloo does not have, so the plain sum is forced as well.
+Each rank reads only its rows of each tensor. Gradients are summed, not averaged. A divide factor of
+one alone selects a pre-scaled sum, which gloo lacks, so the plain sum is forced as well.
 """
 
 import math
@@ -12,32 +12,65 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from skyrl_actors.config.strategies import Fsdp2Strategy
 from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.interface import Activations
+from skyrl_actors.workers.meta_model import (
+    own_names,
+    shell,
+    trained_names,
+    value_head_for,
+    weights_of,
+)
 from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.pending_gradients import PendingGradients
-from skyrl_actors.workers.shells import own_names, shell, trained_names, value_head_for, weights_of
-from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm, sum_of_squares
+from skyrl_actors.workers.state import (
+    MOMENTS,
+    Kind,
+    adam_group,
+    check_names,
+    check_norm,
+    sum_of_squares,
+)
 from skyrl_actors.workers.tensor_files import Shape, Source
 
 
 class ShardedNetwork(Network):
+    """A network whose weights are sharded over the ranks."""
+
     def end_pass(self) -> None:
-        """A backward pass drops the gathered weights by itself. After a forward pass alone the root's stay, and so do those of
-        every layer with `reshard_after_forward=False`: the next pass would compute with them although a step or a load has
-        changed the shards."""
+        """Drop the gathered weights that a pass has left.
+
+        A backward pass drops them by itself. After a forward pass alone, the root's weights stay,
+        and so do those of every layer with `reshard_after_forward=False`. The next pass would
+        compute with them even after a step or a load changed the shards.
+        """
         cast(FSDPModule, self.whole).reset_iter_state()
 
 
 def sharded_network(
-    strategy: Fsdp2Strategy, folder: str, dtype: torch.dtype, device: torch.device, activations: Activations,
-    trained: bool, is_critic: bool = False,
-) -> Network:  # fmt: skip
-    """A trained one is kept in float32 and computes in `dtype`; a frozen one is kept in `dtype`."""
+    strategy: Fsdp2Strategy,
+    folder: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    activations: Activations,
+    trained: bool,
+    is_critic: bool = False,
+) -> Network:
+    """Build the sharded network.
+
+    A trained network is stored in float32 and computes in `dtype`; a frozen one is stored in
+    `dtype`.
+    """
     module = shell(folder, torch.float32 if trained else dtype)
     network = ShardedNetwork(module, device, activations, value_head_for(module, is_critic))
     if not trained:
@@ -46,8 +79,12 @@ def sharded_network(
     lower = trained and dtype != torch.float32
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(dtype if lower else None, torch.float32 if lower else None, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if strategy.cpu_offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(
+            dtype if lower else None, torch.float32 if lower else None, cast_forward_inputs=False
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if strategy.cpu_offload
+        else OffloadPolicy(),
     }
     for layer in module.model.layers:
         fully_shard(layer, reshard_after_forward=strategy.reshard_after_forward, **options)
@@ -59,7 +96,9 @@ def sharded_network(
     _materialize(network, torch.device("cpu") if strategy.cpu_offload else device)
     parameters = own_names(network.whole)
     with weights_of(
-        folder, torch.float32 if trained else dtype, {name: tuple(p.shape) for name, p in parameters.items()}
+        folder,
+        torch.float32 if trained else dtype,
+        {name: tuple(p.shape) for name, p in parameters.items()},
     ) as source:
         fill(parameters, source)
     return network
@@ -78,7 +117,7 @@ def _materialize(network: Network, device: torch.device) -> None:
 
 
 def fill(parameters: Mapping[str, nn.Parameter], source: Source) -> None:
-    """Each rank's rows of every tensor that the source has."""
+    """Copy each rank's rows of every tensor in the source."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             if name in source.shapes:
@@ -94,17 +133,25 @@ def _fill_rows(parameter: DTensor, source: Source, name: str) -> None:
 
 
 class Fsdp2State:
+    """State of a full fine-tune that FSDP2 shards."""
+
     def __init__(self, network: Network, strategy: Fsdp2Strategy):
         self._network = network
         self._stays_on_host = strategy.cpu_offload
         self.parameters = cast("dict[str, DTensor]", trained_names(network.whole))
-        self.shapes: dict[str, Shape] = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.shapes: dict[str, Shape] = {
+            name: tuple(p.shape) for name, p in self.parameters.items()
+        }
         self.pending = False
-        self.gradients = PendingGradients(cast("list[nn.Parameter]", list(self.parameters.values())))
+        self.gradients = PendingGradients(
+            cast("list[nn.Parameter]", list(self.parameters.values()))
+        )
         self.optimizer = self._new_optimizer()
 
     def _new_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(cast("list[Tensor]", list(self.parameters.values())), lr=0.0, fused=True)
+        return torch.optim.AdamW(
+            cast("list[Tensor]", list(self.parameters.values())), lr=0.0, fused=True
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -123,7 +170,8 @@ class Fsdp2State:
     def step(self, adam: AdamParams) -> float:
         squares = torch.zeros((), dtype=torch.float64, device=self._network.device)
         for parameter in self.parameters.values():
-            if parameter.grad is None:  # as if it were zero: moments and weight decay still apply
+            if parameter.grad is None:
+                # A zero gradient: moments and weight decay still apply.
                 parameter.grad = torch.zeros_like(parameter)
             local = cast(DTensor, parameter.grad).to_local()
             squares += sum_of_squares(local).to(squares.device)
@@ -160,7 +208,9 @@ class Fsdp2State:
         for kind in MOMENTS:
             check_names(self.shapes, sources[kind].shapes)
         for name, parameter in self.parameters.items():
-            moments: dict[Kind, DTensor] = {kind: cast(DTensor, torch.zeros_like(parameter).detach()) for kind in MOMENTS}
+            moments: dict[Kind, DTensor] = {
+                kind: cast(DTensor, torch.zeros_like(parameter).detach()) for kind in MOMENTS
+            }
             for kind, moment in moments.items():
                 _fill_rows(moment, sources[kind], name)
             step = torch.tensor(float(num_steps), device=parameter.to_local().device)

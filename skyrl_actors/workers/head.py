@@ -1,12 +1,12 @@
-"""Log-probabilities and entropies from hidden states, chunk by chunk, so that [T, V] logits never exist at once.
+"""Log-probabilities and entropies from hidden states, in chunks: [T, V] logits never exist at once.
 
-Three ways of having the gradient, alike in their results:
+The gradient is computed in one of three ways, with the same results:
 
-- *pre-gradient*, for a head that is not trained: d log p(y)/dh = W[y] − p W is formed while the chunk's logits are there;
-  the backward pass multiplies it by one number for each token and needs neither logits nor W.
-- *kept*: with few logits in all, the probabilities are kept (on a CPU).
-- *recomputed*: with a head that is trained (its weight, or low-rank terms on it), the logits of each chunk are made again in
-  the backward pass, and the head's gradient is added up in one place.
+- *pre-gradient*, for a frozen head: d log p(y)/dh = W[y] − p W is formed while the chunk's logits
+  exist. The backward pass multiplies it by one number for each token. It needs no logits and no W.
+- *kept*: with few logits in total, the probabilities are kept (on a CPU).
+- *recomputed*, for a trained head (its weight, or low-rank terms on it): the backward pass computes
+  the logits of each chunk again, and accumulates the head's gradient in one place.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,17 @@ from torch import Tensor
 
 from skyrl_actors.workers.chunk_math import ChunkMath, Compiled, InPlace, wide
 
-CHUNK_LOGITS = 32 * 2**20  # logits that exist at a time, twice: as they are, and exponentiated
-KEPT_LOGITS = 8 * 2**20  # up to so many in a pass, probabilities are kept for the backward pass
-PRODUCT_NUMBERS = 4 * 2**20  # of a product in a lower precision that exist before they are added: 24 MiB
-COMPILED_ON: tuple[str, ...] = ("cuda",)  # kinds of device; what is compiled there is tested on a CPU too
+CHUNK_LOGITS = 32 * 2**20  # logits at a time; their exponentials exist too
+KEPT_LOGITS = 8 * 2**20  # a pass with at most so many keeps its probabilities
+# Numbers of a lower-precision product that exist before they are added: 24 MiB.
+PRODUCT_NUMBERS = 4 * 2**20
+# Device types with compiled math; the CPU tests cover the compiled functions too.
+COMPILED_ON: tuple[str, ...] = ("cuda",)
 
 
 @dataclass(frozen=True)
 class HeadSegment:
-    """Neighbouring tokens of one model; `a` [r, H], `b` [V, r] when it trains low-rank terms of the head."""
+    """Adjacent tokens of one model; `a` [r, H] and `b` [V, r] are low-rank terms of the head."""
 
     num_tokens: int
     a: Tensor | None = None
@@ -36,27 +38,38 @@ class HeadSegment:
 
 @dataclass(frozen=True)
 class Chunk:
+    """A range of tokens whose logits are computed at once."""
+
     rows: slice
-    low_rank: int  # index of a in the tensors given, b is the next; -1: none
+    low_rank: int  # index of `a` in the given tensors, followed by `b`; -1: none
     scale: float
 
 
 def score(
-    hidden: Tensor, weight: Tensor, targets: Tensor, segments: Sequence[HeadSegment], counted: Tensor | None = None,
-    entropy_gradient: bool = False, score_uncounted: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """log p(target) and entropy at temperature 1, float32 (float64 for float64).
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    segments: Sequence[HeadSegment],
+    counted: Tensor | None = None,
+    entropy_gradient: bool = False,
+    score_uncounted: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return log p(target) and entropy at temperature 1, in float32 (float64 for float64).
 
-    hidden [T, H], weight [V, H], targets [T] or [T, K] int64 -> logprobs of the shape of targets, entropy [T] in nats.
-    Where `counted` [T] bool is False no gradient is formed; with `score_uncounted` False, no log-probability either (0), unless
-    gradients are off altogether.
+    hidden [T, H], weight [V, H], targets [T] or [T, K] int64 -> logprobs of the shape of targets,
+    entropy [T] in nats. No gradient is formed where `counted` [T] bool is False. With
+    `score_uncounted` False, the log-probability is 0 there, unless gradients are disabled.
     """
     if counted is None or bool(counted.all()) or not torch.is_grad_enabled():
         return _scored(hidden, weight, targets, segments, entropy_gradient)
     where, rest = counted.nonzero()[:, 0], (~counted).nonzero()[:, 0]
     spans = counted.split([segment.num_tokens for segment in segments])
     logprobs, entropy = _scored(
-        hidden[where], weight, targets[where], _resized(segments, [int(s.sum()) for s in spans]), entropy_gradient
+        hidden[where],
+        weight,
+        targets[where],
+        _resized(segments, [int(s.sum()) for s in spans]),
+        entropy_gradient,
     )
     all_logprobs = logprobs.new_zeros(targets.shape).index_put((where,), logprobs)
     all_entropy = entropy.new_zeros(len(targets)).index_put((where,), entropy)
@@ -74,7 +87,11 @@ def _resized(segments: Sequence[HeadSegment], sizes: Sequence[int]) -> list[Head
 
 
 def _scored(
-    hidden: Tensor, weight: Tensor, targets: Tensor, segments: Sequence[HeadSegment], entropy_gradient: bool
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    segments: Sequence[HeadSegment],
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     low_rank: list[Tensor] = []
     chunks: list[Chunk] = []
@@ -85,19 +102,29 @@ def _scored(
             index = len(low_rank)
             low_rank += [segment.a, segment.b]
         end = start + segment.num_tokens
-        chunks += [Chunk(slice(s, min(s + size, end)), index, segment.scale) for s in range(start, end, size)]
+        chunks += [
+            Chunk(slice(s, min(s + size, end)), index, segment.scale)
+            for s in range(start, end, size)
+        ]
         start = end
     many = targets if targets.ndim == 2 else targets[:, None]
-    frozen = not weight.requires_grad and not low_rank and not entropy_gradient and many.size(1) == 1
+    frozen = (
+        not weight.requires_grad and not low_rank and not entropy_gradient and many.size(1) == 1
+    )
     keep = not frozen and len(hidden) * len(weight) <= KEPT_LOGITS
-    logprobs, entropy = _Score.apply(hidden, weight, many, chunks, frozen, keep, torch.is_grad_enabled(), *low_rank)
-    return logprobs.view(targets.shape).clone(), entropy  # a view of one's own outputs is what FSDP warns of
+    logprobs, entropy = _Score.apply(
+        hidden, weight, many, chunks, frozen, keep, torch.is_grad_enabled(), *low_rank
+    )
+    # FSDP warns of an output that is a view of another output of the function.
+    return logprobs.view(targets.shape).clone(), entropy
 
 
 class _Logits:
-    """[c, V] of one chunk after the other, in the same memory."""
+    """Compute the logits [c, V] of one chunk at a time, in the same memory."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, chunks: Sequence[Chunk], low_rank: Sequence[Tensor]):
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, chunks: Sequence[Chunk], low_rank: Sequence[Tensor]
+    ):
         self._weight, self._low_rank = weight, low_rank
         self._product = hidden.new_empty(_longest(chunks), len(weight))
 
@@ -112,13 +139,23 @@ class _Logits:
 class _Score(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: list[Chunk],
-        frozen: bool, keep: bool, differentiable: bool, *low_rank: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunks: list[Chunk],
+        frozen: bool,
+        keep: bool,
+        differentiable: bool,
+        *low_rank: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         logits_of, math = _Logits(hidden, weight, chunks, low_rank), _math_for(hidden, chunks)
         dtype = wide(hidden.dtype)
         logprobs = hidden.new_empty(targets.shape, dtype=dtype)
-        entropy, log_sums = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(len(targets), dtype=dtype)
+        entropy, log_sums = (
+            hidden.new_empty(len(targets), dtype=dtype),
+            hidden.new_empty(len(targets), dtype=dtype),
+        )
         slopes = torch.empty_like(hidden) if frozen and differentiable else None
         kept: list[Tensor] = []
         for chunk in chunks:
@@ -148,10 +185,15 @@ class _Score(torch.autograd.Function):
         hidden, weight, targets, log_sums, entropy, *rest = ctx.saved_tensors
         low_rank, kept = rest[: ctx.num_low_rank], rest[ctx.num_low_rank :]
         of_hidden = torch.zeros_like(hidden)
-        # Added up in the precision of the sums: in bfloat16 each chunk would round all of it.
-        of_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        # Accumulated in the precision of the sums: in bfloat16, each chunk would round the total.
+        of_weight = (
+            torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        )
         of_low_rank = [torch.zeros_like(tensor) for tensor in low_rank]
-        logits_of, math = _Logits(hidden, weight, ctx.chunks, low_rank), _math_for(hidden, ctx.chunks)
+        logits_of, math = (
+            _Logits(hidden, weight, ctx.chunks, low_rank),
+            _math_for(hidden, ctx.chunks),
+        )
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(targets, dtype=log_sums.dtype)
         for index, chunk in enumerate(ctx.chunks):
@@ -161,7 +203,14 @@ class _Score(torch.autograd.Function):
             else:
                 entropies = None if of_entropy is None else of_entropy[rows]
                 logits = logits_of.of(h, chunk)
-                slope = math.slope(logits, log_sums[rows], entropy[rows], targets[rows], of_logprobs[rows], entropies)
+                slope = math.slope(
+                    logits,
+                    log_sums[rows],
+                    entropy[rows],
+                    targets[rows],
+                    of_logprobs[rows],
+                    entropies,
+                )
             slope = slope.to(weight.dtype)
             of_hidden[rows] = slope @ weight
             if of_weight is not None:
@@ -173,7 +222,10 @@ class _Score(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, slope: Tensor, h: Tensor) -> None:
-    """total [V, H] += slope [c, V]ᵀ · h [c, H]; of a product in a lower precision, a few rows exist at a time."""
+    """total [V, H] += slope [c, V]ᵀ · h [c, H].
+
+    A product in a lower precision is computed a few rows at a time.
+    """
     if slope.dtype == total.dtype:
         total.addmm_(slope.t(), h)
         return
@@ -191,10 +243,17 @@ def _longest(chunks: Sequence[Chunk]) -> int:
 
 
 def _low_rank_slopes(
-    chunk: Chunk, slope: Tensor, h: Tensor, low_rank: Sequence[Tensor], given: list[Tensor], of_hidden: Tensor
+    chunk: Chunk,
+    slope: Tensor,
+    h: Tensor,
+    low_rank: Sequence[Tensor],
+    given: list[Tensor],
+    of_hidden: Tensor,
 ) -> None:
     a, b = (x.to(h.dtype) for x in low_rank[chunk.low_rank : chunk.low_rank + 2])
     inner = slope @ b * chunk.scale  # [c, r]
     of_hidden[chunk.rows] += inner @ a
     given[chunk.low_rank] += (inner.t() @ h).to(given[chunk.low_rank].dtype)
-    given[chunk.low_rank + 1] += (slope.t() @ (h @ a.t()) * chunk.scale).to(given[chunk.low_rank + 1].dtype)
+    given[chunk.low_rank + 1] += (slope.t() @ (h @ a.t()) * chunk.scale).to(
+        given[chunk.low_rank + 1].dtype
+    )

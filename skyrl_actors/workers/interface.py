@@ -1,6 +1,7 @@
-"""What a training rank offers, without torch: the groups call these methods on actors.
+"""The interface of a training rank, without torch. Groups call these methods on actors.
 
-All methods are collective: every rank of a group gets the same calls in the same order. Only rows differ.
+All methods are collective: every rank of a group gets the same calls in the same order. Only the
+rows differ.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,16 +15,16 @@ from skyrl_actors.config.strategies import ReplicaStrategy, StrategyConfig
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
-from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
+from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
 
-TORN = -1  # in the place of an operation's number: the state is not whole
-Part = Literal["weights", "gradients", "optimizer"]
+TORN = -1  # instead of an operation's number: the state is incomplete
+MemoryPart = Literal["weights", "gradients", "optimizer"]
 Activations = Literal["keep", "recompute", "offload"]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """All a rank needs to start."""
+    """All that a rank needs to start."""
 
     role: Role
     rank: int
@@ -34,18 +35,20 @@ class WorkerSpec:
     num_threads: int
     microbatch_tokens: int
     collective_timeout_s: float
-    strategy: StrategyConfig = field(default_factory=ReplicaStrategy)  # of the frozen base under adapters
-    full_strategy: StrategyConfig = field(default_factory=ReplicaStrategy)  # of full fine-tunes
+    strategy: StrategyConfig = field(default_factory=ReplicaStrategy)  # frozen base of adapters
+    full_strategy: StrategyConfig = field(default_factory=ReplicaStrategy)  # full fine-tunes
     activations: Activations = "keep"
     sequence_parallel: int = 1
     score_uncounted: bool = True
     preload: bool = True
-    export_dtype: str = "float32"  # of full weights on their way to engines
+    export_dtype: str = "float32"  # of full weights that are sent to engines
     max_adapters: int = 8  # on the device at once
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModelInfo:
+    """Facts about the base model that come from its files."""
+
     num_parameters: int
     vocab_size: int
     max_context_tokens: int
@@ -64,7 +67,7 @@ class PartCall:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A part that was not computed. `clean`: its model is as it was before the call."""
+    """A part that was not computed. With `clean`, the state of its model is unchanged."""
 
     error: InvalidRequest
     clean: bool
@@ -72,44 +75,52 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """One rank's share: `rows` as given, `values` [Σ lengths of rows] or [Σ lengths of rows, K] float32 in that order, `sums`
-    over the rows."""
+    """The results of one rank for its rows.
+
+    `values` are float32 [Σ lengths of rows] or [Σ lengths of rows, K], in the order of `rows`.
+    `sums` are over the rows.
+    """
 
     rows: tuple[int, ...]
     field: str  # "logprobs" or "values"
     values: NDArray[np.float32]
-    elementwise: NDArray[np.float32]  # [same], the loss of each token
+    elementwise: NDArray[np.float32]  # the loss of each token, in the shape of `values`
     sums: dict[str, float]
     compute_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank says of itself to a controller that takes it over."""
+    """What a rank reports to a controller that attaches to it."""
 
-    spec: WorkerSpec | None  # None: it waits to become a rank
+    spec: WorkerSpec | None  # None: a standby process
     info: BaseModelInfo | None  # None before `setup`
-    applied: dict[str, int]  # model id -> the last operation applied to its state, TORN when that broke off
+    applied: dict[str, int]  # by model id: the last operation applied, TORN when it failed midway
     pid: int
-    log_file: str  # where its last words are, on its own machine
+    log_file: str  # on the machine of the rank
 
 
 class TrainWorker(Protocol):
     def rendezvous(self) -> int:
-        """A free port on this rank's machine, for the process group."""
+        """Return a free port on this rank's machine, for the process group."""
         ...
 
     def setup(self, address: str, port: int) -> BaseModelInfo: ...
 
     def create_model(self, spec: ModelSpec) -> int:
-        """Returns the number of trained parameters."""
+        """Create a model and return the number of trained parameters."""
         ...
 
     def delete_model(self, model_id: str) -> None: ...
 
-    def forward_backward(self, calls: tuple[PartCall, ...], forward_only: bool) -> list[RowOutput | Refused]:
-        """Of one or several models, small ones together in a pass. Adds the gradients of the summed losses to the pending ones
-        of each model, unless `forward_only`."""
+    def forward_backward(
+        self, calls: tuple[PartCall, ...], forward_only: bool
+    ) -> list[RowOutput | Refused]:
+        """Compute parts of one or several models; small ones share a pass.
+
+        Unless `forward_only`, the gradients of the summed losses are added to the pending gradients
+        of each model.
+        """
         ...
 
     def drop_gradients(self, model_id: str) -> None: ...
@@ -117,65 +128,99 @@ class TrainWorker(Protocol):
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]: ...
 
     def save_checkpoint(
-        self, model_id: str, folder: str, form: CheckpointForm, mark: str, notes: Mapping[str, str] | None = None
+        self,
+        model_id: str,
+        folder: str,
+        form: CheckpointForm,
+        mark: str,
+        notes: Mapping[str, str] | None = None,
     ) -> None:
-        """`mark` says who asked; `notes`: texts that are kept beside the weights, by name of file."""
+        """Save a checkpoint. `mark` identifies the request; `notes` are texts by file name."""
         ...
 
-    def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mixed: tuple[str, float] | None = None) -> None:
-        """`mixed`: the folder of another checkpoint, and which share `folder` has of the weights; the rest is the other's."""
+    def load_checkpoint(
+        self,
+        model_id: str,
+        folder: str,
+        with_optimizer: bool,
+        mixed: tuple[str, float] | None = None,
+    ) -> None:
+        """Load a checkpoint.
+
+        `mixed` is a second folder, and the share of the weights that comes from `folder`.
+        """
         ...
 
     def export_weights(
-        self, model_id: str, path: str, version: str, checksums: bool, freeze: Freeze = "always", shards: bool = False
+        self,
+        model_id: str,
+        path: str,
+        version: str,
+        checksums: bool,
+        materialize: Materialize = "eager",
+        shards: bool = False,
     ) -> WeightManifest | None:
-        """Rank 0 answers, and writes unless full weights may be read from where they are: with `freeze` when_needed those that each rank
-        holds whole, with `shards` also others. The other ranks answer None."""
+        """Export a version of the weights. Rank 0 returns the manifest, other ranks return None.
+
+        Rank 0 writes the version, unless engines can read full weights directly: with `materialize`
+        lazy, weights that each rank holds whole, and with `shards` also sharded ones.
+        """
         ...
 
     def write_versions(self, model_id: str, needless: Collection[str]) -> list[str]:
-        """The weights are about to change: write the versions that they still are, but for `needless`; returns those written. Nothing
-        to do on a rank that does not hold the model."""
+        """Write the unwritten live versions before the weights change, except `needless`.
+
+        Returns the versions written. A rank that does not hold the model does nothing.
+        """
         ...
 
     def copy_state(self, model_id: str) -> int:
-        """Copy weights, moments and pending gradients aside; returns a handle."""
+        """Copy weights, moments and pending gradients to host memory, and return a handle."""
         ...
 
     def write_state(self, handle: int, folder: str) -> None:
-        """Write that copy: rank 0 weights and moments, each rank its own share of the pending gradients."""
+        """Write a copy of `copy_state`.
+
+        Rank 0 writes weights and moments, each rank its share of the pending gradients.
+        """
         ...
 
     def restore_state(self, spec: ModelSpec, folder: str) -> int:
-        """Make the model from such files, under any number of ranks."""
+        """Create the model from the files of `write_state`, under any number of ranks."""
         ...
 
     def renumber(self, model_id: str, keep_optimizer: bool) -> None:
-        """End of a fork: pending gradients go, and the moments unless they are kept."""
+        """End a fork: drop the pending gradients, and the moments unless they are kept."""
         ...
 
     def exists(self, path: str) -> bool:
-        """Whether something that this rank exported is still there: as a file, or as the weights of a model."""
+        """Return whether an export still exists, as a file or as the live weights of a model."""
         ...
 
     def read_files(self, path: str) -> dict[str, bytes]:
-        """A file (under the key "") or the files of a folder that this rank exported."""
+        """Return an exported file (under the key "") or the files of an exported folder."""
         ...
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
-        """Begin to send a version to the workers that will join; answers where, with the port that was free. Raises WeightsGone
-        when it was not written and the weights have changed."""
+        """Start to send a version to the workers that will join.
+
+        Returns the address, with the port that was free. Raises WeightsGone when the version was
+        not written and the weights have changed.
+        """
         ...
 
     def feed(self, version: str, stream_id: str) -> None:
-        """On every rank, right behind `open_stream` on one: gather what ranks hold in shards for the one that sends. Nothing to do for
-        other versions."""
+        """Gather sharded weights for the rank that sends them.
+
+        Every rank calls this directly after `open_stream` on one rank. Versions that need no
+        gathering are skipped.
+        """
         ...
 
     def write_probe(self, path: str, content: str) -> None: ...
 
     def discard_export(self, path: str) -> None:
-        """On every rank: a version of no use any more."""
+        """Delete an export that is no longer needed, on every rank."""
         ...
 
-    def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> int: ...
+    def move(self, parts: tuple[MemoryPart, ...], to: Literal["device", "host"]) -> int: ...

@@ -1,14 +1,17 @@
-"""Proof that a packed pass computes each row as if the row were alone, run once for each network.
+"""Check that a packed pass computes each row as if it were alone, once for each network.
 
-A trainer packs rows end to end. Its attention separates them. Whatever else a model does along the token axis does not:
-recurrent state, convolutions, chunked attention, capped scores, sinks. Such a model trains without an error on wrong
-numbers. So three short rows are computed before the first use, and the model is refused by name unless:
+A trainer packs rows end to end, and its attention separates them. Other operations along the token
+axis do not: recurrent state, convolutions, chunked attention, capped scores, sinks. Such a model
+would train on wrong numbers without an error. So three short rows are computed before the first
+use. The model is refused by name unless both conditions hold:
 
-- no row depends on another: the gradient of its log-probabilities by another row's embeddings is exactly zero, and they
-  stay when another row's tokens change;
-- log-probabilities and gradients equal those of the row alone with transformers' own attention, up to rounding.
+- No row depends on another. The gradient of its log-probabilities by another row's embeddings is
+  exactly zero, and they stay the same when another row's tokens change.
+- Log-probabilities and gradients equal those of the row alone with transformers' own attention, up
+  to rounding.
 
-Sliding windows and attention chunks are made shorter than the rows meanwhile, on both sides, so that these rows meet them.
+During the check, sliding windows and attention chunks are shorter than the rows on both sides, so
+that the rows exceed them.
 """
 
 import logging
@@ -30,22 +33,31 @@ from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import ATTENTION, plan_passes
 
 log = logging.getLogger(__name__)
-log.setLevel(logging.INFO)  # ranks log warnings alone; this is one line at their start
+# Ranks log only warnings. This logger adds one line at their start.
+log.setLevel(logging.INFO)
 
-LENGTHS = (5, 12, 12)  # of the rows; two of one length share a block, as in any pass
+LENGTHS = (5, 12, 12)  # of the rows; rows of equal length share a block, as in any pass
 MIDDLE, OUTER = 1, (0, 2)
 SPANS = tuple(slice(sum(LENGTHS[:i]), sum(LENGTHS[: i + 1])) for i in range(len(LENGTHS)))
 SHORT_WINDOW = 4
 WINDOWS = ("sliding_window", "attention_chunk_size")
-OWN_ATTENTION = "eager"  # of transformers: computes caps, sinks, windows and chunks of every model
-BUILT_OTHERWISE = (ConfigError, AttributeError, TypeError, ValueError, LookupError, NotImplementedError)
+# Transformers' own attention computes caps, sinks, windows and chunks of every model.
+OWN_ATTENTION = "eager"
+BUILT_OTHERWISE = (
+    ConfigError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    NotImplementedError,
+)
 
 LogprobsAndGradient = tuple[Tensor, Tensor]  # [T], and [T, H] by the embeddings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Differences:
-    """Those of the row that differs most."""
+    """The largest difference of any row, by kind."""
 
     leak: float  # largest |gradient| of a row's log-probabilities by another row's embeddings
     moved: float  # mean |Δ logprob| of a row when another row's tokens change
@@ -53,8 +65,9 @@ class Differences:
     gradients: float  # |Δ| / |gradient| between packed and alone
 
 
-# docs/models.md has what was measured. Right: float32 3e-6 nats and 6e-6 of the gradient at most; bfloat16 0.12 and 0.49, in a
-# mixture whose routers tip over, else 0.034 and 0.1. Wrong without a leak (chunks, dropout): 0.086 and 0.78 at least.
+# docs/reference/models.md has the measurements. Correct models: in float32 at most 3e-6 nats and
+# 6e-6 of the gradient. In bfloat16 at most 0.12 and 0.49, for a mixture whose routing flips;
+# otherwise 0.034 and 0.1. Wrong models without a leak (chunks, dropout): at least 0.086 and 0.78.
 ALLOWED = {
     torch.float64: Differences(leak=0, moved=1e-9, logprobs=1e-6, gradients=1e-6),
     torch.float32: Differences(leak=0, moved=1e-4, logprobs=1e-3, gradients=1e-2),
@@ -63,7 +76,10 @@ ALLOWED = {
 
 
 def prove_isolated(network: Network, dtype: torch.dtype) -> None:
-    """Raise ConfigError when packed rows are not computed as each alone. Every rank of a sharded network takes part."""
+    """Raise ConfigError unless packed rows are computed as if each row were alone.
+
+    Every rank of a sharded network takes part.
+    """
     name, started = type(network.module).__name__, time.perf_counter()
     try:
         found = differences(network)
@@ -72,42 +88,51 @@ def prove_isolated(network: Network, dtype: torch.dtype) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        if dist.is_initialized():  # it may be of a collective, and no fault of the model
+        # The error can come from a collective, and then the model is not its cause.
+        if dist.is_initialized():
             raise RuntimeError(f"a packed pass of {name} failed: {error}") from error
         raise _refused(name, f"a packed pass raises {error}") from error
     if faults := faults_in(found, ALLOWED[dtype]):
         raise _refused(name, "; ".join(faults))
     took = time.perf_counter() - started
-    log.info("%s computes packed rows as it does each alone (proved in %.2f s)", name, took)
+    log.info("%s computes packed rows as if each were alone (checked in %.2f s)", name, took)
 
 
 def _refused(name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{name} can not be trained here: rows of one pass are not computed as each alone ({why}). Choose a base model in "
-        "which only plain causal attention, full or with a sliding window, reads other tokens"
+        f"{name} cannot be trained here: a packed pass does not compute each row as if it were "
+        f"alone ({why}). Choose a base model in which only plain causal attention, full or with a "
+        "sliding window, reads other tokens"
     )
 
 
 def faults_in(found: Differences, allowed: Differences) -> list[str]:
-    """What differs beyond what is allowed, in words. A number that is not finite is beyond it too."""
+    """Describe each difference beyond its allowed value, or not finite."""
     texts = {
-        "leak": "a row's logprobs have a gradient of {:.2g} by another row's tokens ({:g} is allowed)",
-        "moved": "a row's logprobs change by {:.2g} nats a token with another row's tokens ({:g} is allowed)",
+        "leak": "the logprobs of a row have a gradient of {:.2g} by another row's tokens "
+        "({:g} is allowed)",
+        "moved": "the logprobs of a row change by {:.2g} nats a token with another row's tokens "
+        "({:g} is allowed)",
         "logprobs": "logprobs differ from the row alone by {:.2g} nats a token ({:g} is allowed)",
-        "gradients": "gradients differ from the row alone by {:.2g} of their size ({:g} is allowed)",
+        "gradients": "gradients differ from the row alone by {:.2g} of their size "
+        "({:g} is allowed)",
     }
     pairs = {name: (getattr(found, name), getattr(allowed, name)) for name in texts}
     return [texts[name].format(*pair) for name, pair in pairs.items() if not pair[0] <= pair[1]]
 
 
 def differences(network: Network) -> Differences:
+    """Compute the differences between packed rows and each row alone."""
     generator = torch.Generator().manual_seed(0)
     size = (sum(LENGTHS),)
-    tokens, targets, others = (torch.randint(network.vocab_size, size, generator=generator) for _ in range(3))
+    tokens, targets, others = (
+        torch.randint(network.vocab_size, size, generator=generator) for _ in range(3)
+    )
     changed = tokens.clone()
     changed[SPANS[MIDDLE]] = others[SPANS[MIDDLE]]
     with _short_windows(network.module), _past_the_engine(network):
-        # One backward for each pass: engines that shard weights do not take a second one.
+        # One backward for each pass, because engines that shard weights do not support a second
+        # one.
         middle = _packed(network, tokens, targets, (MIDDLE,))
         outer = _packed(network, changed, targets, OUTER)
         alone = _alone(network, tokens, targets)
@@ -122,8 +147,10 @@ def differences(network: Network) -> Differences:
     return Differences(leak=most[0], moved=most[1], logprobs=most[2], gradients=most[3])
 
 
-def _packed(network: Network, tokens: Tensor, targets: Tensor, rows: tuple[int, ...]) -> LogprobsAndGradient:
-    """All rows in one pass, with the gradient of the log-probabilities of `rows` alone."""
+def _packed(
+    network: Network, tokens: Tensor, targets: Tensor, rows: tuple[int, ...]
+) -> LogprobsAndGradient:
+    """Compute all rows in one pass, with the gradient of the log-probabilities of `rows` only."""
     (plan,) = plan_passes([(range(len(LENGTHS)), np.asarray(LENGTHS))], sum(LENGTHS))
     group = network.sequence
     plan = plan.padded_to(group.size if group else 1)
@@ -140,7 +167,10 @@ def _packed(network: Network, tokens: Tensor, targets: Tensor, rows: tuple[int, 
 
 
 def _alone(network: Network, tokens: Tensor, targets: Tensor) -> LogprobsAndGradient:
-    """Each row in a pass of its own, by transformers' attention; in a sequence group whole on each rank."""
+    """Compute each row in its own pass, with transformers' attention.
+
+    In a sequence group, every rank computes the whole row.
+    """
     found = []
     with _own_attention(network):
         for length, span in zip(LENGTHS, SPANS, strict=True):
@@ -151,7 +181,9 @@ def _alone(network: Network, tokens: Tensor, targets: Tensor) -> LogprobsAndGrad
     return torch.cat(logprobs), torch.cat(gradients)
 
 
-def _computed(network: Network, row: list[Tensor], blocks: tuple[Block, ...]) -> LogprobsAndGradient:
+def _computed(
+    network: Network, row: list[Tensor], blocks: tuple[Block, ...]
+) -> LogprobsAndGradient:
     tokens, positions, targets, counted = row
     segments = (Segment(len(tokens), {}, 1.0),)
     inputs = PassInputs(tokens, positions, blocks, segments, targets, None)
@@ -163,7 +195,7 @@ def _computed(network: Network, row: list[Tensor], blocks: tuple[Block, ...]) ->
 
 @contextmanager
 def _embeddings(network: Network) -> Iterator[list[Tensor]]:
-    """What the embedding layer answers meanwhile, [1, T, H], as leaves that want a gradient."""
+    """Capture outputs of the embedding layer, [1, T, H], as leaves that require a gradient."""
     seen: list[Tensor] = []
 
     def keep(layer: nn.Module, args: object, output: Tensor) -> Tensor:
@@ -190,7 +222,10 @@ def _own_attention(network: Network) -> Iterator[None]:
 
 @contextmanager
 def _past_the_engine(network: Network) -> Iterator[None]:
-    """Call the module itself: DeepSpeed's engine would take the end of a backward for gradients to reduce."""
+    """Call the module itself, not the engine.
+
+    After a backward pass, DeepSpeed's engine would try to reduce gradients.
+    """
     entry, network.entry = network.entry, network.whole
     try:
         yield
@@ -200,9 +235,13 @@ def _past_the_engine(network: Network) -> Iterator[None]:
 
 @contextmanager
 def _short_windows(module: Any) -> Iterator[None]:
-    """Their lengths are attributes of configs, and of layers that copy them."""
+    """Shorten windows and chunks. Their lengths are attributes of configs and of layers."""
     holders = {id(x): x for part in module.modules() for x in (part, getattr(part, "config", None))}
-    lengths = [(holder, name, getattr(holder, name, None)) for holder in holders.values() for name in WINDOWS]
+    lengths = [
+        (holder, name, getattr(holder, name, None))
+        for holder in holders.values()
+        for name in WINDOWS
+    ]
     longer = [entry for entry in lengths if isinstance(entry[2], int) and entry[2] > SHORT_WINDOW]
     for holder, name, _ in longer:
         setattr(holder, name, SHORT_WINDOW)

@@ -1,8 +1,9 @@
-"""A causal language model as training sees it: packed tokens in, predictions out, in one forward of one module.
+"""A causal language model for training: packed tokens in, predictions out, in one forward pass.
 
-Everything from the embedding to the log-probabilities happens inside that forward, so that an engine which shards the
-weights gathers them around it. Low-rank terms of many models are added by hooks on linear layers, segment by segment; their
-tensors are no parameters of the module, so a sharding engine never sees them.
+All work from the embedding to the log-probabilities happens inside the forward of one module. So an
+engine that shards weights gathers them around it. Hooks on linear layers add the low-rank terms of
+many models, segment by segment. Their tensors are not parameters of the module, so a sharding
+engine never handles them.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ NOT_PLAIN = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scalin
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring tokens of one model, and the tensors that it brings along (low-rank terms, a value head)."""
+    """Adjacent tokens of one model, and the model's own tensors (low-rank terms, a value head)."""
 
     num_tokens: int
     views: Mapping[str, Tensor]
@@ -41,19 +42,22 @@ class Segment:
 
 @dataclass(frozen=True)
 class PassInputs:
-    """One pass: [T] of this rank's tokens; `blocks` are of all tokens of the sequence group."""
+    """The inputs of one pass: [T] tokens of this rank; `blocks` cover the whole sequence group."""
 
     tokens: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, of each token in its row
+    positions: Tensor  # [T] int64, index of each token in its row
     blocks: tuple[Block, ...]
     segments: tuple[Segment, ...]  # of this rank's tokens
-    targets: Tensor | None  # [T] or [T, K] int64; None: values are asked for
-    counted: Tensor | None  # [T] bool: where a loss may have a gradient; None: everywhere
+    targets: Tensor | None  # [T] or [T, K] int64; None: compute values
+    counted: Tensor | None  # [T] bool: where a loss can have a gradient; None: everywhere
     entropy_gradient: bool = False
 
 
 class ScoringHead(nn.Linear):
-    """An output layer that lends its weight to whoever computes with it, in its forward: there a sharding engine has it whole."""
+    """An output layer whose forward passes its weight to a function.
+
+    Inside the forward, a sharding engine has gathered the whole weight.
+    """
 
     def forward(self, input: Tensor | None, compute: Callable[[Tensor], Any] | None = None) -> Any:
         if compute is not None:
@@ -63,7 +67,7 @@ class ScoringHead(nn.Linear):
 
 
 class Whole(nn.Module):
-    """The one module whose forward sharding engines see."""
+    """The module whose forward sharding engines wrap."""
 
     def __init__(self, causal_lm: nn.Module, value_head: nn.Linear | None):
         super().__init__()
@@ -76,7 +80,15 @@ class Whole(nn.Module):
 
 
 class Network:
-    def __init__(self, module: Any, device: torch.device, activations: Activations, value_head: nn.Linear | None = None):
+    """A causal language model with low-rank terms of many models."""
+
+    def __init__(
+        self,
+        module: Any,
+        device: torch.device,
+        activations: Activations,
+        value_head: nn.Linear | None = None,
+    ):
         check_plain(module)
         self.module = module
         self.device = device
@@ -86,14 +98,17 @@ class Network:
         self.activations: Activations = activations
         self.sequence: SequenceGroup | None = None
         self.score_uncounted = True
-        self.same_graph = False  # on all ranks, whose backward passes meet in collectives, whatever adapters their rows have
+        # On all ranks, whatever adapters their rows have, because backward passes meet in
+        # collectives.
+        self.same_graph = False
         self.whole = Whole(module, value_head)
-        self.entry: Callable[..., Any] = self.whole  # a sharding engine may put itself here
+        self.entry: Callable[..., Any] = self.whole  # a sharding engine can replace it
         self._segments: tuple[Segment, ...] = ()
         module.lm_head.__class__ = ScoringHead
         for layer in module.modules():
             if isinstance(layer, nn.Dropout):
-                layer.p = 0.0  # a gradient is the gradient of the log-probabilities that were answered
+                # Without dropout, the gradient belongs to the log-probabilities that were returned.
+                layer.p = 0.0
         if activations == "recompute":
             module.gradient_checkpointing_enable({"use_reentrant": False})
         module.train()
@@ -112,15 +127,23 @@ class Network:
         }
         for name, layer in linears.items():
             if name != UNEMBED:
-                layer.register_forward_hook(partial(self._add_low_rank, f"{name}.lora_A", f"{name}.lora_B"))
+                layer.register_forward_hook(
+                    partial(self._add_low_rank, f"{name}.lora_A", f"{name}.lora_B")
+                )
         return linears
 
-    def _add_low_rank(self, key_a: str, key_b: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+    def _add_low_rank(
+        self, key_a: str, key_b: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor | None:
         segments = self._segments
         if not any(key_a in segment.views for segment in segments):
             return None
         x = args[0]  # [1, T, in]
-        pieces = x.split([segment.num_tokens for segment in segments], dim=-2) if len(segments) > 1 else (x,)
+        pieces = (
+            x.split([segment.num_tokens for segment in segments], dim=-2)
+            if len(segments) > 1
+            else (x,)
+        )
         terms = []
         for segment, piece in zip(segments, pieces, strict=True):
             if key_a in segment.views:
@@ -131,20 +154,30 @@ class Network:
         return output + (torch.cat(terms, dim=-2) if len(terms) > 1 else terms[0])
 
     def predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
-        """Logprobs of targets and entropies [T], or values [T] and None. float32."""
+        """Return float32 logprobs of the targets and entropies [T], or values [T] and None."""
         return self.entry(partial(self._predict, inputs))
 
     def in_use(self, segments: tuple[Segment, ...]) -> AbstractContextManager[None]:
-        """From the forward to the end of the backward pass, which may compute parts of the forward again."""
+        """Use these segments from the forward to the end of the backward pass.
+
+        The backward pass can compute parts of the forward again.
+        """
         return _InUse(self, segments)
 
     def end_pass(self) -> None:
-        """Called after each pass, also after one without a backward and one that failed. The weights may change before the next
-        pass, so whatever was gathered from shards is dropped here."""
+        """Clean up after a pass, also after a forward-only or a failed pass.
+
+        Weights gathered from shards are dropped here, because the weights can change before the
+        next pass.
+        """
 
     def _predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
         with offloading(self.device) if self.activations == "offload" else nullcontext():
-            given = {"inputs_embeds": self._embedded(inputs.tokens)} if self.same_graph else {"input_ids": inputs.tokens[None]}
+            given = (
+                {"inputs_embeds": self._embedded(inputs.tokens)}
+                if self.same_graph
+                else {"input_ids": inputs.tokens[None]}
+            )
             output = self.module.model(
                 **given,
                 position_ids=inputs.positions[None],
@@ -157,28 +190,49 @@ class Network:
             if inputs.targets is None:
                 return self._values(hidden), None
             segments = [
-                HeadSegment(s.num_tokens, s.views.get(f"{UNEMBED}.lora_A"), s.views.get(f"{UNEMBED}.lora_B"), s.scale)
+                HeadSegment(
+                    s.num_tokens,
+                    s.views.get(f"{UNEMBED}.lora_A"),
+                    s.views.get(f"{UNEMBED}.lora_B"),
+                    s.scale,
+                )
                 for s in inputs.segments
             ]
 
             def compute(weight: Tensor) -> tuple[Tensor, Tensor]:
                 assert inputs.targets is not None
                 return score(
-                    hidden, weight, inputs.targets, segments, inputs.counted, inputs.entropy_gradient, self.score_uncounted
+                    hidden,
+                    weight,
+                    inputs.targets,
+                    segments,
+                    inputs.counted,
+                    inputs.entropy_gradient,
+                    self.score_uncounted,
                 )
 
             return self.module.lm_head(None, compute)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """[1, T, H] that wants a gradient, so that every layer's backward runs."""
+        """Return embeddings [1, T, H] that require a gradient, so that every layer has one."""
         embedded = self.module.get_input_embeddings()(tokens[None])
-        return embedded.requires_grad_() if torch.is_grad_enabled() and not embedded.requires_grad else embedded
+        return (
+            embedded.requires_grad_()
+            if torch.is_grad_enabled() and not embedded.requires_grad
+            else embedded
+        )
 
     def _values(self, hidden: Tensor) -> Tensor:
         if hasattr(self.whole, "value_head"):
-            return self.whole.value_head(hidden.to(self.whole.value_head.weight.dtype))[:, 0].float().clone()
+            return (
+                self.whole.value_head(hidden.to(self.whole.value_head.weight.dtype))[:, 0]
+                .float()
+                .clone()
+            )
         values = []
-        for segment, piece in zip(self._segments, hidden.split([s.num_tokens for s in self._segments]), strict=True):
+        for segment, piece in zip(
+            self._segments, hidden.split([s.num_tokens for s in self._segments]), strict=True
+        ):
             weight, bias = segment.views[VALUE_WEIGHT], segment.views[VALUE_BIAS]
             values.append((piece.to(weight.dtype) @ weight.t() + bias)[:, 0])
         return torch.cat(values).float()
@@ -197,9 +251,9 @@ class _InUse(AbstractContextManager[None]):
 
 
 def check_plain(module: Any) -> None:
-    """Raises ConfigError for a model that computes its logits otherwise than by one linear layer over the last hidden state."""
+    """Raise ConfigError unless the logits are one linear layer over the last hidden state."""
     head = getattr(module, UNEMBED, None)
     odd = [name for name in NOT_PLAIN if getattr(module.config, name, None) not in (None, 1, 1.0)]
     if not isinstance(head, nn.Linear) or head.bias is not None or odd:
         why = odd[0] if odd else "its output layer"
-        raise ConfigError(f"{type(module).__name__} can not be trained here: {why} is not supported")
+        raise ConfigError(f"{type(module).__name__} cannot be trained here: {why} is not supported")

@@ -1,8 +1,9 @@
 """Optimizers over one flat float32 vector of weights.
 
-AdamW is one kernel over the whole vector. Muon (Jordan et al., 2024; `torch.optim.Muon`) orthogonalises the momentum of hidden matrices, each for
-itself, with its rate adjusted to AdamW's (Liu et al., 2025, arXiv:2502.16982), and leaves embeddings, heads and vectors to
-AdamW. Of a call's fields, beta1 is its momentum; beta2 and eps are of the AdamW beside it.
+AdamW is one kernel over the whole vector. Muon (Jordan et al., 2024; `torch.optim.Muon`)
+orthogonalises the momentum of each hidden matrix separately. Its rate is adjusted to AdamW's (Liu
+et al., 2025, arXiv:2502.16982). AdamW trains the embeddings, heads and vectors. In a call, beta1 is
+the momentum of Muon; beta2 and eps apply to AdamW.
 """
 
 from collections.abc import Mapping
@@ -11,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from skyrl_actors.device_memory import placed
 from skyrl_actors.messages.model import AdamParams, OptimizerName
+from skyrl_actors.transport.device_memory import placed
 from skyrl_actors.workers.adamw8bit import FlatAdamW8bit
 from skyrl_actors.workers.state import MOMENTS, Kind, adam_group
 
@@ -20,32 +21,39 @@ NOT_HIDDEN = ("embed_tokens", "lm_head", "value_head")
 
 
 class FlatOptimizer(Protocol):
+    """An optimizer over one flat vector of weights [P]."""
+
     def step(self, gradients: Tensor, adam: AdamParams) -> None: ...
 
     @property
     def num_steps(self) -> int: ...
 
     def moment(self, kind: Kind) -> Tensor:
-        """One of `moments`, [P]."""
+        """Return one of `moments`, [P]."""
         ...
 
     def moments(self) -> dict[str, Tensor]:
-        """exp_avg [P], exp_avg_sq [P], step []; empty before the first step. Momentum counts as exp_avg."""
+        """Return exp_avg [P], exp_avg_sq [P] and step []; nothing before the first step.
+
+        The momentum of Muon is returned as exp_avg.
+        """
         ...
 
     def load(self, moments: Mapping[str, Tensor]) -> None: ...
 
     def point_at(self, weights: Tensor) -> None:
-        """The weights have moved."""
+        """Use this vector, because the weights have moved."""
         ...
 
     def move(self, device: torch.device) -> None:
-        """The moments."""
+        """Move the moments."""
         ...
 
 
-def make(name: OptimizerName, weights: Tensor, spans: Mapping[str, tuple[int, tuple[int, ...]]]) -> FlatOptimizer:
-    """`spans`: where each tensor begins in `weights`, and its shape."""
+def make(
+    name: OptimizerName, weights: Tensor, spans: Mapping[str, tuple[int, tuple[int, ...]]]
+) -> FlatOptimizer:
+    """Create an optimizer. `spans` gives the offset in `weights` and the shape of each tensor."""
     match name:
         case "adamw":
             return FlatAdamW(weights)
@@ -56,6 +64,8 @@ def make(name: OptimizerName, weights: Tensor, spans: Mapping[str, tuple[int, tu
 
 
 class FlatAdamW:
+    """torch's fused AdamW over the whole vector."""
+
     def __init__(self, weights: Tensor):
         self._parameter = nn.Parameter(weights)
         self._inner = torch.optim.AdamW([self._parameter], lr=0.0, fused=True)
@@ -78,7 +88,10 @@ class FlatAdamW:
         return {} if not state else {key: state[key] for key in (*MOMENTS, "step")}
 
     def load(self, moments: Mapping[str, Tensor]) -> None:
-        self._inner.state[self._parameter] = {**moments, "step": moments["step"].to(self._parameter.device)}
+        self._inner.state[self._parameter] = {
+            **moments,
+            "step": moments["step"].to(self._parameter.device),
+        }
 
     def point_at(self, weights: Tensor) -> None:
         self._parameter.grad, self._parameter.data = None, weights
@@ -89,13 +102,21 @@ class FlatAdamW:
 
 
 class FlatMuon:
+    """Muon for hidden matrices, AdamW for the other tensors."""
+
     def __init__(self, weights: Tensor, spans: Mapping[str, tuple[int, tuple[int, ...]]]):
-        self._spans = [(start, shape, _is_hidden(name, shape)) for name, (start, shape) in spans.items()]
+        self._spans = [
+            (start, shape, _is_hidden(name, shape)) for name, (start, shape) in spans.items()
+        ]
         self._size = len(weights)
         self._parameters = [nn.Parameter(self._view(weights, i)) for i in range(len(self._spans))]
         hidden = [p for p, (_, _, muon) in zip(self._parameters, self._spans, strict=True) if muon]
-        others = [p for p, (_, _, muon) in zip(self._parameters, self._spans, strict=True) if not muon]
-        self._muon = torch.optim.Muon(hidden, lr=0.0, adjust_lr_fn="match_rms_adamw") if hidden else None
+        others = [
+            p for p, (_, _, muon) in zip(self._parameters, self._spans, strict=True) if not muon
+        ]
+        self._muon = (
+            torch.optim.Muon(hidden, lr=0.0, adjust_lr_fn="match_rms_adamw") if hidden else None
+        )
         self._adamw = torch.optim.AdamW(others, lr=0.0, fused=True) if others else None
         self._steps = 0
 
@@ -107,7 +128,11 @@ class FlatMuon:
         for i, parameter in enumerate(self._parameters):
             parameter.grad = self._view(gradients, i)
         if self._muon is not None:
-            own = {"lr": adam.learning_rate, "weight_decay": adam.weight_decay, "momentum": adam.beta1}
+            own = {
+                "lr": adam.learning_rate,
+                "weight_decay": adam.weight_decay,
+                "momentum": adam.beta1,
+            }
             self._muon.param_groups[0].update(own)
             self._muon.step()
         if self._adamw is not None:
@@ -125,8 +150,12 @@ class FlatMuon:
     def moments(self) -> dict[str, Tensor]:
         if not self._steps:
             return {}
-        flat = {kind: torch.zeros(self._size, device=self._parameters[0].device) for kind in MOMENTS}
-        for i, (parameter, (_, _, muon)) in enumerate(zip(self._parameters, self._spans, strict=True)):
+        flat = {
+            kind: torch.zeros(self._size, device=self._parameters[0].device) for kind in MOMENTS
+        }
+        for i, (parameter, (_, _, muon)) in enumerate(
+            zip(self._parameters, self._spans, strict=True)
+        ):
             state = self._state_of(parameter, muon)
             self._view(flat["exp_avg"], i).copy_(state["momentum_buffer" if muon else "exp_avg"])
             if not muon:
@@ -140,7 +169,9 @@ class FlatMuon:
 
     def load(self, moments: Mapping[str, Tensor]) -> None:
         self._steps = int(moments["step"])
-        for i, (parameter, (_, _, muon)) in enumerate(zip(self._parameters, self._spans, strict=True)):
+        for i, (parameter, (_, _, muon)) in enumerate(
+            zip(self._parameters, self._spans, strict=True)
+        ):
             state = self._state_of(parameter, muon)
             if muon:
                 state["momentum_buffer"] = self._view(moments["exp_avg"], i).clone()

@@ -1,7 +1,8 @@
-"""Ragged rows without padding: rows of a pass lie end to end, and attention sees each row alone.
+"""Pack ragged rows end to end without padding. Attention computes each row separately.
 
-Rows are sorted by model and length, so rows of one length form a block that is a plain view: one attention call for each
-distinct length, no gather, no mask, no padded position that could change a number.
+Rows are sorted by model and length, so rows of equal length form a block that is a plain view. Each
+distinct length takes one attention call, without gather, mask or padded positions that could change
+a number.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ ATTENTION = "skyrl_actors_packed"
 
 @dataclass(frozen=True)
 class Share:
-    """The rows of one part (one model's request) in a pass, neighbours in the packed axis."""
+    """The rows of one part (a model's request) in a pass. They are adjacent in the packed axis."""
 
     part: int
     rows: tuple[int, ...]  # in packed order: ascending length
@@ -37,29 +38,45 @@ class Share:
 
 @dataclass(frozen=True)
 class Pass:
+    """The plan of one pass: its rows in packed order."""
+
     shares: tuple[Share, ...]
     blocks: tuple[Block, ...]
     num_tokens: int
-    padding: int = 0  # tokens behind the last row, a row of their own that nobody reads
+    padding: int = 0  # tokens after the last row, as an extra row without readers
 
     def positions(self) -> Tensor:
-        """[T] of each token in its row."""
-        return torch.cat([torch.arange(block.length).repeat(block.num_rows) for block in self.blocks])
+        """Return [T] the index of each token in its row."""
+        return torch.cat(
+            [torch.arange(block.length).repeat(block.num_rows) for block in self.blocks]
+        )
 
     def padded_to(self, multiple: int) -> "Pass":
+        """Return this pass, padded to a multiple of so many tokens."""
         padding = -self.num_tokens % multiple
         if not padding:
             return self
-        return Pass(self.shares, (*self.blocks, Block(self.num_tokens, 1, padding)), self.num_tokens, padding)
+        return Pass(
+            self.shares,
+            (*self.blocks, Block(self.num_tokens, 1, padding)),
+            self.num_tokens,
+            padding,
+        )
 
 
 Item = tuple[int, int, int]  # part, row, length
 
 
-def plan_passes(parts: Sequence[tuple[Sequence[int], np.ndarray]], budget_tokens: int) -> list[Pass]:
-    """Cut the rows of each part (with the lengths of its columns) into passes of at most `budget_tokens`; a longer row is a
-    pass of its own. Small parts share a pass."""
-    items = [(part, row, int(lengths[row])) for part, (rows, lengths) in enumerate(parts) for row in rows]
+def plan_passes(
+    parts: Sequence[tuple[Sequence[int], np.ndarray]], budget_tokens: int
+) -> list[Pass]:
+    """Cut the rows of each part into passes of at most `budget_tokens`. Small parts share a pass.
+
+    A longer row is a pass of its own. Each part comes with the lengths of its columns.
+    """
+    items = [
+        (part, row, int(lengths[row])) for part, (rows, lengths) in enumerate(parts) for row in rows
+    ]
     passes: list[Pass] = []
     current: list[Item] = []
     size = 0
@@ -91,13 +108,27 @@ def _as_pass(items: list[Item]) -> Pass:
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, packed_blocks: Sequence[Block] = (),
-    sequence_group: SequenceGroup | None = None, sliding_window: int | None = None, **unused: object,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention inside each row. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_blocks: Sequence[Block] = (),
+    sequence_group: SequenceGroup | None = None,
+    sliding_window: int | None = None,
+    **unused: object,
+) -> tuple[Tensor, None]:
+    """Compute causal attention inside each row.
+
+    query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
+    """
     if odd := [name for name in ("softcap", "s_aux") if unused.get(name) is not None]:
-        raise ConfigError(f"{type(module).__name__} computes attention with {odd[0]}, which packed attention here does not")
+        raise ConfigError(
+            f"{type(module).__name__} computes attention with {odd[0]}, which packed attention "
+            "does not support"
+        )
     if sequence_group is not None:
         query, key, value = sequence_group.heads_of_all(query, key, value)
     way = attend_by_blocks
@@ -110,18 +141,31 @@ def packed_attention(
 
 
 def attend_by_blocks(
-    query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: tuple[Block, ...],
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
-    """[T, Hq, D]: one call of torch's attention for the rows of each length."""
+    """Call torch's attention once for the rows of each length. Returns [T, Hq, D]."""
     outputs = []
     for block in blocks:
         q, k, v = (_rows_of(x, block) for x in (query, key, value))  # [n, H, L, D]
         mask = None
         if window is not None and window < block.length:
-            mask = torch.ones(block.length, block.length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+            mask = (
+                torch.ones(block.length, block.length, dtype=torch.bool, device=q.device)
+                .tril()
+                .triu(1 - window)
+            )
         grouped = q.size(1) != k.size(1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
-        outputs.append(out.transpose(1, 2).reshape(block.num_rows * block.length, q.size(1), q.size(3)))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+        outputs.append(
+            out.transpose(1, 2).reshape(block.num_rows * block.length, q.size(1), q.size(3))
+        )
     return torch.cat(outputs)
 
 
@@ -131,7 +175,7 @@ def _rows_of(x: Tensor, block: Block) -> Tensor:
 
 
 def prove_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Before the first pass of a model."""
+    """Test the GPU kernel for these heads, before the first pass of a model."""
     varlen.prove(attend_by_blocks, device, dtype, head_dim)
 
 

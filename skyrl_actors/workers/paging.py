@@ -1,7 +1,8 @@
-"""Which adapters are on the device: the most recently used. The others are in host memory, and return when they are used.
+"""Keep the most recently used adapters on the device, and the others in host memory.
 
-Each rank decides for itself. Its calls come in the same order as those of the other ranks, so all decide alike, and
-nothing depends on it if they do not: a move is no collective, and it changes where a vector is, not a bit of it.
+Each rank decides by itself. All ranks get their calls in the same order, so they decide alike.
+Nothing depends on that: a move is not collective, and it changes the location of a vector but no
+bit of it.
 """
 
 from collections import OrderedDict
@@ -11,30 +12,30 @@ from typing import Literal
 import torch
 
 from skyrl_actors.workers.flat import FlatState
-from skyrl_actors.workers.interface import Part
+from skyrl_actors.workers.interface import MemoryPart
 
-PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
+PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 HOST = torch.device("cpu")
 
 
 class AdapterPager:
-    """Keeps at most `limit` adapters on the device, by least recent use."""
+    """Keep at most `limit` adapters on the device, by least recent use."""
 
     def __init__(self, limit: int, device: torch.device):
         self.limit = limit
         self._device = device
         self._on_device: OrderedDict[str, FlatState] = OrderedDict()  # least recently used first
-        self._parts: set[Part] = set(PARTS)  # that the present phase has on the device
+        self._parts: set[MemoryPart] = set(PARTS)  # on the device in the current phase
 
     def is_on_device(self, model_id: str) -> bool:
         return model_id in self._on_device
 
     def add(self, model_id: str, state: FlatState) -> None:
-        """A model that was just made on the device, behind `make_room`."""
+        """Register a model that was created on the device, after `make_room`."""
         self._on_device[model_id] = state
 
     def use(self, adapters: Mapping[str, FlatState]) -> None:
-        """Have these on the device, `limit` at most; adapters that were used least recently make room."""
+        """Bring at most `limit` adapters to the device. The least recently used ones leave."""
         absent = [model_id for model_id in adapters if model_id not in self._on_device]
         self.make_room(len(absent), keep=adapters)
         for model_id in absent:
@@ -55,12 +56,13 @@ class AdapterPager:
             for part in PARTS:
                 state.move(part, HOST)
         if leaving and self._device.type == "cuda":
-            torch.cuda.synchronize()  # a copy to pinned memory may be under way, and the host may read it next
+            # The host can read the copies next, so wait for transfers to pinned memory.
+            torch.cuda.synchronize()
 
     def forget(self, model_id: str) -> None:
-        """The model is deleted."""
+        """Unregister a deleted model."""
         self._on_device.pop(model_id, None)
 
-    def phase_moved(self, parts: Collection[Part], to: Literal["device", "host"]) -> None:
-        """A phase changed. Adapters that come to the device get what it has there."""
+    def phase_moved(self, parts: Collection[MemoryPart], to: Literal["device", "host"]) -> None:
+        """Record a phase change. Adapters that return get the parts that are on the device."""
         self._parts = self._parts | set(parts) if to == "device" else self._parts - set(parts)

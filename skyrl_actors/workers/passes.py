@@ -1,7 +1,8 @@
-"""Running forward_backward: rows of one or many models, pass by pass, with the losses of each.
+"""Run forward_backward: rows of one or many models, pass by pass, with the loss of each model.
 
-The gradient of every loss is first taken with respect to the predictions alone. So a loss that is not finite is found, and its
-model left out, before anything flows into weights; rows of other models in the same pass are not touched by it.
+The gradient of every loss is first taken with respect to the predictions only. So a loss that is
+not finite is found before anything is added to a gradient, and its model is left out. Rows of other
+models in the same pass are not affected.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_actors.losses import REGISTRY
-from skyrl_actors.losses.base import ENTROPY_COEF
+from skyrl_actors.losses.loss import ENTROPY_COEF
 from skyrl_actors.losses.torch_ops import TorchOps
 from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns
 from skyrl_actors.messages.model import LossCall
@@ -27,8 +28,8 @@ SAMPLED_LOGPROBS = "logprobs"
 
 
 @dataclass
-class Part:
-    """One model's rows in a call, and what comes of them."""
+class PassPart:
+    """One model's rows in a call, and their results."""
 
     model: TrainedModel
     columns: Columns
@@ -43,6 +44,7 @@ class Part:
         self.clear()
 
     def clear(self) -> None:
+        """Reset the results."""
         self.predicted = np.zeros(self.columns.shape, np.float32)
         self.elementwise = np.zeros(self.columns.shape, np.float32)
         self.sums = {}
@@ -53,11 +55,11 @@ class Part:
 
     @property
     def num_targets(self) -> int:
-        """0 for one target a token, else K."""
+        """The number of targets a token, K; 0 for a single target without the axis."""
         return 0 if self.columns.widths is None else self.columns.shape[1]
 
     def own_targets(self, x: Tensor) -> Tensor:
-        """A view of what its tokens have in a pass whose widest part has more targets than it."""
+        """Return the targets of this part from a tensor with more targets a token."""
         if x.ndim == 1:
             return x
         return x[:, : self.num_targets] if self.num_targets else x[:, 0]
@@ -67,7 +69,10 @@ class Part:
         return float(self.loss.config.get(ENTROPY_COEF, 0.0)) if self.loss else 0.0
 
     def counted(self, where: np.ndarray) -> np.ndarray:
-        """[n] bool: positions whose weight is not 0. A loss without weights, or with inputs of its own, counts all."""
+        """Return [n] bool: the positions whose weight is not 0.
+
+        A loss without weights, or with inputs of its own, counts all positions.
+        """
         weights = self.columns.fields.get(WEIGHTS)
         if self.loss is None or weights is None or REGISTRY[self.loss.name].any_inputs:
             return np.ones(len(where), bool)
@@ -76,17 +81,20 @@ class Part:
 
 
 def empty_pass(num_tokens: int) -> Pass:
-    """For a rank that has run out of rows while sharded weights are gathered for the others."""
+    """Return a pass for a rank without rows, which takes part while weights are gathered."""
     return Pass((), (Block(0, 1, num_tokens),), 0, num_tokens)
 
 
 class PassRunner:
+    """Run passes over one network."""
+
     def __init__(self, network: Network, device: torch.device, forward_only: bool):
         self.network = network
         self.device = device
         self.forward_only = forward_only
 
-    def run(self, parts: Sequence[Part], plan: Pass) -> None:
+    def run(self, parts: Sequence[PassPart], plan: Pass) -> None:
+        """Run one pass, and add its results to the parts."""
         inputs = self._inputs(parts, plan)
         with self.network.in_use(inputs.segments), torch.set_grad_enabled(not self.forward_only):
             predicted, entropy = self.network.predict(inputs)
@@ -98,7 +106,7 @@ class PassRunner:
                 surrogate = surrogate + (entropy * entropy_slopes).sum()
             self._backward(parts, surrogate)
 
-    def _backward(self, parts: Sequence[Part], surrogate: Tensor) -> None:
+    def _backward(self, parts: Sequence[PassPart], surrogate: Tensor) -> None:
         if not parts[0].model.shares_network:
             parts[0].model.state.backward(surrogate)
             return
@@ -110,11 +118,11 @@ class PassRunner:
             state.collect()
 
     def _stretch(self, plan: Pass) -> slice:
-        """This rank's tokens."""
+        """Return the slice of this rank's tokens."""
         total = plan.num_tokens + plan.padding
         return self.network.sequence.stretch(total) if self.network.sequence else slice(0, total)
 
-    def _inputs(self, parts: Sequence[Part], plan: Pass) -> PassInputs:
+    def _inputs(self, parts: Sequence[PassPart], plan: Pass) -> PassInputs:
         total, stretch = plan.num_tokens + plan.padding, self._stretch(plan)
         tokens = np.zeros(total, np.int64)
         counted = np.zeros(total, bool)
@@ -140,11 +148,20 @@ class PassRunner:
             any(part.entropy_coef for part in parts) and not self.forward_only,
         )
 
-    def _losses(self, parts: Sequence[Part], plan: Pass, predicted: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keeps outputs and sums; returns d loss / d predicted and d loss / d entropy of this rank's tokens, 0 for refused parts."""
+    def _losses(
+        self, parts: Sequence[PassPart], plan: Pass, predicted: Tensor, entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Record outputs and sums, and return the slopes of this rank's tokens.
+
+        These are d loss / d predicted and d loss / d entropy, 0 for refused parts.
+        """
         stretch, group = self._stretch(plan), self.network.sequence
         everywhere = group.gathered(predicted) if group else predicted
-        entropies = None if entropy is None else (group.gathered(entropy.detach()) if group else entropy.detach())
+        entropies = (
+            None
+            if entropy is None
+            else (group.gathered(entropy.detach()) if group else entropy.detach())
+        )
         slopes = torch.zeros_like(everywhere)
         entropy_slopes = torch.zeros(len(everywhere), dtype=everywhere.dtype, device=self.device)
         for share in plan.shares:
@@ -166,28 +183,47 @@ class PassRunner:
                 entropy_slopes[share.span] = -part.entropy_coef * counted
         return slopes[stretch], entropy_slopes[stretch]
 
-    def _loss(self, part: Part, share: Share, where: np.ndarray, predicted: Tensor, entropies: Tensor | None) -> Tensor:
+    def _loss(
+        self,
+        part: PassPart,
+        share: Share,
+        where: np.ndarray,
+        predicted: Tensor,
+        entropies: Tensor | None,
+    ) -> Tensor:
         assert part.loss is not None
         entry = REGISTRY[part.loss.name]
-        inputs = {name: torch.full_like(predicted, default, requires_grad=False) for name, default in entry.optional.items()}
+        inputs = {
+            name: torch.full_like(predicted, default, requires_grad=False)
+            for name, default in entry.optional.items()
+        }
         for name, array in part.columns.fields.items():
             if name != TARGETS:
                 inputs[name] = self._tensor(array[where])
-        terms = entry.terms(TorchOps(part.columns.lengths[list(share.rows)].tolist()), predicted, inputs, part.loss.config)
+        terms = entry.terms(
+            TorchOps(part.columns.lengths[list(share.rows)].tolist()),
+            predicted,
+            inputs,
+            part.loss.config,
+        )
         sums = {"loss:sum": terms.elementwise.detach().sum(), **terms.sums}
         counted = self._tensor(part.counted(where))
         if entropies is not None:
             sums["entropy:sum"] = (entropies[share.span] * counted).sum()
             sums["loss:sum"] = sums["loss:sum"] - part.entropy_coef * sums["entropy:sum"]
             sums["counted_tokens:sum"] = counted.sum()
-        if entropies is not None and SAMPLED_LOGPROBS in part.columns.fields and predicted.ndim == 1:
+        if (
+            entropies is not None
+            and SAMPLED_LOGPROBS in part.columns.fields
+            and predicted.ndim == 1
+        ):
             sums["kl:sum"] = _kl(predicted.detach(), inputs[SAMPLED_LOGPROBS])[counted].sum()
         for name, value in sums.items():
             part.sums[name] = part.sums.get(name, 0.0) + float(value)
         return terms.elementwise
 
-    def _is_finite(self, part: Part, share: Share, elementwise: Tensor, slope: Tensor) -> bool:
-        """Whether a share's loss and gradient are; if not, its model's rows are refused from here on."""
+    def _is_finite(self, part: PassPart, share: Share, elementwise: Tensor, slope: Tensor) -> bool:
+        """Return whether a share's loss and gradient are finite. If not, refuse its part."""
         odd = ~(torch.isfinite(elementwise) & torch.isfinite(slope))
         if not bool(odd.any()):
             return part.refused is None
@@ -197,8 +233,9 @@ class PassRunner:
         place = token - int(ends[index - 1] if index else 0)
         name = part.loss.name if part.loss else ""
         part.refused = (
-            f"datum {share.rows[index]}: loss {name} or its gradient is not finite at token {place} (loss "
-            f"{float(elementwise.reshape(len(odd), -1)[token].sum())}); nothing of this request was applied: check its inputs"
+            f"datum {share.rows[index]}: loss {name} or its gradient is not finite at token "
+            f"{place} (loss {float(elementwise.reshape(len(odd), -1)[token].sum())}); no part of "
+            "this request was applied: check its inputs"
         )
         return False
 
@@ -207,13 +244,13 @@ class PassRunner:
 
 
 def _kl(logprobs: Tensor, sampled: Tensor) -> Tensor:
-    """The k3 estimate of KL(sampler ‖ model) at each token, never negative (Schulman, 2020)."""
+    """Estimate KL(sampler ‖ model) at each token with k3, never negative (Schulman, 2020)."""
     difference = logprobs - sampled
     return torch.exp(difference) - 1 - difference
 
 
-def _segments(parts: Sequence[Part], plan: Pass, stretch: slice) -> list[Segment]:
-    """Each model's tokens within the stretch; padding goes with the last."""
+def _segments(parts: Sequence[PassPart], plan: Pass, stretch: slice) -> list[Segment]:
+    """Return each model's tokens within the stretch. Padding belongs to the last segment."""
     if not plan.shares:
         return [parts[0].model.segment(stretch.stop - stretch.start)]
     segments = []
@@ -226,7 +263,7 @@ def _segments(parts: Sequence[Part], plan: Pass, stretch: slice) -> list[Segment
 
 
 def num_passes_of_all(own: int, device: torch.device) -> int:
-    """The most that any rank has: sharded weights are gathered for all or for none."""
+    """Return the largest number of passes of any rank, as sharded weights are gathered together."""
     count = torch.tensor([own], device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     return int(count)

@@ -1,7 +1,7 @@
-"""Gradients that wait for their step in other memory than the weights they belong to.
+"""Keep pending gradients in other memory than their weights.
 
-A parameter takes no `.grad` on another device than its own. So gradients are detached before they leave, and attached again
-when they are where their parameters are.
+torch requires a parameter and its `.grad` on the same device. So gradients are detached before they
+leave, and attached again when they are on the device of their parameters.
 """
 
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from skyrl_actors.device_memory import placed
+from skyrl_actors.transport.device_memory import placed
 
 
 class PendingGradients:
-    """Of these parameters, in this attribute of each."""
+    """The gradients of these parameters, in this attribute of each."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], attribute: str = "grad"):
         self._parameters = list(parameters)
@@ -38,6 +38,9 @@ class PendingGradients:
         self._detached.clear()
 
     def tensors(self) -> list[Tensor]:
-        """Wherever they are."""
+        """Return the gradients on their current devices."""
         attached = (getattr(parameter, self._attribute, None) for parameter in self._parameters)
-        return [*self._detached.values(), *(gradient for gradient in attached if gradient is not None)]
+        return [
+            *self._detached.values(),
+            *(gradient for gradient in attached if gradient is not None),
+        ]

@@ -1,10 +1,12 @@
-"""The whole state of a model, copied aside in one moment and written later: weights, moments, pending gradients.
+"""Snapshots: copy the state of a model at one moment, and write it later.
 
-Weights and moments are written once, by rank 0, in the same form whatever holds them. Pending gradients of weights that every
-rank holds whole wait for their all-reduce: each rank writes its own share, and with the same number of ranks each gets back its
-own. Sharded weights are copied only between steps: the operations behind a snapshot are replayed, so nothing is lost. Nothing
-draws random numbers after a model's creation (its seed is in the spec; samples carry theirs), so there is no generator's
-state to keep.
+Rank 0 writes weights and moments once, in the same form for every strategy. Pending gradients of
+weights that every rank holds whole are not yet reduced. So each rank writes its own share, and with
+the same number of ranks, each rank reads its own share again. Sharded weights are copied only
+between steps. Nothing is lost, because the operations after a snapshot are replayed.
+
+There is no generator state to save. No random numbers are drawn after a model's creation: its seed
+is in the spec, and samples carry their own seeds.
 """
 
 import json
@@ -20,7 +22,7 @@ from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.workers.checkpoint import moments_in
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.models import TrainedModel
-from skyrl_actors.workers.state import MOMENTS, TrainState
+from skyrl_actors.workers.state import MOMENTS, Kind, TrainState
 from skyrl_actors.workers.tensor_files import Joined, TensorFiles
 
 STATE_FILE = "state.safetensors"
@@ -29,20 +31,31 @@ SPEC_FILE = "model_spec.json"
 
 @dataclass
 class StateCopy:
+    """A copy of a model's state in host memory."""
+
     spec: ModelSpec
-    tensors: dict[str, Tensor]  # weights [P], and after the first step exp_avg [P], exp_avg_sq [P], step []
+    # weights [P], and after the first step exp_avg [P], exp_avg_sq [P] and step []
+    tensors: dict[str, Tensor]
     gradients: Tensor | None  # [P], None when nothing is pending
 
     @staticmethod
     def of(model: TrainedModel) -> "StateCopy":
+        """Copy the state of a model."""
         state = model.state
         if isinstance(state, FlatState):
             tensors = {"weights": state.weights, **state.optimizer_tensors()}
-            pending = state.gradients if state.gradients is not None and bool(state.gradients.any()) else None
+            pending = (
+                state.gradients
+                if state.gradients is not None and bool(state.gradients.any())
+                else None
+            )
             copies = {name: _on_host(tensor) for name, tensor in tensors.items()}
             return StateCopy(model.spec, copies, None if pending is None else _on_host(pending))
         if state.pending:
-            raise InternalError(f"{model.spec.model_id} is copied between steps only: its pending gradients are sharded")
+            raise InternalError(
+                f"{model.spec.model_id} is copied between steps only: its pending gradients are "
+                "sharded"
+            )
         copies = {"weights": _gathered(state, "weights")}
         if state.num_steps:
             copies |= {kind: _gathered(state, kind) for kind in MOMENTS}
@@ -50,15 +63,22 @@ class StateCopy:
         return StateCopy(model.spec, copies, None)
 
     def write(self, folder: Path, rank: int, world_size: int) -> None:
+        """Write this rank's part of the copy."""
         if rank == 0:
             save_file(self.tensors, folder / STATE_FILE)
             (folder / SPEC_FILE).write_text(json.dumps(asdict(self.spec), indent=2))
         if self.gradients is not None:
-            save_file({"gradients": self.gradients}, folder / f"gradients-{rank}-of-{world_size}.safetensors")
+            save_file(
+                {"gradients": self.gradients},
+                folder / f"gradients-{rank}-of-{world_size}.safetensors",
+            )
 
 
 def load(state: TrainState, folder: Path, rank: int, world_size: int) -> None:
-    """Under any number of ranks and any strategy, but pending gradients only where every rank holds its model whole."""
+    """Load a snapshot, under any number of ranks and any strategy.
+
+    Pending gradients require that every rank holds its model whole.
+    """
     shapes = dict(state.shapes)
     with TensorFiles(folder / STATE_FILE) as files:
         state.load(Joined(files, "weights", shapes))
@@ -67,11 +87,14 @@ def load(state: TrainState, folder: Path, rank: int, world_size: int) -> None:
     if not shares:
         return
     if not isinstance(state, FlatState):
-        raise InternalError("this snapshot has pending gradients of whole weights; restore it with strategy replica")
+        raise InternalError(
+            "this snapshot has pending gradients of whole weights; "
+            "restore it with the strategy replica"
+        )
     own = folder / f"gradients-{rank}-of-{world_size}.safetensors"
     if shares[0].name.endswith(f"-of-{world_size}.safetensors"):
         mine = [own] if own.exists() else []
-    else:  # another number of ranks: the sum is what counts, and rank 0 holds it
+    else:  # under another number of ranks, rank 0 takes the sum
         mine = shares if rank == 0 else []
     gradients = state.ensure_gradients()
     state.pending = True
@@ -80,9 +103,9 @@ def load(state: TrainState, folder: Path, rank: int, world_size: int) -> None:
             gradients.add_(load_file(share)["gradients"].to(gradients.device))
 
 
-def _gathered(state: TrainState, kind: str) -> Tensor:
-    """[P] on the rank that writes, empty elsewhere."""
-    parts = [tensor.reshape(-1) for _, tensor in state.tensors(kind) if tensor is not None]  # type: ignore[arg-type]
+def _gathered(state: TrainState, kind: Kind) -> Tensor:
+    """Return [P] on the rank that writes, and an empty tensor on the others."""
+    parts = [tensor.reshape(-1) for _, tensor in state.tensors(kind) if tensor is not None]
     return torch.cat(parts) if parts else torch.empty(0)
 
 

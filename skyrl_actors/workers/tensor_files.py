@@ -1,6 +1,6 @@
-"""Reading parts of tensors from safetensors files, and writing such files tensor by tensor.
+"""Read ranges of tensors from safetensors files, and write such files tensor by tensor.
 
-So a rank reads no more than its own part, and a model that no memory holds whole can be written.
+So a rank reads only its own part, and a model larger than memory can be written.
 """
 
 import json
@@ -16,27 +16,37 @@ from safetensors import safe_open
 from torch import Tensor
 
 Shape = tuple[int, ...]
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
+NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+}
 
 
 class Source(Protocol):
-    """Named tensors, of which ranges can be read without the rest."""
+    """Named tensors whose ranges can be read separately."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements start to stop of the flattened tensor, on the host."""
+        """Return the elements from start to stop of the flattened tensor, on the host."""
         ...
 
 
 def whole(source: Source, name: str) -> Tensor:
+    """Return the whole tensor, on the host."""
     shape = source.shapes[name]
     return source.range(name, 0, math.prod(shape)).view(shape)
 
 
 class TensorFiles:
-    """The tensors of one safetensors file, or of all in a folder. Close it, or use it in `with`."""
+    """The tensors of one safetensors file, or of all files in a folder.
+
+    Close it, or use it in `with`.
+    """
 
     def __init__(self, path: Path, pattern: str = "*.safetensors"):
         files = [path] if path.is_file() else sorted(path.glob(pattern))
@@ -69,7 +79,7 @@ class TensorFiles:
 
 
 class Joined:
-    """Tensors that lie end to end, in this order, in one vector of another source."""
+    """Tensors that are adjacent in one vector of another source, in this order."""
 
     def __init__(self, source: Source, key: str, shapes: Mapping[str, Shape]):
         self.shapes = shapes
@@ -86,7 +96,7 @@ class Joined:
 
 
 class Renamed:
-    """Another source's tensors under other names: `names` maps ours to theirs."""
+    """A source with other names: `names` maps the new names to those of the source."""
 
     def __init__(self, source: Source, names: Mapping[str, str]):
         self.shapes = {ours: source.shapes[theirs] for ours, theirs in names.items()}
@@ -97,6 +107,8 @@ class Renamed:
 
 
 class InMemory:
+    """A source over tensors in memory."""
+
     def __init__(self, tensors: Mapping[str, Tensor]):
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._tensors = tensors
@@ -105,7 +117,7 @@ class InMemory:
         return self._tensors[name].reshape(-1)[start:stop]
 
 
-class Together:
+class MergedSource:
     """Several sources as one."""
 
     def __init__(self, sources: Sequence[Source]):
@@ -117,19 +129,22 @@ class Together:
 
 
 class Mixed:
-    """(1 − share) of one source and share of another, in float32."""
+    """(1 − share) of one source plus share of another, in float32."""
 
     def __init__(self, base: Source, other: Source, share: float):
         self.shapes = other.shapes
         self._base, self._other, self._share = base, other, share
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
-        base, other = self._base.range(name, start, stop).float(), self._other.range(name, start, stop).float()
+        base, other = (
+            self._base.range(name, start, stop).float(),
+            self._other.range(name, start, stop).float(),
+        )
         return torch.lerp(base, other, self._share)
 
 
 class TensorWriter:
-    """One safetensors file whose layout is fixed at first; tensors may come in any order and are written through a mapping."""
+    """Write one safetensors file with a fixed layout, through a mapping, in any order."""
 
     def __init__(self, path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -138,14 +153,21 @@ class TensorWriter:
         for name, shape in shapes.items():
             stop = start + math.prod(shape)
             self._spans[name] = (start, stop)
-            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start * width, stop * width]}
+            header[name] = {
+                "dtype": NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start * width, stop * width],
+            }
             start = stop
         text = json.dumps(header).encode()
-        text += b" " * (-(len(text) + 8) % 64)  # data begins aligned
+        text += b" " * (-(len(text) + 8) % 64)  # aligns the data
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + start * width)  # a full disk is an error here, not a death there
-        mapped = torch.from_file(str(path), shared=True, size=8 + len(text) + start * width, dtype=torch.uint8)
+            # A full disk raises an error here; a later write through the mapping would crash.
+            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + start * width)
+        mapped = torch.from_file(
+            str(path), shared=True, size=8 + len(text) + start * width, dtype=torch.uint8
+        )
         self._data = mapped[8 + len(text) :].view(dtype)
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -154,7 +176,10 @@ class TensorWriter:
 
 
 def shards_of(shapes: Mapping[str, Shape], item_bytes: int, limit_bytes: int) -> list[list[str]]:
-    """Names in order, cut into files of at most `limit_bytes`; a larger tensor is a file of its own."""
+    """Split the names, in order, into files of at most `limit_bytes`.
+
+    A larger tensor gets a file of its own.
+    """
     shards: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -167,8 +192,10 @@ def shards_of(shapes: Mapping[str, Shape], item_bytes: int, limit_bytes: int) ->
     return shards
 
 
-def write_index(folder: Path, files: Sequence[str], shards: Sequence[Sequence[str]], num_bytes: int) -> None:
-    """The index that makes several files one model, as transformers and vLLM read it."""
+def write_index(
+    folder: Path, files: Sequence[str], shards: Sequence[Sequence[str]], num_bytes: int
+) -> None:
+    """Write the index of a model in several files, in the format of transformers and vLLM."""
     names = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
     content = {"metadata": {"total_size": num_bytes}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))

@@ -1,5 +1,7 @@
-"""Make the tiny base model: a Qwen3-shaped network of two million weights, a byte-level tokenizer, a chat template, and
-a short supervised phase on given chats. Runs as a process of its own, so that its memory ends with it.
+"""Create the tiny base model, and train it briefly on given chats.
+
+It has a Qwen3-shaped network of two million weights, a byte-level tokenizer and a chat template.
+It runs as a separate process, so that its memory is freed when it ends.
 
     python -m skyrl_actors.workers.tiny_base FOLDER CHATS.jsonl --steps 100 --seed 0
 
@@ -19,7 +21,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -28,13 +32,17 @@ LEARNING_RATE = 2e-3
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte (ids 0 to 255), the chat marks, and the names of the roles."""
+    """Create a tokenizer: one token a byte (ids 0 to 255), the chat marks, and the role names."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (END_OF_TEXT, START, END)])
-    tokenizer.add_tokens([AddedToken(f"{role}\n", special=False) for role in ("system", "user", "assistant")])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in (END_OF_TEXT, START, END)]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(f"{role}\n", special=False) for role in ("system", "user", "assistant")]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -47,16 +55,26 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(seed: int, vocab_size: int, end_id: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=-(-vocab_size // 64) * 64, hidden_size=192, intermediate_size=640, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
-        tie_word_embeddings=True, eos_token_id=end_id, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=-(-vocab_size // 64) * 64,
+        hidden_size=192,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=end_id,
+        bos_token_id=None,
+    )
     return Qwen3ForCausalLM(config)
 
 
 def warm_up(model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], int]], steps: int) -> None:
-    """Next-token prediction on the answers; each row is (tokens, length of the prompt)."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    """Train next-token prediction on the answers. A row is (tokens, length of the prompt)."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+    )
     for step in range(steps):
         tokens, targets = _batch(rows[step * BATCH_ROWS : (step + 1) * BATCH_ROWS])
         rate = LEARNING_RATE * min(1.0, (step + 1) / 30) * (1 - 0.9 * step / steps)
@@ -68,7 +86,10 @@ def warm_up(model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], int]], step
         optimizer.step()
         optimizer.zero_grad()
         if step % 5 == 4 or step == steps - 1:
-            print(json.dumps({"step": step + 1, "steps": steps, "loss": round(loss.item(), 3)}), flush=True)
+            print(
+                json.dumps({"step": step + 1, "steps": steps, "loss": round(loss.item(), 3)}),
+                flush=True,
+            )
 
 
 def _batch(rows: Sequence[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
@@ -82,6 +103,7 @@ def _batch(rows: Sequence[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
 
 
 def make(folder: Path, chats: Path, steps: int, seed: int) -> None:
+    """Create, train and save the model."""
     tokenizer = make_tokenizer()
     end_id = tokenizer.convert_tokens_to_ids(END)
     assert isinstance(end_id, int)
@@ -90,7 +112,9 @@ def make(folder: Path, chats: Path, steps: int, seed: int) -> None:
     for line in chats.read_text().splitlines():
         chat = json.loads(line)
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": chat["question"]}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": chat["question"]}],
+            add_generation_prompt=True,
+            tokenize=False,
         )
         prompt_ids = tokenizer.encode(str(prompt), add_special_tokens=False)
         answer_ids = tokenizer.encode(chat["answer"] + END, add_special_tokens=False)
@@ -104,7 +128,9 @@ def make(folder: Path, chats: Path, steps: int, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("chats", type=Path)
     parser.add_argument("--steps", type=int, default=100)

@@ -1,4 +1,4 @@
-"""One training rank: a base model, the trained models over it, and the verbs on them. Called by an actor group."""
+"""One training rank: a base model, the models trained over it, and the verbs on them."""
 
 import gc
 import shutil
@@ -13,35 +13,45 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from skyrl_actors import streams
 from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
-from skyrl_actors.messages.weights import Freeze, WeightManifest, WeightStream
-from skyrl_actors.private_folders import make_folder
+from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
+from skyrl_actors.storage.private_folders import make_folder
+from skyrl_actors.transport import streams
 from skyrl_actors.workers import checkpoint, export, snapshot
 from skyrl_actors.workers.base_model import BaseModel
-from skyrl_actors.workers.feed import Feed
 from skyrl_actors.workers.flat import FlatState
-from skyrl_actors.workers.holding import Holding, collective, info_of
-from skyrl_actors.workers.interface import BaseModelInfo, Part, PartCall, Refused, RowOutput, WorkerSpec
+from skyrl_actors.workers.gather_queue import GatherQueue
+from skyrl_actors.workers.interface import (
+    BaseModelInfo,
+    MemoryPart,
+    PartCall,
+    Refused,
+    RowOutput,
+    WorkerSpec,
+)
+from skyrl_actors.workers.model_factory import ModelFactory, collective, info_of
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.packing import plan_passes
 from skyrl_actors.workers.paging import AdapterPager
-from skyrl_actors.workers.passes import Part as Rows
+from skyrl_actors.workers.passes import PassPart as Rows
 from skyrl_actors.workers.passes import PassRunner, empty_pass, num_passes_of_all
 from skyrl_actors.workers.snapshot import StateCopy
 
 T = TypeVar("T")
-ONE_THREAD_ELEMENTS = 50_000  # of hidden states: 256 tokens of the tiny model, 96 of a model 512 wide
+# Elements of hidden states: 256 tokens of the tiny model, 96 of a model of width 512.
+ONE_THREAD_ELEMENTS = 50_000
 
 
 class TorchWorker:
+    """Implement the verbs of `TrainWorker` on one rank. Actor groups call it."""
+
     def __init__(self, spec: WorkerSpec):
         self.spec = spec
         self.device = torch.device("cuda" if spec.device == "gpu" else "cpu")
         self.models: dict[str, TrainedModel] = {}
         self._pager = AdapterPager(spec.max_adapters, self.device)
-        self._holding: Holding | None = None
+        self._model_factory: ModelFactory | None = None
         self._copies: dict[int, StateCopy] = {}
         self._next_copy = 0
         torch.set_num_threads(spec.num_threads)
@@ -62,20 +72,20 @@ class TorchWorker:
                 world_size=self.spec.world_size,
                 timeout=timedelta(seconds=self.spec.collective_timeout_s),
             )
-        self._holding = Holding(self.spec, self.device)
+        self._model_factory = ModelFactory(self.spec, self.device)
         if self.spec.preload:
-            _ = self._holding.base
+            _ = self._model_factory.base
         return info_of(self.spec.base_folder)
 
     @property
-    def holding(self) -> Holding:
-        if self._holding is None:
+    def model_factory(self) -> ModelFactory:
+        if self._model_factory is None:
             raise InternalError("the worker was not set up")
-        return self._holding
+        return self._model_factory
 
     @property
     def _patience_s(self) -> float:
-        """Of a rank whose peers may wait for it in a collective."""
+        """The longest wait of this rank, as its peers can wait for it in a collective."""
         return self.spec.collective_timeout_s / 2
 
     def _model(self, model_id: str) -> TrainedModel:
@@ -84,20 +94,21 @@ class TorchWorker:
         return self.models[model_id]
 
     def create_model(self, spec: ModelSpec) -> int:
-        self.holding.release()
-        self._free(spec.model_id)  # one that is made anew
+        self.model_factory.release()
+        self._free(spec.model_id)  # an earlier instance of the same model
         if spec.lora is not None:
             self._pager.make_room()
         try:
-            model = self.models[spec.model_id] = self.holding.make(spec)
-        except ConfigError as error:  # a network that this model alone has, or that is loaded with the first model
+            model = self.models[spec.model_id] = self.model_factory.make(spec)
+        except ConfigError as error:
+            # Raised for the model's own network, or for a base that loads with the first model.
             raise InvalidRequest(str(error)) from error
         if model.shares_network and isinstance(model.state, FlatState):
             self._pager.add(spec.model_id, model.state)
         return model.state.num_parameters
 
     def delete_model(self, model_id: str) -> None:
-        self.holding.release()
+        self.model_factory.release()
         self._forget_copies(model_id)
         self._free(model_id)
 
@@ -109,44 +120,62 @@ class TorchWorker:
         model.state.close()
         if not model.shares_network and not isinstance(model.state, FlatState):
             del model
-            gc.collect()  # hooks and modules of a network hold each other
+            gc.collect()  # the hooks and modules of a network form reference cycles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def forward_backward(self, calls: tuple[PartCall, ...], forward_only: bool) -> list[RowOutput | Refused]:
+    def forward_backward(
+        self, calls: tuple[PartCall, ...], forward_only: bool
+    ) -> list[RowOutput | Refused]:
         started = time.perf_counter()
-        parts = [Rows(self._model(call.model_id), call.columns, call.rows, call.loss) for call in calls]
+        parts = [
+            Rows(self._model(call.model_id), call.columns, call.rows, call.loss) for call in calls
+        ]
         together = [part for part in parts if part.model.shares_network]
         refused: dict[int, Refused] = {}
-        for batch in self._fitting(together) + [[part] for part in parts if not part.model.shares_network]:
+        for batch in self._fitting(together) + [
+            [part] for part in parts if not part.model.shares_network
+        ]:
             refused |= self._run(batch, forward_only)
         seconds = time.perf_counter() - started
         return [refused.get(id(part)) or self._output(part, seconds) for part in parts]
 
     def _fitting(self, parts: list[Rows]) -> list[list[Rows]]:
-        """In batches whose adapters fit on the device at once."""
+        """Split the parts into batches whose adapters fit on the device at once."""
         size = self.spec.max_adapters
         return [parts[start : start + size] for start in range(0, len(parts), size)]
 
     def _use(self, models: Sequence[TrainedModel]) -> None:
-        """Before their weights are computed with or changed: adapters among them are on the device."""
+        """Bring the adapters among these models to the device, before their weights are used."""
         states = {model.spec.model_id: model.state for model in models if model.shares_network}
-        self._pager.use({model_id: state for model_id, state in states.items() if isinstance(state, FlatState)})
+        self._pager.use(
+            {model_id: state for model_id, state in states.items() if isinstance(state, FlatState)}
+        )
 
     def _output(self, part: Rows, seconds: float) -> RowOutput:
         field = "values" if part.model.spec.role == "critic" else "logprobs"
-        speaks = self.spec.rank % self.spec.sequence_parallel == 0  # a sequence group's ranks know the same
+        # The ranks of a sequence group have the same results; the first one reports them.
+        speaks = self.spec.rank % self.spec.sequence_parallel == 0
         if not speaks:
             part = Rows(part.model, part.columns, (), part.loss)
         return RowOutput(part.rows, field, *part.in_row_order(), part.sums, seconds)
 
     def _run(self, parts: list[Rows], forward_only: bool) -> dict[int, Refused]:
-        """Parts that share passes. When memory runs out, once more with half the budget, if all that was added can be put back."""
+        """Run parts that share passes.
+
+        When memory runs out, run them again with half the budget, if all added gradients can be
+        undone.
+        """
         self._use([part.model for part in parts])
-        self.holding.bind(parts[0].model)
-        # With other ranks, those may have added what this one refuses: then the model is made anew on all.
-        clean = {id(part): forward_only or (self.spec.world_size == 1 and _can_put_back(part.model)) for part in parts}
-        alone = not self.holding.in_step(parts[0].model) and self.spec.sequence_parallel == 1  # else other ranks wait in it
+        self.model_factory.bind(parts[0].model)
+        # Other ranks can have added the rows that this rank refuses. Then the model is rebuilt on
+        # all.
+        clean = {
+            id(part): forward_only or (self.spec.world_size == 1 and _can_put_back(part.model))
+            for part in parts
+        }
+        # Otherwise other ranks wait in this pass.
+        alone = not self.model_factory.in_step(parts[0].model) and self.spec.sequence_parallel == 1
         saved = {id(part): None if forward_only else _saved(part.model) for part in parts}
         budget, error = self.spec.microbatch_tokens, ""
 
@@ -160,7 +189,10 @@ class TorchWorker:
                 if alone:
                     self._run_passes(parts, budget, forward_only)
                 else:
-                    collective(self.spec, lambda: self._run_passes(parts, self.spec.microbatch_tokens, forward_only))
+                    collective(
+                        self.spec,
+                        lambda: self._run_passes(parts, self.spec.microbatch_tokens, forward_only),
+                    )
                 break
             except torch.OutOfMemoryError as full:
                 if not alone or not all(clean.values()):
@@ -169,14 +201,18 @@ class TorchWorker:
             put_back(parts)
             for part in parts:
                 part.clear()
-            budget = max(1, min(budget, sum(int(p.columns.lengths[list(p.rows)].sum()) for p in parts)) // 2)
+            budget = max(
+                1, min(budget, sum(int(p.columns.lengths[list(p.rows)].sum()) for p in parts)) // 2
+            )
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         else:
             return {id(part): Refused(_too_large(budget, error), clean=True) for part in parts}
         odd = [part for part in parts if part.refused]
         put_back(odd)
-        return {id(part): Refused(InvalidRequest(part.refused or ""), clean[id(part)]) for part in odd}
+        return {
+            id(part): Refused(InvalidRequest(part.refused or ""), clean[id(part)]) for part in odd
+        }
 
     def _run_passes(self, parts: list[Rows], budget: int, forward_only: bool) -> None:
         network = parts[0].model.network
@@ -184,19 +220,23 @@ class TorchWorker:
         plans = plan_passes([(part.rows, part.columns.lengths) for part in parts], budget)
         multiple = self.spec.sequence_parallel
         plans = [plan.padded_to(multiple) for plan in plans]
-        if self.holding.in_step(parts[0].model):
+        if self.model_factory.in_step(parts[0].model):
             missing = num_passes_of_all(len(plans), self.device) - len(plans)
             plans += [empty_pass(multiple)] * missing
         for plan in plans:
             self._use_threads(plan.num_tokens * network.hidden_size)
             runner.run(parts, plan)
         for part in parts if not forward_only else ():
-            part.model.state.pending = True  # also on a rank that had no rows of it: the others wait for it in their next step
+            # Also on a rank without rows of the model, because other ranks wait for it in the next
+            # step.
+            part.model.state.pending = True
 
     def _use_threads(self, num_elements: int) -> None:
-        """Small operations are faster on one thread than waiting for a second one to wake."""
+        """Use one thread for small operations, which is faster than waking a second thread."""
         if self.device.type == "cpu":
-            torch.set_num_threads(1 if num_elements < ONE_THREAD_ELEMENTS else self.spec.num_threads)
+            torch.set_num_threads(
+                1 if num_elements < ONE_THREAD_ELEMENTS else self.spec.num_threads
+            )
 
     def drop_gradients(self, model_id: str) -> None:
         self._model(model_id).state.drop_gradients()
@@ -209,24 +249,49 @@ class TorchWorker:
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
     def save_checkpoint(
-        self, model_id: str, folder: str, form: CheckpointForm, mark: str, notes: Mapping[str, str] | None = None
+        self,
+        model_id: str,
+        folder: str,
+        form: CheckpointForm,
+        mark: str,
+        notes: Mapping[str, str] | None = None,
     ) -> None:
         notes = {**(notes or {}), checkpoint.SAVED_BY: mark}
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
-        writes = self.holding.writes
-        self._gathering(model_id, lambda model: checkpoint.save(model, base, Path(folder), form, notes, writes))
+        writes = self.model_factory.writes
+        self._gathering(
+            model_id, lambda model: checkpoint.save(model, base, Path(folder), form, notes, writes)
+        )
 
-    def load_checkpoint(self, model_id: str, folder: str, with_optimizer: bool, mixed: tuple[str, float] | None = None) -> None:
+    def load_checkpoint(
+        self,
+        model_id: str,
+        folder: str,
+        with_optimizer: bool,
+        mixed: tuple[str, float] | None = None,
+    ) -> None:
         self._model(model_id).versions.end(self._patience_s)
         self._use([self._model(model_id)])
         other = None if mixed is None else (Path(mixed[0]), mixed[1])
-        self._gathering(model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer, other))
+        self._gathering(
+            model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer, other)
+        )
 
     def export_weights(
-        self, model_id: str, path: str, version: str, checksums: bool, freeze: Freeze = "always", shards: bool = False
+        self,
+        model_id: str,
+        path: str,
+        version: str,
+        checksums: bool,
+        materialize: Materialize = "eager",
+        shards: bool = False,
     ) -> WeightManifest | None:
-        model, writes = self._model(model_id), self.holding.writes
-        lives = freeze == "when_needed" and model.spec.lora is None and (shards or isinstance(model.state, FlatState))
+        model, writes = self._model(model_id), self.model_factory.writes
+        lives = (
+            materialize == "lazy"
+            and model.spec.lora is None
+            and (shards or isinstance(model.state, FlatState))
+        )
         if lives:
             dtype = getattr(torch, self.spec.export_dtype)
             made = export.described(model.state.shapes, Path(path), version, dtype)
@@ -235,10 +300,15 @@ class TorchWorker:
         model.versions.note(version, path, written=not lives)
         return made if writes else None
 
-    def _written(self, model_id: str, path: str, version: str, checksums: bool) -> WeightManifest | None:
+    def _written(
+        self, model_id: str, path: str, version: str, checksums: bool
+    ) -> WeightManifest | None:
         base = checkpoint.BaseFiles(Path(self.spec.base_folder), self.spec.dtype)
-        writes, dtype = self.holding.writes, getattr(torch, self.spec.export_dtype)
-        return self._gathering(model_id, lambda m: export.export(m, base, Path(path), version, writes, checksums, dtype))
+        writes, dtype = self.model_factory.writes, getattr(torch, self.spec.export_dtype)
+        return self._gathering(
+            model_id,
+            lambda m: export.export(m, base, Path(path), version, writes, checksums, dtype),
+        )
 
     def write_versions(self, model_id: str, needless: Collection[str]) -> list[str]:
         model = self.models.get(model_id)
@@ -250,23 +320,27 @@ class TorchWorker:
         return wanted
 
     def copy_state(self, model_id: str) -> int:
-        self._forget_copies(model_id)  # one that was never written, because its controller died
+        self._forget_copies(model_id)  # an unwritten copy of a dead controller
         self._next_copy += 1
         self._copies[self._next_copy] = self._gathering(model_id, StateCopy.of)
         return self._next_copy
 
     def _gathering(self, model_id: str, work: Callable[[TrainedModel], T]) -> T:
-        """Where weights are sharded, ranks meet to read or write them."""
+        """Run work in which ranks meet to read or write sharded weights."""
         model = self._model(model_id)
-        return work(model) if isinstance(model.state, FlatState) else collective(self.spec, lambda: work(model))
+        return (
+            work(model)
+            if isinstance(model.state, FlatState)
+            else collective(self.spec, lambda: work(model))
+        )
 
     def _forget_copies(self, model_id: str) -> None:
-        for handle, copy in list(self._copies.items()):  # another thread may take one out meanwhile
+        for handle, copy in list(self._copies.items()):  # another thread can remove one
             if copy.spec.model_id == model_id:
                 self._copies.pop(handle, None)
 
     def write_state(self, handle: int, folder: str) -> None:
-        """Called on another thread than the verbs: training goes on."""
+        """Write a copy. A separate thread calls this while training continues."""
         self._copies.pop(handle).write(Path(folder), self.spec.rank, self.spec.world_size)
 
     def restore_state(self, spec: ModelSpec, folder: str) -> int:
@@ -282,37 +356,50 @@ class TorchWorker:
             state.load_moments({}, 0)
 
     def exists(self, path: str) -> bool:
-        return Path(path).exists() or any(model.versions.lives_only_as(path) for model in self.models.values())
+        return Path(path).exists() or any(
+            model.versions.lives_only_as(path) for model in self.models.values()
+        )
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
-        """From the weights if they are that version still, and it was not written or an engine shares their device; else from its
-        file, which can be read while training goes on."""
+        """Send a version from the live weights or from its file.
+
+        The live weights are used if they still equal the version, and it is unwritten or an engine
+        shares their device. The file can be read while training continues.
+        """
         asked, version = replace(stream, host=self._address), manifest.version
         model = next((m for m in self.models.values() if version in m.versions.paths), None)
         state = model.state if model else None
-        if model and isinstance(state, FlatState) and (stream.backend == "ipc" or version not in model.versions.written):
+        if (
+            model
+            and isinstance(state, FlatState)
+            and (stream.backend == "ipc" or version not in model.versions.written)
+        ):
             take = streams.from_live(manifest.tensors, state.weights)
             found, sender = streams.open_stream(manifest, asked, self.device, take)
             model.versions.read_by(sender)
         elif model and version not in model.versions.written:
-            feed = Feed(manifest, stream.bucket_bytes, min(stream.timeout_s, self._patience_s))
-            found, _ = streams.open_stream(manifest, asked, self.device, feed.take, feed.close)
-            model.versions.feeds[stream.id] = feed
+            queue = GatherQueue(
+                manifest, stream.bucket_bytes, min(stream.timeout_s, self._patience_s)
+            )
+            found, _ = streams.open_stream(manifest, asked, self.device, queue.take, queue.close)
+            model.versions.feeds[stream.id] = queue
         else:
-            found, _ = streams.open_stream(manifest, asked, self.device, streams.from_file(manifest))
+            found, _ = streams.open_stream(
+                manifest, asked, self.device, streams.from_file(manifest)
+            )
         return found
 
     def feed(self, version: str, stream_id: str) -> None:
         model = next((m for m in self.models.values() if version in m.versions.paths), None)
         if model is None or version in model.versions.written or isinstance(model.state, FlatState):
-            return  # nothing is gathered for that stream
-        feed = model.versions.feeds.pop(stream_id, None)
+            return  # that stream needs no gathering
+        queue = model.versions.feeds.pop(stream_id, None)
         dtype = getattr(torch, self.spec.export_dtype)
 
         def gather(model: TrainedModel) -> None:
             for _, tensor in model.state.tensors("weights"):
-                if feed is not None and tensor is not None:
-                    feed.put(tensor.detach().to(dtype))
+                if queue is not None and tensor is not None:
+                    queue.put(tensor.detach().to(dtype))
 
         self._gathering(model.spec.model_id, gather)
 
@@ -323,27 +410,33 @@ class TorchWorker:
     def discard_export(self, path: str) -> None:
         for model in self.models.values():
             model.versions.drop(path)
-        if not self.holding.writes:
+        if not self.model_factory.writes:
             return
         if Path(path).is_dir():
             shutil.rmtree(path)
         else:
             Path(path).unlink(missing_ok=True)
 
-    def move(self, parts: tuple[Part, ...], to: Literal["device", "host"]) -> int:
-        """On a GPU, move parts of models (and the base with "weights") between device and host memory; returns bytes. Adapters that
-        are not in use stay in host memory."""
+    def move(self, parts: tuple[MemoryPart, ...], to: Literal["device", "host"]) -> int:
+        """Move parts of all models between GPU and host memory, and return the bytes moved.
+
+        With "weights", the base moves too. Idle adapters stay in host memory.
+        """
         self._pager.phase_moved(parts, to)
         if self.device.type == "cpu":
             return 0
         before = torch.cuda.memory_allocated()
         target = self.device if to == "device" else torch.device("cpu")
         if "weights" in parts:
-            self.holding.move_base(target)
+            self.model_factory.move_base(target)
         for model in self.models.values():
             if "weights" in parts and isinstance(model.network, BaseModel):
                 model.network.move(target)
-            if to == "device" and model.shares_network and not self._pager.is_on_device(model.spec.model_id):
+            if (
+                to == "device"
+                and model.shares_network
+                and not self._pager.is_on_device(model.spec.model_id)
+            ):
                 continue
             for part in parts:
                 model.state.move(part, target)
@@ -355,26 +448,38 @@ class TorchWorker:
 
     def read_files(self, path: str) -> dict[str, bytes]:
         source = Path(path)
-        return {"": source.read_bytes()} if source.is_file() else {f.name: f.read_bytes() for f in source.iterdir()}
+        return (
+            {"": source.read_bytes()}
+            if source.is_file()
+            else {f.name: f.read_bytes() for f in source.iterdir()}
+        )
 
 
 def _can_put_back(model: TrainedModel) -> bool:
-    """Gradients of adapters are small: they are saved before each call. Those of a whole model are not, but are known when none
-    are pending."""
+    """Return whether gradients added by a call can be undone.
+
+    Gradients of adapters are small and are saved before each call. Gradients of a whole model are
+    not saved, but they are known to be zero when none are pending.
+    """
     return isinstance(model.state, FlatState) and (model.shares_network or not model.state.pending)
 
 
 def _saved(model: TrainedModel) -> torch.Tensor | None:
-    return model.state.saved_gradients() if model.shares_network and isinstance(model.state, FlatState) else None
+    return (
+        model.state.saved_gradients()
+        if model.shares_network and isinstance(model.state, FlatState)
+        else None
+    )
 
 
 def _too_large(budget: int, error: str) -> InvalidRequest:
     return InvalidRequest(
-        f"out of memory in a pass of {2 * budget} tokens, and in one of {budget}: {error}. Send shorter rows, or set a lower "
-        "microbatch_tokens, activations=recompute or sequence_parallel"
+        f"out of memory in a pass of {2 * budget} tokens, and in one of {budget}: {error}. "
+        "Send shorter rows, or set a lower microbatch_tokens, activations=recompute or "
+        "sequence_parallel"
     )
 
 
 def load_and_forget(base_folder: str) -> None:
-    """So that every module is imported which loading a base model imports."""
+    """Load and drop a base model, so that all modules for loading are imported."""
     BaseModel(base_folder, torch.float32, torch.device("cpu"))

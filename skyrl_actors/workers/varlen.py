@@ -1,4 +1,4 @@
-"""Attention over packed rows in one kernel, on GPUs: torch's variable-length attention, once it has proved itself there."""
+"""Attention over packed rows in one GPU kernel: torch's variable-length attention, after a test."""
 
 import logging
 from collections.abc import Callable
@@ -17,24 +17,43 @@ Attention = Callable[[Tensor, Tensor, Tensor, tuple[Block, ...], float | None, i
 
 @lru_cache(maxsize=8)
 def row_bounds(blocks: tuple[Block, ...], device: torch.device) -> tuple[Tensor, int]:
-    """[N+1] int32 where each row begins and ends in the packed axis, and the longest row."""
+    """Return the bounds of each row in the packed axis, [N+1] int32, and the longest row."""
     ends, at = [0], 0
     for block in blocks:
         for _ in range(block.num_rows):
             at += block.length
             ends.append(at)
-    return torch.tensor(ends, dtype=torch.int32, device=device), max(block.length for block in blocks)
+    return torch.tensor(ends, dtype=torch.int32, device=device), max(
+        block.length for block in blocks
+    )
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], scale: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: tuple[Block, ...],
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
-    """Causal, each row alone. query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [T, Hq, D]."""
+    """Compute causal attention inside each row.
+
+    query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [T, Hq, D].
+    """
     bounds, longest = row_bounds(blocks, query.device)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
     left = -1 if window is None else window - 1
     out = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=q.size(1) != k.size(1)
+        q,
+        k,
+        v,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(left, 0),
+        enable_gqa=q.size(1) != k.size(1),
     )
     assert isinstance(out, Tensor)
     return out
@@ -44,32 +63,39 @@ _proved: dict[tuple[torch.device, torch.dtype, int], bool] = {}
 
 
 def prove(reference: Attention, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Try it once for this kind of heads, outside of any pass."""
+    """Test the kernel once for heads of this kind, outside of any pass."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         _proved[(device, dtype, head_dim)] = agrees(reference, device, dtype, head_dim)
 
 
 def can_attend(query: Tensor) -> bool:
+    """Return whether the kernel has passed its test for these heads."""
     if query.device.type != "cuda":
         return False
-    device = torch.device("cuda")  # the one that this rank sees
+    device = torch.device("cuda")  # each rank has one visible device
     return _proved.get((device, query.dtype, query.size(-1)), False)
 
 
 def agrees(reference: Attention, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether it computes there what `reference` does, forward and backward; tried with three short rows."""
+    """Return whether the kernel equals `reference`, forward and backward, on three short rows."""
     blocks = (Block(0, 2, 5), Block(10, 1, 19))
     generator = torch.Generator(device).manual_seed(0)
     shapes = ((1, 4, 29, head_dim), (1, 2, 29, head_dim), (1, 2, 29, head_dim))
-    inputs = [torch.randn(shape, device=device, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
+    inputs = [
+        torch.randn(shape, device=device, dtype=dtype, generator=generator).requires_grad_()
+        for shape in shapes
+    ]
     try:
         found = []
         with torch.enable_grad():
             for way in (attend, reference):
                 out = way(inputs[0], inputs[1], inputs[2], blocks, None, None)
                 found.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
-        same = all(torch.allclose(a.float(), b.float(), atol=TOLERANCE, rtol=TOLERANCE) for a, b in zip(*found, strict=True))
-    except (RuntimeError, ValueError) as error:  # no such kernel for this device, precision or head
+        same = all(
+            torch.allclose(a.float(), b.float(), atol=TOLERANCE, rtol=TOLERANCE)
+            for a, b in zip(*found, strict=True)
+        )
+    except (RuntimeError, ValueError) as error:  # the kernel lacks this device, dtype or head
         log.warning("variable-length attention is not used on %s: %s", device, error)
         return False
     if not same:

@@ -1,8 +1,9 @@
-"""Weights, gradients or moments sharded over the ranks by DeepSpeed ZeRO: a full fine-tune, or (stage 3, without an
-optimizer) the frozen base under adapters.
+"""Weights, gradients or moments that DeepSpeed ZeRO shards over the ranks.
 
-Gradient accumulation is unmanaged: any number of backward passes, then one step. DeepSpeed averages over ranks, so losses
-are multiplied by their number. Settings that its own defaults get wrong for this use are explained where they are made.
+This holds a full fine-tune, or (stage 3, without an optimizer) the frozen base under adapters.
+Gradient accumulation is unmanaged: any number of backward passes, then one step. DeepSpeed averages
+over ranks, so losses are multiplied by their number. Comments explain the settings whose defaults
+are wrong for this use.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
 
-os.environ.setdefault("LOCAL_RANK", "0")  # each rank sees its own device alone
+os.environ.setdefault("LOCAL_RANK", "0")  # each rank has one visible device
 
 import deepspeed
 import deepspeed.ops
@@ -35,18 +36,19 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_actors.config.strategies import DeepSpeedStrategy
-from skyrl_actors.device_memory import placed
 from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.transport.device_memory import placed
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.interface import Activations
+from skyrl_actors.workers.meta_model import own_names, trained_names, value_head_for, weights_of
 from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import ATTENTION
 from skyrl_actors.workers.pending_gradients import PendingGradients
-from skyrl_actors.workers.shells import own_names, trained_names, value_head_for, weights_of
 from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm
 from skyrl_actors.workers.tensor_files import Shape, Source, whole
 
-# An operator for inference that every start on a CPU would compile, and that fails without a compiler.
+# This operator is for inference. Each start on a CPU would compile it, and it fails without a
+# compiler.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 _engine_class: Any = DeepSpeedEngine
@@ -54,7 +56,10 @@ _check_optimizer = _engine_class._do_optimizer_sanity_check
 
 
 def _same_class_for_every_dtype(engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> str:
-    """In bfloat16, stage 1 would take a class of its own, whose state cannot leave the device."""
+    """Return ZeRO's optimizer class for all dtypes.
+
+    In bfloat16, stage 1 would select another class, whose state cannot leave the device.
+    """
     _check_optimizer(engine, optimizer)
     return ZERO_OPTIMIZATION
 
@@ -72,7 +77,7 @@ def settings(strategy: DeepSpeedStrategy, dtype: torch.dtype, trained: bool) -> 
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": 0.0,  # set for each step
+        "gradient_clipping": 0.0,  # set before each step
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
@@ -81,32 +86,49 @@ def settings(strategy: DeepSpeedStrategy, dtype: torch.dtype, trained: bool) -> 
     if dtype == torch.bfloat16:
         made |= {
             "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": "fp32"},  # its default adds up in bfloat16
+            "data_types": {"grad_accum_dtype": "fp32"},  # the default accumulates in bfloat16
             "communication_data_type": "fp32",
         }
     return made
 
 
 def zero_network(
-    strategy: DeepSpeedStrategy, folder: str, dtype: torch.dtype, device: torch.device, activations: Activations,
-    trained: bool, is_critic: bool = False,
-) -> tuple[Network, Any]:  # fmt: skip
-    """The network and its engine."""
+    strategy: DeepSpeedStrategy,
+    folder: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    activations: Activations,
+    trained: bool,
+    is_critic: bool = False,
+) -> tuple[Network, Any]:
+    """Return the network and its engine."""
     config = settings(strategy, dtype, trained)
     partitioned = strategy.stage == 3
     with deepspeed.zero.Init(config_dict_or_path=config) if partitioned else nullcontext():
-        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=ATTENTION)
+        module = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=ATTENTION
+        )
     module.to(device)
-    value_head = value_head_for(module, is_critic)  # of one dtype with the rest, as DeepSpeed wants it
+    # DeepSpeed needs a value head of the same dtype as the other parameters.
+    value_head = value_head_for(module, is_critic)
     network = Network(module, device, activations, value_head and value_head.to(dtype))
     parameters = own_names(network.whole)
-    with weights_of(folder, dtype, {n: full_shape(p) for n, p in parameters.items()}) as source, torch.no_grad():
+    with (
+        weights_of(folder, dtype, {n: full_shape(p) for n, p in parameters.items()}) as source,
+        torch.no_grad(),
+    ):
         for name, parameter in parameters.items():
             if name in source.shapes:
                 _fill(parameter, source, name)
-    arguments: dict[str, Any] = {"model": network.whole, "config": config, "dist_init_required": False}
+    arguments: dict[str, Any] = {
+        "model": network.whole,
+        "config": config,
+        "dist_init_required": False,
+    }
     if trained:
-        arguments["optimizer"] = torch.optim.AdamW(list(trained_names(network.whole).values()), lr=0.0, fused=True)
+        arguments["optimizer"] = torch.optim.AdamW(
+            list(trained_names(network.whole).values()), lr=0.0, fused=True
+        )
     else:
         module.requires_grad_(False)
     engine, *_ = deepspeed.initialize(**arguments)
@@ -125,33 +147,42 @@ def _fill(parameter: Any, source: Source, name: str) -> None:
         return
     start, stop = _own_range(parameter)
     parameter.ds_tensor.data.view(-1)[: stop - start].copy_(source.range(name, start, stop))
-    if parameter.data.numel() == math.prod(full_shape(parameter)):  # a small one, that stays gathered
+    # A small tensor, which stays gathered.
+    if parameter.data.numel() == math.prod(full_shape(parameter)):
         parameter.data.view(-1).copy_(whole(source, name).view(-1))
 
 
 def _own_range(parameter: Any) -> tuple[int, int]:
-    """Elements of this rank's part in stage 3; the last parts may be padding."""
+    """Return the range of this rank's part in stage 3. The last parts can be padding."""
     size, total = parameter.ds_tensor.ds_numel, math.prod(full_shape(parameter))
     start = min(dist.get_rank() * size, total)
     return start, min(start + size, total)
 
 
 class ZeroState:
+    """State of a full fine-tune that DeepSpeed shards."""
+
     def __init__(self, network: Network, engine: Any, strategy: DeepSpeedStrategy):
         self._network, self._engine, self._stage = network, engine, strategy.stage
         self._optimizer = engine.optimizer
-        self._optimizer.check_grad_overflow = True  # a step with a norm that is not finite is left out, also in float32
+        # A step whose norm is not finite is skipped, also in float32.
+        self._optimizer.check_grad_overflow = True
         self.parameters: dict[str, Any] = trained_names(network.whole)
         self.shapes: dict[str, Shape] = {name: full_shape(p) for name, p in self.parameters.items()}
         self.pending = False
-        self._has_own_gradient = False  # of this rank; in stage 1 a rank without rows has none although the model has
+        # Of this rank: in stage 1, a rank without rows has none although the model has.
+        self._has_own_gradient = False
         self.num_steps = 0
-        # Stage 1 in bfloat16 adds up in an attribute of float32; stage 2 in lists of its own.
+        # Stage 1 in bfloat16 accumulates in a float32 attribute, and stage 2 in its own lists.
         in_attribute = getattr(self._optimizer, "use_grad_accum_attribute", False)
-        self.gradients = PendingGradients(self.parameters.values(), "grad_accum" if in_attribute else "grad")
-        self._away: set[str] = set()  # parts that left the device
+        self.gradients = PendingGradients(
+            self.parameters.values(), "grad_accum" if in_attribute else "grad"
+        )
+        self._away: set[str] = set()  # parts that are off the device
         self._moved_by_engine = {
-            "weights": {Offloaded.lp_params} if self._stage == 3 else {Offloaded.lp_params, Offloaded.hp_params},
+            "weights": {Offloaded.lp_params}
+            if self._stage == 3
+            else {Offloaded.lp_params, Offloaded.hp_params},
             "gradients": {Offloaded.contiguous_grad_buffer},
         }
 
@@ -164,16 +195,27 @@ class ZeroState:
         self.pending = self._has_own_gradient = True
 
     def _add_zeros(self) -> None:
-        """DeepSpeed fails in a step without a backward pass before it, so there is one whose gradient is zero."""
+        """Run a backward pass with a zero gradient, as DeepSpeed fails in a step without one."""
         network, place = self._network, self._network.device
         token = torch.zeros(1, dtype=torch.int64, device=place)
         is_critic = hasattr(network.whole, "value_head")
-        inputs = PassInputs(token, token, (Block(0, 1, 1),), (Segment(1, {}, 1.0),), None if is_critic else token, None)
+        inputs = PassInputs(
+            token,
+            token,
+            (Block(0, 1, 1),),
+            (Segment(1, {}, 1.0),),
+            None if is_critic else token,
+            None,
+        )
         with network.in_use(inputs.segments):
             self.backward((network.predict(inputs)[0] * 0.0).sum())
 
     def drop_gradients(self) -> None:
-        """`zero_grad` of the optimizer is enough in stages 1 and 3; stage 2 keeps what it has reduced elsewhere."""
+        """Drop the pending gradients.
+
+        The optimizer's `zero_grad` is enough in stages 1 and 3. Stage 2 keeps reduced gradients
+        elsewhere.
+        """
         self.pending = self._has_own_gradient = False
         self.gradients.drop()
         self._optimizer.zero_grad()
@@ -203,17 +245,25 @@ class ZeroState:
             else:
                 full = safe_get_full_optimizer_state(parameter, kind)
             assert full is not None
-            yield name, full.detach().float().cpu().view(self.shapes[name]) if dist.get_rank() == 0 else None
+            yield (
+                name,
+                full.detach().float().cpu().view(self.shapes[name])
+                if dist.get_rank() == 0
+                else None,
+            )
 
     def load(self, source: Source) -> None:
         check_names(self.shapes, source.shapes)
         for name, parameter in self.parameters.items():
             with torch.no_grad():
-                _fill(parameter, source, name)  # what the forward uses
+                _fill(parameter, source, name)  # used in the forward
             self._put(parameter, source, name, "weights")
 
     def _put(self, parameter: Any, source: Source, name: str, kind: Kind) -> None:
-        """In stage 3 a rank's own part; else DeepSpeed takes its part of the whole."""
+        """Load one tensor.
+
+        In stage 3 a rank loads its part; otherwise DeepSpeed takes its part of the whole.
+        """
         if hasattr(parameter, "ds_tensor"):
             part = torch.zeros(parameter.ds_tensor.ds_numel, device=self._network.device)
             start, stop = _own_range(parameter)
@@ -239,8 +289,12 @@ class ZeroState:
             check_names(self.shapes, sources[kind].shapes)
         for held in self._held_by_optimizer():
             zeros = {kind: torch.zeros_like(held) for kind in MOMENTS}
-            inner.state[held] = {"step": torch.tensor(float(num_steps), device=held.device), **zeros}
-        if self._stage != 3:  # which tensors are whose moments is noted at the first step, once
+            inner.state[held] = {
+                "step": torch.tensor(float(num_steps), device=held.device),
+                **zeros,
+            }
+        # DeepSpeed links tensors and moments once, at the first step.
+        if self._stage != 3:
             self._optimizer._hp_optimizer_states_linked = False
             self._optimizer._lazy_init_hp_params_optimizer_state()
         for kind in MOMENTS:
@@ -248,16 +302,21 @@ class ZeroState:
                 self._put(parameter, sources[kind], name, kind)
 
     def _held_by_optimizer(self) -> list[Tensor]:
-        if self._stage == 3:  # it lends them to the optimizer one by one, in its step
+        if self._stage == 3:  # the optimizer gets them one by one in its step
             return list(self._optimizer.fp32_partitioned_groups_flat)
-        return [held for group in self._optimizer.optimizer.param_groups for held in group["params"]]
+        return [
+            held for group in self._optimizer.optimizer.param_groups for held in group["params"]
+        ]
 
     def close(self) -> None:
         self._engine.destroy()
 
     def move(self, part: str, device: torch.device) -> None:
-        """Where DeepSpeed can not: stage 3 moves no moments and no float32 weights but those of an optimizer of its own, stages
-        1 and 2 no gradients of which the step has not begun."""
+        """Move one part between device and host, where DeepSpeed does not.
+
+        Stage 3 moves moments and float32 weights only for an optimizer of its own. Stages 1 and 2
+        do not move pending gradients before their step begins.
+        """
         there = device == self._network.device
         leaves = part not in self._away and (not there or device.type == "cpu")
         if not leaves and not (part in self._away and there):
@@ -269,7 +328,9 @@ class ZeroState:
         elif part == "gradients" and self._stage < 3:
             self._move_gradients(device)
         elif leaves:
-            self._engine.offload_states(self._moved_by_engine[part], OffloadDeviceEnum.cpu, pin_memory=False)
+            self._engine.offload_states(
+                self._moved_by_engine[part], OffloadDeviceEnum.cpu, pin_memory=False
+            )
         else:
             self._reload(self._moved_by_engine[part])
         if part == "weights" and self._stage == 3:
@@ -283,10 +344,15 @@ class ZeroState:
                 if hasattr(tensors, "move_flat_partition"):  # views of one buffer
                     tensors.move_flat_partition(device)
                 elif tensors is not None:
-                    kept[key] = [None if tensor is None else placed(tensor, device) for tensor in tensors]
+                    kept[key] = [
+                        None if tensor is None else placed(tensor, device) for tensor in tensors
+                    ]
 
     def _reload(self, kinds: set[Offloaded]) -> None:
-        """DeepSpeed brings back all that is away: what belongs to other parts is kept from it."""
+        """Bring back only these kinds.
+
+        DeepSpeed reloads all that is offloaded, so the kinds of other parts are hidden from it.
+        """
         others = self._optimizer.offloaded_states - kinds
         self._optimizer.offloaded_states -= others
         self._engine.reload_states(non_blocking=False)

@@ -1,6 +1,8 @@
-"""The HTTP application with the real controller and journal behind it and a backend in memory: all but Ray, torch and vLLM.
+"""The HTTP application with the real controller and journal, and a backend in memory.
 
-python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_CONFIG_AS_JSON [LIMITS_AS_JSON ROOM_FOR_LORA_RANKS]]
+Only Ray, torch and vLLM are missing. Run:
+
+python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_JSON [LIMITS_JSON ROOM_FOR_LORA_RANKS]]
 """
 
 import asyncio
@@ -20,16 +22,16 @@ import uvicorn
 from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.state import ApiState
-from skyrl_actors.backends.base import AdapterMemory
+from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LossCall, ModelSpec
+from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
 from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
-from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 from tests.fakes import FakeBackend
 
@@ -37,7 +39,7 @@ MODEL = "Qwen/Qwen3-8B"
 
 
 class AnsweringBackend(FakeBackend):
-    """Answers of the right shapes: logprob -1 for every token, and -2 at the temperature of the sample."""
+    """Returns results of the right shapes: logprob -1 for every token, and -2 if tempered."""
 
     def __init__(self, base_folder: str) -> None:
         super().__init__()
@@ -50,20 +52,31 @@ class AnsweringBackend(FakeBackend):
     async def start(self, epoch: int) -> Any:
         return type(await super().start(epoch))(
             MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"), adapters=self.adapters
-        )  # fmt: skip
+        )
 
     async def forward_backward(
-        self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        columns: Columns,
+        loss: LossCall | None,
+        forward_only: bool,
     ) -> LossOutput:
-        await super().forward_backward(spec, turn, columns, loss, forward_only)
+        await super().forward_backward(spec, precondition, columns, loss, forward_only)
         ones = np.ones(columns.shape, np.float32)
         fields = {"values" if spec.role == "critic" else "logprobs": -ones}
         if loss is not None:
             fields["elementwise_loss"] = ones
-        return LossOutput(columns.offsets, fields, {"loss:sum": float(columns.num_tokens)}, columns.widths)
+        return LossOutput(
+            columns.offsets, fields, {"loss:sum": float(columns.num_tokens)}, columns.widths
+        )
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
     ) -> SampleOutput:
         await self.sampling.wait()
         await asyncio.sleep(self.sample_s)
@@ -71,7 +84,9 @@ class AnsweringBackend(FakeBackend):
         length = params.max_tokens
         one = Sequence(np.full(length, 7, np.int32), np.full(length, -1.0, np.float32), "length")
         if params.tempered_logprobs:
-            one = replace(one, tempered=np.full(length, -2.0 if params.tempers else -1.0, np.float32))
+            one = replace(
+                one, tempered=np.full(length, -2.0 if params.tempers else -1.0, np.float32)
+            )
         logprobs = np.full(len(prompt), -1.0, np.float32)
         logprobs[0] = np.nan
         if params.prompt_logprobs_last_n is not None:
@@ -81,18 +96,28 @@ class AnsweringBackend(FakeBackend):
         cells = (len(prompt) - 1, alternatives)
         if top := params.topk_sample_logprobs:
             one = replace(
-                one, topk_ids=np.full((length, top), 7, np.int32), topk_logprobs=np.full((length, top), -1.0, np.float32)
+                one,
+                topk_ids=np.full((length, top), 7, np.int32),
+                topk_logprobs=np.full((length, top), -1.0, np.float32),
             )
         return SampleOutput(
-            (one,) * params.num_samples, weights.version, logprobs if params.prompt_logprobs else None,
-            np.full((len(prompt), k), 7, np.int32) if k else None, np.full((len(prompt), k), -1.0, np.float32) if k else None,
-            targets=targets and TargetLogprobs(np.full(len(targets.ids), -1.0, np.float32), targets.shape, targets.layout),
-            alternatives=PromptAlternatives(np.full(cells, 7), np.full(cells, -1.0, np.float32)) if alternatives else None,
-        )  # fmt: skip
+            (one,) * params.num_samples,
+            weights.version,
+            logprobs if params.prompt_logprobs else None,
+            np.full((len(prompt), k), 7, np.int32) if k else None,
+            np.full((len(prompt), k), -1.0, np.float32) if k else None,
+            targets=targets
+            and TargetLogprobs(
+                np.full(len(targets.ids), -1.0, np.float32), targets.shape, targets.layout
+            ),
+            alternatives=PromptAlternatives(np.full(cells, 7), np.full(cells, -1.0, np.float32))
+            if alternatives
+            else None,
+        )
 
 
 class LocalClient(ControllerClient):
-    """Calls a controller in this process."""
+    """A client of a controller in this process."""
 
     def __init__(self, controller: Controller):
         handle: Any = None
@@ -105,7 +130,12 @@ class LocalClient(ControllerClient):
         return await result if inspect.isawaitable(result) else result
 
     async def _local_retrieve(self, request_id: str, timeout_s: float) -> Any:
-        return await self._controller.retrieve(request_id, timeout_s) or self._controller.waiting(request_id)
+        return await self._controller.ready(request_id, timeout_s) or self._controller.waiting(
+            request_id
+        )
+
+    async def _local_fetch(self, request_id: str, num_bytes: int) -> Any:
+        return await self._controller.retrieve(request_id, 0)
 
     def _local_get_sampler(self, sampler_id: str) -> Any:
         return self._controller.tenants.sampler(sampler_id)
@@ -118,19 +148,32 @@ class LocalClient(ControllerClient):
 
 
 @asynccontextmanager
-async def edge(config: ClusterConfig, backend: Any = None, **headers: str) -> AsyncIterator[httpx.AsyncClient]:
+async def edge(
+    config: ClusterConfig, backend: Any = None, **headers: str
+) -> AsyncIterator[httpx.AsyncClient]:
     """The application in this process, without sockets."""
-    controller = Controller(config, backend or AnsweringBackend(str(config.checkpoint_dir)), SqlJournal(config.journal))
+    controller = Controller(
+        config, backend or AnsweringBackend(str(config.checkpoint_dir)), SqlJournal(config.journal)
+    )
     await controller.start()
-    transport = httpx.ASGITransport(build_app(ApiState(config, LocalClient(controller))), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://service/api/v1", headers=headers) as made:
+    transport = httpx.ASGITransport(
+        build_app(ApiState(config, LocalClient(controller))), raise_app_exceptions=False
+    )
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://service/api/v1", headers=headers
+    ) as made:
         yield made
     await controller.close()
 
 
 def config_for(folder: Path, **parts: Any) -> ClusterConfig:
     journal = JournalConfig(folder=folder / "journal")
-    return ClusterConfig(base_model=TinyBase(name=MODEL), checkpoint_dir=folder / "checkpoints", journal=journal, **parts)
+    return ClusterConfig(
+        base_model=TinyBase(name=MODEL),
+        checkpoint_dir=folder / "checkpoints",
+        journal=journal,
+        **parts,
+    )
 
 
 async def posted(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
@@ -140,12 +183,19 @@ async def posted(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
 
 
 async def resolved(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
-    """What a future comes to."""
-    return await posted(http, "/retrieve_future", request_id=(await posted(http, path, **body))["request_id"])
+    """Submit a request and return its result."""
+    return await posted(
+        http, "/retrieve_future", request_id=(await posted(http, path, **body))["request_id"]
+    )
 
 
-async def serve(port: int, folder: Path, base_folder: str, http: str = "{}", limits: str = "{}", room: str = "") -> None:
-    config, backend = config_for(folder, http=json.loads(http), limits=json.loads(limits)), AnsweringBackend(base_folder)
+async def serve(
+    port: int, folder: Path, base_folder: str, http: str = "{}", limits: str = "{}", room: str = ""
+) -> None:
+    config, backend = (
+        config_for(folder, http=json.loads(http), limits=json.loads(limits)),
+        AnsweringBackend(base_folder),
+    )
     if room:
         backend.adapters = AdapterMemory(int(room), 1)
     controller = Controller(config, backend, SqlJournal(config.journal))

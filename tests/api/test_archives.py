@@ -1,4 +1,4 @@
-"""Archives: what a tar holds, and which links are followed."""
+"""Archives: the content of a tar, and the checks of its links."""
 
 import io
 import os
@@ -16,18 +16,25 @@ from skyrl_actors.messages.paths import TinkerPath
 PATH = TinkerPath("s:train:0", "weights", "a")
 
 
-def test_the_tar_is_the_folder(tmp_path: Path):
+def test_the_tar_contains_the_files_of_the_folder(tmp_path: Path):
     folder = tmp_path / "step-5"
     folder.mkdir()
-    contents = {"empty": b"", "small.json": b"{}", "block": bytes(512), "large": os.urandom(3 * 2**20 + 17)}
+    contents = {
+        "empty": b"",
+        "small.json": b"{}",
+        "block": bytes(512),
+        "large": os.urandom(3 * 2**20 + 17),
+    }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     with tarfile.open(fileobj=io.BytesIO(b"".join(archives.tar(folder)))) as members:
         found = {member.name: members.extractfile(member) for member in members}
-        assert {name: file.read() for name, file in found.items() if file} == {f"step-5/{k}": v for k, v in contents.items()}
+        assert {name: file.read() for name, file in found.items() if file} == {
+            f"step-5/{k}": v for k, v in contents.items()
+        }
 
 
-def test_a_file_that_became_shorter_is_an_error_and_no_whole_archive(tmp_path: Path):
+def test_a_file_that_shrinks_during_the_download_is_an_error(tmp_path: Path):
     (tmp_path / "a").write_bytes(bytes(3 * 2**20))
     parts = archives.tar(tmp_path)
     next(parts), next(parts)
@@ -36,9 +43,12 @@ def test_a_file_that_became_shorter_is_an_error_and_no_whole_archive(tmp_path: P
         list(parts)
 
 
-def test_links_are_signed_and_end(tmp_path: Path):
+def test_links_are_signed_and_expire(tmp_path: Path):
     secret, soon = archives.secret_of(tmp_path), int(time.time()) + 60
-    assert archives.secret_of(tmp_path) == secret and (tmp_path / archives.SECRET_FILE).stat().st_mode & 0o077 == 0
+    assert (
+        archives.secret_of(tmp_path) == secret
+        and (tmp_path / archives.SECRET_FILE).stat().st_mode & 0o077 == 0
+    )
     assert [file.name for file in tmp_path.iterdir()] == [archives.SECRET_FILE]
     archives.check(secret, PATH, soon, archives.signature(secret, PATH, soon))
     for path, expires, signed in (
@@ -46,32 +56,48 @@ def test_links_are_signed_and_end(tmp_path: Path):
         (PATH, soon + 1, archives.signature(secret, PATH, soon)),
         (PATH, soon, archives.signature(b"another", PATH, soon)),
     ):
-        with pytest.raises(InvalidRequest, match="was not given out"):
+        with pytest.raises(InvalidRequest, match="was not created by this service"):
             archives.check(secret, path, expires, signed)
     past = int(time.time()) - 1
-    with pytest.raises(InvalidRequest, match="has ended"):
+    with pytest.raises(InvalidRequest, match="has expired"):
         archives.check(secret, PATH, past, archives.signature(secret, PATH, past))
 
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8000", "127.0.0.1@evil.example", "localhost.evil.example", "a b", "[::1", "", "127.0.0.1:x"],
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1@evil.example",
+        "localhost.evil.example",
+        "a b",
+        "[::1",
+        "",
+        "127.0.0.1:x",
+    ],
 )
-def test_links_do_not_begin_with_what_the_sender_of_a_request_chose(host: str):
+def test_links_do_not_use_the_host_header_of_a_request(host: str):
     assert archives.public_url(HttpConfig(), host) == "http://127.0.0.1:8000"
-    assert archives.public_url(HttpConfig(host="10.0.0.5", api_keys=("tml-0123456789",)), host) == "http://10.0.0.5:8000"
+    assert (
+        archives.public_url(HttpConfig(host="10.0.0.5", api_keys=("tml-0123456789",)), host)
+        == "http://10.0.0.5:8000"
+    )
     with pytest.raises(ConfigError, match=r"set http\.public_url"):
         archives.public_url(HttpConfig(host="0.0.0.0", api_keys=("tml-0123456789",)), host)
-    named = HttpConfig(host="0.0.0.0", api_keys=("tml-0123456789",), public_url="https://rl.example.com/")
+    named = HttpConfig(
+        host="0.0.0.0", api_keys=("tml-0123456789",), public_url="https://rl.example.com/"
+    )
     assert archives.public_url(named, host) == "https://rl.example.com"
 
 
 @pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1:9000", "[::1]:9000", "127.0.0.1"])
-def test_the_end_of_a_tunnel_on_the_callers_machine_is_believed(host: str):
+def test_a_loopback_host_header_is_used_in_links(host: str):
     assert archives.public_url(HttpConfig(), host) == f"http://{host}"
 
 
-@pytest.mark.parametrize("url", ["ftp://a", "rl.example.com", "https://", "https://a?b", "https://a b", "https://a@b"])
-def test_a_public_url_that_is_none_is_refused(url: str):
+@pytest.mark.parametrize(
+    "url", ["ftp://a", "rl.example.com", "https://", "https://a?b", "https://a b", "https://a@b"]
+)
+def test_an_invalid_public_url_is_refused(url: str):
     with pytest.raises(ValueError, match="public_url"):
         HttpConfig(public_url=url)

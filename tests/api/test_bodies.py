@@ -1,4 +1,4 @@
-"""Bodies: bounded by what the model could take, counted before they are decoded, decoded beside the event loop."""
+"""Request bodies: limits of size and parts, and decoding outside the event loop."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ import pytest
 from skyrl_actors.api import apart, openai_wire, schema, wire
 from skyrl_actors.api.app import room_for
 from skyrl_actors.api.body_limits import SMALL_BYTES, check_completion, check_sample, limit_of
-from skyrl_actors.api.body_room import BodyRoom
 from skyrl_actors.api.parts import check_json_size, check_proto_size
-from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.limits import LimitsConfig
-from skyrl_actors.messages.errors import CapacityError, InvalidRequest, Unavailable
+from skyrl_actors.messages.errors import InvalidRequest, Unavailable
+from skyrl_actors.transport.byte_budget import ByteBudget
 from tests.api.local import config_for, edge, posted
 
 LIMITS = LimitsConfig()
@@ -33,14 +33,16 @@ LIMITS = LimitsConfig()
         ("/v1/chat/completions", SMALL_BYTES + 64 * 1000),
     ],
 )
-def test_a_route_takes_what_the_model_could_take(path: str, most: int):
+def test_the_body_limit_of_a_route_depends_on_the_model(path: str, most: int):
     able = Capabilities("tiny", "/m", 320, 1000, 1000, ("policy",))
     assert limit_of(path, LIMITS, able) == most
 
 
-async def test_a_body_beyond_its_routes_bound_is_refused_by_its_length(tmp_path: Path):
+async def test_a_body_above_the_limit_of_its_route_is_refused(tmp_path: Path):
     async with edge(config_for(tmp_path)) as http:
-        answer = await http.post("/optim_step", json={"model_id": "m", "user_metadata": {"x": "y" * SMALL_BYTES}})
+        answer = await http.post(
+            "/optim_step", json={"model_id": "m", "user_metadata": {"x": "y" * SMALL_BYTES}}
+        )
         assert answer.status_code == 413 and str(SMALL_BYTES) in answer.text
 
 
@@ -69,13 +71,15 @@ def many_options(count: int) -> bytes:
     return message.SerializeToString()
 
 
-@pytest.mark.parametrize("body", [empty_datums, datum_of_empty_chunks, tensor_of_many_dimensions, many_options])
+@pytest.mark.parametrize(
+    "body", [empty_datums, datum_of_empty_chunks, tensor_of_many_dimensions, many_options]
+)
 def test_a_body_of_many_small_parts_is_refused_before_it_is_decoded(body: Callable[[int], bytes]):
     with pytest.raises(InvalidRequest, match=r"more than \d+ fields"):
         check_proto_size(body(600_000), LIMITS.datums)
 
 
-def test_a_whole_batch_passes_the_count():
+def test_a_full_batch_is_within_the_limit_of_parts():
     message = schema.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo")
     for _ in range(LIMITS.datums):
         datum = message.data.add()
@@ -87,38 +91,53 @@ def test_a_whole_batch_passes_the_count():
     check_proto_size(message.SerializeToString(), LIMITS.datums)
 
 
-@pytest.mark.parametrize("body", [b"\x1a\xff\xff\xff\x7f", b"\x1a", b"\xff" * 100, b"\x1b\x00", b"\x19\x00"])
-def test_a_cut_body_is_refused(body: bytes):
+@pytest.mark.parametrize(
+    "body", [b"\x1a\xff\xff\xff\x7f", b"\x1a", b"\xff" * 100, b"\x1b\x00", b"\x19\x00"]
+)
+def test_a_truncated_body_is_refused(body: bytes):
     with pytest.raises(InvalidRequest, match="ends within a field"):
         check_proto_size(empty_datums(40_000) + body, 10**6)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
-    [(b"[{}" + b",{}" * 700_000 + b"]", "lists and objects"), (b"[0" + b",0" * 3_000_000 + b"]", "values")],
+    ("body", "expected"),
+    [
+        (b"[{}" + b",{}" * 700_000 + b"]", "lists and objects"),
+        (b"[0" + b",0" * 3_000_000 + b"]", "values"),
+    ],
 )
-def test_json_of_many_small_parts_is_refused_before_it_is_parsed(body: bytes, said: str):
-    with pytest.raises(InvalidRequest, match=said):
+def test_json_of_many_small_parts_is_refused_before_it_is_parsed(body: bytes, expected: str):
+    with pytest.raises(InvalidRequest, match=expected):
         check_json_size(body, 8 * 2**20, LIMITS.datums)
 
 
-async def test_large_json_is_decoded_in_another_process_to_the_same_request(tmp_path: Path):
+async def test_large_json_is_decoded_equally_in_another_process(tmp_path: Path):
     assert await apart.run_apart(os.getpid) != os.getpid()
     tokens = np.arange(300).tolist()
     tensor = {"data": tokens, "dtype": "int64", "shape": [300]}
-    datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]}, "loss_fn_inputs": {"target_tokens": tensor}}
+    datum = {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+        "loss_fn_inputs": {"target_tokens": tensor},
+    }
     async with edge(config_for(tmp_path)) as http:
         session = (await posted(http, "/create_session", sdk_version="0.3.0"))["session_id"]
-        made = await posted(http, "/create_model", session_id=session, model_seq_id=0, base_model="Qwen/Qwen3-8B")
+        made = await posted(
+            http, "/create_model", session_id=session, model_seq_id=0, base_model="Qwen/Qwen3-8B"
+        )
         model_id = made["model_id"]
         answers = []
         for count in (2, 700):
-            body = {"model_id": model_id, "forward_backward_input": {"data": [datum] * count, "loss_fn": "cross_entropy"}}
+            body = {
+                "model_id": model_id,
+                "forward_backward_input": {"data": [datum] * count, "loss_fn": "cross_entropy"},
+            }
             assert (len(json.dumps(body)) > apart.PROCESS_BYTES) == (count == 700)
             future = await posted(http, "/forward_backward", **body)
             answers.append(await posted(http, "/retrieve_future", request_id=future["request_id"]))
         assert [answer["metrics"]["loss:sum"] for answer in answers] == [600.0, 210_000.0]
-        assert answers[1]["loss_fn_outputs"][699] == answers[0]["loss_fn_outputs"][0], "rendered apart, and the same"
+        assert answers[1]["loss_fn_outputs"][699] == answers[0]["loss_fn_outputs"][0], (
+            "rendered apart, and the same"
+        )
 
 
 def _dies() -> None:
@@ -131,23 +150,26 @@ async def test_a_decoding_process_that_dies_is_replaced():
     assert await apart.run_apart(os.getpid) != os.getpid()
 
 
-async def test_faults_of_a_large_body_are_named_as_those_of_a_small_one(tmp_path: Path):
+async def test_errors_of_a_large_body_equal_those_of_a_small_one(tmp_path: Path):
     async with edge(config_for(tmp_path)) as http:
         for pad in (0, SMALL_BYTES):
-            body: dict[str, Any] = {"prompt": {"chunks": [], "pad": "x" * pad}, "num_samples": "many"}
+            body: dict[str, Any] = {
+                "prompt": {"chunks": [], "pad": "x" * pad},
+                "num_samples": "many",
+            }
             answer = await http.post("/asample", json=body)
             assert answer.status_code == 422 and answer.json()["detail"].startswith("num_samples: ")
         answer = await http.post("/asample", content=b"{")
         assert answer.status_code == 422 and "JSON" in answer.json()["detail"]
 
 
-async def test_bodies_wait_for_room_and_one_key_leaves_half_of_it():
-    room = BodyRoom(4 * 2**20)
+async def test_bodies_wait_for_memory_and_one_key_gets_at_most_half():
+    room = ByteBudget(4 * 2**20, SMALL_BYTES)
     large = 2 * 2**20
     first = await room.take("a", large)
     second = asyncio.create_task(room.take("a", large))
     await asyncio.sleep(0)
-    assert not second.done(), "half of the room is another key's"
+    assert not second.done(), "half of the memory is reserved for other keys"
     async with asyncio.timeout(1):
         of_another = await room.take("b", large)
         (await room.take("b", SMALL_BYTES)).release()
@@ -158,19 +180,35 @@ async def test_bodies_wait_for_room_and_one_key_leaves_half_of_it():
     assert room.taken == large
 
 
-async def test_a_body_that_finds_no_room_is_refused_in_the_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("skyrl_actors.api.body_room.PATIENCE_S", 0.05)
-    room = BodyRoom(4 * 2**20)
+async def test_a_lease_times_out_without_memory_and_a_larger_one_is_taken_alone():
+    room = ByteBudget(4 * 2**20, SMALL_BYTES)
     lease = await room.take("", 4 * 2**20)
-    with pytest.raises(CapacityError, match=r"limits\.body_memory_bytes"):
-        await room.take("", 2 * 2**20)
+    with pytest.raises(TimeoutError):
+        await room.take("", 2 * 2**20, 0.05)
     lease.release()
-    await asyncio.wait_for(room.take("", 10 * 2**20), 1)  # larger than the room: alone
+    await asyncio.wait_for(room.take("", 10 * 2**20), 1)
 
 
-async def test_a_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_body_without_memory_is_refused_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_actors.api.app.PATIENCE_S", 0.05)
+    async with edge(config_for(tmp_path, limits=LimitsConfig(body_memory_bytes=4 * 2**20))) as http:
+        transport: Any = http._transport
+        lease = await transport.app.state.api.body_budget.take("", 4 * 2**20)
+        answer = await http.post("/forward_backward", content=b"x" * 2**20)
+        assert answer.status_code == 429 and "limits.body_memory_bytes" in answer.text
+        assert answer.headers["Retry-After"] == "1"
+        lease.release()
+
+
+async def test_a_body_that_does_not_arrive_releases_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("skyrl_actors.api.app.BODY_S", 0.1)
-    async with edge(config_for(tmp_path, limits=LimitsConfig(body_bytes=2**20, body_memory_bytes=2**20))) as http:
+    async with edge(
+        config_for(tmp_path, limits=LimitsConfig(body_bytes=2**20, body_memory_bytes=2**20))
+    ) as http:
 
         async def never() -> AsyncIterator[bytes]:
             yield b"{"
@@ -178,22 +216,32 @@ async def test_a_body_that_does_not_arrive_gives_its_room_back(tmp_path: Path, m
 
         stuck = await asyncio.wait_for(http.post("/forward_backward", content=never()), 10)
         assert stuck.status_code == 408 and "did not arrive" in stuck.text
-        answer = await asyncio.wait_for(http.post("/forward_backward", content=b"x" * (SMALL_BYTES + 1)), 10)
-        assert answer.status_code == 422, "there is room again"
+        answer = await asyncio.wait_for(
+            http.post("/forward_backward", content=b"x" * (SMALL_BYTES + 1)), 10
+        )
+        assert answer.status_code == 422, "the memory is free again"
 
 
-@pytest.mark.parametrize(("headers", "room"), [
-    ({"content-length": "1000"}, 1000),
-    ({"content-length": "1000", "content-encoding": "zstd"}, 16_000),
-    ({"content-length": "90000", "content-encoding": "zstd"}, 10**6),
-    ({"transfer-encoding": "chunked"}, 10**6),
-])  # fmt: skip
-def test_room_is_taken_for_what_a_body_is_likely_to_have(headers: dict[str, str], room: int):
+@pytest.mark.parametrize(
+    ("headers", "room"),
+    [
+        ({"content-length": "1000"}, 1000),
+        ({"content-length": "1000", "content-encoding": "zstd"}, 16_000),
+        ({"content-length": "90000", "content-encoding": "zstd"}, 10**6),
+        ({"transfer-encoding": "chunked"}, 10**6),
+    ],
+)
+def test_the_memory_of_a_body_is_estimated_from_its_headers(headers: dict[str, str], room: int):
     assert room_for(headers, 10**6) == room
 
 
-async def test_prompts_that_are_too_long_or_too_many_are_refused_where_they_are_parsed(tmp_path: Path):
-    long: dict[str, Any] = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 600}]}, "base_model": "Qwen/Qwen3-8B"}
+async def test_prompts_that_are_too_long_or_too_many_are_refused_when_parsed(
+    tmp_path: Path,
+):
+    long: dict[str, Any] = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * 600}]},
+        "base_model": "Qwen/Qwen3-8B",
+    }
     with pytest.raises(InvalidRequest, match="600 tokens"):
         check_sample(wire.Asample.model_validate(long), 512, 256)
     many = openai_wire.Completion(model="m", prompt=["a"] * 300)
@@ -204,7 +252,7 @@ async def test_prompts_that_are_too_long_or_too_many_are_refused_where_they_are_
         assert answer.status_code == 422 and "600 tokens" in answer.text
 
 
-def test_conversations_of_many_messages_pass_the_count():
+def test_conversations_of_many_messages_are_within_the_limit_of_parts():
     message = schema.ForwardBackwardRequest(model_id="m")
     for _ in range(LIMITS.datums):
         datum = message.data.add()
@@ -213,7 +261,7 @@ def test_conversations_of_many_messages_pass_the_count():
     check_proto_size(message.SerializeToString(), LIMITS.datums)
 
 
-async def test_metadata_is_bounded(tmp_path: Path):
+async def test_metadata_is_limited(tmp_path: Path):
     async with edge(config_for(tmp_path)) as http:
         for size, status in ((16_000, 200), (17_000, 422)):
             body = {"sdk_version": "0.3.0", "user_metadata": {"note": "x" * size}}

@@ -1,4 +1,4 @@
-"""Our protobuf schema against the SDK's own generated messages, and JSON bodies of old SDKs."""
+"""The protobuf schema against the SDK's generated messages, and JSON bodies of old SDKs."""
 
 import json
 from itertools import pairwise
@@ -21,10 +21,16 @@ def sdk_request(rows: list[list[int]], **fields) -> sdk.ForwardBackwardRequest:
     message = sdk.ForwardBackwardRequest(model_id="s:train:0", seq_id=3, loss_fn="ppo", **fields)
     for row in rows:
         datum = message.data.add()
-        for half in (row[: len(row) // 2], row[len(row) // 2 :]):  # a prompt often comes in several chunks
+        for half in (
+            row[: len(row) // 2],
+            row[len(row) // 2 :],
+        ):  # a prompt often comes in several chunks
             if half:
                 datum.model_input.add().encoded_text.tokens = np.asarray(half, "<i4").tobytes()
-        for name, dtype, code in (("target_tokens", "<i8", sdk.DTYPE_INT64), ("advantages", "<f4", sdk.DTYPE_FLOAT32)):
+        for name, dtype, code in (
+            ("target_tokens", "<i8", sdk.DTYPE_INT64),
+            ("advantages", "<f4", sdk.DTYPE_FLOAT32),
+        ):
             tensor = datum.loss_fn_inputs[name]
             tensor.dense = np.asarray(row, dtype).tobytes()
             tensor.dtype = code
@@ -33,22 +39,28 @@ def sdk_request(rows: list[list[int]], **fields) -> sdk.ForwardBackwardRequest:
 
 
 @given(ROWS, st.booleans())
-def test_requests_of_the_sdk_are_understood(rows: list[list[int]], forward_only: bool):
+def test_requests_of_the_sdk_are_decoded(rows: list[list[int]], forward_only: bool):
     message = sdk_request(rows, forward_only=forward_only)
     message.loss_fn_config["clip_low_threshold"] = 0.9
     message.loss_fn_config_v2["clip_low_threshold"].number = 0.7
     request = codec.forward_backward_from_proto(message.SerializeToString())
-    assert (request.model_id, request.seq_id, request.forward_only) == ("s:train:0", 3, forward_only)
+    assert (request.model_id, request.seq_id, request.forward_only) == (
+        "s:train:0",
+        3,
+        forward_only,
+    )
     assert request.loss.name == "ppo" and request.loss.config == {"clip_low_threshold": 0.7}
     assert request.columns.lengths.tolist() == [len(row) for row in rows]
     flat = [token for row in rows for token in row]
     assert request.columns.tokens.tolist() == flat
     assert request.columns.fields["target_tokens"].tolist() == flat
-    np.testing.assert_array_equal(request.columns.fields["advantages"], np.asarray(flat, np.float32))
+    np.testing.assert_array_equal(
+        request.columns.fields["advantages"], np.asarray(flat, np.float32)
+    )
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_the_sdk_understands_our_loss_outputs(lengths: list[int]):
+def test_the_sdk_decodes_loss_outputs(lengths: list[int]):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     values = np.arange(offsets[-1], dtype=np.float32) - 1.5
     output = LossOutput(offsets, {"logprobs": values}, {"loss:sum": 2.5})
@@ -62,16 +74,24 @@ def test_the_sdk_understands_our_loss_outputs(lengths: list[int]):
     assert [len(p) for p in parts] == lengths
     np.testing.assert_array_equal(np.concatenate(parts), values)
     old = answers.loss_output_to_json(output)
-    assert [row["logprobs"]["data"] for row in old["loss_fn_outputs"]] == [p.tolist() for p in parts]
+    assert [row["logprobs"]["data"] for row in old["loss_fn_outputs"]] == [
+        p.tolist() for p in parts
+    ]
     json.dumps(old, allow_nan=False)
 
 
-def test_the_sdk_understands_our_samples():
-    sequence = Sequence(np.asarray([5, 9], np.int32), np.asarray([-0.5, -1.0], np.float32), "length")
+def test_the_sdk_decodes_a_sample():
+    sequence = Sequence(
+        np.asarray([5, 9], np.int32), np.asarray([-0.5, -1.0], np.float32), "length"
+    )
     output = SampleOutput(
-        (sequence,), "v", np.asarray([np.nan, -2.0], np.float32),
-        np.asarray([[0, 0], [7, 8]], np.int32), np.asarray([[-99999, -99999], [-0.1, -3]], np.float32), 4,
-    )  # fmt: skip
+        (sequence,),
+        "v",
+        np.asarray([np.nan, -2.0], np.float32),
+        np.asarray([[0, 0], [7, 8]], np.int32),
+        np.asarray([[-99999, -99999], [-0.1, -3]], np.float32),
+        4,
+    )
     message = sdk.SampleResponse.FromString(answers.sample_to_proto(output))
     assert message.sequences[0].stop_reason == sdk.STOP_REASON_LENGTH
     assert np.frombuffer(message.sequences[0].tokens, "<i4").tolist() == [5, 9]
@@ -80,27 +100,31 @@ def test_the_sdk_understands_our_samples():
     assert (message.topk_prompt_logprobs.k, message.topk_prompt_logprobs.length) == (2, 2)
     old = answers.sample_to_json(output)
     assert old["prompt_logprobs"] == [None, -2.0]
-    assert old["topk_prompt_logprobs"][0] is None and [i for i, _ in old["topk_prompt_logprobs"][1]] == [7, 8]
+    assert old["topk_prompt_logprobs"][0] is None and [
+        i for i, _ in old["topk_prompt_logprobs"][1]
+    ] == [7, 8]
     json.dumps(old, allow_nan=False)
 
 
 @settings(max_examples=200)
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_request_or_a_clear_refusal(body: bytes):
+def test_any_bytes_are_a_request_or_raise_invalid_request(body: bytes):
     try:
         codec.forward_backward_from_proto(body)
     except InvalidRequest as error:
         assert str(error)
 
 
-def test_what_is_not_served_is_refused_by_name():
+def test_errors_name_the_field_that_is_not_served():
     image = sdk.ForwardBackwardRequest(model_id="m", loss_fn="ppo")
     image.data.add().model_input.add().image.data = b"x"
     with pytest.raises(InvalidRequest, match="datum 0 has a chunk of kind image"):
         codec.forward_backward_from_proto(image.SerializeToString())
     wide = sdk_request([[1, 2]])
     wide.data[0].loss_fn_inputs["target_tokens"].shape[:] = [1, 2]
-    with pytest.raises(InvalidRequest, match=r"target_tokens has shape \(1, 2\), model_input has 2 tokens"):
+    with pytest.raises(
+        InvalidRequest, match=r"target_tokens has shape \(1, 2\), model_input has 2 tokens"
+    ):
         codec.forward_backward_from_proto(wide.SerializeToString())
     wrong = sdk_request([[1, 2]])
     wrong.data[0].loss_fn_inputs["advantages"].dense = b"12345"
@@ -108,31 +132,43 @@ def test_what_is_not_served_is_refused_by_name():
         codec.forward_backward_from_proto(wrong.SerializeToString())
 
 
-def test_tokens_beyond_32_bits_do_not_wrap():
+def test_tokens_beyond_32_bits_are_refused():
     message = sdk_request([[1, 2]])
-    message.data[0].loss_fn_inputs["target_tokens"].dense = np.asarray([2**32 + 5, 1], "<i8").tobytes()
-    with pytest.raises(InvalidRequest, match="does not even fit 32 bits"):
+    message.data[0].loss_fn_inputs["target_tokens"].dense = np.asarray(
+        [2**32 + 5, 1], "<i8"
+    ).tobytes()
+    with pytest.raises(InvalidRequest, match="does not fit in 32 bits"):
         codec.forward_backward_from_proto(message.SerializeToString())
     datum = {"model_input": {"chunks": [{"tokens": [2**31]}]}, "loss_fn_inputs": {}}
-    with pytest.raises(InvalidRequest, match="datum 0: tokens has a number that does not fit int32"):
-        codec.forward_backward_from_json({"model_id": "m", "forward_backward_input": {"data": [datum], "loss_fn": "x"}}, False)
+    with pytest.raises(
+        InvalidRequest, match="datum 0: tokens has a number that does not fit int32"
+    ):
+        codec.forward_backward_from_json(
+            {"model_id": "m", "forward_backward_input": {"data": [datum], "loss_fn": "x"}}, False
+        )
 
 
-def test_old_json_bodies():
+def test_json_bodies_of_old_sdks_are_decoded():
     datum = {
         "model_input": {"chunks": [{"tokens": [1, 2]}, {"type": "encoded_text", "tokens": [3]}]},
         "loss_fn_inputs": {"target_tokens": {"data": [2, 3, 4], "dtype": "int64"}},
     }
-    body = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+    body = {
+        "model_id": "m",
+        "seq_id": 1,
+        "forward_backward_input": {"data": [datum], "loss_fn": "cross_entropy"},
+    }
     request = codec.forward_backward_from_json(body, forward_only=False)
     assert request.columns.tokens.tolist() == [1, 2, 3] and request.loss.config == {}
     with pytest.raises(InvalidRequest, match="datum 0 is not a Datum"):
-        codec.forward_backward_from_json({**body, "forward_backward_input": {"data": [{}], "loss_fn": "x"}}, False)
+        codec.forward_backward_from_json(
+            {**body, "forward_backward_input": {"data": [{}], "loss_fn": "x"}}, False
+        )
     with pytest.raises(InvalidRequest, match="needs model_id and forward_input"):
         codec.forward_backward_from_json(body, forward_only=True)
 
 
-def test_decompression_is_bounded():
+def test_decompression_is_limited():
     small = zstandard.compress(b"x" * 1000)
     assert codec.decompress(small, 1000) == b"x" * 1000
     with pytest.raises(codec.BodyTooLarge, match="more than 999 bytes"):
@@ -144,7 +180,7 @@ def test_decompression_is_bounded():
         codec.decompress(b"nonsense", 100)
 
 
-def test_our_schema_has_the_sdks_field_numbers():
+def test_the_schema_has_the_sdks_field_numbers():
     for name, ours in schema._CLASSES.items():
         theirs = getattr(sdk, name).DESCRIPTOR.fields_by_name
         for field in ours.DESCRIPTOR.fields:

@@ -1,4 +1,4 @@
-"""The console: who is shown what, and the page itself in a real browser."""
+"""The console: what each viewer sees, and the page in a real browser."""
 
 import json
 import shutil
@@ -20,25 +20,48 @@ from tests.conftest import ROOT, free_port
 
 KEYS = {"api_keys": ["ann=tml-ann-0123456789abcdef", "bob=tml-bob-0123456789abcdef"]}
 STATUS = {
-    "name": "s", "models": [{"model_id": "s1kaaaaaaaaaa:train:0", "role": "policy"}, {"model_id": "s2kbbbbbbbbbb:train:0", "role": "critic"}],
-    "queued": {"s1kaaaaaaaaaa:train:0": 2, "s2kbbbbbbbbbb:train:0": 3}, "tenants": {"aaaaaaaaaa": {"trained_tokens": 5.0}, "bbbbbbbbbb": {}}, "url": "secret",
-    "fault": "s1kaaaaaaaaaa:train:0 is rebuilt", "engines": [{"name": "engine[0]", "state": "HEALTHY", "version": "s1kaaaaaaaaaa:train:0@3"},
-    {"name": "engine[1]", "state": "s2kbbbbbbbbbb did not answer", "version": "base"}],
-    "groups": {"policy": {"state": "up", "ranks": 1, "pids": [7]}, "critic": {"state": "died of s2kbbbbbbbbbb; last lines: …", "ranks": 1, "pids": []}},
-}  # fmt: skip
+    "name": "s",
+    "models": [
+        {"model_id": "s1kaaaaaaaaaa:train:0", "role": "policy"},
+        {"model_id": "s2kbbbbbbbbbb:train:0", "role": "critic"},
+    ],
+    "queued": {"s1kaaaaaaaaaa:train:0": 2, "s2kbbbbbbbbbb:train:0": 3},
+    "tenants": {"aaaaaaaaaa": {"trained_tokens": 5.0}, "bbbbbbbbbb": {}},
+    "url": "secret",
+    "fault": "s1kaaaaaaaaaa:train:0 is rebuilt",
+    "engines": [
+        {"name": "engine[0]", "state": "HEALTHY", "version": "s1kaaaaaaaaaa:train:0@3"},
+        {"name": "engine[1]", "state": "s2kbbbbbbbbbb did not answer", "version": "base"},
+    ],
+    "groups": {
+        "policy": {"state": "up", "ranks": 1, "pids": [7]},
+        "critic": {"state": "died of s2kbbbbbbbbbb; last lines: …", "ranks": 1, "pids": []},
+    },
+}
 
 
-def test_each_viewer_sees_totals_and_his_own():
-    everything, nobody, ann = (visible(STATUS, viewer) for viewer in (Viewer(True), Viewer(False), Viewer(False, "a" * 10)))
-    assert [m["queued"] for m in everything["models"]] == [2, 3] and set(everything["tenants"]) == {"a" * 10, "b" * 10}
+def test_each_viewer_sees_totals_and_its_own_objects():
+    everything, nobody, ann = (
+        visible(STATUS, viewer) for viewer in (Viewer(True), Viewer(False), Viewer(False, "a" * 10))
+    )
+    assert [m["queued"] for m in everything["models"]] == [2, 3] and set(everything["tenants"]) == {
+        "a" * 10,
+        "b" * 10,
+    }
     assert nobody["models"] == [] and nobody["tenants"] == {} and nobody["key"] == "missing"
-    assert [m["model_id"] for m in ann["models"]] == ["s1kaaaaaaaaaa:train:0"] and set(ann["tenants"]) == {"a" * 10}
+    assert [m["model_id"] for m in ann["models"]] == ["s1kaaaaaaaaaa:train:0"] and set(
+        ann["tenants"]
+    ) == {"a" * 10}
     assert "aaaaaaaaaa" not in json.dumps(nobody) and "bbbbbbbbbb" not in json.dumps(ann)
-    assert [e.get("version") for e in ann["engines"]] == ["s1kaaaaaaaaaa:train:0@3", "base"] and everything["engines"] == STATUS[
-        "engines"
-    ]
+    assert [e.get("version") for e in ann["engines"]] == [
+        "s1kaaaaaaaaaa:train:0@3",
+        "base",
+    ] and everything["engines"] == STATUS["engines"]
     assert everything["groups"] == STATUS["groups"]
-    assert nobody["groups"] == {"policy": {"state": "up", "ranks": 1}, "critic": {"state": "down", "ranks": 1}}
+    assert nobody["groups"] == {
+        "policy": {"state": "up", "ranks": 1},
+        "critic": {"state": "down", "ranks": 1},
+    }
     for shown in (everything, nobody, ann):
         assert shown["queued"] == 5 and shown["num_models"] == 2 and "url" not in shown
 
@@ -46,12 +69,16 @@ def test_each_viewer_sees_totals_and_his_own():
 def run_in(folder: Path, name: str) -> None:
     (folder / name).mkdir(parents=True)
     (folder / name / "config.yaml").write_text("job: {}\n")
-    rows = [{"step": step, "reward": step / 10, "eval/accuracy": 0.3 + step / 20} for step in range(8)]
+    rows = [
+        {"step": step, "reward": step / 10, "eval/accuracy": 0.3 + step / 20} for step in range(8)
+    ]
     (folder / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / name / "summary.json").write_text(json.dumps({"metric": "eval/accuracy", "job": "ppo", "seed": 0, "seconds": 12.5}))
+    (folder / name / "summary.json").write_text(
+        json.dumps({"metric": "eval/accuracy", "job": "ppo", "seed": 0, "seconds": 12.5})
+    )
 
 
-async def test_who_gives_no_key_sees_no_names(tmp_path: Path):
+async def test_a_viewer_without_a_key_sees_no_names(tmp_path: Path):
     run_in(tmp_path / "runs", "one")
     http = HttpConfig.model_validate({**KEYS, "runs": tmp_path / "runs"})
     async with edge(config_for(tmp_path, http=http)) as client:
@@ -59,22 +86,33 @@ async def test_who_gives_no_key_sees_no_names(tmp_path: Path):
         for path in ("/", "/console/files/console.js", "/console/files/plotly.min.js"):
             answer = await client.get(f"{root}{path}")
             assert answer.status_code == 200, path
-        assert "frame-ancestors 'none'" in (await client.get(f"{root}/")).headers["content-security-policy"]
+        assert (
+            "frame-ancestors 'none'"
+            in (await client.get(f"{root}/")).headers["content-security-policy"]
+        )
         assert (await client.get(f"{root}/console/files/..%2froutes_console.py")).status_code == 404
         bare = (await client.get(f"{root}/console/state")).json()
-        assert bare["key"] == "missing" and bare["models"] == bare["checkpoints"] == [] and bare["ready"]
+        assert (
+            bare["key"] == "missing"
+            and bare["models"] == bare["checkpoints"] == []
+            and bare["ready"]
+        )
         assert (await client.get(f"{root}/console/runs")).json() == []
         assert (await client.get(f"{root}/console/runs/one")).status_code == 404
-        assert (await client.get(f"{root}/console/state", headers={"X-API-Key": "tml-wrong"})).status_code == 401
+        assert (
+            await client.get(f"{root}/console/state", headers={"X-API-Key": "tml-wrong"})
+        ).status_code == 401
         ann = {"X-API-Key": "tml-ann-0123456789abcdef"}
         assert (await client.get(f"{root}/console/state", headers=ann)).json()["key"] == "given"
         assert (await client.get(f"{root}/console/runs", headers=ann)).json()[0]["after"] == "0.65"
         assert len((await client.get(f"{root}/console/runs/one", headers=ann)).json()) == 8
         for odd in ("..%2f..", "two", "one%2f..%2fone"):
-            assert (await client.get(f"{root}/console/runs/{odd}", headers=ann)).status_code == 404, odd
+            assert (
+                await client.get(f"{root}/console/runs/{odd}", headers=ann)
+            ).status_code == 404, odd
 
 
-async def test_a_service_may_do_without(tmp_path: Path):
+async def test_the_console_can_be_switched_off(tmp_path: Path):
     async with edge(config_for(tmp_path, http=HttpConfig(console=False))) as client:
         answer = await client.get(str(client.base_url).removesuffix("/api/v1/") + "/")
         assert answer.status_code == 404 and "is not served" in answer.json()["detail"]
@@ -83,7 +121,15 @@ async def test_a_service_may_do_without(tmp_path: Path):
 @contextmanager
 def served(folder: Path, http: dict[str, Any]) -> Iterator[str]:
     url = f"http://127.0.0.1:{(port := free_port())}"
-    command = [sys.executable, "-m", "tests.api.local", str(port), str(folder), str(folder), json.dumps(http)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.api.local",
+        str(port),
+        str(folder),
+        str(folder),
+        json.dumps(http),
+    ]
     with subprocess.Popen(command, cwd=ROOT) as process:
         try:
             for _ in range(300):
@@ -100,13 +146,23 @@ def served(folder: Path, http: dict[str, Any]) -> Iterator[str]:
 @pytest.fixture
 def browser(tmp_path: Path):
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
-        pytest.skip("chromium and chromedriver are not installed (Debian: chromium, chromium-driver)")
+        pytest.skip(
+            "chromium and chromedriver are not installed (Debian: chromium, chromium-driver)"
+        )
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
-    for flag in (*flags.split(), "--disable-sync", "--window-size=1300,1500", f"--user-data-dir={tmp_path}/chromium"):
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-background-networking --disable-component-update"
+    )
+    for flag in (
+        *flags.split(),
+        "--disable-sync",
+        "--window-size=1300,1500",
+        f"--user-data-dir={tmp_path}/chromium",
+    ):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
@@ -115,7 +171,7 @@ def browser(tmp_path: Path):
     driver.quit()
 
 
-def test_the_page_draws_itself_in_a_browser(browser: Any, tmp_path: Path):
+def test_the_page_works_in_a_browser(browser: Any, tmp_path: Path):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -125,15 +181,29 @@ def test_the_page_draws_itself_in_a_browser(browser: Any, tmp_path: Path):
     wait = WebDriverWait(browser, 30)
     run_in(tmp_path / "runs", "<b>bold")
     with served(tmp_path, {**KEYS, "runs": str(tmp_path / "runs")}) as url:
-        ann = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": "tml-ann-0123456789abcdef"}, timeout=20)
-        session = ann.post("/create_session", json={"tags": [], "sdk_version": "0.5.0"}).json()["session_id"]
+        ann = httpx.Client(
+            base_url=f"{url}/api/v1", headers={"X-API-Key": "tml-ann-0123456789abcdef"}, timeout=20
+        )
+        session = ann.post("/create_session", json={"tags": [], "sdk_version": "0.5.0"}).json()[
+            "session_id"
+        ]
         made = ann.post(
             "/create_model",
-            json={"session_id": session, "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B", "lora_config": {"rank": 4}},
+            json={
+                "session_id": session,
+                "model_seq_id": 0,
+                "base_model": "Qwen/Qwen3-8B",
+                "lora_config": {"rank": 4},
+            },
         )
-        assert ann.post("/retrieve_future", json={"request_id": made.json()["request_id"]}).status_code == 200
+        assert (
+            ann.post("/retrieve_future", json={"request_id": made.json()["request_id"]}).status_code
+            == 200
+        )
         browser.get(f"{url}/?theme=dark")
-        wait.until(lambda driver: driver.execute_script("return document.documentElement.dataset.drawn"))
+        wait.until(
+            lambda driver: driver.execute_script("return document.documentElement.dataset.drawn")
+        )
         assert (
             text("health") == "ready"
             and "an API key shows what is yours" in text("models")
@@ -142,19 +212,46 @@ def test_the_page_draws_itself_in_a_browser(browser: Any, tmp_path: Path):
         assert browser.execute_script("return document.documentElement.dataset.theme") == "dark"
         dark = browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
         browser.find_element(By.ID, "theme").click()
-        assert browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color") != dark
+        assert (
+            browser.find_element(By.TAG_NAME, "body").value_of_css_property("background-color")
+            != dark
+        )
         browser.find_element(By.ID, "key").send_keys("tml-wrong\n")
         wait.until(lambda driver: "unknown API key" in text("notice"))
         browser.find_element(By.ID, "key").send_keys("tml-ann-0123456789abcdef\n")
         wait.until(lambda driver: f"{session}:train:0" in text("models"))
-        assert "LoRA, rank 4" in text("models") and not browser.find_element(By.ID, "notice").is_displayed()
+        assert (
+            "LoRA, rank 4" in text("models")
+            and not browser.find_element(By.ID, "notice").is_displayed()
+        )
         wait.until(lambda driver: "<b>bold" in text("runs"))  # a name is shown, not obeyed
         browser.find_element(By.CSS_SELECTOR, "#runs tr.choice").click()
-        wait.until(lambda driver: len(driver.find_elements(By.CSS_SELECTOR, "#curves .js-plotly-plot")) == 2)
-        drawn = browser.execute_script("return document.querySelector('#curves .js-plotly-plot').data[0].y")
+        wait.until(
+            lambda driver: (
+                len(driver.find_elements(By.CSS_SELECTOR, "#curves .js-plotly-plot")) == 2
+            )
+        )
+        drawn = browser.execute_script(
+            "return document.querySelector('#curves .js-plotly-plot').data[0].y"
+        )
         assert drawn == pytest.approx([0.3 + step / 20 for step in range(8)])
-        assert len(browser.find_elements(By.CSS_SELECTOR, "#tokens .js-plotly-plot, #tokens.js-plotly-plot")) == 1
-        faults = [e for e in browser.get_log("browser") if e["level"] == "SEVERE" and "401" not in e["message"]]
+        assert (
+            len(
+                browser.find_elements(
+                    By.CSS_SELECTOR, "#tokens .js-plotly-plot, #tokens.js-plotly-plot"
+                )
+            )
+            == 1
+        )
+        faults = [
+            e
+            for e in browser.get_log("browser")
+            if e["level"] == "SEVERE" and "401" not in e["message"]
+        ]
         assert not faults
-        fetched = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
-        assert fetched and all(name.startswith((url, "data:", "blob:")) for name in fetched)  # nothing from elsewhere
+        fetched = browser.execute_script(
+            "return performance.getEntriesByType('resource').map(e => e.name)"
+        )
+        assert fetched and all(
+            name.startswith((url, "data:", "blob:")) for name in fetched
+        )  # nothing from elsewhere

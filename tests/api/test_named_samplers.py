@@ -1,4 +1,4 @@
-"""Samplers that name a checkpoint: they answer from what is saved there now, or not at all, and they are freed."""
+"""Samplers of a named checkpoint: they sample from its present files or fail, and are freed."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ ASKED = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_to
 
 
 class Serving(AnsweringBackend):
-    """Keeps which versions answered and which were dropped."""
+    """Records which versions were sampled and which were dropped."""
 
     def __init__(self, base_folder: str) -> None:
         super().__init__(base_folder)
@@ -32,7 +32,11 @@ class Serving(AnsweringBackend):
         return SamplerWeights(version, (WeightManifest(version, "lora", folder, 1),))
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
     ) -> SampleOutput:
         output = await super().sample(request_id, prompt, params, weights)
         self.answered.append(weights.version)
@@ -48,7 +52,9 @@ class Saved:
 
     async def make(self) -> "Saved":
         self.session = (await posted(self.http, "/create_session"))["session_id"]
-        await resolved(self.http, "/create_model", session_id=self.session, model_seq_id=0, base_model=MODEL)
+        await resolved(
+            self.http, "/create_model", session_id=self.session, model_seq_id=0, base_model=MODEL
+        )
         self.model_id = f"{self.session}:train:0"
         self.path = f"tinker://{self.model_id}/sampler_weights/one"
         await self.save()
@@ -56,15 +62,25 @@ class Saved:
 
     async def save(self) -> None:
         self.seq_id += 1
-        await resolved(self.http, "/save_weights_for_sampler", model_id=self.model_id, path="one", seq_id=self.seq_id)
+        await resolved(
+            self.http,
+            "/save_weights_for_sampler",
+            model_id=self.model_id,
+            path="one",
+            seq_id=self.seq_id,
+        )
 
     async def delete(self) -> None:
         where = f"/training_runs/{self.model_id}/checkpoints/sampler_weights/one"
         assert (await self.http.delete(where)).status_code == 200
 
     async def open(self, number: int) -> dict[str, str]:
-        """A sampling session of the checkpoint."""
-        fields = {"session_id": self.session, "sampling_session_seq_id": number, "model_path": self.path}
+        """Open a sampling session of the checkpoint."""
+        fields = {
+            "session_id": self.session,
+            "sampling_session_seq_id": number,
+            "model_path": self.path,
+        }
         await posted(self.http, "/create_sampling_session", **fields)
         return {"sampling_session_id": f"{self.session}:sample:{number}"}
 
@@ -82,11 +98,13 @@ async def backend(tmp_path: Path) -> Serving:
 
 @pytest.fixture
 async def http(tmp_path: Path, backend: Serving):
-    async with edge(config_for(tmp_path, limits=LimitsConfig(session_timeout_s=60)), backend) as made:
+    async with edge(
+        config_for(tmp_path, limits=LimitsConfig(session_timeout_s=60)), backend
+    ) as made:
         yield made
 
 
-async def test_a_path_is_answered_from_what_is_saved_there_now(http: httpx.AsyncClient, backend: Serving):
+async def test_a_path_is_sampled_from_its_present_files(http: httpx.AsyncClient, backend: Serving):
     saved = await Saved(http).make()
     for _ in range(2):
         assert "sequences" in await resolved(http, "/asample", model_path=saved.path, **ASKED)
@@ -99,26 +117,32 @@ async def test_a_path_is_answered_from_what_is_saved_there_now(http: httpx.Async
     assert first == again != second
 
 
-async def test_a_sampler_whose_checkpoint_is_another_now_does_not_answer(http: httpx.AsyncClient):
+async def test_a_sampler_of_a_replaced_checkpoint_fails(http: httpx.AsyncClient):
     saved = await Saved(http).make()
     sampler = await saved.open(0)
     assert "sequences" in await resolved(http, "/asample", **sampler, **ASKED)
     await saved.delete()
     failed = await resolved(http, "/asample", **sampler, **ASKED)
-    assert failed["category"] == "user" and "was deleted" in failed["error"] and saved.path in failed["error"]
+    assert (
+        failed["category"] == "user"
+        and "was deleted" in failed["error"]
+        and saved.path in failed["error"]
+    )
     await saved.save()
     failed = await resolved(http, "/asample", **sampler, **ASKED)
     assert failed["category"] == "user" and "was saved again" in failed["error"]
     assert "sequences" in await resolved(http, "/asample", **await saved.open(1), **ASKED)
 
 
-async def test_a_checkpoint_that_is_saved_again_while_it_is_sampled_fails_the_sample(http: httpx.AsyncClient, backend: Serving):
-    """Which of the two the engine loaded is not known."""
+async def test_a_sample_fails_when_its_checkpoint_is_saved_again_meanwhile(
+    http: httpx.AsyncClient, backend: Serving
+):
+    """It is unknown which of the two the engine loaded."""
     saved = await Saved(http).make()
     sampler = await saved.open(0)
     backend.sampling.clear()
     asked = await posted(http, "/asample", **sampler, **ASKED)
-    await asyncio.sleep(0.05)  # it is with the engine
+    await asyncio.sleep(0.05)  # the engine has the sample now
     await saved.delete()
     await saved.save()
     backend.sampling.set()
@@ -126,7 +150,9 @@ async def test_a_checkpoint_that_is_saved_again_while_it_is_sampled_fails_the_sa
     assert "was saved again" in failed["error"]
 
 
-async def test_the_last_sampler_of_a_version_takes_it_out_of_the_engines(http: httpx.AsyncClient, backend: Serving):
+async def test_a_version_is_dropped_from_engines_with_its_last_sampler(
+    http: httpx.AsyncClient, backend: Serving
+):
     saved, other = await Saved(http).make(), (await posted(http, "/create_session"))["session_id"]
     await resolved(http, "/asample", **await saved.open(0), **ASKED)
     fields = {"session_id": other, "sampling_session_seq_id": 0, "model_path": saved.path}
@@ -138,21 +164,23 @@ async def test_the_last_sampler_of_a_version_takes_it_out_of_the_engines(http: h
     assert backend.dropped == backend.answered
 
 
-async def test_samplers_of_no_session_are_freed_when_nobody_asks_them(tmp_path: Path, backend: Serving):
+async def test_samplers_without_a_session_are_freed_when_idle(tmp_path: Path, backend: Serving):
     limits = LimitsConfig(session_timeout_s=0.3, session_silent_s=0.1)
     async with edge(config_for(tmp_path, limits=limits), backend) as http:
         saved = await Saved(http).make()
         backend.sampling.clear()
         asked = await posted(http, "/asample", model_path=saved.path, **ASKED)
         await asyncio.sleep(0.6)
-        assert not backend.dropped  # a sample is under way
+        assert not backend.dropped  # a sample is running
         backend.sampling.set()
         await posted(http, "/retrieve_future", request_id=asked["request_id"])
         await until(lambda: backend.dropped == backend.answered)
         assert "sequences" in await resolved(http, "/asample", model_path=saved.path, **ASKED)
 
 
-async def test_samplers_of_a_deleted_checkpoint_are_freed_while_their_session_lives(tmp_path: Path, backend: Serving):
+async def test_samplers_of_a_deleted_checkpoint_are_freed_before_their_session_ends(
+    tmp_path: Path, backend: Serving
+):
     limits = LimitsConfig(session_timeout_s=2)
     async with edge(config_for(tmp_path, limits=limits), backend) as http:
         saved = await Saved(http).make()
@@ -165,7 +193,7 @@ async def test_samplers_of_a_deleted_checkpoint_are_freed_while_their_session_li
         assert refused.status_code == 404 and "was deleted" in refused.text
 
 
-async def test_a_file_that_can_not_be_read_once_does_not_end_the_freeing(
+async def test_samplers_are_freed_after_a_file_could_not_be_read_once(
     tmp_path: Path, backend: Serving, monkeypatch: pytest.MonkeyPatch
 ):
     failures = [OSError(5, "Input/output error")] * 3
@@ -176,7 +204,9 @@ async def test_a_file_that_can_not_be_read_once_does_not_end_the_freeing(
             raise failures.pop()
         return look(*arguments)
 
-    async with edge(config_for(tmp_path, limits=LimitsConfig(session_timeout_s=1)), backend) as http:
+    async with edge(
+        config_for(tmp_path, limits=LimitsConfig(session_timeout_s=1)), backend
+    ) as http:
         saved = await Saved(http).make()
         await resolved(http, "/asample", **await saved.open(0), **ASKED)
         monkeypatch.setattr(named_samplers, "change_of", change_of)

@@ -1,4 +1,4 @@
-"""OpenAI's routes with the real controller: samples whose client gets no answer end."""
+"""OpenAI's routes with the real controller: samples are cancelled with their client's request."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ URL = "http://service/v1/completions"
 
 
 class Watched(AnsweringBackend):
-    """Keeps which samples run. A streamed one has a token, and waits with the others for the rest."""
+    """Records which samples run. A streamed one has one token; all wait for the rest."""
 
     def __init__(self, base_folder: str) -> None:
         super().__init__(base_folder)
@@ -34,7 +34,11 @@ class Watched(AnsweringBackend):
         self.begun = 0
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
     ) -> SampleOutput:
         self.running.add(request_id)
         self.begun += 1
@@ -51,13 +55,15 @@ class Watched(AnsweringBackend):
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Watched:
-    Tokenizer(models.WordLevel({f"t{token}": token for token in range(320)}, "t0")).save(str(tmp_path / "tokenizer.json"))
+    Tokenizer(models.WordLevel({f"t{token}": token for token in range(320)}, "t0")).save(
+        str(tmp_path / "tokenizer.json")
+    )
     return Watched(str(tmp_path))
 
 
 async def until(reached: Any) -> None:
     async with asyncio.timeout(10):
-        while not reached():  # noqa: ASYNC110  the service does it in its own time
+        while not reached():  # noqa: ASYNC110  the service does it in the background
             await asyncio.sleep(0.01)
 
 
@@ -65,9 +71,11 @@ def body(*prompts: list[int], **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": list(prompts), "max_tokens": 4, **more}
 
 
-async def test_several_prompts_with_too_little_room_start_no_sample_for_nobody(tmp_path: Path, backend: Watched):
+async def test_prompts_beyond_the_limit_leave_no_running_samples(tmp_path: Path, backend: Watched):
     backend.sampling.clear()
-    async with edge(config_for(tmp_path, limits=LimitsConfig(open_requests=3, open_requests_per_key=3)), backend) as http:
+    async with edge(
+        config_for(tmp_path, limits=LimitsConfig(open_requests=3, open_requests_per_key=3)), backend
+    ) as http:
         refused = await http.post(URL, json=body(*[[1, 2]] * 5))
         assert refused.status_code == 429
         await until(lambda: not backend.running)
@@ -76,7 +84,9 @@ async def test_several_prompts_with_too_little_room_start_no_sample_for_nobody(t
         assert len(answered.json()["choices"]) == 3
 
 
-async def test_a_prompt_that_is_refused_ends_the_samples_of_those_before_it(tmp_path: Path, backend: Watched):
+async def test_a_refused_prompt_cancels_the_samples_of_earlier_prompts(
+    tmp_path: Path, backend: Watched
+):
     backend.sampling.clear()
     async with edge(config_for(tmp_path), backend) as http:
         refused = await http.post(URL, json=body([1], [2], [10**6]))
@@ -84,7 +94,7 @@ async def test_a_prompt_that_is_refused_ends_the_samples_of_those_before_it(tmp_
         await until(lambda: not backend.running)
 
 
-async def test_no_prompt_is_refused(tmp_path: Path, backend: Watched):
+async def test_an_empty_list_of_prompts_is_refused(tmp_path: Path, backend: Watched):
     async with edge(config_for(tmp_path), backend) as http:
         refused = await http.post(URL, json=body())
         assert refused.status_code == 422 and "prompt is empty" in refused.text
@@ -92,7 +102,7 @@ async def test_no_prompt_is_refused(tmp_path: Path, backend: Watched):
 
 @asynccontextmanager
 async def listening(http: httpx.AsyncClient) -> AsyncIterator[str]:
-    """The same application behind a real socket."""
+    """Serve the same application on a real socket."""
     transport: Any = http._transport
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -104,7 +114,9 @@ async def listening(http: httpx.AsyncClient) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_is_gone_takes_its_samples_with_it(tmp_path: Path, backend: Watched, stream: bool):
+async def test_samples_are_cancelled_when_their_client_disconnects(
+    tmp_path: Path, backend: Watched, stream: bool
+):
     backend.sampling.clear()
     async with edge(config_for(tmp_path), backend) as http, listening(http) as url:
         prompts = [[1, 2]] if stream else [[1, 2], [3, 4], [5]]
@@ -117,7 +129,9 @@ async def test_a_client_that_is_gone_takes_its_samples_with_it(tmp_path: Path, b
         assert backend.begun == len(prompts)
 
 
-async def test_a_stream_whose_client_is_gone_before_its_first_word_ends(tmp_path: Path, backend: Watched):
+async def test_a_stream_ends_when_its_client_disconnects_before_the_first_token(
+    tmp_path: Path, backend: Watched
+):
     backend.sampling.clear()
     async with edge(config_for(tmp_path), backend) as http:
         transport: Any = http._transport
@@ -131,31 +145,52 @@ async def test_a_stream_whose_client_is_gone_before_its_first_word_ends(tmp_path
             raise OSError("the connection is closed")
 
         scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
-            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "", "scheme": "http",
-            "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())],
-            "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "app": transport.app,
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(content)).encode()),
+            ],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+            "app": transport.app,
+        }
         await asyncio.gather(transport.app(scope, receive, send), return_exceptions=True)
         await asyncio.sleep(0.05)
         await until(lambda: not backend.running)
 
 
 @pytest.mark.parametrize("default", [False, True])
-async def test_logprobs_are_of_the_temperature_that_the_request_or_the_config_names(
+async def test_the_request_or_the_config_sets_the_temperature_of_logprobs(
     tmp_path: Path, backend: Watched, default: bool
 ):
-    """1 where neither says so; protobuf, JSON and OpenAI's form alike."""
-    async with edge(config_for(tmp_path, http=HttpConfig(tempered_logprobs=default)), backend) as http:
+    """The default is 1; protobuf, JSON and OpenAI's format agree."""
+    async with edge(
+        config_for(tmp_path, http=HttpConfig(tempered_logprobs=default)), backend
+    ) as http:
 
-        async def logprobs(temperature: float, **said: bool) -> set[float]:
-            asked = ASKED | {"sampling_params": {"max_tokens": 2, "temperature": temperature}, **said}
+        async def logprobs(temperature: float, **options: bool) -> set[float]:
+            asked = ASKED | {
+                "sampling_params": {"max_tokens": 2, "temperature": temperature},
+                **options,
+            }
             request_id = (await http.post("/asample", json=asked)).json()["request_id"]
             as_json = await http.post("/retrieve_future", json={"request_id": request_id})
             form = {"Accept": "application/x-protobuf"}
-            as_proto = await http.post("/retrieve_future", json={"request_id": request_id}, headers=form)
+            as_proto = await http.post(
+                "/retrieve_future", json={"request_id": request_id}, headers=form
+            )
             read = schema.SampleResponse.FromString(as_proto.content)
-            completed = await http.post(URL, json=body([1, 2], temperature=temperature, logprobs=0, **said))
+            completed = await http.post(
+                URL, json=body([1, 2], temperature=temperature, logprobs=0, **options)
+            )
             found = [
                 as_json.json()["sequences"][0]["logprobs"],
                 np.frombuffer(read.sequences[0].logprobs, "<f4").tolist(),
@@ -166,15 +201,25 @@ async def test_logprobs_are_of_the_temperature_that_the_request_or_the_config_na
         assert await logprobs(0.7) == {-2.0 if default else -1.0}
         assert await logprobs(0.7, tempered_logprobs=True) == {-2.0}
         assert await logprobs(0.7, tempered_logprobs=False) == {-1.0}
-        assert await logprobs(1.0, tempered_logprobs=True) == await logprobs(0.0, tempered_logprobs=True) == {-1.0}
+        assert (
+            await logprobs(1.0, tempered_logprobs=True)
+            == await logprobs(0.0, tempered_logprobs=True)
+            == {-1.0}
+        )
 
 
 KEY = "tml-alice-0123456789"
-ASKED = {"base_model": MODEL, "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+ASKED = {
+    "base_model": MODEL,
+    "prompt": {"chunks": [{"tokens": [1]}]},
+    "sampling_params": {"max_tokens": 1},
+}
 ROOT_CAUSE = "rank 1 of policy died\nTraceback: prompt of another tenant"
 
 
-async def test_who_waits_is_told_a_safe_sentence_and_not_what_operators_read(tmp_path: Path, backend: Watched):
+async def test_waiting_clients_see_a_general_reason_without_log_lines(
+    tmp_path: Path, backend: Watched
+):
     config = config_for(tmp_path, http=HttpConfig(api_keys=(f"alice={KEY}",), long_poll_s=0.05))
     async with edge(config, backend, **{"X-API-Key": KEY}) as http:
         backend.sampling.clear()
@@ -182,18 +227,25 @@ async def test_who_waits_is_told_a_safe_sentence_and_not_what_operators_read(tmp
         backend.fault = lambda: ROOT_CAUSE  # type: ignore[method-assign]
         waiting = await http.post("/retrieve_future", json={"request_id": request_id})
         assert waiting.status_code == 408
-        said = waiting.json()
-        assert said["queue_state"] == "paused_capacity"
-        assert said["queue_state_reason"] == "recovering: a part of the service is being restarted, and goes on by itself"
+        reply = waiting.json()
+        assert reply["queue_state"] == "paused_capacity"
+        assert (
+            reply["queue_state_reason"]
+            == "recovering: a part of the service is being restarted; requests resume by themselves"
+        )
 
 
 @pytest.mark.parametrize("keys", [(), (f"alice={KEY}",)])
-async def test_last_lines_of_a_process_are_in_no_answer_where_keys_are(tmp_path: Path, backend: Watched, keys: tuple[str, ...]):
+async def test_answers_contain_no_log_lines_when_keys_are_configured(
+    tmp_path: Path, backend: Watched, keys: tuple[str, ...]
+):
     async def fails(*_: Any) -> SampleOutput:
         raise InternalError(ROOT_CAUSE)
 
     backend.sample = fails  # type: ignore[method-assign]
-    async with edge(config_for(tmp_path, http=HttpConfig(api_keys=keys)), backend, **{"X-API-Key": KEY}) as http:
+    async with edge(
+        config_for(tmp_path, http=HttpConfig(api_keys=keys)), backend, **{"X-API-Key": KEY}
+    ) as http:
         request_id = (await http.post("/asample", json=ASKED)).json()["request_id"]
         answers = [
             await http.post("/retrieve_future", json={"request_id": request_id}),

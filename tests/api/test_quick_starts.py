@@ -1,4 +1,4 @@
-"""More scripts than there is room for, through the real SDK: they wait for each other, and none fails."""
+"""More scripts than fit into the service, with the real SDK: they queue, and none fails."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.conftest import ROOT, free_port
 
@@ -18,16 +19,24 @@ SILENT_S = 3.0
 def started(module: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     command, environment = [sys.executable, "-m", module, *arguments], {**os.environ, **variables}
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
-def test_three_times_as_many_quick_starts_as_fit_end_without_an_error(tmp_path: Path):
-    """None of them closes its session. The first that are gone give way to those that wait."""
+@pytest.mark.slow
+def test_three_times_more_scripts_than_fit_end_without_an_error(tmp_path: Path):
+    """No script closes its session. Sessions without heartbeats are removed for waiting scripts."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     http, limits = {"long_poll_s": 1.0}, {"session_silent_s": SILENT_S}
     folder, room = str(tmp_path), str(8 * FITS)
-    service = started("tests.api.local", str(port), folder, folder, json.dumps(http), json.dumps(limits), room)
+    service = started(
+        "tests.api.local", str(port), folder, folder, json.dumps(http), json.dumps(limits), room
+    )
     try:
         for _ in range(300):
             try:
@@ -37,10 +46,13 @@ def test_three_times_as_many_quick_starts_as_fit_end_without_an_error(tmp_path: 
                 time.sleep(0.1)
         scripts = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-any", "TINKER_TELEMETRY": "0"}
         for first in range(0, 3 * FITS, AT_ONCE):
-            several = [started("tests.api.quick_start", **scripts) for _ in range(first, min(first + AT_ONCE, 3 * FITS))]
+            several = [
+                started("tests.api.quick_start", **scripts)
+                for _ in range(first, min(first + AT_ONCE, 3 * FITS))
+            ]
             for one in several:
-                said, _ = one.communicate(timeout=90)
-                assert one.returncode == 0 and said.splitlines()[-1] == "trained", said
+                output, _ = one.communicate(timeout=90)
+                assert one.returncode == 0 and output.splitlines()[-1] == "trained", output
     finally:
         service.terminate()
         service.communicate()

@@ -1,4 +1,4 @@
-"""A move that fails: what is made anew, who waits, and what an operator is told."""
+"""Failed moves: which parts restart, which requests wait, and what an operator is advised."""
 
 import asyncio
 import itertools
@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.colocation.healing import EVERYTHING_AT, LoadRetries, MoveHealing
-from skyrl_actors.colocation.keeper import PhaseKeeper
 from skyrl_actors.colocation.parts import PartMoves
-from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase, plan_from
+from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
+from skyrl_actors.colocation.phases import RESIDENT, MemoryPart, Move, Phase, plan_from
+from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.messages.errors import InternalError, StateLost, WeightsGone
 from tests.simulation.clock import SimLoop
 
-SUBSETS = [frozenset(some) for n in range(6) for some in itertools.combinations(Part, n)]
+SUBSETS = [frozenset(some) for n in range(6) for some in itertools.combinations(MemoryPart, n)]
 
 
 def in_virtual_time(work: Coroutine[Any, Any, None]) -> None:
@@ -40,19 +40,21 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Devices:
-    """Refuse a move that does not fit what is there, and break off half-way as they are told."""
+    """Refuse moves that do not fit the resident memory, and fail halfway on demand."""
 
     def __init__(self, failing: str, errors: list[BaseException | None]):
         self.resident = set(RESIDENT[Phase.TRAIN])
         self.failing = failing
-        self.errors = errors  # of that move, in order; None: it hangs
-        self.torn: set[Part] = set()
+        self.errors = errors  # of the failing move, in order; None: the move hangs
+        self.torn: set[MemoryPart] = set()
         self.remade: list[tuple[str, bool, str]] = []
         self.tries = 0
 
     async def move(self, move: Move, to: Phase) -> int:
         await asyncio.sleep(0)
-        assert move.part not in self.torn and (move.part in self.resident) == (move.action == "free")
+        assert move.part not in self.torn and (move.part in self.resident) == (
+            move.action == "free"
+        )
         if str(move) == self.failing:
             self.tries += 1
             if self.errors:
@@ -84,37 +86,41 @@ FAULTS: list[tuple[BaseException | None, str]] = [
 
 
 @pytest.mark.parametrize(("error", "text"), FAULTS, ids=lambda v: str(v)[:30])
-def test_a_failed_move_is_healed_and_whoever_waits_is_served(error: BaseException | None, text: str):
+def test_a_failed_move_is_retried_until_the_waiting_requests_are_served(
+    error: BaseException | None, text: str
+):
     devices = Devices("load KV cache", [error, error])
-    keeper = PhaseKeeper(devices, Phase.TRAIN, timeout_s=60)
+    phase_lock = ColocatedPhaseLock(devices, Phase.TRAIN, timeout_s=60)
     served = 0
 
     async def sample() -> None:
         nonlocal served
-        async with keeper.hold(Phase.SAMPLE):
+        async with phase_lock.hold(Phase.SAMPLE):
             assert devices.resident == RESIDENT[Phase.SAMPLE] and not devices.torn
             served += 1
 
     async def work() -> None:
         waiting = [asyncio.create_task(sample()) for _ in range(3)]
         await until(lambda: bool(devices.remade))
-        assert keeper.phase == "HEALING" and text in str(keeper.fault())
+        assert phase_lock.phase == "HEALING" and text in str(phase_lock.fault())
         await asyncio.gather(*waiting)
-        assert served == 3 and keeper.phase == "SAMPLE" and keeper.fault() is None
+        assert served == 3 and phase_lock.phase == "SAMPLE" and phase_lock.fault() is None
         assert devices.remade[0] == ("load KV cache", False, text)
-        for _ in range(2):  # it fails once more, and then it works
-            async with keeper.hold(Phase.STEP):
+        for _ in range(2):  # the second try fails, the third succeeds
+            async with phase_lock.hold(Phase.STEP):
                 assert devices.resident == RESIDENT[Phase.STEP]
             await sample()
-        (failures,) = keeper.failures.values()
+        (failures,) = phase_lock.failures.values()
         assert failures == {"total": 2, "in_a_row": 0, "error": text}
 
     in_virtual_time(work())
 
 
-def test_a_move_that_fails_for_ever_is_tried_ever_more_rarely_and_others_go_on():
+def test_a_move_that_keeps_failing_is_retried_ever_more_rarely_and_other_phases_go_on():
     devices = Devices("load KV cache", [InternalError("out of memory") for _ in range(100_000)])
-    keeper = PhaseKeeper(devices, Phase.TRAIN, 60, MoveHealing(0.5, 30.0, advise_after=5))
+    phase_lock = ColocatedPhaseLock(
+        devices, Phase.TRAIN, 60, MoveHealing(0.5, 30.0, advise_after=5)
+    )
     trained = 0
 
     async def work() -> None:
@@ -123,41 +129,46 @@ def test_a_move_that_fails_for_ever_is_tried_ever_more_rarely_and_others_go_on()
 
         async def sample() -> None:
             while loop.time() < 3600:
-                async with keeper.hold(Phase.SAMPLE):
+                async with phase_lock.hold(Phase.SAMPLE):
                     pass
 
         sampling = asyncio.create_task(sample())
         while loop.time() < 3600:
-            async with keeper.hold(Phase.TRAIN):
+            async with phase_lock.hold(Phase.TRAIN):
                 assert devices.resident == RESIDENT[Phase.TRAIN]
                 trained += 1
                 await asyncio.sleep(0.1)
-        assert trained > 30_000  # only who wants the other phase waits
+        assert trained > 30_000  # only requests for the other phase wait
         assert 100 < devices.tries < 150
-        assert [number for number, (_, everything, _) in enumerate(devices.remade, 1) if everything] == [EVERYTHING_AT]
-        fault = str(keeper.fault())
+        assert [
+            number for number, (_, everything, _) in enumerate(devices.remade, 1) if everything
+        ] == [EVERYTHING_AT]
+        fault = str(phase_lock.fault())
         assert f"'load KV cache' failed {devices.tries} times in a row" in fault
         assert "out of memory" in fault and "lower engine.kv_cache_bytes" in fault
-        devices.errors.clear()  # somebody freed the memory
+        devices.errors.clear()  # memory was freed
         await sampling
         for phase in (Phase.TRAIN, Phase.SAMPLE):
-            async with keeper.hold(phase):
+            async with phase_lock.hold(phase):
                 assert devices.resident == RESIDENT[phase]
-        assert keeper.fault() is None
+        assert phase_lock.fault() is None
 
     in_virtual_time(work())
 
 
-def test_a_holder_that_gives_up_in_the_middle_of_a_move_leaves_the_others_their_turn():
+def test_a_holder_cancelled_during_a_move_does_not_block_the_others():
     devices = Devices("load KV cache", [None, InternalError("out of memory")])
-    keeper = PhaseKeeper(devices, Phase.TRAIN, timeout_s=60)
+    phase_lock = ColocatedPhaseLock(devices, Phase.TRAIN, timeout_s=60)
 
     async def hold(phase: Phase) -> str:
-        async with keeper.hold(phase):
-            return keeper.phase
+        async with phase_lock.hold(phase):
+            return phase_lock.phase
 
     async def work() -> None:
-        first, second = asyncio.create_task(hold(Phase.SAMPLE)), asyncio.create_task(hold(Phase.SAMPLE))
+        first, second = (
+            asyncio.create_task(hold(Phase.SAMPLE)),
+            asyncio.create_task(hold(Phase.SAMPLE)),
+        )
         await until(lambda: bool(devices.torn))
         first.cancel()  # while the move hangs
         with pytest.raises(asyncio.CancelledError):
@@ -166,7 +177,7 @@ def test_a_holder_that_gives_up_in_the_middle_of_a_move_leaves_the_others_their_
         assert await second == "SAMPLE" and await hold(Phase.TRAIN) == "TRAIN"
         third = asyncio.create_task(hold(Phase.SAMPLE))
         await until(lambda: len(devices.remade) == 2)
-        third.cancel()  # while its state waits to be tried again
+        third.cancel()  # while its state is due for a retry
         with pytest.raises(asyncio.CancelledError):
             await third
         assert await hold(Phase.STEP) == "STEP" and await hold(Phase.SAMPLE) == "SAMPLE"
@@ -175,7 +186,7 @@ def test_a_holder_that_gives_up_in_the_middle_of_a_move_leaves_the_others_their_
 
 
 @pytest.mark.parametrize("wanted", list(Phase))
-def test_every_phase_is_reached_from_whatever_a_failure_left(wanted: Phase):
+def test_every_phase_is_reached_from_any_state_that_a_failure_left(wanted: Phase):
     for here in SUBSETS:
         moves, resident = plan_from(here, wanted), set(here)
         for move in moves:
@@ -186,11 +197,15 @@ def test_every_phase_is_reached_from_whatever_a_failure_left(wanted: Phase):
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), min_size=1, max_size=25),
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), min_size=1, max_size=25
+    ),
     st.lists(st.booleans(), max_size=20),
 )
-def test_a_gate_whose_changes_fail_mixes_no_states_and_serves_everyone(plan: list[tuple[str, int, bool]], fails: list[bool]):
-    """Each entry: the state wanted, loop turns of work, and whether the waiter is cancelled before it may enter."""
+def test_a_lock_whose_changes_fail_mixes_no_states_and_serves_every_request(
+    plan: list[tuple[str, int, bool]], fails: list[bool]
+):
+    """Each entry: the wanted state, event-loop turns of work, and whether to cancel the request."""
 
     async def main() -> None:
         inside: list[str] = []
@@ -203,14 +218,14 @@ def test_a_gate_whose_changes_fail_mixes_no_states_and_serves_everyone(plan: lis
             if next(coming, False):
                 raise RuntimeError("half-way")
 
-        gate = Gate("a", enter, after_failure="", retry=lambda wanted, error: 0.001)
+        lock = StateLock("a", enter, after_failure="", retry=lambda wanted, error: 0.001)
 
         async def work(wanted: str, turns: int) -> None:
             nonlocal served
-            async with gate.hold(wanted):
+            async with lock.hold(wanted):
                 inside.append(wanted)
                 for _ in range(turns):
-                    assert set(inside) == {wanted} and gate.state == wanted
+                    assert set(inside) == {wanted} and lock.state == wanted
                     await asyncio.sleep(0)
                 inside.remove(wanted)
             served += 1
@@ -226,12 +241,12 @@ def test_a_gate_whose_changes_fail_mixes_no_states_and_serves_everyone(plan: lis
         cancelled = sum(isinstance(r, asyncio.CancelledError) for r in results)
         assert not [r for r in results if isinstance(r, AssertionError)]
         assert served + cancelled == len(plan)
-        assert gate.num_holders == 0 and gate.num_waiting == 0
+        assert lock.num_holders == 0 and lock.num_waiting == 0
 
     in_virtual_time(main())
 
 
-def test_a_version_that_can_not_be_loaded_is_tried_again_and_others_are_served_meanwhile():
+def test_a_version_that_cannot_be_loaded_is_retried_while_others_are_served():
     retries = LoadRetries(1.0, 30.0, attempts=3)
     tries: list[str] = []
     errors = {"flaky": 1, "bad": 10**6}
@@ -249,12 +264,12 @@ def test_a_version_that_can_not_be_loaded_is_tried_again_and_others_are_served_m
         return None if isinstance(error, WeightsGone) else retries.failed(version)
 
     async def work() -> None:
-        gate = Gate("base", enter, after_failure="", retry=retry)
+        lock = StateLock("base", enter, after_failure="", retry=retry)
 
         async def hold(version: str) -> str:
-            async with gate.hold(version):
+            async with lock.hold(version):
                 await asyncio.sleep(0)
-                return gate.state
+                return lock.state
 
         flaky, bad = asyncio.create_task(hold("flaky")), asyncio.create_task(hold("bad"))
         await asyncio.sleep(0.01)
@@ -270,18 +285,18 @@ def test_a_version_that_can_not_be_loaded_is_tried_again_and_others_are_served_m
     in_virtual_time(work())
 
 
-def test_a_change_that_is_cancelled_from_inside_does_not_stop_the_gate():
+def test_a_change_that_is_cancelled_from_inside_does_not_stop_the_lock():
     async def enter(old: str, new: str) -> None:
         if new == "b":
-            raise asyncio.CancelledError  # as of a call that somebody else cancelled
+            raise asyncio.CancelledError  # as if a call inside was cancelled by other code
 
     async def work() -> None:
-        gate = Gate("a", enter)
+        lock = StateLock("a", enter)
         with pytest.raises(InternalError, match="could not enter b: it was cancelled"):
-            async with gate.hold("b"):
+            async with lock.hold("b"):
                 pass
-        async with gate.hold("c"):
-            assert gate.state == "c"
+        async with lock.hold("c"):
+            assert lock.state == "c"
 
     in_virtual_time(work())
 
@@ -293,7 +308,7 @@ class OnePart:
     def remake(self, reason: str) -> None: ...
 
 
-async def test_what_did_not_finish_a_move_is_known_when_all_have_ended():
+async def test_unfinished_parts_of_a_move_are_known_after_all_parts_ended():
     good, broken, dead, hangs = (OnePart(name) for name in ("good", "broken", "dead", "hangs"))
     moves, go = PartMoves(), asyncio.Event()
 
@@ -301,14 +316,14 @@ async def test_what_did_not_finish_a_move_is_known_when_all_have_ended():
         if part is broken:
             raise RuntimeError("out of memory")
         if part is dead:
-            raise StateLost("it died")  # its own supervision has seen to it
+            raise StateLost("it died")  # its own supervision restarts it
         await go.wait()
         return 7
 
     task = asyncio.create_task(moves.carry_out([good, broken, dead], work))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert not task.done()  # the others are not left alone
+    assert not task.done()  # the move waits for the other parts
     go.set()
     with pytest.raises(InternalError, match="broken: out of memory"):
         await task

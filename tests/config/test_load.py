@@ -30,7 +30,11 @@ def test_serve_config_is_valid_for_serve_deploy():
 
 
 def test_resolved_config_reads_back_equal(tmp_path: Path):
-    config = load(CONFIGS / "jobs" / "ppo_tiny.yaml", ["job.iterations=7", "cluster.engine.num_engines=1"], JobConfig)
+    config = load(
+        CONFIGS / "jobs" / "ppo_tiny.yaml",
+        ["job.iterations=7", "cluster.engine.num_engines=1"],
+        JobConfig,
+    )
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load(tmp_path / "again.yaml", schema=JobConfig) == config
     assert config.job.iterations == 7
@@ -39,11 +43,24 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("engine.kv_cache_byte=1", r"engine\.kv_cache_byte: unknown key; allowed here: .*kv_cache_bytes"),
-        ("transfer.foo=1", r"transfer\.shm\.foo: unknown key; allowed here: checksums, folder, type"),
+        (
+            "engine.kv_cache_byte=1",
+            r"engine\.kv_cache_byte: unknown key; allowed here: .*kv_cache_bytes",
+        ),
+        (
+            "transfer.foo=1",
+            r"transfer\.shm\.foo: unknown key; allowed here: checksums, folder, type",
+        ),
+        (
+            "transfer={type: gloo, freeze: always}",
+            r"transfer\.gloo\.freeze: this key was renamed; use transfer\.materialize=eager",
+        ),
         ("engine.max_num_seqs=many", r"engine\.max_num_seqs: .*integer.*many"),
         ("transfer.type=rdma", "'shm', 'object_store'"),
-        ("policy.strategy.type=megatron", r"policy\.strategy: .*'megatron'.*'replica', 'deepspeed', 'fsdp2'"),
+        (
+            "policy.strategy.type=megatron",
+            r"policy\.strategy: .*'megatron'.*'replica', 'deepspeed', 'fsdp2'",
+        ),
         (
             "policy.strategy={type: deepspeed, stage: 1, offload_parameters: true}",
             "offload_parameters needs stage 3, this is stage 1",
@@ -51,17 +68,20 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
         ("policy.sequence_parallel=2", "sequence_parallel 2 does not divide num_ranks 1"),
         ("policy.num_ranks=2", "policy.num_ranks is 2 and engine.num_engines is 1"),
         ("lora.max_rank=7", "max_rank 7: vLLM serves adapters of at most one of"),
-        ("http={console: false, runs: elsewhere}", "runs elsewhere is shown by the console alone, and console is false"),
+        (
+            "http={console: false, runs: elsewhere}",
+            "runs elsewhere is shown by the console alone, and console is false",
+        ),
         ("nonsense", "write key.sub=value"),
     ],
 )
-def test_faults_are_named(override: str, said: str):
+def test_the_error_names_the_key_and_the_fault(override: str, said: str):
     with pytest.raises(ConfigError, match=said):
         load(CONFIGS / "cpu_tiny.yaml", [override])
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "::", "example.org"])
-def test_the_network_is_asked_for_twice_or_needs_keys(host: str):
+def test_a_network_address_needs_keys_or_an_explicit_permission(host: str):
     config = CONFIGS / "cpu_tiny.yaml"
     with pytest.raises(ConfigError, match="anybody could use the service"):
         load(config, [f"http.host='{host}'"])
@@ -71,7 +91,7 @@ def test_the_network_is_asked_for_twice_or_needs_keys(host: str):
         assert load(config, [f"http.host='{own}'"]).http.host == own
 
 
-def test_files_that_are_no_configs(tmp_path: Path):
+def test_unreadable_configs_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "none.yaml")
     (tmp_path / "broken.yaml").write_text("a: [1")

@@ -1,6 +1,7 @@
-"""The actor around the controller, without Ray."""
+"""The controller's actor class, without Ray."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,18 @@ from skyrl_actors.controller import actor
 from tests.fakes import FakeBackend
 
 
-async def test_a_journal_that_lost_commits_is_opened_anew_with_new_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _lose_journal_entries(controller: Any) -> None:
+    controller.journal.store.lost = "it is lost"
+
+
+def _lose_slots(controller: Any) -> None:
+    controller.backend.lost = "it is lost"
+
+
+@pytest.mark.parametrize("lose", [_lose_journal_entries, _lose_slots])
+async def test_the_service_restarts_after_losing_journal_entries_or_slots(
+    lose: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     backends: list[FakeBackend] = []
 
     def build(*_: Any) -> FakeBackend:
@@ -23,7 +35,7 @@ async def test_a_journal_that_lost_commits_is_opened_anew_with_new_ranks(tmp_pat
 
     monkeypatch.setattr(actor, "build_backend", build)
     monkeypatch.setattr(actor.remote, "publish", nothing)
-    monkeypatch.setattr(actor, "LOOK_S", 0.01)
+    monkeypatch.setattr(actor, "POLL_S", 0.01)
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
         checkpoint_dir=tmp_path / "checkpoints",
@@ -31,11 +43,11 @@ async def test_a_journal_that_lost_commits_is_opened_anew_with_new_ranks(tmp_pat
     )
     made = actor.ControllerActor(config, str(tmp_path), False)
     await made.create_session("s1", {}, None)
-    made.controller.journal.store.lost = "the database went back"  # type: ignore[attr-defined]
+    lose(made.controller)
     async with asyncio.timeout(20):
         while len(backends) < 2 or made.controller.capabilities is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert made.controller.epoch == 2 and backends[0].calls[-1] == ("close", "")
-    assert "the database went back" in made.progress
+    assert "it is lost" in made.progress
     await made.heartbeat("s1")
     await made.close()

@@ -1,4 +1,4 @@
-"""What is refused before anything runs: checkpoints of another kind, base models that the config can not hold."""
+"""Checks before anything runs: checkpoints of another kind, unsuitable base models, optimizers."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_actors.api import translate, wire
-from skyrl_actors.backends.base import Capabilities
+from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.base_models import check_base
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
 from skyrl_actors.controller.admission import check_fits, check_spec, settled
@@ -20,52 +20,85 @@ CRITIC = ModelSpec("c", "tiny", "critic", LoraSpec(8))
 
 
 @pytest.mark.parametrize(
-    ("spec", "saved", "said"),
+    ("spec", "saved", "message"),
     [
-        (LORA, replace(LORA, base_model="other"), "belongs to base model 'other'; this service has 'tiny'"),
+        (
+            LORA,
+            replace(LORA, base_model="other"),
+            "belongs to base model 'other'; this service has 'tiny'",
+        ),
         (LORA, replace(LORA, lora=LoraSpec(4)), "rank is 4 there and 8 here"),
         (LORA, replace(LORA, lora=LoraSpec(8, 16.0)), "alpha is 16.0 there and 32.0 here"),
-        (LORA, replace(LORA, lora=LoraSpec(8, train_mlp=False)), "train_mlp is False there and True here"),
+        (
+            LORA,
+            replace(LORA, lora=LoraSpec(8, train_mlp=False)),
+            "train_mlp is False there and True here",
+        ),
         (FULL, LORA, "is a LoRA of rank 8, this model is a full fine-tune"),
-        (LORA, replace(LORA, optimizer="muon"), "has the state of optimizer muon, this model uses adamw; load its weights alone"),
-        (CRITIC, LORA, "has a policy's optimizer state, this model is a critic; load its weights alone"),
-        (LORA, CRITIC, "is a critic; a policy can not be made of it"),
+        (
+            LORA,
+            replace(LORA, optimizer="muon"),
+            "has the state of optimizer muon, this model uses adamw; load its weights alone",
+        ),
+        (
+            CRITIC,
+            LORA,
+            "has a policy's optimizer state, this model is a critic; load its weights alone",
+        ),
+        (LORA, CRITIC, "is a critic; a policy cannot be made of it"),
     ],
 )
-def test_a_checkpoint_of_another_kind_is_refused(spec: ModelSpec, saved: ModelSpec, said: str):
-    with pytest.raises(InvalidRequest, match=said):
+def test_loading_a_checkpoint_of_another_kind_is_refused(
+    spec: ModelSpec, saved: ModelSpec, message: str
+):
+    with pytest.raises(InvalidRequest, match=message):
         check_fits(spec, saved, "tinker://s/weights/c", True)
 
 
 @pytest.mark.parametrize(
     ("spec", "saved"),
-    [(LORA, LORA), (FULL, FULL), (CRITIC, LORA), (CRITIC, replace(LORA, lora=LoraSpec(8, train_unembed=False)))],
+    [
+        (LORA, LORA),
+        (FULL, FULL),
+        (CRITIC, LORA),
+        (CRITIC, replace(LORA, lora=LoraSpec(8, train_unembed=False))),
+    ],
 )
-def test_a_checkpoint_of_the_same_kind_is_taken(spec: ModelSpec, saved: ModelSpec):
+def test_loading_a_checkpoint_of_the_same_kind_is_accepted(spec: ModelSpec, saved: ModelSpec):
     check_fits(spec, saved, "tinker://s/weights/c", spec.role == saved.role)
 
 
-def test_a_base_that_the_config_can_not_hold(random_base: Path, tmp_path: Path):
+def test_a_base_model_that_does_not_match_the_config_is_refused(random_base: Path, tmp_path: Path):
     def config(size: int) -> ClusterConfig:
         group = GroupConfig(num_ranks=size, sequence_parallel=size)
         return ClusterConfig(policy=group, critic=None, engine=EngineConfig(num_engines=size))
 
     check_base(random_base, config(2))
-    with pytest.raises(ConfigError, match=r"policy\.sequence_parallel 3 does not divide the 4 attention heads"):
-        check_base(random_base, config(3))
-    small = config(2).model_copy(update={"engine": EngineConfig(num_engines=2, kv_cache_bytes=2**20)})
     with pytest.raises(
-        ConfigError, match=r"kv_cache_bytes 1048576 holds 256 tokens of .*max_model_len is 512; raise the one to 2097152"
+        ConfigError, match=r"policy\.sequence_parallel 3 does not divide the 4 attention heads"
+    ):
+        check_base(random_base, config(3))
+    small = config(2).model_copy(
+        update={"engine": EngineConfig(num_engines=2, kv_cache_bytes=2**20)}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"kv_cache_bytes 1048576 holds 256 tokens of .*"
+        r"max_model_len is 512; raise the one to 2097152",
     ):
         check_base(random_base, small)
     shape = json.loads((random_base / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**shape, "vocab_size": 256}))
     (tmp_path / "tokenizer.json").write_bytes((random_base / "tokenizer.json").read_bytes())
-    with pytest.raises(ConfigError, match=r"tokenizer has \d+ tokens and its model 256; this tokenizer belongs to another model"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tokenizer has \d+ tokens and its model 256; "
+        r"this tokenizer belongs to another model",
+    ):
         check_base(tmp_path, config(1))
 
 
-def test_muon_needs_whole_matrices():
+def test_muon_is_refused_for_sharded_full_fine_tunes():
     from skyrl_actors.config.strategies import Fsdp2Strategy
 
     able = Capabilities("tiny", "", 320, 512, 512, ("policy",))
@@ -73,7 +106,9 @@ def test_muon_needs_whole_matrices():
     check_spec(replace(LORA, optimizer="muon"), config, able)
     check_spec(replace(FULL, optimizer="muon"), ClusterConfig(critic=None), able)
     with pytest.raises(
-        InvalidRequest, match="optimizer muon is for weights that are held whole; this service shards full fine-tunes \\(fsdp2\\)"
+        InvalidRequest,
+        match=r"optimizer muon is for weights that are held whole; "
+        r"this service shards full fine-tunes \(fsdp2\)",
     ):
         check_spec(replace(FULL, optimizer="muon"), config, able)
 
@@ -81,9 +116,12 @@ def test_muon_needs_whole_matrices():
 HEADLESS = Capabilities("tiny", "", 320, 512, 512, ("policy", "critic"), adapts_head=False)
 
 
-def test_an_adapter_on_a_head_that_engines_cannot_adapt_is_refused_when_it_is_created():
-    asked = r"train_unembed true: vLLM takes no adapter on the output layer of tiny, .* set train_unembed=False"
-    with pytest.raises(InvalidRequest, match=asked):
+def test_creating_an_adapter_on_an_output_layer_that_engines_cannot_adapt_is_refused():
+    message = (
+        r"train_unembed true: vLLM takes no adapter on the output layer of tiny, "
+        r".* set train_unembed=False"
+    )
+    with pytest.raises(InvalidRequest, match=message):
         check_spec(LORA, ClusterConfig(), HEADLESS)
     without = replace(LORA, lora=LoraSpec(8, train_unembed=False))
     for spec in (without, FULL, replace(LORA, role="critic")):  # the last is not sampled
@@ -92,7 +130,7 @@ def test_an_adapter_on_a_head_that_engines_cannot_adapt_is_refused_when_it_is_cr
 
 
 @pytest.mark.parametrize("adapts_head", [True, False])
-def test_who_does_not_name_the_head_has_it_where_it_can_be_sampled(adapts_head: bool):
+def test_an_adapter_covers_the_output_layer_by_default_if_it_can_be_sampled(adapts_head: bool):
     able = replace(HEADLESS, adapts_head=adapts_head)
     body = wire.CreateModel.model_validate(
         {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}

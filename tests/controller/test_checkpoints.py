@@ -1,4 +1,4 @@
-"""Runs and checkpoints as files: listed, named, published, expired, deleted."""
+"""Files of runs and checkpoints: listing, metadata, publication, expiry, deletion."""
 
 import json
 import os
@@ -11,11 +11,11 @@ import pytest
 from skyrl_actors.controller.checkpoints import RUN_FILE, SAVED_BY, SPEC_FILE, CheckpointFolders
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import TenantTable
-from skyrl_actors.files import write_durably
 from skyrl_actors.messages.catalog import SessionNote
 from skyrl_actors.messages.errors import Conflict, Corrupt, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
+from skyrl_actors.storage.files import write_durably
 
 SPEC = ModelSpec("s:train:0", "tiny", lora=LoraSpec(4))
 
@@ -39,7 +39,13 @@ def folders(tmp_path: Path, clock: Clock) -> CheckpointFolders:
     return made
 
 
-def saved(folders: CheckpointFolders, name: str, kind="weights", ttl_seconds: int | None = None, **metadata: str) -> TinkerPath:
+def saved(
+    folders: CheckpointFolders,
+    name: str,
+    kind="weights",
+    ttl_seconds: int | None = None,
+    **metadata: str,
+) -> TinkerPath:
     path = TinkerPath(SPEC.model_id, kind, name)
     folder = folders.folder(path)
     folder.mkdir(parents=True)
@@ -49,23 +55,36 @@ def saved(folders: CheckpointFolders, name: str, kind="weights", ttl_seconds: in
     return path
 
 
-def test_a_run_says_what_it_was_and_what_it_left(folders: CheckpointFolders, clock: Clock):
+def test_a_run_lists_its_model_and_its_checkpoints(folders: CheckpointFolders, clock: Clock):
     saved(folders, "a", note="first")
     saved(folders, "b", "sampler_weights")
     clock.now = 2000.0
     folders.note_run(SPEC, "s", {"renderer_name": "other"})  # a repeat
     run = folders.run("s:train:0")
-    assert (run.session_id, run.base_model, run.lora_rank, run.created_at) == ("s", "tiny", 4, 1000.0)
+    assert (run.session_id, run.base_model, run.lora_rank, run.created_at) == (
+        "s",
+        "tiny",
+        4,
+        1000.0,
+    )
     assert run.user_metadata == {"renderer_name": "qwen3"}
-    assert {c.path for c in run.checkpoints} == {"tinker://s:train:0/weights/a", "tinker://s:train:0/sampler_weights/b"}
+    assert {c.path for c in run.checkpoints} == {
+        "tinker://s:train:0/weights/a",
+        "tinker://s:train:0/sampler_weights/b",
+    }
     last = run.last("weights")
-    assert last is not None and last.user_metadata == {"note": "first"} and last.num_bytes > 100 and not last.public
+    assert (
+        last is not None
+        and last.user_metadata == {"note": "first"}
+        and last.num_bytes > 100
+        and not last.public
+    )
     assert folders.runs() == [run] and folders.checkpoints() == list(run.checkpoints)
     with pytest.raises(NotFound, match="no training run 's:train:1'"):
         folders.run("s:train:1")
 
 
-def test_what_has_expired_is_gone_for_everybody(folders: CheckpointFolders, clock: Clock):
+def test_an_expired_checkpoint_is_gone_for_all_readers(folders: CheckpointFolders, clock: Clock):
     path, other = saved(folders, "brief", ttl_seconds=60), saved(folders, "long")
     assert folders.existing(path)
     clock.now += 61
@@ -73,21 +92,31 @@ def test_what_has_expired_is_gone_for_everybody(folders: CheckpointFolders, cloc
         folders.existing(path)
     assert [c.name for c in folders.checkpoints()] == ["long"]
     assert folders.new(path, False, "r") == folders.folder(path)  # the name is free
-    assert folders.sweep() == 1 and not folders.folder(path).exists() and folders.folder(other).exists()
+    assert (
+        folders.sweep() == 1
+        and not folders.folder(path).exists()
+        and folders.folder(other).exists()
+    )
 
 
-def test_ttl_and_publication_change_and_the_rest_stays(folders: CheckpointFolders, clock: Clock):
+def test_changing_ttl_and_publication_keeps_other_metadata(
+    folders: CheckpointFolders, clock: Clock
+):
     path = saved(folders, "a", note="kept")
     folders.set_ttl(path, 10)
     folders.set_public(path, True)
     (entry,) = folders.checkpoints()
-    assert entry.expires_at == clock.now + 10 and entry.public and entry.user_metadata == {"note": "kept"}
+    assert (
+        entry.expires_at == clock.now + 10
+        and entry.public
+        and entry.user_metadata == {"note": "kept"}
+    )
     folders.set_ttl(path, None)
     clock.now += 1e9
     assert folders.checkpoints()[0].expires_at is None and folders.existing(path)
 
 
-def test_what_a_deletion_left_half_done_is_swept(folders: CheckpointFolders):
+def test_an_interrupted_deletion_is_completed_by_the_sweep(folders: CheckpointFolders):
     path = saved(folders, "a")
     half = folders.folder(path).with_name(".b.deleted")
     half.mkdir()
@@ -96,7 +125,9 @@ def test_what_a_deletion_left_half_done_is_swept(folders: CheckpointFolders):
     assert folders.sweep() == 0 and not half.exists() and folders.existing(path)
 
 
-def test_a_version_outlives_a_copy_to_another_machine_and_not_another_save(folders: CheckpointFolders):
+def test_a_version_survives_a_copy_to_another_machine_but_not_another_save(
+    folders: CheckpointFolders,
+):
     path = saved(folders, "a", "sampler_weights")
     mark, spec = folders.folder(path) / SAVED_BY, folders.folder(path) / SPEC_FILE
     mark.write_text("r1")
@@ -111,7 +142,7 @@ def test_a_version_outlives_a_copy_to_another_machine_and_not_another_save(folde
         folders.is_version(path, first)
 
 
-def test_deleted_is_deleted(folders: CheckpointFolders):
+def test_a_deleted_checkpoint_cannot_be_used(folders: CheckpointFolders):
     path = saved(folders, "a")
     with pytest.raises(Conflict, match="exists already"):
         folders.new(path, False, "r")
@@ -121,8 +152,8 @@ def test_deleted_is_deleted(folders: CheckpointFolders):
         folders.delete(path)
 
 
-def test_one_damaged_file_hides_itself_and_nothing_else(folders: CheckpointFolders, clock: Clock, tmp_path: Path):
-    """As a power cut leaves them: empty, cut off, or from another version."""
+def test_a_damaged_file_hides_only_itself(folders: CheckpointFolders, clock: Clock, tmp_path: Path):
+    """The files are empty, cut off, or from another version, as after a power cut."""
     brief, kept = saved(folders, "brief", ttl_seconds=60), saved(folders, "kept")
     for number, content in enumerate(("", "{", "[]", '{"run_id": "x"}', '{"strange": 1}')):
         run = tmp_path / f"s_train_{number + 1}"
@@ -130,24 +161,34 @@ def test_one_damaged_file_hides_itself_and_nothing_else(folders: CheckpointFolde
         (run / "weights" / "a" / SPEC_FILE).write_text("{}")
         (run / RUN_FILE).write_text(content)
     notes = tmp_path / "s_train_0" / "weights"
-    for name, content in (("empty", ""), ("strange", '{"strange": 1, "expires_at": "soon"}'), ("far", '{"expires_at": 1e18}')):
+    for name, content in (
+        ("empty", ""),
+        ("strange", '{"strange": 1, "expires_at": "soon"}'),
+        ("far", '{"expires_at": 1e18}'),
+    ):
         (notes / name).mkdir()
         (notes / name / SPEC_FILE).write_text("")
         (notes / name / "about.json").write_text(content)
     (run_entry,) = folders.runs()
     assert {c.name for c in run_entry.checkpoints} == {"brief", "kept", "empty", "strange", "far"}
-    assert all(datetime.fromtimestamp(c.expires_at, UTC) for c in run_entry.checkpoints if c.expires_at)
+    assert all(
+        datetime.fromtimestamp(c.expires_at, UTC) for c in run_entry.checkpoints if c.expires_at
+    )
     with pytest.raises(NotFound, match=r"its run.json is damaged"):
         folders.run("s:train:1")
     with pytest.raises(Corrupt, match=r"is damaged: its model_spec.json"):
         folders.spec(TinkerPath("s:train:0", "weights", "empty"))
     clock.now += 61
     assert folders.sweep() == 1 and not folders.folder(brief).exists() and folders.existing(kept)
-    folders.note_run(replace(SPEC, model_id="s:train:1"), "s", {})  # its model lives, so what was lost is known
+    folders.note_run(
+        replace(SPEC, model_id="s:train:1"), "s", {}
+    )  # its model is live, so the lost values are known
     assert {run.run_id for run in folders.runs()} == {"s:train:0", "s:train:1"}
 
 
-def test_one_damaged_note_of_a_session_hides_itself_and_nothing_else(folders: CheckpointFolders, clock: Clock, tmp_path: Path):
+def test_a_damaged_session_record_hides_only_itself(
+    folders: CheckpointFolders, clock: Clock, tmp_path: Path
+):
     catalog = SessionCatalog(TenantTable(), folders, clock)
     for session_id in ("s1", "s2"):
         catalog.opened(SessionNote(session_id, clock.now, {"who": "me"}))
@@ -164,16 +205,22 @@ def test_one_damaged_note_of_a_session_hides_itself_and_nothing_else(folders: Ch
 def test_the_longest_ttl_is_still_a_date(folders: CheckpointFolders):
     saved(folders, "a", ttl_seconds=10**15)
     (entry,) = folders.checkpoints()
-    assert entry.expires_at is not None and datetime.fromtimestamp(entry.expires_at, UTC).year < 10_000
+    assert (
+        entry.expires_at is not None and datetime.fromtimestamp(entry.expires_at, UTC).year < 10_000
+    )
 
 
-def test_a_note_is_replaced_whole_and_synced_before_it_has_its_name(tmp_path: Path):
-    """Traced: the data is on the disk before the rename, and each writer has a file of its own."""
+def test_a_json_file_is_synced_before_it_replaces_the_old_one(tmp_path: Path):
+    """A trace shows the sync before the rename, and a separate file for each writer."""
     seen: list[str] = []
     real = {name: getattr(os, name) for name in ("fsync", "replace", "rename")}
     with pytest.MonkeyPatch.context() as patch:
         for name, call in real.items():
-            patch.setattr(os, name, lambda *a, _name=name, _call=call: (seen.append(f"{_name} {a[0]}"), _call(*a))[1])
+            patch.setattr(
+                os,
+                name,
+                lambda *a, _name=name, _call=call: (seen.append(f"{_name} {a[0]}"), _call(*a))[1],
+            )
         for _ in range(2):
             write_durably(tmp_path / "a.json", "{}")
     kinds = [line.split()[0] for line in seen]

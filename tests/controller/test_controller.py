@@ -1,4 +1,4 @@
-"""The controller with a backend in memory: order, idempotency, failures, sessions, long polls."""
+"""The controller with a fake backend: order, idempotency, failures, sessions, long polls."""
 
 import asyncio
 from dataclasses import replace
@@ -52,10 +52,12 @@ def rows(first_token: int = 5, length: int = 3, count: int = 1, **fields):
 
 
 def batch(model_id: str, seq_id: int | None = None, first_token: int = 5) -> rq.ForwardBackward:
-    return rq.ForwardBackward(model_id, rows(first_token), LossCall("cross_entropy", {}), seq_id=seq_id)
+    return rq.ForwardBackward(
+        model_id, rows(first_token), LossCall("cross_entropy", {}), seq_id=seq_id
+    )
 
 
-async def test_requests_of_a_model_take_effect_in_order(controller: Controller):
+async def test_requests_of_a_model_run_in_order(controller: Controller):
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()
@@ -65,7 +67,11 @@ async def test_requests_of_a_model_take_effect_in_order(controller: Controller):
         ids.append(await controller.submit(rq.OptimStep(model_id, AdamParams(), 2 * i + 2)))
     backend.go.set()
     await asyncio.gather(*(done(controller, i) for i in ids))
-    expected = [call for i in range(5) for call in ((f"forward_backward {i}", model_id), ("optim_step", model_id))]
+    expected = [
+        call
+        for i in range(5)
+        for call in ((f"forward_backward {i}", model_id), ("optim_step", model_id))
+    ]
     assert backend.calls[1:] == expected
 
 
@@ -85,14 +91,16 @@ async def test_a_retry_is_the_same_request(controller: Controller):
 
 async def test_creating_the_same_model_again_is_a_retry(controller: Controller):
     session = await controller.create_session()
-    request = rq.CreateModel(ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4), seed=3), session)
+    request = rq.CreateModel(
+        ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4), seed=3), session
+    )
     first = await controller.submit(request)
     assert await controller.submit(request) == first
     assert await done(controller, first) == rs.ModelCreated(request.model_id)
     assert len(controller.tenants.models) == 1
 
 
-async def test_an_answer_can_be_read_again_and_waited_for_by_many(controller: Controller):
+async def test_many_callers_can_wait_for_an_answer_and_read_it_again(controller: Controller):
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()
@@ -107,26 +115,34 @@ async def test_an_answer_can_be_read_again_and_waited_for_by_many(controller: Co
         await controller.retrieve("r-none", 0)
 
 
-async def test_a_failure_is_an_answer_and_the_model_goes_on(controller: Controller):
+async def test_a_failure_is_an_answer_and_the_model_continues(controller: Controller):
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("optim_step")
     result = await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams())))
-    assert isinstance(result, rs.Failure) and result.category == "server" and "optim_step broke" in result.message
+    assert (
+        isinstance(result, rs.Failure)
+        and result.category == "server"
+        and "optim_step broke" in result.message
+    )
     backend.failing.clear()
-    assert await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams()))) == rs.StepDone({})
+    assert await done(
+        controller, await controller.submit(rq.OptimStep(model_id, AdamParams()))
+    ) == rs.StepDone({})
 
 
-async def test_a_model_that_was_not_created_leaves_nothing(controller: Controller):
+async def test_a_failed_create_leaves_no_model(controller: Controller):
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("create_model")
     session = await controller.create_session()
     spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
-    assert isinstance(await done(controller, await controller.submit(rq.CreateModel(spec, session))), rs.Failure)
+    assert isinstance(
+        await done(controller, await controller.submit(rq.CreateModel(spec, session))), rs.Failure
+    )
     assert not controller.tenants.models
 
 
-async def test_sessions_take_their_models_with_them(controller: Controller):
+async def test_finishing_a_session_frees_its_models_and_samplers(controller: Controller):
     session, model_id = await model_in(controller)
     _, other = await model_in(controller)
     sampler = f"{session}:sample:0"
@@ -134,18 +150,24 @@ async def test_sessions_take_their_models_with_them(controller: Controller):
     await controller.finish_session(session)
     await controller.finish_session(session)
     assert list(controller.tenants.models) == [other]
-    assert ("delete_model", model_id) in controller.backend.calls  # type: ignore[attr-defined]
-    assert ("drop_sampler", f"{model_id}@1") in controller.backend.calls  # type: ignore[attr-defined]
+    backend: FakeBackend = controller.backend  # type: ignore[assignment]
+    assert ("delete_model", model_id) in backend.calls
+    assert ("drop_sampler", f"{model_id}@1") in backend.calls
     with pytest.raises(NotFound, match="unknown model"):
         await controller.submit(batch(model_id))
     with pytest.raises(NotFound):
         controller.heartbeat(session)
 
 
-async def test_samplers_are_versions_and_old_ones_end(controller: Controller):
+async def test_only_the_newest_sampler_versions_are_kept(controller: Controller):
     session, model_id = await model_in(controller)
     for i in range(3):
-        await done(controller, await controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:{i}")))
+        await done(
+            controller,
+            await controller.submit(
+                rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:{i}")
+            ),
+        )
     sample = rq.Sample(f"{session}:sample:2", (1, 2), rq.SamplingParams(4))
     result = await done(controller, await controller.submit(sample))
     assert isinstance(result, rs.SampleOutput) and result.version == f"{model_id}@3"
@@ -164,7 +186,7 @@ async def test_a_sample_retry_is_the_same_request(controller: Controller):
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         (rq.SamplingParams(600), r"prompt of 2 \+ max_tokens 600"),
         (rq.SamplingParams(0), "max_tokens at least 1"),
@@ -172,32 +194,41 @@ async def test_a_sample_retry_is_the_same_request(controller: Controller):
         (rq.SamplingParams(4, temperature=-1), "temperature -1"),
         (rq.SamplingParams(4, top_p=0), "top_p 0"),
         (rq.SamplingParams(4, seed=-1), r"seed -1: use 0 to 2\^63"),
-        (rq.SamplingParams(4, num_samples=2, seed=2**63 - 1), r"seed 9223372036854775807: use 0 to 2\^63 - num_samples"),
+        (
+            rq.SamplingParams(4, num_samples=2, seed=2**63 - 1),
+            r"seed 9223372036854775807: use 0 to 2\^63 - num_samples",
+        ),
         (rq.SamplingParams(4, top_k=0), "top_k 0"),
         (rq.SamplingParams(4, topk_prompt_logprobs=21), "topk_prompt_logprobs 21"),
     ],
 )
-async def test_bad_sampling_parameters(controller: Controller, params: rq.SamplingParams, said: str):
+async def test_bad_sampling_parameters_are_refused(
+    controller: Controller, params: rq.SamplingParams, message: str
+):
     session = await controller.create_session()
     await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=message):
         await controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), params))
 
 
 async def test_bad_batches_are_refused_at_once(controller: Controller):
     _, model_id = await model_in(controller)
     ce = LossCall("cross_entropy", {})
-    for columns, loss, said in (
+    for columns, loss, message in (
         (rows(length=600), ce, "datum 0 has 600 tokens; tiny takes 512"),
         (rows(first_token=320), ce, "token id outside 0 to 319"),
         (rows(first_token=-1), ce, "token id outside 0 to 319"),
         (rows(count=5), ce, "5 datums in one request; at most 4"),
-        (rows(weights=np.full(3, np.nan, np.float32)), ce, "weights has a value that is not finite"),
+        (
+            rows(weights=np.full(3, np.nan, np.float32)),
+            ce,
+            "weights has a value that is not finite",
+        ),
         (rows(), LossCall("nope", {}), "unknown loss 'nope'"),
         (rows(), LossCall("cross_entropy", {"x": 1}), "has no option 'x'"),
         (rows(), LossCall("ppo", {}), "missing: logprobs, advantages"),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(InvalidRequest, match=message):
             await controller.submit(rq.ForwardBackward(model_id, columns, loss))
     with pytest.raises(InvalidRequest, match=r"beta1 is 1.0"):
         await controller.submit(rq.OptimStep(model_id, AdamParams(beta1=1.0)))
@@ -206,21 +237,26 @@ async def test_bad_batches_are_refused_at_once(controller: Controller):
 
 async def test_bad_models_are_refused_at_once(controller: Controller):
     session = await controller.create_session()
-    for spec, said in (
+    for spec, message in (
         (
             ModelSpec(f"{session}:train:0", "other", lora=LoraSpec(4)),
             "unknown base model 'other'; this service has 'tiny'",
         ),
-        (ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(64)), "lora rank 64: this service takes 1 to 32"),
         (
-            ModelSpec(f"{session}:train:0", "tiny", "judge", LoraSpec(4)),
+            ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(64)),
+            "lora rank 64: this service takes 1 to 32",
+        ),
+        (
+            ModelSpec(f"{session}:train:0", "tiny", "judge", LoraSpec(4)),  # type: ignore[arg-type]
             "model_role 'judge': use one of policy, critic",
-        ),  # type: ignore[arg-type]
+        ),
     ):
-        with pytest.raises(InvalidRequest, match=said):
+        with pytest.raises(InvalidRequest, match=message):
             await controller.submit(rq.CreateModel(spec, session))
     with pytest.raises(NotFound, match="unknown session"):
-        await controller.submit(rq.CreateModel(ModelSpec("x:train:0", "tiny", lora=LoraSpec(4)), "x"))
+        await controller.submit(
+            rq.CreateModel(ModelSpec("x:train:0", "tiny", lora=LoraSpec(4)), "x")
+        )
 
 
 async def test_a_critic_is_not_sampled(controller: Controller):
@@ -232,7 +268,9 @@ async def test_a_critic_is_not_sampled(controller: Controller):
 async def test_ppo_means_ppo_critic_on_a_critic(controller: Controller):
     _, critic = await model_in(controller, role="critic")
     values = np.zeros(3, np.float32)
-    request = rq.ForwardBackward(critic, rows(values=values, returns=values), LossCall("ppo", {"value_clip": 0.3}))
+    request = rq.ForwardBackward(
+        critic, rows(values=values, returns=values), LossCall("ppo", {"value_clip": 0.3})
+    )
     assert isinstance(await done(controller, await controller.submit(request)), rs.LossOutput)
 
 
@@ -247,34 +285,61 @@ async def test_open_requests_are_bounded(controller: Controller):
     await asyncio.gather(*(done(controller, i) for i in ids))
 
 
-async def test_unknown_checkpoints(controller: Controller):
+async def test_unknown_checkpoints_are_refused(controller: Controller):
     session, model_id = await model_in(controller)
     with pytest.raises(NotFound, match="no checkpoint tinker://a/weights/b"):
-        await controller.submit(rq.CreateModel(ModelSpec(f"{session}:train:1", ""), session, from_path="tinker://a/weights/b"))
+        await controller.submit(
+            rq.CreateModel(
+                ModelSpec(f"{session}:train:1", ""), session, from_path="tinker://a/weights/b"
+            )
+        )
     with pytest.raises(InvalidRequest, match="not a tinker path"):
         await controller.submit(rq.LoadWeights(model_id, "tinker://a/../b", True))
-    result = await done(controller, await controller.submit(rq.LoadWeights(model_id, "tinker://a/weights/b", True)))
-    assert isinstance(result, rs.Failure) and result.category == "user" and "no checkpoint" in result.message
+    result = await done(
+        controller, await controller.submit(rq.LoadWeights(model_id, "tinker://a/weights/b", True))
+    )
+    assert (
+        isinstance(result, rs.Failure)
+        and result.category == "user"
+        and "no checkpoint" in result.message
+    )
 
 
-async def test_a_step_behind_a_failed_batch_is_not_applied(controller: Controller):
+async def test_a_step_after_a_failed_batch_is_not_applied(controller: Controller):
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("forward_backward")
-    batch_id, step_id = await controller.submit(batch(model_id)), await controller.submit(rq.OptimStep(model_id, AdamParams()))
+    batch_id, step_id = (
+        await controller.submit(batch(model_id)),
+        await controller.submit(rq.OptimStep(model_id, AdamParams())),
+    )
     assert isinstance(await done(controller, batch_id), rs.Failure)
     failed = await done(controller, step_id)
-    assert isinstance(failed, rs.Failure) and "not applied" in failed.message and failed.category == "server"
-    assert backend.calls[-1] == ("drop_gradients", model_id) and ("optim_step", model_id) not in backend.calls
-    assert await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams()))) == rs.StepDone({})
+    assert (
+        isinstance(failed, rs.Failure)
+        and "not applied" in failed.message
+        and failed.category == "server"
+    )
+    assert (
+        backend.calls[-1] == ("drop_gradients", model_id)
+        and ("optim_step", model_id) not in backend.calls
+    )
+    assert await done(
+        controller, await controller.submit(rq.OptimStep(model_id, AdamParams()))
+    ) == rs.StepDone({})
 
 
 async def test_weights_stay_until_the_last_accepted_sample_is_answered(controller: Controller):
     session, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
-    await done(controller, await controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0")))
+    await done(
+        controller,
+        await controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0")),
+    )
     backend.go.clear()
-    sample_id = await controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4)))
+    sample_id = await controller.submit(
+        rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4))
+    )
     finishing = asyncio.create_task(controller.finish_session(session))
     await asyncio.sleep(0.01)
     assert ("drop_sampler", f"{model_id}@1") not in backend.calls
@@ -282,12 +347,14 @@ async def test_weights_stay_until_the_last_accepted_sample_is_answered(controlle
     await finishing
     assert isinstance(await done(controller, sample_id), rs.SampleOutput)
     async with asyncio.timeout(5):
-        while ("drop_sampler", f"{model_id}@1") not in backend.calls:  # noqa: ASYNC110  behind the answer
+        while ("drop_sampler", f"{model_id}@1") not in backend.calls:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    assert backend.calls.index(("sample", f"{model_id}@1")) < backend.calls.index(("drop_sampler", f"{model_id}@1"))
+    assert backend.calls.index(("sample", f"{model_id}@1")) < backend.calls.index(
+        ("drop_sampler", f"{model_id}@1")
+    )
 
 
-async def test_finishing_a_session_frees_what_was_still_being_saved(controller: Controller):
+async def test_finishing_a_session_frees_a_sampler_that_is_being_saved(controller: Controller):
     session, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()
@@ -300,10 +367,14 @@ async def test_finishing_a_session_frees_what_was_still_being_saved(controller: 
     assert isinstance(await done(controller, saving), rs.SamplerSaved)
     failed = await done(controller, queued)
     assert isinstance(failed, rs.Failure) and "was finished before this ran" in failed.message
-    assert ("drop_sampler", f"{model_id}@1") in backend.calls and not controller.tenants.samplers and not backend.models
+    assert (
+        ("drop_sampler", f"{model_id}@1") in backend.calls
+        and not controller.tenants.samplers
+        and not backend.models
+    )
 
 
-async def test_a_model_whose_checkpoint_does_not_load_does_not_stay(controller: Controller):
+async def test_a_new_model_is_deleted_when_its_checkpoint_does_not_load(controller: Controller):
     session, model_id = await model_in(controller)
     saved = await done(controller, await controller.submit(rq.SaveWeights(model_id, "c")))
     assert isinstance(saved, rs.Saved)
@@ -314,17 +385,25 @@ async def test_a_model_whose_checkpoint_does_not_load_does_not_stay(controller: 
     assert list(backend.models) == [model_id] == list(controller.tenants.models)
 
 
-async def test_a_model_is_created_with_a_head_that_engines_can_sample(controller: Controller):
+async def test_a_model_is_created_without_an_output_layer_that_engines_cannot_sample(
+    controller: Controller,
+):
     controller.capabilities = replace(controller.able, adapts_head=False)
     session = await controller.create_session()
     body = {"session_id": session, "base_model": "tiny", "lora_config": {"rank": 4}}
-    request = translate.create_model(wire.CreateModel.model_validate({**body, "model_seq_id": 0}), 32.0)
+    request = translate.create_model(
+        wire.CreateModel.model_validate({**body, "model_seq_id": 0}), 32.0
+    )
     first = await controller.submit(request)
     assert controller.tenants.models[request.model_id].spec.lora == LoraSpec(4, train_unembed=False)
     assert await controller.submit(request) == first  # a retry
     named = {**body, "model_seq_id": 1, "lora_config": {"rank": 4, "train_unembed": True}}
-    with pytest.raises(InvalidRequest, match="set train_unembed=False, train_attn and train_mlp are allowed"):
-        await controller.submit(translate.create_model(wire.CreateModel.model_validate(named), 32.0))
+    with pytest.raises(
+        InvalidRequest, match="set train_unembed=False, train_attn and train_mlp are allowed"
+    ):
+        await controller.submit(
+            translate.create_model(wire.CreateModel.model_validate(named), 32.0)
+        )
 
 
 async def test_a_repeated_create_without_a_seed_is_a_retry(controller: Controller):
@@ -336,8 +415,10 @@ async def test_a_repeated_create_without_a_seed_is_a_retry(controller: Controlle
     assert translate.create_model(other, 32.0).spec.seed != first.spec.seed
 
 
-async def test_what_can_not_be_noted_now_is_noted_later_and_done_once(controller: Controller, monkeypatch: pytest.MonkeyPatch):
-    """A checkpoint folder on a full disk: the operation waits, is not failed, and is not done again."""
+async def test_an_operation_waits_for_a_full_disk_and_is_executed_once(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+):
+    """The disk of the checkpoint folder is full at first. The operation does not fail."""
     monkeypatch.setattr("skyrl_actors.controller.lanes.LONGEST_PAUSE_S", 0.01)
     folders, failures = controller._executor.folders, {"note_run": 2, "note": 2}
 
@@ -355,7 +436,9 @@ async def test_what_can_not_be_noted_now_is_noted_later_and_done_once(controller
     for name in failures:
         monkeypatch.setattr(folders, name, full_at_first(name))
     _, model_id = await model_in(controller)
-    saved = await done(controller, await controller.submit(rq.SaveWeights(model_id, "c", user_metadata={"a": "b"})))
+    saved = await done(
+        controller, await controller.submit(rq.SaveWeights(model_id, "c", user_metadata={"a": "b"}))
+    )
     assert isinstance(saved, rs.Saved) and failures == {"note_run": 0, "note": 0}
     (entry,) = (await controller.catalog("run", model_id)).checkpoints
     assert entry.path == saved.path and entry.user_metadata == {"a": "b"}
@@ -363,17 +446,24 @@ async def test_what_can_not_be_noted_now_is_noted_later_and_done_once(controller
     assert [verb for verb, _ in backend.calls].count("save_checkpoint") == 1
 
 
-async def test_payloads_of_waiting_requests_leave_memory_and_run_all_the_same(controller: Controller):
+async def test_requests_whose_payloads_left_memory_run(
+    controller: Controller,
+):
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()
     memory = controller._ledger.memory
     memory.limit = 3 * 2**20
-    wide = columns_from([Example(np.full(2**17, 7, np.int32), {"target_tokens": np.full(2**17, 7, np.int32)})])
+    wide = columns_from(
+        [Example(np.full(2**17, 7, np.int32), {"target_tokens": np.full(2**17, 7, np.int32)})]
+    )
     controller.config = controller.config.model_copy(update={"limits": LimitsConfig(tokens=2**20)})
     controller.capabilities = replace(controller.able, max_context_tokens=2**20)
     ids = [
-        await controller.submit(rq.ForwardBackward(model_id, wide, LossCall("cross_entropy", {}), seq_id=i)) for i in range(1, 9)
+        await controller.submit(
+            rq.ForwardBackward(model_id, wide, LossCall("cross_entropy", {}), seq_id=i)
+        )
+        for i in range(1, 9)
     ]
     ops = [controller._ledger.ops[request_id] for request_id in ids]
     assert sum(op.request is None for op in ops) >= 5 and memory.num_bytes <= memory.limit
@@ -395,10 +485,10 @@ async def test_answers_beyond_the_bound_are_read_from_the_journal(controller: Co
 
 
 @pytest.mark.parametrize("large", [False, True])
-async def test_a_request_that_comes_twice_at_once_under_one_id_runs_once(
+async def test_concurrent_requests_with_the_same_id_run_once(
     controller: Controller, large: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    if large:  # it is examined in a thread, and both copies have passed the first look by then
+    if large:  # examined in a thread, so all copies pass the first check before one is accepted
         monkeypatch.setattr("skyrl_actors.controller.examine.THREAD_BYTES", 0)
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
@@ -410,7 +500,9 @@ async def test_a_request_that_comes_twice_at_once_under_one_id_runs_once(
     assert controller.queue.num_open == 0
 
 
-async def test_a_payload_that_can_not_be_read_now_is_read_later(controller: Controller, monkeypatch: pytest.MonkeyPatch):
+async def test_reading_a_payload_is_retried_after_a_fault(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("skyrl_actors.controller.lanes.LONGEST_PAUSE_S", 0.01)
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
@@ -418,7 +510,8 @@ async def test_a_payload_that_can_not_be_read_now_is_read_later(controller: Cont
     memory = controller._ledger.memory
     memory.limit = memory.small = 0
     ids = [await controller.submit(batch(model_id, i)) for i in (1, 2)]
-    packs, failures = controller.journal._packs, iter([OSError(24, "Too many open files"), PoolTimeout("QueuePool limit")])  # type: ignore[attr-defined]
+    packs = controller.journal._packs  # type: ignore[attr-defined]
+    failures = iter([OSError(24, "Too many open files"), PoolTimeout("QueuePool limit")])
     read = packs.read
 
     def failing(blob):
@@ -428,5 +521,7 @@ async def test_a_payload_that_can_not_be_read_now_is_read_later(controller: Cont
 
     monkeypatch.setattr(packs, "read", failing)
     backend.go.set()
-    assert all([isinstance(await done(controller, request_id), rs.LossOutput) for request_id in ids])
-    assert next(failures, None) is None, "both faults were met"
+    assert all(
+        [isinstance(await done(controller, request_id), rs.LossOutput) for request_id in ids]
+    )
+    assert next(failures, None) is None, "both faults occurred"

@@ -1,4 +1,4 @@
-"""Digests of retried requests: what they cover, and that they stay what they are."""
+"""Digests of retried requests: the fields that they cover, and their stability."""
 
 from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
@@ -19,17 +19,26 @@ COLUMNS = Columns(
 )
 REQUESTS: dict[str, rq.Request] = {
     "create": rq.CreateModel(ModelSpec("s:train:0", "tiny", lora=LoraSpec(8)), "s", {"a": "b"}),
-    "forward_backward": rq.ForwardBackward("s:train:0", COLUMNS, LossCall("cross_entropy", {}), seq_id=3),
+    "forward_backward": rq.ForwardBackward(
+        "s:train:0", COLUMNS, LossCall("cross_entropy", {}), seq_id=3
+    ),
     "optim": rq.OptimStep("s:train:0", AdamParams(learning_rate=1e-3), seq_id=4),
     "save": rq.SaveWeights("s:train:0", "step-1", seq_id=5, ttl_seconds=60),
     "sampler": rq.SaveForSampler("s:train:0", sampler_id="x", seq_id=6),
     "external": rq.SaveExternal("s:train:0", "out", seq_id=7),
     "load": rq.LoadWeights("s:train:0", "tinker://a/weights/b", True, seq_id=8),
     "unload": rq.Unload("s:train:0"),
-    "sample": rq.Sample("x", (1, 2, 3), rq.SamplingParams(16, temperature=0.7, stop=("end",)), seq_id=9),
-    "scores": rq.Sample("x", (1, 2, 3), rq.SamplingParams(1, prompt_targets=PromptTargets((1, 2), (2, 1))), seq_id=10),
+    "sample": rq.Sample(
+        "x", (1, 2, 3), rq.SamplingParams(16, temperature=0.7, stop=("end",)), seq_id=9
+    ),
+    "scores": rq.Sample(
+        "x",
+        (1, 2, 3),
+        rq.SamplingParams(1, prompt_targets=PromptTargets((1, 2), (2, 1))),
+        seq_id=10,
+    ),
 }
-# Journals hold these: whoever changes one makes retries that cross an upgrade fail.
+# Journals store these values. If one changes, retries that cross an upgrade fail.
 DIGESTS = {
     "create": 8027045852135178652,
     "forward_backward": 9075847701522977795,
@@ -57,7 +66,7 @@ BEFORE = {
 
 
 def grown(value: Any, **more: Any) -> Any:
-    """The same value in a version of this project whose class has more fields."""
+    """Return the same value as a later version of this project, with more fields, has it."""
     fields = [(name, type(default), field(default=default)) for name, default in more.items()]
     own = {name: getattr(value, name) for name in type(value).__dataclass_fields__}
     later = make_dataclass(type(value).__name__, fields, bases=(type(value),), frozen=True)
@@ -65,43 +74,62 @@ def grown(value: Any, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_digests_stay_what_they_are(name: str):
+def test_digests_do_not_change(name: str):
     assert int(digest_of(REQUESTS[name])) == DIGESTS[name]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_retry_that_crosses_the_upgrade_from_repr_is_known(name: str):
+def test_a_retry_matches_the_digest_of_the_earlier_version(name: str):
     request = REQUESTS[name]
     assert digest_before(request) == BEFORE[name]
     assert digest_of(request).matches(BEFORE[name]) and digest_of(request).matches(DIGESTS[name])
-    assert not digest_of(request).matches(BEFORE[name] ^ 1) and not digest_of(request).matches(DIGESTS[name] ^ 1)
+    assert not digest_of(request).matches(BEFORE[name] ^ 1) and not digest_of(request).matches(
+        DIGESTS[name] ^ 1
+    )
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_field_that_is_added_with_a_default_changes_no_digest(name: str):
+def test_an_added_field_with_a_default_changes_no_digest(name: str):
     request = grown(REQUESTS[name], later=0.5, also=())
     assert digest_of(request) == digest_of(REQUESTS[name])
     assert digest_of(replace(request, later=0.6)) != digest_of(REQUESTS[name])
-    if name != "forward_backward":  # its earlier digest covered named fields alone
+    if name != "forward_backward":  # its earlier digest covered only named fields
         assert digest_before(request) == BEFORE[name]
-        assert digest_before(replace(request, later=0.6)) is None  # an earlier version could not be asked that
+        # A request of the earlier version cannot use the new field.
+        assert digest_before(replace(request, later=0.6)) is None
 
 
-def test_a_field_that_is_added_further_in_changes_no_digest():
-    for request, part in ((REQUESTS["sample"], "params"), (REQUESTS["optim"], "adam"), (REQUESTS["create"], "spec")):
-        later = replace(request, **{part: grown(getattr(request, part), later=True)})  # type: ignore[type-var]
+def test_an_added_field_of_a_nested_value_changes_no_digest():
+    for request, part in (
+        (REQUESTS["sample"], "params"),
+        (REQUESTS["optim"], "adam"),
+        (REQUESTS["create"], "spec"),
+    ):
+        changes = {part: grown(getattr(request, part), later=True)}
+        later = replace(request, **changes)  # type: ignore[type-var]
         assert digest_of(later) == digest_of(request)
         assert digest_of(later).matches(int(digest_of(request)))
 
 
-def test_each_field_counts():
+def test_each_field_changes_the_digest():
     base = rq.Sample("x", (1, 2, 3), rq.SamplingParams(16), seq_id=1)
     params = [
-        {"num_samples": 2}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.5}, {"seed": 0}, {"stop": ()}, {"stop": (1,)},
-        {"stop": ("1",)}, {"stop": ("1", "2")}, {"stop": ("1,2",)}, {"prompt_logprobs": True}, {"stream": True},
-        {"prompt_targets": PromptTargets((2, 1), (1, 2))}, {"prompt_targets": PromptTargets((1, 2), (1, 2))},
+        {"num_samples": 2},
+        {"temperature": 0.5},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"seed": 0},
+        {"stop": ()},
+        {"stop": (1,)},
+        {"stop": ("1",)},
+        {"stop": ("1", "2")},
+        {"stop": ("1,2",)},
+        {"prompt_logprobs": True},
+        {"stream": True},
+        {"prompt_targets": PromptTargets((2, 1), (1, 2))},
+        {"prompt_targets": PromptTargets((1, 2), (1, 2))},
         {"prompt_targets": PromptTargets((1, 2), (1, 2), SparseLayout((0, 1), (1,)))},
-    ]  # fmt: skip
+    ]
     variants = [base, *(replace(base, params=replace(base.params, **change)) for change in params)]
     variants += [
         replace(base, prompt=(1, 2, 4)),
@@ -114,12 +142,19 @@ def test_each_field_counts():
     assert isinstance(batch, rq.ForwardBackward)
     wide = replace(COLUMNS, widths=np.array([1]))
     other = replace(COLUMNS, fields={**COLUMNS.fields, "weights": np.zeros(4, np.float32)})
-    batches = [batch, *(replace(batch, columns=columns) for columns in (wide, other)), replace(batch, forward_only=True)]
-    batches += [replace(batch, loss=LossCall("ppo", {})), replace(batch, loss=LossCall("cross_entropy", {"a": 1.0}))]
+    batches = [
+        batch,
+        *(replace(batch, columns=columns) for columns in (wide, other)),
+        replace(batch, forward_only=True),
+    ]
+    batches += [
+        replace(batch, loss=LossCall("ppo", {})),
+        replace(batch, loss=LossCall("cross_entropy", {"a": 1.0})),
+    ]
     assert len({int(digest_of(request)) for request in batches}) == len(batches)
 
 
-def test_equal_numbers_and_orders_of_keys_are_equal():
+def test_equal_numbers_and_reordered_keys_have_equal_digests():
     def sample(**options: Any) -> int:
         return digest_of(rq.Sample("x", (1,), rq.SamplingParams(16, **options)))
 
@@ -132,18 +167,24 @@ def test_equal_numbers_and_orders_of_keys_are_equal():
     assert saved({"a": "1", "b": "2"}) == saved({"b": "2", "a": "1"}) != saved({"a": "2", "b": "1"})
 
 
-def test_digests_fit_the_journals_column():
+def test_digests_fit_the_column_of_the_journal():
     assert all(2**62 <= int(digest_of(request)) < 2**63 for request in REQUESTS.values())
 
 
-def test_the_table_of_earlier_fields_names_no_others():
+def test_the_table_of_earlier_fields_contains_only_existing_fields():
     known = {cls.__name__: set(cls.__dataclass_fields__) for cls in _classes()}
     assert set(FIELDS_BEFORE) <= set(known)
     assert all(set(names.split()) <= known[name] for name, names in FIELDS_BEFORE.items())
 
 
 def _classes() -> list[type]:
-    parts: list[Any] = [*REQUESTS.values(), ModelSpec("", ""), LoraSpec(1), AdamParams(), rq.SamplingParams(1)]
+    parts: list[Any] = [
+        *REQUESTS.values(),
+        ModelSpec("", ""),
+        LoraSpec(1),
+        AdamParams(),
+        rq.SamplingParams(1),
+    ]
     return [*(type(part) for part in parts), PromptTargets, SparseLayout]
 
 
@@ -152,6 +193,6 @@ class Unknown:
     value: object
 
 
-def test_what_has_no_digest_is_not_passed_over():
+def test_a_value_of_an_unknown_type_raises():
     with pytest.raises(TypeError, match="no digest of a object"):
         digest_of(Unknown(object()))  # type: ignore[arg-type]

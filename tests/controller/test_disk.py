@@ -1,4 +1,6 @@
-"""Checkpoint files: never on the event loop, slow work apart from quick work, and of one owner only his own."""
+"""Checkpoint files: not accessed on the event loop, slow work in separate threads, and
+listings that open only files of the owner.
+"""
 
 import asyncio
 import json
@@ -23,24 +25,34 @@ from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.catalog import SessionNote
+from skyrl_actors.messages.catalog import CatalogVerb, SessionNote
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path
 from tests.fakes import FakeBackend
 
 ANN, BOB = "aaaaaaaaaa", "bbbbbbbbbb"
-WATCHED = ("open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.stat")
+WATCHED = (
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "os.stat",
+)
 
 
 class Opened:
-    """What this process does with files below a folder, as the interpreter itself tells, and in which thread."""
+    """Record file accesses of this process below a folder, by thread, with an audit hook."""
 
     def __init__(self) -> None:
         self.root: str | None = None
         self.seen: list[tuple[int, str, str]] = []
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._record)
 
-    def _hear(self, event: str, arguments: tuple) -> None:
+    def _record(self, event: str, arguments: tuple) -> None:
         if self.root is not None and event in WATCHED and arguments:
             path = os.fspath(arguments[0]) if isinstance(arguments[0], str | os.PathLike) else ""
             if isinstance(path, str) and path.startswith(self.root):
@@ -73,7 +85,9 @@ def saved(folders: CheckpointFolders, owner: str, number: int, kind: str = "weig
 
 @pytest.fixture
 async def controller(tmp_path: Path):
-    config = ClusterConfig(base_model=TinyBase(name="tiny"), checkpoint_dir=tmp_path / "checkpoints")
+    config = ClusterConfig(
+        base_model=TinyBase(name="tiny"), checkpoint_dir=tmp_path / "checkpoints"
+    )
     made = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
     await made.start()
     yield made
@@ -86,21 +100,23 @@ async def done(controller: Controller, request: rq.Request) -> rs.Result:
     return result
 
 
-async def test_no_checkpoint_file_is_touched_on_the_event_loop(controller: Controller, monkeypatch: pytest.MonkeyPatch):
+async def test_no_checkpoint_file_is_touched_on_the_event_loop(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+):
     save = FakeBackend.save_checkpoint
 
     async def save_elsewhere(self, *arguments, **more) -> None:
-        """The real ranks are other processes."""
+        """Save in a thread, because the real ranks are other processes."""
         await asyncio.to_thread(lambda: asyncio.run(save(self, *arguments, **more)))
 
     monkeypatch.setattr(FakeBackend, "save_checkpoint", save_elsewhere)
     stat = os.stat
 
-    def heard(path, *arguments, **more):
-        OPENED._hear("os.stat", (path,))
+    def recorded(path, *arguments, **more):
+        OPENED._record("os.stat", (path,))
         return stat(path, *arguments, **more)
 
-    monkeypatch.setattr(os, "stat", heard)  # the interpreter does not tell of these
+    monkeypatch.setattr(os, "stat", recorded)  # the interpreter has no audit event for it
     root = controller.config.checkpoint_dir
     with OPENED.below(root) as seen:
         session = await controller.create_session("s1", {"a": "b"}, "name")
@@ -112,13 +128,22 @@ async def test_no_checkpoint_file_is_touched_on_the_event_loop(controller: Contr
         await done(controller, rq.SaveExternal(spec.model_id, "three"))
         path = f"tinker://{spec.model_id}/weights/one"
         await done(controller, rq.LoadWeights(spec.model_id, path, True))
-        await done(controller, rq.LoadWeights(spec.model_id, path, False, mixed_with=path, share=0.5))
+        await done(
+            controller, rq.LoadWeights(spec.model_id, path, False, mixed_with=path, share=0.5)
+        )
         other = ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4))
         await done(controller, rq.CreateModel(other, session, from_path=path))
-        await controller.open_sampler("s1:sample:9", session, "tiny", f"tinker://{spec.model_id}/sampler_weights/two")
+        await controller.open_sampler(
+            "s1:sample:9", session, "tiny", f"tinker://{spec.model_id}/sampler_weights/two"
+        )
         assert (await controller.checkpoint_spec(parse_path(path))).model_id == spec.model_id
-        assert len(await controller.catalog("checkpoints")) == 3 and len(await controller.session_catalog("sessions")) == 1
-        await controller.catalog("copy", parse_path(path), TinkerPath("s1:train:7", "weights", "one"), session, None)
+        assert (
+            len(await controller.catalog("checkpoints")) == 3
+            and len(await controller.session_catalog("sessions")) == 1
+        )
+        await controller.catalog(
+            "copy", parse_path(path), TinkerPath("s1:train:7", "weights", "one"), session, None
+        )
         await controller.catalog("set_public", parse_path(path), True)
         await controller.catalog("delete", parse_path(path))
         await controller.finish_session(session, "success")
@@ -129,7 +154,7 @@ async def test_no_checkpoint_file_is_touched_on_the_event_loop(controller: Contr
 
 @pytest.fixture
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
-    """Copies that stand still until the event is set, and the files that were copied."""
+    """Block copies until an event is set. Yields the event and the names of copied files."""
     go, copied = threading.Event(), list[str]()
     copyfile = checkpoints.shutil.copyfile
 
@@ -143,20 +168,26 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
     go.set()
 
 
-async def test_copies_that_take_long_delay_no_listing_no_journal_read_and_no_session(controller: Controller, slow_copies):
+async def test_slow_copies_delay_no_listing_no_journal_read_and_no_session(
+    controller: Controller, slow_copies
+):
     go, _ = slow_copies
     folders = controller._executor.folders
     source = await asyncio.to_thread(saved, folders, ANN, 1)
     mine = await asyncio.to_thread(saved, folders, BOB, 2)
     copies = [
         asyncio.ensure_future(
-            controller.catalog("copy", source, TinkerPath(f"s90k{ANN}:train:{i}", "weights", "one"), "s9", None)
+            controller.catalog(
+                "copy", source, TinkerPath(f"s90k{ANN}:train:{i}", "weights", "one"), "s9", None
+            )
         )
-        for i in range(64)  # more than any pool has threads
+        for i in range(64)  # more than the threads of any pool
     ]
     try:
         async with asyncio.timeout(20):
-            assert [c.run_id for c in await controller.catalog("checkpoints", BOB)] == [mine.model_id]
+            assert [c.run_id for c in await controller.catalog("checkpoints", BOB)] == [
+                mine.model_id
+            ]
             await controller.catalog("set_public", mine, True)
             assert await controller.catalog("is_public", mine)
             session = await controller.create_session()
@@ -172,7 +203,9 @@ async def test_copies_that_take_long_delay_no_listing_no_journal_read_and_no_ses
     assert len(await controller.catalog("runs", ANN)) == 65
 
 
-async def test_a_repeat_of_a_copy_waits_for_its_end_also_when_the_first_caller_gave_up(controller: Controller, slow_copies):
+async def test_a_repeated_copy_waits_for_the_first_even_if_its_caller_was_cancelled(
+    controller: Controller, slow_copies
+):
     go, copied = slow_copies
     source = await asyncio.to_thread(saved, controller._executor.folders, ANN, 1)
     arguments = (source, TinkerPath(f"s90k{ANN}:train:0", "weights", "one"), "s9", None)
@@ -193,19 +226,24 @@ async def test_a_repeat_of_a_copy_waits_for_its_end_also_when_the_first_caller_g
     assert copied == ["model.bin"] and not controller._disk._locks
 
 
-async def test_changes_of_one_checkpoint_do_not_undo_each_other(tmp_path: Path):
+async def test_concurrent_changes_of_a_checkpoint_are_all_kept(tmp_path: Path):
     folders, disk = CheckpointFolders(tmp_path), Disk()
     path = saved(folders, ANN, 1)
     for ttl in range(20):
-        changes = (("set_public", True), ("set_ttl", 1000 + ttl), ("set_public", True), ("set_ttl", 1000 + ttl))
-        await asyncio.gather(*(disk.catalog(folders, verb, path, value) for verb, value in changes))  # type: ignore[arg-type]
+        changes: tuple[tuple[CatalogVerb, bool | int], ...] = (
+            ("set_public", True),
+            ("set_ttl", 1000 + ttl),
+            ("set_public", True),
+            ("set_ttl", 1000 + ttl),
+        )
+        await asyncio.gather(*(disk.catalog(folders, verb, path, value) for verb, value in changes))
         (entry,) = folders.checkpoints()
         assert entry.public and entry.expires_at is not None
         folders.set_public(path, False)
         folders.set_ttl(path, None)
 
 
-def test_a_listing_of_one_owner_opens_only_his_files(tmp_path: Path):
+def test_a_listing_opens_only_files_of_the_owner(tmp_path: Path):
     folders = CheckpointFolders(tmp_path)
     catalog = SessionCatalog(TenantTable(), folders)
     for number in range(40):
@@ -215,7 +253,12 @@ def test_a_listing_of_one_owner_opens_only_his_files(tmp_path: Path):
     hidden = saved(folders, BOB, 99)
     folders.set_public(hidden, True)
     with OPENED.below(tmp_path) as seen:
-        assert len(folders.runs(ANN)) == len(folders.checkpoints(ANN)) == len(catalog.sessions(ANN)) == 3
+        assert (
+            len(folders.runs(ANN))
+            == len(folders.checkpoints(ANN))
+            == len(catalog.sessions(ANN))
+            == 3
+        )
         assert catalog.session(f"s{1:07x}0k{ANN}").num_checkpoints == 1
     opened = [path for _, event, path in seen if event == "open"]
     assert 3 * 2 * 3 < len(opened) < 60 and all(f"k{ANN}" in path for path in opened)
@@ -223,41 +266,60 @@ def test_a_listing_of_one_owner_opens_only_his_files(tmp_path: Path):
     for number in range(100, 140):
         saved(folders, BOB, number)
     with OPENED.below(tmp_path) as seen:
-        assert len(folders.runs(ANN)) == len(folders.checkpoints(ANN)) == len(catalog.sessions(ANN)) == 3
+        assert (
+            len(folders.runs(ANN))
+            == len(folders.checkpoints(ANN))
+            == len(catalog.sessions(ANN))
+            == 3
+        )
         assert catalog.session(f"s{1:07x}0k{ANN}").num_checkpoints == 1
-    assert len([path for _, event, path in seen if event == "open"]) == again  # however many others have
-    assert {run.run_id for run in folders.runs(ANN, published=True)} == {r.run_id for r in folders.runs(ANN)} | {hidden.model_id}
+    # The number does not depend on the number of files of others.
+    assert len([path for _, event, path in seen if event == "open"]) == again
+    assert {run.run_id for run in folders.runs(ANN, published=True)} == {
+        r.run_id for r in folders.runs(ANN)
+    } | {hidden.model_id}
     assert len(folders.runs()) == 81 and len(catalog.sessions()) == 81
 
 
-def test_what_is_published_is_listed_for_others_without_their_other_files(tmp_path: Path):
+def test_listing_published_checkpoints_opens_no_other_files_of_their_owners(tmp_path: Path):
     folders = CheckpointFolders(tmp_path)
     mine, theirs, other = saved(folders, ANN, 1), saved(folders, BOB, 2), saved(folders, BOB, 3)
     assert [run.run_id for run in folders.runs(ANN, published=True)] == [mine.model_id]
     folders.set_public(theirs, True)
     with OPENED.below(tmp_path) as seen:
-        assert {run.run_id for run in folders.runs(ANN, published=True)} == {mine.model_id, theirs.model_id}
+        assert {run.run_id for run in folders.runs(ANN, published=True)} == {
+            mine.model_id,
+            theirs.model_id,
+        }
     assert not [path for _, event, path in seen if event == "open" and "s00000030k" in path]
     folders.delete(theirs)
     assert [c.run_id for c in folders.checkpoints(ANN, published=True)] == [mine.model_id]
-    anew = CheckpointFolders(tmp_path)
-    anew.set_public(other, True)
-    assert {c.run_id for c in anew.checkpoints(ANN, published=True)} == {mine.model_id, other.model_id}
-    assert {c.run_id for c in CheckpointFolders(tmp_path).checkpoints(ANN, published=True)} == {mine.model_id, other.model_id}
+    reopened = CheckpointFolders(tmp_path)
+    reopened.set_public(other, True)
+    assert {c.run_id for c in reopened.checkpoints(ANN, published=True)} == {
+        mine.model_id,
+        other.model_id,
+    }
+    assert {c.run_id for c in CheckpointFolders(tmp_path).checkpoints(ANN, published=True)} == {
+        mine.model_id,
+        other.model_id,
+    }
 
 
-def test_an_index_by_owner_knows_what_came_and_went(tmp_path: Path):
+def test_an_owner_index_follows_added_and_removed_entries(tmp_path: Path):
     index = OwnerIndex(tmp_path / "later")
     assert index.names(ANN) == index.names(None) == []
     (tmp_path / "later").mkdir()
     for number in range(200):
         name = f"s{number:07x}0k{ANN if number % 2 else BOB}_train_0"
         (tmp_path / "later" / name).mkdir()
-        assert name in index.names(ANN if number % 2 else BOB) and name not in index.names(BOB if number % 2 else ANN)
+        assert name in index.names(ANN if number % 2 else BOB) and name not in index.names(
+            BOB if number % 2 else ANN
+        )
         if number % 3 == 0:
             (tmp_path / "later" / name).rmdir()
             assert name not in index.names(None) and name not in index.names(ANN)
-    os.utime(tmp_path / "later", (1, 1))  # long ago: it is believed from now on
+    os.utime(tmp_path / "later", (1, 1))  # old enough that the index uses the modification time
     assert index.names(ANN) == index.names(ANN) and index._at_ns == 10**9
     (tmp_path / "later" / f"s00k{ANN}.json").touch()
     assert f"s00k{ANN}.json" in index.names(ANN)

@@ -1,4 +1,4 @@
-"""Loops that tidy: one job that fails ends neither its loop nor the others."""
+"""Housekeeping loops: silent sessions, sweeps, clocks, abandoned files."""
 
 import asyncio
 from pathlib import Path
@@ -11,7 +11,7 @@ from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConf
 from skyrl_actors.controller import housekeeping
 from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.controller.controller import Controller
-from skyrl_actors.controller.tenants import Session, TenantTable
+from skyrl_actors.controller.tenants import TenantSession, TenantTable
 from skyrl_actors.journal.entries import Accepted, Answered
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.model import ModelSpec
@@ -22,7 +22,7 @@ from tests.fakes import FakeBackend
 
 
 class Job:
-    """Fails with what nobody foresaw, and counts its calls."""
+    """Fail with an unexpected exception, and count the calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -37,9 +37,10 @@ class Records(Job):
         return super().sweep()
 
 
-async def test_a_sweep_that_fails_ends_neither_its_loop_nor_the_others():
+async def test_a_failed_sweep_ends_neither_its_loop_nor_the_other_sweeps():
     folders, sessions, journal = Job(), Job(), Records()
-    loop = asyncio.create_task(housekeeping.sweep(folders, sessions, journal, 0.001, 1.0))  # type: ignore[arg-type]
+    sweeping = housekeeping.sweep(folders, sessions, journal, 0.001, 1.0)  # type: ignore[arg-type]
+    loop = asyncio.create_task(sweeping)
     async with asyncio.timeout(10):
         while min(folders.calls, sessions.calls, journal.calls) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -47,10 +48,10 @@ async def test_a_sweep_that_fails_ends_neither_its_loop_nor_the_others():
     loop.cancel()
 
 
-async def test_a_session_that_cannot_be_freed_does_not_keep_others_alive():
+async def test_a_session_that_cannot_be_freed_does_not_block_freeing_others():
     tenants, freed = TenantTable(), asyncio.Queue[str]()
     for name in ("s1", "s2"):
-        tenants.sessions[name] = Session(name, -1.0)
+        tenants.sessions[name] = TenantSession(name, -1.0)
 
     async def finish(session_id: str) -> None:
         if session_id == "s1":
@@ -62,36 +63,45 @@ async def test_a_session_that_cannot_be_freed_does_not_keep_others_alive():
     loop.cancel()
 
 
-def heard(tenants: TenantTable, first: float, last: float, *names: str) -> None:
-    """Heartbeats each 10 s."""
+def beat(tenants: TenantTable, first: float, last: float, *names: str) -> None:
+    """Record heartbeats of these sessions every 10 s."""
     for now in range(int(first), int(last), 10):
         for name in names:
-            tenants.hear(name, float(now))
+            tenants.mark_active(name, float(now))
 
 
-def test_an_outage_of_the_edge_frees_nobody():
-    """No heartbeat arrives for an hour, then all clients are back, one of them a little later."""
+def test_an_outage_of_the_edge_ends_no_session():
+    """No heartbeat arrives for an hour. Then all clients return, one of them later."""
     tenants = TenantTable()
     for name in ("s1", "s2", "gone"):
-        tenants.sessions[name] = Session(name, tenants.silence.hear(0.0))
-    heard(tenants, 0, 100, "s1", "s2")
+        tenants.sessions[name] = TenantSession(name, tenants.silence.mark_active(0.0))
+    beat(tenants, 0, 100, "s1", "s2")
     assert tenants.silent_sessions(100.0, 60.0) == ["gone"]
-    assert tenants.silent_sessions(3700.0, 60.0) == ["gone"] and tenants.silent_sessions(3700.0, 600.0) == []
-    heard(tenants, 3700, 3740, "s1")
+    assert (
+        tenants.silent_sessions(3700.0, 60.0) == ["gone"]
+        and tenants.silent_sessions(3700.0, 600.0) == []
+    )
+    beat(tenants, 3700, 3740, "s1")
     assert tenants.silent_sessions(3740.0, 60.0) == ["gone"]
-    tenants.hear("s2", 3741.0)
-    heard(tenants, 3750, 4300, "s1")
+    tenants.mark_active("s2", 3741.0)
+    beat(tenants, 3750, 4300, "s1")
     assert tenants.silent_sessions(4300.0, 600.0) == ["gone"]
     assert tenants.silent_sessions(4300.0, 540.0) == ["gone", "s2"]
 
 
-async def test_a_service_that_nobody_reaches_keeps_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With the gap shortened: sessions live through a silence of all, and one that is silent alone ends."""
+async def test_a_service_without_any_client_keeps_its_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Sessions stay while all are silent; one that is silent alone ends. The gap is shortened."""
     monkeypatch.setattr("skyrl_actors.controller.silence.LONGEST_GAP_S", 0.05)
     config = ClusterConfig(
-        base_model=TinyBase(name="tiny"), limits=LimitsConfig(session_timeout_s=0.3), checkpoint_dir=tmp_path / "checkpoints"
+        base_model=TinyBase(name="tiny"),
+        limits=LimitsConfig(session_timeout_s=0.3),
+        checkpoint_dir=tmp_path / "checkpoints",
     )
-    controller = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
+    controller = Controller(
+        config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal"))
+    )
     await controller.start()
     lives, dies = await controller.create_session(), await controller.create_session()
     await asyncio.sleep(1.0)
@@ -104,7 +114,7 @@ async def test_a_service_that_nobody_reaches_keeps_its_models(tmp_path: Path, mo
     await controller.close()
 
 
-async def test_lifetimes_and_retention_do_not_follow_a_clock_that_is_set(tmp_path: Path):
+async def test_setting_the_wall_clock_does_not_change_lifetimes_and_retention(tmp_path: Path):
     wall, elapsed = [1e9], [0.0]
     now = SteadyClock(lambda: wall[0], lambda: elapsed[0])
     config = JournalConfig(folder=tmp_path / "journal", retention_s=3600.0)
@@ -133,7 +143,7 @@ async def test_lifetimes_and_retention_do_not_follow_a_clock_that_is_set(tmp_pat
     await journal.close()
 
 
-def test_what_an_interrupted_write_left_goes_when_it_is_old(tmp_path: Path):
+def test_old_files_of_interrupted_writes_are_removed(tmp_path: Path):
     import os
 
     from skyrl_actors.controller.notes import ABANDONED_S, sweep_abandoned

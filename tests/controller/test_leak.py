@@ -1,4 +1,4 @@
-"""Memory stays flat over many operations: in the controller with its journal, and in a training rank."""
+"""Memory of the controller with its journal, and of a rank, stays flat over many operations."""
 
 import asyncio
 import gc
@@ -13,14 +13,14 @@ from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward, OptimStep
-from skyrl_actors.messages.turn import Turn
 from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.fakes import FakeBackend
 
 OPERATIONS, WARM, TENANTS = 20_000, 6_000, 8
-GROWTH_BYTES = 12 * 2**20  # 14,000 operations of 1 KiB each, if only one of their copies stayed
+GROWTH_BYTES = 12 * 2**20  # less than one copy of 14,000 operations of 1 KiB each
 
 
 def rss() -> int:
@@ -28,11 +28,13 @@ def rss() -> int:
     return psutil.Process().memory_info().rss
 
 
-async def test_the_controllers_memory_is_flat(tmp_path: Path):
+async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
     config = ClusterConfig(
-        base_model=TinyBase(name="tiny"), limits=LimitsConfig(result_ttl_s=0.05), checkpoint_dir=tmp_path / "c",
+        base_model=TinyBase(name="tiny"),
+        limits=LimitsConfig(result_ttl_s=0.05),
+        checkpoint_dir=tmp_path / "c",
         journal=JournalConfig(folder=tmp_path / "journal", snapshot_operations=1000),
-    )  # fmt: skip
+    )
     backend = FakeBackend()
     controller = Controller(config, backend, SqlJournal(config.journal))
     await controller.start()
@@ -49,7 +51,9 @@ async def test_the_controllers_memory_is_flat(tmp_path: Path):
             request = (
                 OptimStep(spec.model_id, AdamParams(), number)
                 if step
-                else ForwardBackward(spec.model_id, columns, LossCall("cross_entropy", {}), seq_id=number)
+                else ForwardBackward(
+                    spec.model_id, columns, LossCall("cross_entropy", {}), seq_id=number
+                )
             )
             request_id = await controller.submit(request)
             if step:
@@ -62,25 +66,31 @@ async def test_the_controllers_memory_is_flat(tmp_path: Path):
     await asyncio.gather(*(tenant(i, first, OPERATIONS // TENANTS) for i in range(TENANTS)))
     grown = rss() - after_warm
     await controller.close()
-    # The newest 10,000 sequence numbers of a model are remembered on purpose: that still grows here, 100 bytes or so each.
-    assert grown < GROWTH_BYTES, f"{grown / 2**20:.1f} MiB more after {OPERATIONS - WARM} operations"
+    # The newest 10,000 sequence numbers of a model are kept on purpose. They still grow here, by
+    # about 100 bytes each.
+    assert grown < GROWTH_BYTES, (
+        f"{grown / 2**20:.1f} MiB more after {OPERATIONS - WARM} operations"
+    )
 
 
-def test_a_ranks_memory_is_flat(random_base: Path):
-    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(random_base), "float32", "cpu", 1, 256, 30.0))
+def test_the_memory_of_a_rank_stays_flat(random_base: Path):
+    worker = TorchWorker(
+        WorkerSpec("policy", 0, 1, str(random_base), "float32", "cpu", 1, 256, 30.0)
+    )
     worker.setup("127.0.0.1", 0)
     once = ExactlyOnce(worker)
-    once.apply(1, "m", Turn(1), "create_model", ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    once.apply(1, "m", OpPrecondition(1), "create_model", ModelSpec("m", "tiny", lora=LoraSpec(4)))
     tokens = np.arange(16, dtype=np.int32)
     columns = columns_from([Example(tokens, {TARGETS: tokens})])
     call = PartCall("m", (0,), columns, LossCall("cross_entropy", {}))
     after_warm = 0
     for number in range(2, 1202, 2):
-        (output,) = once.forward_backward(1, [Turn(number, number - 1)], [call], False)
+        (output,) = once.forward_backward(1, [OpPrecondition(number, number - 1)], [call], False)
         assert isinstance(output, RowOutput)
-        once.apply(1, "m", Turn(number + 1, number), "optim_step", "m", AdamParams())
+        once.apply(1, "m", OpPrecondition(number + 1, number), "optim_step", "m", AdamParams())
         if number % 100 == 0:
-            once.apply(1, "m", Turn(None, number + 1), "copy_state", "m")  # a snapshot that nobody writes
+            # A snapshot that is never written.
+            once.apply(1, "m", OpPrecondition(None, number + 1), "copy_state", "m")
         if number == 400:
             after_warm = rss()
     assert rss() - after_warm < 8 * 2**20

@@ -1,4 +1,7 @@
-"""Checkpoints in a second place: on a disk, and on a real S3 server; nothing is answered before it lies there."""
+"""Mirrors of checkpoints on a disk and on a real S3 server.
+
+No save is answered before the mirror has it.
+"""
 
 import asyncio
 import os
@@ -12,14 +15,14 @@ from pathlib import Path
 import pytest
 from fsspec.core import url_to_fs
 
-from skyrl_actors import storage
 from skyrl_actors.config.environments import DatasetConfig
 from skyrl_actors.controller.checkpoints import RUN_FILE, SPEC_FILE, CheckpointFolders
 from skyrl_actors.jobs.datasets import read
 from skyrl_actors.messages.errors import ConfigError, NotFound
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
-from skyrl_actors.storage import WHOLE
+from skyrl_actors.storage import mirror
+from skyrl_actors.storage.mirror import WHOLE
 from tests.api.local import MODEL, config_for, edge, posted
 from tests.conftest import free_port
 
@@ -29,7 +32,7 @@ ONE, TWO = TinkerPath("s1:train:0", "weights", "one"), TinkerPath("s1:train:0", 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """moto's server, which speaks S3 over HTTP."""
+    """Run moto's server, which serves S3 over HTTP."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     before = dict(os.environ)
@@ -41,7 +44,12 @@ def s3() -> Iterator[str]:
                 break
             except OSError:
                 time.sleep(0.1)
-        os.environ.update(AWS_ENDPOINT_URL=url, AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_DEFAULT_REGION="us-east-1")
+        os.environ.update(
+            AWS_ENDPOINT_URL=url,
+            AWS_ACCESS_KEY_ID="a",
+            AWS_SECRET_ACCESS_KEY="b",
+            AWS_DEFAULT_REGION="us-east-1",
+        )
         files = url_to_fs("s3://bucket")[0]
         files.mkdir("bucket")
         yield "s3://bucket/checkpoints"
@@ -52,7 +60,11 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(params=["file", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"{request.getfixturevalue('s3')}/{time.time_ns()}" if request.param == "s3" else (tmp_path / "there").as_uri()
+    return (
+        f"{request.getfixturevalue('s3')}/{time.time_ns()}"
+        if request.param == "s3"
+        else (tmp_path / "there").as_uri()
+    )
 
 
 def saved(folders: CheckpointFolders, path: TinkerPath, weights: bytes) -> None:
@@ -67,7 +79,7 @@ def saved(folders: CheckpointFolders, path: TinkerPath, weights: bytes) -> None:
     folders.note(folder, {"who": "ann"}, None)
 
 
-def test_another_machine_has_all_that_was_answered(tmp_path: Path, url: str):
+def test_another_machine_fetches_all_answered_checkpoints(tmp_path: Path, url: str):
     here = CheckpointFolders(tmp_path / "a", mirror_url=url)
     assert here.align() == 0
     saved(here, ONE, b"first")
@@ -79,7 +91,9 @@ def test_another_machine_has_all_that_was_answered(tmp_path: Path, url: str):
     assert (there.existing(ONE) / "model.safetensors").read_bytes() == b"first, saved again"
     assert there.spec(TWO) == SPEC and there.is_public(TWO) and not there.is_public(ONE)
     (run,) = there.runs()
-    assert {c.name for c in run.checkpoints} == {"one", "two"} and run.checkpoints[0].user_metadata == {"who": "ann"}
+    assert {c.name for c in run.checkpoints} == {"one", "two"} and run.checkpoints[
+        0
+    ].user_metadata == {"who": "ann"}
     there.delete(ONE)
     third = CheckpointFolders(tmp_path / "c", mirror_url=url)
     assert third.align() == 1
@@ -87,74 +101,108 @@ def test_another_machine_has_all_that_was_answered(tmp_path: Path, url: str):
         third.existing(ONE)
 
 
-def test_a_folder_that_was_not_written_whole_is_none(tmp_path: Path, url: str):
+def test_a_partial_folder_on_the_mirror_is_not_fetched(tmp_path: Path, url: str):
     here = CheckpointFolders(tmp_path / "a", mirror_url=url)
     saved(here, ONE, b"first")
     files, base = url_to_fs(url)
     files.rm_file(f"{base}/s1_train_0/weights/one/{WHOLE}")
     there = CheckpointFolders(tmp_path / "b", mirror_url=url)
-    assert there.align() == 0 and (tmp_path / "b/s1_train_0" / RUN_FILE).exists() and not there.runs()[0].checkpoints
+    assert (
+        there.align() == 0
+        and (tmp_path / "b/s1_train_0" / RUN_FILE).exists()
+        and not there.runs()[0].checkpoints
+    )
 
 
-def test_what_was_here_before_the_mirror_lies_there_once_it_is_there(tmp_path: Path, url: str):
+def test_checkpoints_from_before_the_mirror_are_copied_to_it(tmp_path: Path, url: str):
     saved(CheckpointFolders(tmp_path / "a"), ONE, b"first")
     assert CheckpointFolders(tmp_path / "a", mirror_url=url).align() == 0
     assert CheckpointFolders(tmp_path / "b", mirror_url=url).align() == 1
 
 
-def test_a_copy_is_answered_once_it_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_copy_is_answered_after_the_mirror_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     here = CheckpointFolders(tmp_path / "a", mirror_url=(tmp_path / "there").as_uri())
     saved(here, ONE, b"first")
     target = TinkerPath("s2:train:0", "weights", "copied")
     with monkeypatch.context() as patch:
-        patch.setattr(storage.Mirror, "put", lambda self, folder: (_ for _ in ()).throw(OSError("away")))
+        patch.setattr(
+            mirror.Mirror, "put", lambda self, folder: (_ for _ in ()).throw(OSError("away"))
+        )
         for _ in range(2):
             with pytest.raises(OSError, match="away"):
                 here.copy(ONE, target, "s2", None)
     here.copy(ONE, target, "s2", None)
     there = CheckpointFolders(tmp_path / "b", mirror_url=(tmp_path / "there").as_uri())
-    assert there.align() == 2 and (there.existing(target) / "model.safetensors").read_bytes() == b"first"
+    assert (
+        there.align() == 2
+        and (there.existing(target) / "model.safetensors").read_bytes() == b"first"
+    )
 
 
-def test_an_overwrite_that_ends_half_way_leaves_the_old_one(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_overwrite_keeps_the_old_checkpoint(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+):
     here = CheckpointFolders(tmp_path / "a", mirror_url=url)
     saved(here, ONE, b"first")
     files = url_to_fs(url)[0]
     with monkeypatch.context() as patch:
-        patch.setattr(files, "pipe_file", lambda *_, **__: (_ for _ in ()).throw(OSError("the power went")))
+        patch.setattr(
+            files, "pipe_file", lambda *_, **__: (_ for _ in ()).throw(OSError("the power went"))
+        )
         with pytest.raises(OSError, match="the power went"):
             saved(here, ONE, b"second")
     there = CheckpointFolders(tmp_path / "b", mirror_url=url)
-    assert there.align() == 1 and (there.existing(ONE) / "model.safetensors").read_bytes() == b"first"
+    assert (
+        there.align() == 1 and (there.existing(ONE) / "model.safetensors").read_bytes() == b"first"
+    )
 
 
-async def test_a_save_waits_for_a_mirror_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Through the HTTP edge and a lane: no answer before it lies there."""
+async def test_a_save_waits_while_the_mirror_is_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The request passes the HTTP edge and a lane, and is answered after the mirror has it."""
     there = (tmp_path / "there").as_uri()
     config = config_for(tmp_path, checkpoint_mirror=there)
     async with edge(config) as http:
-        session = (await posted(http, "/create_session", tags=[], sdk_version="0.5.0"))["session_id"]
-        made = await posted(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL, lora_config={"rank": 4})
+        session = (await posted(http, "/create_session", tags=[], sdk_version="0.5.0"))[
+            "session_id"
+        ]
+        made = await posted(
+            http,
+            "/create_model",
+            session_id=session,
+            model_seq_id=0,
+            base_model=MODEL,
+            lora_config={"rank": 4},
+        )
         await posted(http, "/retrieve_future", request_id=made["request_id"])
         with monkeypatch.context() as patch:
-            patch.setattr(storage.Mirror, "put", lambda self, folder: (_ for _ in ()).throw(OSError("away")))
-            saving = await posted(http, "/save_weights", model_id=made["model_id"], path="one", seq_id=1)
-            answer = asyncio.create_task(posted(http, "/retrieve_future", request_id=saving["request_id"]))
+            patch.setattr(
+                mirror.Mirror, "put", lambda self, folder: (_ for _ in ()).throw(OSError("away"))
+            )
+            saving = await posted(
+                http, "/save_weights", model_id=made["model_id"], path="one", seq_id=1
+            )
+            answer = asyncio.create_task(
+                posted(http, "/retrieve_future", request_id=saving["request_id"])
+            )
             await asyncio.sleep(1.0)
             assert not answer.done() and not list((tmp_path / "there").rglob("WHOLE"))
         assert (await asyncio.wait_for(answer, 20))["path"].endswith("/weights/one")
         assert len(list((tmp_path / "there").rglob("WHOLE"))) == 1
 
 
-def test_a_place_that_is_away_is_an_error_of_the_disk(tmp_path: Path, s3: str):
+def test_an_unreachable_mirror_raises_an_os_error(tmp_path: Path, s3: str):
     here = CheckpointFolders(tmp_path / "a", mirror_url="s3://no-such-bucket/x")
     with pytest.raises(OSError, match="no-such-bucket"):
         saved(here, ONE, b"first")
-    with pytest.raises(ConfigError, match="no protocol nowhere"):
+    with pytest.raises(ConfigError, match="the protocol nowhere is not known"):
         CheckpointFolders(tmp_path / "b", mirror_url="nowhere://x")
 
 
-def test_datasets_are_read_from_there(tmp_path: Path, s3: str):
+def test_datasets_are_read_from_s3(tmp_path: Path, s3: str):
     import pyarrow
     from pyarrow import parquet
 
@@ -163,7 +211,10 @@ def test_datasets_are_read_from_there(tmp_path: Path, s3: str):
     parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), tmp_path / "rows.parquet")
     files.put_file(str(tmp_path / "rows.parquet"), "bucket/data/rows.parquet")
     for name in ("rows.jsonl", "rows.parquet"):
-        assert [row["prompt"] for row in read(DatasetConfig(path=f"s3://bucket/data/{name}"), ["prompt"])] == ["a", "b"]
+        assert [
+            row["prompt"]
+            for row in read(DatasetConfig(path=f"s3://bucket/data/{name}"), ["prompt"])
+        ] == ["a", "b"]
     with pytest.raises(ConfigError, match=r"s3://bucket/data/none\.jsonl"):
         read(DatasetConfig(path="s3://bucket/data/none.jsonl"), ["prompt"])
-    assert storage.is_url("s3://x") and not storage.is_url("/x/y")
+    assert mirror.is_url("s3://x") and not mirror.is_url("/x/y")

@@ -1,4 +1,4 @@
-"""Which payloads are in memory: bounded in bytes, and every request runs."""
+"""Payloads in memory are bounded in bytes, and every request runs."""
 
 import asyncio
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Op:
     num_bytes: int
 
 
-async def test_a_payload_without_room_leaves_memory_once_it_is_journaled():
+async def test_a_journaled_payload_leaves_memory_when_there_is_no_space():
     memory = PayloadMemory(100, small=0)
     first, second = Op("a", SOME, 80), Op("b", SOME, 30)
     memory.keep(first)
@@ -28,7 +28,7 @@ async def test_a_payload_without_room_leaves_memory_once_it_is_journaled():
     assert first.request is SOME and second.request is None and memory.num_bytes == 80
 
 
-async def test_a_request_that_starts_takes_the_room_of_those_that_wait():
+async def test_a_starting_request_evicts_payloads_of_waiting_ones():
     memory = PayloadMemory(100, small=0)
     waiting, starting = Op("a", SOME, 80), Op("b", None, 90)
     memory.keep(waiting)
@@ -36,10 +36,13 @@ async def test_a_request_that_starts_takes_the_room_of_those_that_wait():
     assert waiting.request is None and memory.num_bytes == 90
 
 
-async def test_running_requests_wait_for_each_other_and_a_large_one_runs_alone():
+async def test_requests_wait_for_memory_in_order_and_a_large_one_runs_alone():
     memory = PayloadMemory(100, small=0)
     await memory.start(Op("a", None, 60))
-    large, small = (asyncio.create_task(memory.start(Op(name, None, size))) for name, size in (("b", 300), ("c", 10)))
+    large, small = (
+        asyncio.create_task(memory.start(Op(name, None, size)))
+        for name, size in (("b", 300), ("c", 10))
+    )
     await asyncio.sleep(0)
     assert not large.done() and not small.done(), "first come, first served"
     memory.end("a")
@@ -49,11 +52,13 @@ async def test_running_requests_wait_for_each_other_and_a_large_one_runs_alone()
     await asyncio.wait_for(small, 1)
 
 
-EVENTS = st.lists(st.tuples(st.integers(1, 150), st.sampled_from(["run", "cancel", "drain"])), max_size=25)
+EVENTS = st.lists(
+    st.tuples(st.integers(1, 150), st.sampled_from(["run", "cancel", "drain"])), max_size=25
+)
 
 
 @given(EVENTS)
-def test_memory_is_bounded_and_nothing_is_lost_or_stuck(events: list[tuple[int, str]]):
+def test_memory_is_bounded_and_every_request_runs(events: list[tuple[int, str]]):
     async def scenario() -> None:
         memory, running, most = PayloadMemory(100, small=0), 0, 0
 
@@ -73,7 +78,10 @@ def test_memory_is_bounded_and_nothing_is_lost_or_stuck(events: list[tuple[int, 
             finally:
                 memory.end(op.request_id)
 
-        tasks = [asyncio.create_task(run(Op(str(i), SOME, size), what)) for i, (size, what) in enumerate(events)]
+        tasks = [
+            asyncio.create_task(run(Op(str(i), SOME, size), what))
+            for i, (size, what) in enumerate(events)
+        ]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         for (_, what), task in zip(events, tasks, strict=True):
@@ -87,7 +95,7 @@ def test_memory_is_bounded_and_nothing_is_lost_or_stuck(events: list[tuple[int, 
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-async def test_a_cancelled_wait_gives_its_room_back(size: int):
+async def test_a_cancelled_wait_releases_its_memory(size: int):
     memory = PayloadMemory(100, small=0)
     await memory.start(Op("a", None, 100))
     waiting = asyncio.create_task(memory.start(Op("b", None, size)))
@@ -99,9 +107,9 @@ async def test_a_cancelled_wait_gives_its_room_back(size: int):
     assert memory.num_bytes == 0
 
 
-async def test_small_requests_pass_those_that_wait_for_memory():
+async def test_small_requests_overtake_requests_that_wait_for_memory():
     memory = PayloadMemory(100, small=10)
-    await memory.start(Op("create", None, 60))  # waits for room that an unload frees
+    await memory.start(Op("create", None, 60))  # waits for memory that an unload frees
     large = asyncio.create_task(memory.start(Op("large", None, 300)))
     await asyncio.sleep(0)
     unload = Op("unload", SOME, 10)

@@ -14,7 +14,14 @@ def queue_of(requests: int, num_bytes: int = 10**9, floor: int = 1) -> RequestQu
     )
 
 
-def accept(queue: RequestQueue, request_id: str, stream: str, seq_id: int | None, digest: int, line: str | None) -> None:
+def accept(
+    queue: RequestQueue,
+    request_id: str,
+    stream: str,
+    seq_id: int | None,
+    digest: int,
+    line: str | None,
+) -> None:
     queue.reserve(request_id, stream, seq_id, digest, line)
     queue.confirm(request_id)
 
@@ -23,8 +30,10 @@ LINES = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60)
 
 
 @given(LINES)
-def test_rule_1_and_2_order_within_a_model_and_independence_between_models(events: list[tuple[str, bool]]):
-    """Each event: a model, and whether it accepts a request or finishes the one that runs."""
+def test_rule_1_and_2_order_within_a_model_and_independence_between_models(
+    events: list[tuple[str, bool]],
+):
+    """Each event is a model, and whether it accepts a request or finishes the running one."""
     queue = queue_of(1000)
     accepted: dict[str, list[str]] = {m: [] for m in "abc"}
     started: dict[str, list[str]] = {m: [] for m in "abc"}
@@ -41,7 +50,7 @@ def test_rule_1_and_2_order_within_a_model_and_independence_between_models(event
             running[model] = request_id
             started[model].append(request_id)
         waits = len(accepted[model]) > len(started[model])
-        assert not waits or model in running  # nobody waits without a reason
+        assert not waits or model in running  # no request waits without a reason
     for model in "abc":
         assert started[model] == accepted[model][: len(started[model])]
 
@@ -61,7 +70,7 @@ def test_rule_3_the_same_number_is_the_same_request():
     assert queue.known("m", 1, 111) is None
 
 
-def test_rule_4_the_bound():
+def test_rule_4_open_requests_are_bounded_in_number():
     queue = queue_of(2)
     accept(queue, "r1", "m", None, 0, "m")
     accept(queue, "r2", "s", None, 0, None)
@@ -72,7 +81,7 @@ def test_rule_4_the_bound():
     assert queue.num_open == 2 and queue.lengths() == {"m": 2}
 
 
-def test_rule_4_a_bound_in_bytes():
+def test_rule_4_open_requests_are_bounded_in_bytes():
     queue = queue_of(10, num_bytes=100)
     queue.reserve("r1", "m", None, 0, "m", num_bytes=60)
     with pytest.raises(CapacityError, match="have 60 bytes, and with this one's 50"):
@@ -82,12 +91,12 @@ def test_rule_4_a_bound_in_bytes():
 
 
 def key(number: int) -> str:
-    """The end of a request id that belongs to this key."""
+    """Return the end of a request id that belongs to this key."""
     return f"0k{number:010x}"
 
 
 @pytest.mark.parametrize("what", ["requests", "bytes"])
-def test_rule_4_two_keys_that_take_all_they_can_leave_room_for_a_third(what: str):
+def test_rule_4_two_greedy_keys_leave_capacity_for_a_third(what: str):
     requests, num_bytes = (20_000, 10**9) if what == "requests" else (10**9, 20_000 * 64)
     queue = RequestQueue(
         Shares(limit=requests, per_key=requests, floor=16),
@@ -99,7 +108,7 @@ def test_rule_4_two_keys_that_take_all_they_can_leave_room_for_a_third(what: str
 
 
 def fill(queue: RequestQueue, number: int) -> int:
-    """Reserves requests of one key until it is refused; returns how many there were room for."""
+    """Reserve requests of one key until one is refused, and return the number reserved."""
     for i in range(10**6):
         try:
             queue.reserve(f"r{number}x{i}{key(number)}", "s", None, 0, None, num_bytes=64)
@@ -108,7 +117,7 @@ def fill(queue: RequestQueue, number: int) -> int:
     raise AssertionError("never refused")
 
 
-def test_rule_4_the_bound_of_a_key_rises_when_another_gives_back():
+def test_rule_4_the_bound_of_a_key_rises_when_requests_of_another_finish():
     queue = queue_of(100)
     assert [fill(queue, 0), fill(queue, 1)] == [50, 25]
     for i in range(50):
@@ -119,7 +128,7 @@ def test_rule_4_the_bound_of_a_key_rises_when_another_gives_back():
     assert queue.num_open == 50
 
 
-def test_rule_5_what_is_not_written_does_not_start():
+def test_rule_5_an_unconfirmed_request_does_not_start():
     queue = queue_of(10)
     queue.reserve("r1", "m", 1, 111, "m")
     accept(queue, "r2", "m", 2, 222, "m")
@@ -128,7 +137,7 @@ def test_rule_5_what_is_not_written_does_not_start():
     assert queue.next("m") == "r1"
 
 
-def test_rule_5_what_could_not_be_written_never_came():
+def test_rule_5_a_withdrawn_request_leaves_no_trace():
     queue = queue_of(10)
     queue.reserve("r1", "m", 1, 111, "m")
     accept(queue, "r2", "m", 2, 222, "m")
@@ -137,7 +146,7 @@ def test_rule_5_what_could_not_be_written_never_came():
     assert queue.next("m") == "r2"
 
 
-def test_what_is_being_written_is_not_drained():
+def test_an_unconfirmed_request_is_not_drained():
     queue = queue_of(10)
     accept(queue, "r1", "m", None, 0, "m")
     queue.reserve("r2", "m", None, 0, "m")

@@ -1,4 +1,4 @@
-"""Places in flight between tenants; completions by cursor."""
+"""Fair sharing of sample slots between tenants, and completions by cursor."""
 
 import asyncio
 
@@ -25,8 +25,10 @@ async def test_one_flooding_tenant_does_not_starve_another():
     assert order.index("other") < 8 and len(order) == 104
 
 
-async def served(requests: list[tuple[str, int, int]], limit: int, took: int | None = None) -> list[str]:
-    """The order in which requests (tenant, sequences, tokens) that come at once are run."""
+async def served(
+    requests: list[tuple[str, int, int]], limit: int, took: int | None = None
+) -> list[str]:
+    """Return the order in which concurrent requests (tenant, sequences, tokens) run."""
     slots, order = FairSlots(limit), []
 
     async def one(tenant: str, sequences: int, tokens: int) -> None:
@@ -41,7 +43,7 @@ async def served(requests: list[tuple[str, int, int]], limit: int, took: int | N
     return order
 
 
-async def test_tenants_are_given_equal_tokens_not_equal_requests():
+async def test_tenants_get_equal_tokens_not_equal_requests():
     requests = [("large", 16, 16_000)] * 20 + [("small", 1, 100)] * 200
     order = await served(requests, limit=16)
     assert order[:2] == ["large", "small"]
@@ -49,13 +51,13 @@ async def test_tenants_are_given_equal_tokens_not_equal_requests():
     assert first_half.count("small") >= 160, "160 small requests have the tokens of a large one"
 
 
-async def test_what_a_sample_did_not_use_is_not_charged():
+async def test_unused_tokens_of_a_sample_are_not_charged():
     requests = [("modest", 1, 32_000)] * 20 + [("other", 1, 100)] * 20
     order = await served(requests, limit=1, took=100)
     assert abs(order[:20].count("modest") - 10) <= 1
 
 
-async def test_sequences_are_counted_and_a_request_beyond_the_bound_runs_alone():
+async def test_sequences_are_bounded_and_a_larger_request_runs_alone():
     slots = FairSlots(4)
     async with slots.hold("a", 3, 1):
         waiting = asyncio.create_task(slots.hold("b", 2, 1).__aenter__())
@@ -66,8 +68,15 @@ async def test_sequences_are_counted_and_a_request_beyond_the_bound_runs_alone()
         pass
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["run", "cancel waiting", "cancel at once"])), max_size=30))
-def test_no_place_is_lost(events: list[tuple[str, str]]):
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.sampled_from(["run", "cancel waiting", "cancel at once"])
+        ),
+        max_size=30,
+    )
+)
+def test_every_place_is_released(events: list[tuple[str, str]]):
     async def scenario() -> None:
         slots, held, most = FairSlots(2), 0, 0
 
@@ -86,7 +95,9 @@ def test_no_place_is_lost(events: list[tuple[str, str]]):
             if what == "cancel at once":
                 task.cancel()
         await asyncio.sleep(0)
-        waiting = [task for task, (_, what) in zip(tasks, events, strict=True) if what == "cancel waiting"]
+        waiting = [
+            task for task, (_, what) in zip(tasks, events, strict=True) if what == "cancel waiting"
+        ]
         for task in waiting[2:]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -97,7 +108,7 @@ def test_no_place_is_lost(events: list[tuple[str, str]]):
     asyncio.run(scenario())
 
 
-async def test_completions_come_by_cursor_and_wake_who_waits():
+async def test_completions_are_read_by_cursor_and_wake_waiting_callers():
     done = Completions()
     done.begin(epoch=1)
     done.note("s", 0, "r0", failed=False)
@@ -115,10 +126,12 @@ async def test_completions_come_by_cursor_and_wake_who_waits():
     again = Completions()
     again.begin(epoch=2)
     again.note("s", 1, "r1", failed=False)
-    assert (await again.after("s", 0, later, 0))[0], "a cursor of an earlier controller hides nothing of a later one"
+    assert (await again.after("s", 0, later, 0))[0], (
+        "a cursor of an earlier controller hides nothing of a later one"
+    )
 
 
-async def test_forgetting_wakes_who_waits():
+async def test_forgetting_a_stream_wakes_waiting_callers():
     done = Completions()
     waiting = asyncio.create_task(done.after("s", 0, 0, 0.05))
     await asyncio.sleep(0)

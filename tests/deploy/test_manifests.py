@@ -1,4 +1,7 @@
-"""What people deploy with, against the schemas of those who read it: KubeRay, Kubernetes, Ray Serve, `ray start`, `ray up`, and our own config."""
+"""Checks of the deployment files against the schemas of the programs that read them.
+
+These are KubeRay, Kubernetes, Ray Serve, `ray start`, `ray up` and the config of this project.
+"""
 
 import json
 import os
@@ -54,21 +57,33 @@ def test_kuberay_manifests(name: str):
     with pytest.raises(jsonschema.ValidationError):  # the check can fail
         jsonschema.validate({**found["spec"], "rayClusterSpecs": {}}, schema)
     options = {option.lstrip("-") for parameter in ray_start.params for option in parameter.opts}
-    ray = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if '"ray[' in line).split("==")[1].rstrip('",')
+    ray = (
+        next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if '"ray[' in line)
+        .split("==")[1]
+        .rstrip('",')
+    )
     assert found["spec"][SPEC[found["kind"]]]["rayVersion"] == ray
     for group in groups_of(found):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **group["template"]}
         kubernetes_validate.validate(pod, KUBERNETES, strict=True)
         assert set(group["rayStartParams"]) <= options
-        mounted = {mount["name"] for container in pod["spec"]["containers"] for mount in container["volumeMounts"]}
+        mounted = {
+            mount["name"]
+            for container in pod["spec"]["containers"]
+            for mount in container["volumeMounts"]
+        }
         assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
 
 
 def manifests() -> list[dict[str, Any]]:
-    return [found for file in sorted((ROOT / "configs/kuberay").glob("*.yaml")) for found in yaml.safe_load_all(file.read_text())]
+    return [
+        found
+        for file in sorted((ROOT / "configs/kuberay").glob("*.yaml"))
+        for found in yaml.safe_load_all(file.read_text())
+    ]
 
 
-def test_every_cluster_on_kubernetes_asks_for_a_token_and_is_behind_the_network_policy():
+def test_every_kubernetes_cluster_requires_a_token_and_has_the_network_policy():
     found = manifests()
     clusters = [(one, one["spec"][SPEC[one["kind"]]]) for one in found if one["kind"] in SPEC]
     assert {one["kind"] for one, _ in clusters} == {"RayService", "RayJob"}
@@ -82,11 +97,15 @@ def test_every_cluster_on_kubernetes_asks_for_a_token_and_is_behind_the_network_
         templates += [one["spec"]["submitterPodTemplate"]] if one["kind"] == "RayJob" else []
         for template in templates:
             assert guarded.items() <= template["metadata"]["labels"].items()
-            names = [variable["name"] for box in template["spec"]["containers"] for variable in box.get("env", ())]
-            assert "RAY_AUTH_MODE" not in names  # nothing stands over authOptions
+            names = [
+                variable["name"]
+                for box in template["spec"]["containers"]
+                for variable in box.get("env", ())
+            ]
+            assert "RAY_AUTH_MODE" not in names  # nothing overrides authOptions
 
 
-def test_the_network_policy_opens_only_the_endpoint_and_the_operators_way():
+def test_the_network_policy_opens_only_the_endpoint_and_the_operators_ports():
     (policy,) = [one for one in manifests() if one["kind"] == "NetworkPolicy"]
     own = {"podSelector": {"matchLabels": policy["spec"]["podSelector"]["matchLabels"]}}
     for rule in policy["spec"]["ingress"]:
@@ -98,7 +117,9 @@ def test_the_network_policy_opens_only_the_endpoint_and_the_operators_way():
         assert ports <= ({8265, 8000} if namespace == "kuberay-operator" else {8000})
 
 
-def test_the_endpoint_is_reached_by_https_at_the_address_that_its_links_have(monkeypatch: pytest.MonkeyPatch):
+def test_https_reaches_the_endpoint_at_the_address_in_its_links(
+    monkeypatch: pytest.MonkeyPatch,
+):
     (ingress,) = [one for one in manifests() if one["kind"] == "Ingress"]
     kubernetes_validate.validate(ingress, KUBERNETES, strict=True)
     (tls,), (rule,) = ingress["spec"]["tls"], ingress["spec"]["rules"]
@@ -106,12 +127,14 @@ def test_the_endpoint_is_reached_by_https_at_the_address_that_its_links_have(mon
     service = manifest("rayservice.yaml")
     backend = rule["http"]["paths"][0]["backend"]["service"]
     assert backend == {"name": f"{service['metadata']['name']}-serve-svc", "port": {"number": 8000}}
-    options = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]["overrides"]
+    options = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"][
+        "overrides"
+    ]
     assert f"http.public_url=https://{rule['host']}" in options
     assert any(option.startswith("http.api_keys_file=") for option in options)
 
 
-def test_nothing_that_is_shipped_starts_ray_without_a_token_or_opens_its_dashboard():
+def test_no_shipped_file_starts_ray_without_a_token_or_opens_its_dashboard():
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     commands = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
     starts = [command for command in commands if "ray start" in command]
@@ -121,20 +144,38 @@ def test_nothing_that_is_shipped_starts_ray_without_a_token_or_opens_its_dashboa
         assert "RAY_AUTH_MODE=token" in words[: words.index("ray")]
         assert "--head" not in words or "--dashboard-host=127.0.0.1" in words
     assert config["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     open_dashboard = re.compile(r"dashboard[-_]host[\"']?\s*[=:]\s*[\"']?(0\.0\.0\.0|::|\*)")
-    opening = {name for name in tracked if (ROOT / name).suffix in TEXTS and open_dashboard.search((ROOT / name).read_text())}
-    # The operator deploys through the dashboard's port: there the token and the network policy stand before it.
+    opening = {
+        name
+        for name in tracked
+        if (ROOT / name).suffix in TEXTS and open_dashboard.search((ROOT / name).read_text())
+    }
+    # The operator deploys through the dashboard's port, so the token and the network policy protect
+    # it.
     assert opening == {"configs/kuberay/rayjob.yaml", "configs/kuberay/rayservice.yaml"}
 
 
-def test_https_in_front_of_a_service_on_one_machine(tmp_path: Path, unused_tcp_port_factory: Callable[[], int]):
-    """The shipped HAProxy config, with the real HAProxy."""
+def test_https_in_front_of_a_service_on_one_machine(
+    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
+):
+    """The shipped HAProxy config works with the real HAProxy."""
     front, back = unused_tcp_port_factory(), unused_tcp_port_factory()
     certificate, key = generate_self_signed_tls_certs()
     (tmp_path / "tls.pem").write_text(certificate + key)
     (tmp_path / "index.html").write_text("served")
-    serve = [sys.executable, "-m", "http.server", str(back), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    serve = [
+        sys.executable,
+        "-m",
+        "http.server",
+        str(back),
+        "--bind",
+        "127.0.0.1",
+        "--directory",
+        str(tmp_path),
+    ]
     environment = {
         "ADDRESS": f"127.0.0.1:{front}",
         "SERVICE": f"127.0.0.1:{back}",
@@ -168,16 +209,24 @@ def _answer(url: str) -> httpx.Response:
     raise AssertionError(f"no answer at {url}")
 
 
-def test_the_service_that_kuberay_deploys_is_one_that_serves(monkeypatch: pytest.MonkeyPatch):
+def test_the_service_in_the_kuberay_manifest_is_valid(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JOURNAL_URL", "postgresql://user:secret@host/journal")
     given = yaml.safe_load(manifest("rayservice.yaml")["spec"]["serveConfigV2"])
     application = ServeDeploySchema.model_validate(given).applications[0]
     overrides = list(application.args["overrides"])
     keys = next(option for option in overrides if option.startswith("http.api_keys_file="))
-    overrides[overrides.index(keys)] = 'http.api_keys=["ann=tml-0123456789abcdef0123"]'  # the file is in the pod
+    overrides[overrides.index(keys)] = (
+        'http.api_keys=["ann=tml-0123456789abcdef0123"]'  # the file is in the pod
+    )
     config = load(ROOT / application.args["config"], overrides)
-    assert config.journal.url == "postgresql://user:secret@host/journal" and config.http.max_replicas == 8
-    assert AutoscalingConfig.model_validate(scaling(config.http)["autoscaling_config"]).max_replicas == 8
+    assert (
+        config.journal.url == "postgresql://user:secret@host/journal"
+        and config.http.max_replicas == 8
+    )
+    assert (
+        AutoscalingConfig.model_validate(scaling(config.http)["autoscaling_config"]).max_replicas
+        == 8
+    )
     assert scaling(HttpConfig()) == {"num_replicas": 2}
     with pytest.raises(ValueError, match="max_replicas 1 is below replicas 2"):
         HttpConfig(max_replicas=1)
@@ -186,19 +235,27 @@ def test_the_service_that_kuberay_deploys_is_one_that_serves(monkeypatch: pytest
         load(ROOT / application.args["config"], overrides)
 
 
-def test_a_deploy_that_would_be_half_ignored_is_refused():
+def test_a_deploy_that_changes_more_than_http_is_refused():
     running = load(ROOT / "configs/cpu_tiny.yaml")
-    refuse_other_config(running, load(ROOT / "configs/cpu_tiny.yaml", ["http.port=9000", "http.api_keys=[tml-0123456789]"]))
+    refuse_other_config(
+        running,
+        load(ROOT / "configs/cpu_tiny.yaml", ["http.port=9000", "http.api_keys=[tml-0123456789]"]),
+    )
     with pytest.raises(
         ConfigError,
-        match=r"changes only http: engine.max_num_seqs \(\d+, now 7\); journal.snapshot_operations \(\d+, now 9\)\. End it",
+        match=r"changes only http: engine.max_num_seqs \(\d+, now 7\); "
+        r"journal.snapshot_operations \(\d+, now 9\)\. End it",
     ):
         refuse_other_config(
-            running, load(ROOT / "configs/cpu_tiny.yaml", ["engine.max_num_seqs=7", "journal.snapshot_operations=9"])
+            running,
+            load(
+                ROOT / "configs/cpu_tiny.yaml",
+                ["engine.max_num_seqs=7", "journal.snapshot_operations=9"],
+            ),
         )
 
 
-def test_the_job_that_kuberay_submits_is_one_that_trains():
+def test_the_job_in_the_kuberay_manifest_is_valid():
     words = shlex.split(manifest("rayjob.yaml")["spec"]["entrypoint"])
     assert words[:4] == ["python", "-m", "skyrl_actors", "train"]
     assert load(ROOT / words[4], words[5:], JobConfig).run.checkpoint_every == 5
@@ -206,8 +263,13 @@ def test_the_job_that_kuberay_submits_is_one_that_trains():
 
 def test_serve_configs():
     for file in (ROOT / "configs/serve").iterdir():
-        for application in ServeDeploySchema.model_validate(yaml.safe_load(file.read_text())).applications:
-            assert isinstance(load(ROOT / application.args["config"], application.args["overrides"]), ClusterConfig), file
+        for application in ServeDeploySchema.model_validate(
+            yaml.safe_load(file.read_text())
+        ).applications:
+            assert isinstance(
+                load(ROOT / application.args["config"], application.args["overrides"]),
+                ClusterConfig,
+            ), file
 
 
 def test_the_cluster_launchers_file():
@@ -218,4 +280,6 @@ def test_the_cluster_launchers_file():
     for command in config["head_start_ray_commands"] + config["worker_start_ray_commands"]:
         words = shlex.split(command.split(";")[-1])
         given = [word.lstrip("-").split("=")[0] for word in words if word.startswith("--")]
-        assert set(given) <= {option.lstrip("-") for parameter in ray_start.params for option in parameter.opts}, command
+        assert set(given) <= {
+            option.lstrip("-") for parameter in ray_start.params for option in parameter.opts
+        }, command

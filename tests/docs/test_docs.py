@@ -1,4 +1,7 @@
-"""The docs: a site without a network, tables that are printed from code, and commands that somebody runs."""
+"""Checks of the docs.
+
+Every command is tested, generated tables are current, and the site builds without a network.
+"""
 
 import re
 import shlex
@@ -8,42 +11,59 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_actors.commands import table as cli_table
-from skyrl_actors.config import table as config_table
+from skyrl_actors.commands import cli_reference as cli_table
+from skyrl_actors.config import config_reference as config_table
+from skyrl_actors.config.job import JobConfig
+from skyrl_actors.config.load import load
 from tests.conftest import ROOT, Service, run_cli
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n)?^```sh\n(.*?)^```", re.M | re.S)
-# Who runs a command of the docs: a test, by its place and a word that must stand there; or what this machine has not.
+# Which test runs a command of the docs, as "file: text that the file contains", or why no test runs
+# it.
 HELD_BY = {
     "make demo": 'tests/jobs/test_commands.py: "demo"',
-    "make test": "what runs this",
-    "source .venv/bin/activate": "a shell's own",
-    "export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local": "tests/conftest.py: TINKER_BASE_URL",
+    "make test": "runs this test",
+    "source .venv/bin/activate": "a command of the shell",
+    "export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local": (
+        "tests/conftest.py: TINKER_BASE_URL"
+    ),
     "skyrl-actors serve configs/cpu_tiny.yaml": "tests/conftest.py: configs/cpu_tiny.yaml",
     "skyrl-actors stop": "tests/conftest.py: stop",
     "skyrl-actors train configs/jobs/grpo_tiny.yaml": "tests/jobs/test_commands.py: train",
     "pkill -9 -f ray::TrainWorkerActor": "tests/service/test_faults.py: kill",
-    "RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m skyrl_actors train configs/jobs/ppo_tiny.yaml run.folder=$PWD/runs":
-        "tests/jobs/test_commands.py: submit",
-    "RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m skyrl_actors train configs/jobs/dpo_tiny.yaml "
-    "job.data.path=$PWD/data/pairs.jsonl run.folder=$PWD/runs": 'tests/jobs/on_service.py: "dpo"',
+    "RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m skyrl_actors train "
+    "configs/jobs/ppo_tiny.yaml run.folder=$PWD/runs": "tests/jobs/test_commands.py: submit",
+    "RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m skyrl_actors train "
+    "configs/jobs/dpo_tiny.yaml job.data.path=$PWD/data/pairs.jsonl run.folder=$PWD/runs": (
+        'tests/jobs/on_service.py: "dpo"'
+    ),
+    "skyrl-actors train my_job.yaml": 'tests/jobs/on_service.py: "dapo"',
     "skyrl-actors train configs/jobs/sft_tiny.yaml": 'tests/jobs/on_service.py: "sft"',
-}  # fmt: skip
+}
 SMALLER = {
     "python -m examples.sft": "python -m examples.sft --steps 1 --batch 4 --base-model tiny",
-    "python -m examples.ppo_critic": "python -m examples.ppo_critic --iterations 1 --prompts 4 --base-model tiny",
+    "python -m examples.ppo_critic": (
+        "python -m examples.ppo_critic --iterations 1 --prompts 4 --base-model tiny"
+    ),
 }
 HERE = (
-    *SMALLER, "python -m examples.make_data data", "skyrl-actors status", "skyrl-actors journal configs/cpu_tiny.yaml",
-    "skyrl-actors trace trace.json", "skyrl-actors key ann", "skyrl-actors runs", "skyrl-actors report runs/ppo_tiny",
-    "skyrl-actors plan configs/colocated_1x8.yaml --nodes cluster.yaml --model configs/shapes/qwen3-8b",
-)  # fmt: skip
+    *SMALLER,
+    "python -m examples.make_data data",
+    "skyrl-actors status",
+    "skyrl-actors journal configs/cpu_tiny.yaml",
+    "skyrl-actors trace trace.json",
+    "skyrl-actors key ann",
+    "skyrl-actors runs",
+    "skyrl-actors report runs/ppo_tiny",
+    "skyrl-actors plan configs/colocated_1x8.yaml --nodes cluster.yaml --model "
+    "configs/shapes/qwen3-8b",
+)
 ABSENT = {"gpu", "cluster", "network", "external"}
 
 
 def commands() -> dict[str, str | None]:
-    """Every command of the docs, with what it needs that is not here."""
+    """Return every command of the docs, and the resource that it needs, if any."""
     found: dict[str, str | None] = {}
     for page in PAGES:
         for needs, block in BLOCK.findall(page.read_text()):
@@ -55,7 +75,7 @@ def commands() -> dict[str, str | None]:
     return found
 
 
-def test_somebody_runs_every_command():
+def test_every_command_is_run_by_a_test():
     here = {command for command, needs in commands().items() if needs is None}
     assert here == {*HELD_BY, *HERE}
     for command, held in HELD_BY.items():
@@ -63,12 +83,12 @@ def test_somebody_runs_every_command():
         assert not word or word.split()[-1] in (ROOT / place).read_text(), command
 
 
-def test_no_command_hides_in_another_block():
+def test_commands_are_only_in_sh_blocks():
     for page in PAGES:
         text = BLOCK.sub("", page.read_text())
         for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S):
             assert not block.startswith(("skyrl-actors ", "python ", "make ", "ray ", "pip ")), (
-                f"{page.name}: mark it ```sh\n{block}"
+                f"{page.name}: mark this block as ```sh\n{block}"
             )
 
 
@@ -87,44 +107,85 @@ def test_commands_of_the_docs(command: str, service: Service, tmp_path: Path):
             "trace": ["--name", service.name],
             "journal": [f"journal.folder={service.journal}"],
         }
-        if words[1] == "trace":  # something must have been sampled
+        if words[1] == "trace":  # an empty trace is refused
             subprocess.run(
-                [sys.executable, "-m", "examples.sft", "--steps", "1", "--batch", "4", "--base-model", "tiny"],
+                [
+                    sys.executable,
+                    "-m",
+                    "examples.sft",
+                    "--steps",
+                    "1",
+                    "--batch",
+                    "4",
+                    "--base-model",
+                    "tiny",
+                ],
                 cwd=ROOT,
                 check=True,
                 timeout=240,
             )
         done = run_cli(*words[1:], *own.get(words[1], []), cwd=tmp_path)
     else:
-        done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=240, cwd=tmp_path)
+        done = subprocess.run(
+            [sys.executable, *words[1:]], capture_output=True, text=True, timeout=240, cwd=tmp_path
+        )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stdout.strip() and "Traceback" not in done.stderr
 
 
-def test_commands_say_so_when_there_is_no_service():
+def test_commands_report_a_missing_service():
     for words in (["status"], ["trace", "/tmp/never.json"]):
         done = run_cli(*words, "--name", "nobody")
-        assert done.returncode == 2 and "no service named 'nobody'" in done.stderr, done.stdout + done.stderr
+        assert done.returncode == 2 and "no service named 'nobody'" in done.stderr, (
+            done.stdout + done.stderr
+        )
     done = run_cli("stop", "--name", "nobody")
     assert done.returncode == 0 and "no service named 'nobody' was running here" in done.stdout
 
 
-def test_tables_are_those_of_the_code():
+def test_generated_tables_match_the_code():
     for file, module in (("config.md", config_table), ("cli.md", cli_table)):
-        assert (ROOT / "docs" / file).read_text() == module.markdown(), (
-            f"print it anew: python -m {module.__name__} > docs/{file}"
+        assert (ROOT / "docs/reference" / file).read_text() == module.markdown(), (
+            f"generate it again: python -m {module.__name__} > docs/reference/{file}"
         )
 
 
+def test_the_config_of_the_tutorial_is_valid(tmp_path: Path):
+    text = (ROOT / "docs/tutorials/your_data_and_reward.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.M | re.S)
+    (config,) = [block for block in blocks if "name: my_job" in block]
+    (tmp_path / "my_job.yaml").write_text(config)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    assert load(tmp_path / "my_job.yaml", (), JobConfig).run.name == "my_job"
+
+
+def test_the_navigation_lists_every_page():
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert listed == {
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
+    }
+
+
 def test_the_site_builds_and_fetches_nothing(tmp_path: Path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = list(tmp_path.rglob("*.html"))
-    assert len(pages) >= len(PAGES)
+    assert len(pages) >= len(list((ROOT / "docs").rglob("*.md")))
     for page in pages:
         text = page.read_text()
         assert not re.findall(
-            r"<(?:script|img|link)[^>]+(?:src|href)=\"?https?://(?!127\.0\.0\.1)[^\" >]+[^>]*rel=\"?(?:stylesheet|preload)", text
+            r"<(?:script|img|link)[^>]+(?:src|href)=\"?https?://(?!127\.0\.0\.1)"
+            r"[^\" >]+[^>]*rel=\"?(?:stylesheet|preload)",
+            text,
         ), page
         assert not re.findall(r"<(?:script|img)[^>]+src=\"?https?:", text), page

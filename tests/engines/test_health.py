@@ -7,7 +7,7 @@ import pytest
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.engines.health import NEXT, Event, Health, after
 from skyrl_actors.engines.interface import EngineStatus
-from skyrl_actors.engines.member import Member
+from skyrl_actors.engines.replica import EngineReplica
 
 
 def test_a_restarted_engine_is_stale_before_it_is_healthy():
@@ -22,7 +22,7 @@ def test_a_restarted_engine_is_stale_before_it_is_healthy():
 def test_every_other_step_is_refused():
     for health, event in itertools.product(get_args(Health), get_args(Event)):
         if (health, event) not in NEXT:
-            with pytest.raises(ValueError, match=f"a {health} engine can not be {event}"):
+            with pytest.raises(ValueError, match=f"a {health} engine cannot be {event}"):
                 after(health, event)
 
 
@@ -30,7 +30,7 @@ def test_only_readiness_makes_an_engine_healthy():
     assert [key for key, result in NEXT.items() if result == "HEALTHY"] == [("STALE", "ready")]
 
 
-class Silent(Member):
+class Silent(EngineReplica):
     """An engine without a process."""
 
     async def take_over(self) -> bool:
@@ -49,14 +49,14 @@ class Silent(Member):
         await self.start()
 
     async def detach(self) -> None:
-        await self._no_more_restarts()
+        await self._stop_restarts()
 
     async def close(self) -> None:
         await self.detach()
 
 
-async def test_who_was_left_is_no_loss_and_stays_away():
-    """A call that is under way when a pool is stopped fails with the actor that it asked."""
+async def test_a_detached_engine_that_dies_is_not_lost_and_not_restarted():
+    """When a pool stops, a call that is under way fails with its actor."""
     said: list[str] = []
     engine = Silent("e", RestartConfig(), said.append)
     await engine.start()

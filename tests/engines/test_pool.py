@@ -1,4 +1,4 @@
-"""Which engines a pool makes, and whom it asks; without processes."""
+"""Which engines a pool builds and which one it chooses; without processes."""
 
 import asyncio
 from pathlib import Path
@@ -9,10 +9,17 @@ import pytest
 
 from placement.types import Node
 from skyrl_actors.backends.demands import plan_for
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PlacementConfig, RestartConfig
+from skyrl_actors.config.cluster import (
+    ClusterConfig,
+    EngineConfig,
+    GroupConfig,
+    LoraConfig,
+    PlacementConfig,
+    RestartConfig,
+)
 from skyrl_actors.config.transfers import NcclTransfer
-from skyrl_actors.engines.agreement import Agreement
-from skyrl_actors.engines.engine import Engine
+from skyrl_actors.engines.local_engine import LocalEngine
+from skyrl_actors.engines.logprob_check import LogprobCheck
 from skyrl_actors.engines.pool import EnginePool, build_pool
 from skyrl_actors.engines.vllm_samples import vllm_params
 from skyrl_actors.messages.errors import StateLost
@@ -26,23 +33,36 @@ async def nobody(*_: Any) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "gpus", "over_nodes"), [(2, 1, 4, False), (2, 2, 8, False), (4, 2, 4, True), (1, 1, 4, False)]
+    ("tensor", "pipeline", "gpus", "over_nodes"),
+    [(2, 1, 4, False), (2, 2, 8, False), (4, 2, 4, True), (1, 1, 4, False)],
 )
-def test_an_engine_of_several_gpus_is_told_which(tensor: int, pipeline: int, gpus: int, over_nodes: bool):
-    """On one node it is one actor with the ids of its slots' GPUs; over several, vLLM makes its workers in their bundles."""
+def test_an_engine_with_several_gpus_gets_their_ids_or_bundles(
+    tensor: int, pipeline: int, gpus: int, over_nodes: bool
+):
+    """On one node, one actor has the GPU ids; over several, vLLM places workers in bundles."""
     config = ClusterConfig(
-        policy=GroupConfig(num_ranks=2), critic=None, transfer=NcclTransfer(), placement=PlacementConfig(device="gpu", layout="split"),
-        engine=EngineConfig(num_engines=1, tensor_parallel=tensor, pipeline_parallel=pipeline), lora=LoraConfig(max_full_models=1),
-    )  # fmt: skip
+        policy=GroupConfig(num_ranks=2),
+        critic=None,
+        transfer=NcclTransfer(),
+        placement=PlacementConfig(device="gpu", layout="split"),
+        engine=EngineConfig(num_engines=1, tensor_parallel=tensor, pipeline_parallel=pipeline),
+        lora=LoraConfig(max_full_models=1),
+    )
     plan = plan_for(config, [Node(f"n{i}", 64, gpus, {}) for i in range(4)])
     reserved: Any = None
     devices = {slot.index: f"gpu-of-{slot.index}" for slot in plan.slots}
     pool = build_pool(config, Path("/base"), plan, reserved, devices, {}, nobody, 1, False, print)
     (engine,) = pool.engines
-    assert isinstance(engine, Engine)
+    assert isinstance(engine, LocalEngine)
     spec, site, slots = engine.site.spec, engine.site, plan.actors_of("engine")[0]
-    assert (spec.tensor_parallel, spec.pipeline_parallel, engine.place.num_workers) == (tensor, pipeline, tensor * pipeline)
-    assert (spec.over_nodes, site.over_nodes) == (over_nodes, over_nodes) and site.bundle == slots[0].index
+    assert (spec.tensor_parallel, spec.pipeline_parallel, engine.place.num_workers) == (
+        tensor,
+        pipeline,
+        tensor * pipeline,
+    )
+    assert (spec.over_nodes, site.over_nodes) == (over_nodes, over_nodes) and site.bundle == slots[
+        0
+    ].index
     assert len({slot.node for slot in slots}) == (2 if over_nodes else 1)
     ids = () if over_nodes else tuple(devices[slot.index] for slot in slots)
     assert spec.device_ids == ids and site.on_gpu == (len(slots) == 1)
@@ -52,21 +72,25 @@ def test_an_engine_of_several_gpus_is_told_which(tensor: int, pipeline: int, gpu
 
 def pool_of(count: int) -> EnginePool:
     pool = EnginePool(
-        "s", EngineConfig(), Path("/base"), nobody, Agreement(ClusterConfig().logprob_check, 1e-4, "float32", print)
+        "s",
+        EngineConfig(),
+        Path("/base"),
+        nobody,
+        LogprobCheck(ClusterConfig().logprob_check, 1e-4, "float32", print),
     )
     pool.engines = [Answering(f"engine[{i}]", RestartConfig(), print) for i in range(count)]
     return pool
 
 
 class Answering(Silent):
-    """Says which samples it was given, and answers when it is told to."""
+    """Record the samples it gets, and answer on demand."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.given: list[str] = []
         self.asked = asyncio.Event()
         self.go = asyncio.Event()
-        self.gate = Engine._new_gate(self, "base")  # type: ignore[arg-type]
+        self.lock = LocalEngine._new_lock(self, "base")  # type: ignore[arg-type]
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         self.given.append(arguments[0])
@@ -75,7 +99,7 @@ class Answering(Silent):
 
 
 class Sampling(Answering):
-    """Takes what vLLM takes."""
+    """Answer with as many sequences as vLLM would."""
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         params: SamplingParams = arguments[2]
@@ -86,17 +110,24 @@ class Sampling(Answering):
 
 
 @pytest.mark.parametrize(("temperature", "asked"), [(0.0, "1"), (0.5, "4")])
-async def test_several_greedy_samples_are_one_that_is_answered_so_often(temperature: float, asked: str):
+async def test_several_greedy_samples_run_once_and_are_repeated_in_the_answer(
+    temperature: float, asked: str
+):
     pool = pool_of(0)
     engine = Sampling("engine[0]", RestartConfig(), print)
     pool.engines = [engine]
     await pool.start()
-    output = await pool.sample("r", (1, 2), SamplingParams(3, num_samples=4, temperature=temperature), SamplerWeights("base"))
+    output = await pool.sample(
+        "r",
+        (1, 2),
+        SamplingParams(3, num_samples=4, temperature=temperature),
+        SamplerWeights("base"),
+    )
     assert [one.tokens.tolist() for one in output.sequences] == [[5, 6]] * 4
     assert engine.given == [asked]
 
 
-async def test_who_drains_ends_what_it_has_and_is_given_no_more():
+async def test_a_draining_engine_finishes_its_samples_and_gets_no_more():
     pool = pool_of(2)
     first, second = pool.engines
     assert isinstance(first, Answering) and isinstance(second, Answering)
@@ -126,7 +157,7 @@ async def test_who_drains_ends_what_it_has_and_is_given_no_more():
     await hangs
 
 
-async def test_a_stale_engine_is_given_nothing():
+async def test_a_stale_engine_gets_no_samples():
     pool = pool_of(2)
     await pool.start()
     stale, other = pool.engines

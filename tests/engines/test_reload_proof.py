@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from skyrl_actors.engines.agreement import fixed_prompt
+from skyrl_actors.engines.logprob_check import fixed_prompt
 from skyrl_actors.engines.reload_proof import prove_reload
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.requests import SamplingParams
@@ -18,14 +18,19 @@ PROMPT = fixed_prompt(128, 64)
 
 
 class Scripted:
-    """Scores that shift by the next of `shifts` with each load; an error in its place is raised."""
+    """Shift the scores by the next of `shifts` at each load, or raise an error in its place."""
 
     def __init__(self, shifts: Sequence[float | Exception] = (), dies: bool = False):
         self._shifts, self._shift, self._dies = list(shifts), 0.0, dies
         self.loads = 0
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, adapter: WeightManifest | None, version: str
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        adapter: WeightManifest | None,
+        version: str,
     ) -> SampleOutput:
         assert prompt == PROMPT and params.prompt_logprobs
         if self._dies:
@@ -43,7 +48,9 @@ class Scripted:
         return 0.0
 
 
-async def test_an_engine_that_comes_back_to_its_own_numbers_starts(caplog: pytest.LogCaptureFixture):
+async def test_an_engine_whose_scores_survive_an_update_starts(
+    caplog: pytest.LogCaptureFixture,
+):
     logging.getLogger("skyrl_actors").propagate = True
     with caplog.at_level(logging.INFO, "skyrl_actors.engines.reload_proof"):
         engine = Scripted([1e-6])
@@ -53,24 +60,32 @@ async def test_an_engine_that_comes_back_to_its_own_numbers_starts(caplog: pytes
 
 @pytest.mark.parametrize("shift", [0.08, float("nan")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_weights_that_an_update_garbles_are_refused(shift: float, dtype: str):
-    wanted = r"Qwen3MoeForCausalLM can not be sampled here: after a live update .* differs .* Set lora.max_full_models=0"
+async def test_an_engine_whose_scores_change_is_refused(shift: float, dtype: str):
+    wanted = (
+        r"Qwen3MoeForCausalLM cannot be sampled here: after a live update .* differs .* "
+        "Set lora.max_full_models=0"
+    )
     with pytest.raises(ConfigError, match=wanted):
         await prove_reload(Scripted([shift]), "Qwen3MoeForCausalLM", dtype, PROMPT, BASE)
 
 
-async def test_a_model_that_vllm_dies_of_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"computing Qwen3MoeForCausalLM fails in vLLM \(InternalError: EngineCore"):
+async def test_a_model_that_crashes_vllm_is_refused_by_name():
+    with pytest.raises(
+        ConfigError,
+        match=r"computing Qwen3MoeForCausalLM fails in vLLM \(InternalError: EngineCore",
+    ):
         await prove_reload(Scripted(dies=True), "Qwen3MoeForCausalLM", "float32", PROMPT, ())
 
 
 async def test_an_update_that_fails_is_refused():
     engine = Scripted([RuntimeError("left out 2 layer(s)")])
-    with pytest.raises(ConfigError, match=r"a live weight update of X fails in vLLM \(RuntimeError: left out 2"):
+    with pytest.raises(
+        ConfigError, match=r"a live weight update of X fails in vLLM \(RuntimeError: left out 2"
+    ):
         await prove_reload(engine, "X", "float32", PROMPT, BASE)
 
 
-async def test_where_adapters_alone_come_nothing_is_loaded():
+async def test_with_adapters_only_nothing_is_loaded():
     engine = Scripted()
     await prove_reload(engine, "X", "float32", PROMPT, ())
     assert engine.loads == 0

@@ -1,4 +1,4 @@
-"""Where samples go: the same beginning to the same engine, nobody much busier than the others."""
+"""Routing: equal prefixes go to the same engine, and no engine is much busier than the others."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ def test_no_engine_is_busier_than_the_bound(prompts: list[list[int]], engines: i
 
 
 @given(PROMPTS, st.integers(2, 6))
-def test_when_one_goes_only_its_own_keys_move(prompts: list[list[int]], engines: int):
+def test_when_an_engine_goes_only_its_own_keys_move(prompts: list[list[int]], engines: int):
     for prompt in prompts:
         key = affinity_key("v", prompt)
         before = choose([load(i) for i in range(engines)], key)
@@ -32,18 +32,21 @@ def test_when_one_goes_only_its_own_keys_move(prompts: list[list[int]], engines:
         assert before in (after, engines - 1)
 
 
-def test_alike_samples_stay_together_and_versions_spread():
+def test_samples_with_one_prefix_stay_together_and_versions_spread():
     idle = [load(i) for i in range(4)]
     long = list(range(100))
     assert len({choose(idle, affinity_key("v", [*long, last])) for last in range(20)}) == 1
     assert len({choose(idle, affinity_key(f"v{i}", long)) for i in range(20)}) > 1
 
 
-def test_weights_come_before_affinity_and_an_adapter_that_is_there_too():
+def test_loaded_weights_come_before_affinity_and_so_does_a_loaded_adapter():
     key = affinity_key("v", [1])
     own = choose([load(i) for i in range(3)], key)
     other = (own + 1) % 3
     assert choose([load(i, version=i == other) for i in range(3)], key) == other
     assert choose([load(i, adapter=i == other) for i in range(3)], key) == other
-    # Not when it is busier than the bound allows.
-    assert choose([load(i, busy=9 if i == other else 0, adapter=i == other) for i in range(3)], key) == own
+    # Not if that engine is busier than the bound allows.
+    assert (
+        choose([load(i, busy=9 if i == other else 0, adapter=i == other) for i in range(3)], key)
+        == own
+    )

@@ -33,13 +33,13 @@ PARAMS = (
 
 @pytest.fixture(autouse=True)
 def uncompiled():
-    """vLLM compiles the ranks of tokens, which takes a minute and changes nothing here."""
+    """Run token ranks uncompiled: compiling takes a minute and changes nothing here."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def softmax64(logits: np.ndarray, temperature: float) -> np.ndarray:
-    """log softmax of the last axis."""
+    """Return log softmax over the last axis."""
     scaled = logits.astype(np.float64) / temperature
     scaled -= scaled.max(-1, keepdims=True)
     return scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
@@ -47,35 +47,61 @@ def softmax64(logits: np.ndarray, temperature: float) -> np.ndarray:
 
 def metadata(params: tuple[SamplingParams, ...]) -> SamplingMetadata:
     asked, nothing = [vllm_params(each) for each in params], torch.zeros(len(params))
-    top_k = torch.tensor([each.top_k if each.top_k > 0 else VOCABULARY for each in asked], dtype=torch.int32)
+    top_k = torch.tensor(
+        [each.top_k if each.top_k > 0 else VOCABULARY for each in asked], dtype=torch.int32
+    )
     return SamplingMetadata(
-        temperature=torch.tensor([each.temperature for each in asked]), all_greedy=False, all_random=False,
-        top_p=torch.tensor([each.top_p for each in asked]), top_k=top_k,
+        temperature=torch.tensor([each.temperature for each in asked]),
+        all_greedy=False,
+        all_random=False,
+        top_p=torch.tensor([each.top_p for each in asked]),
+        top_k=top_k,
         generators={row: torch.Generator().manual_seed(row) for row in range(len(asked))},
-        max_num_logprobs=max(each.logprobs or 0 for each in asked), no_penalties=True, prompt_token_ids=None,
-        frequency_penalties=nothing, presence_penalties=nothing, repetition_penalties=nothing + 1,
-        output_token_ids=[[] for _ in asked], allowed_token_ids_mask=None, bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
-    )  # fmt: skip
+        max_num_logprobs=max(each.logprobs or 0 for each in asked),
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=nothing,
+        presence_penalties=nothing,
+        repetition_penalties=nothing + 1,
+        output_token_ids=[[] for _ in asked],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
 
 
 def runner_of(params: tuple[SamplingParams, ...]) -> Any:
     names = [f"r{row}" for row in range(len(params))]
-    requests = {name: SimpleNamespace(sampling_params=vllm_params(each)) for name, each in zip(names, params, strict=True)}
-    return SimpleNamespace(sampler=Sampler(), input_batch=SimpleNamespace(req_ids=names), requests=requests)
+    requests = {
+        name: SimpleNamespace(sampling_params=vllm_params(each))
+        for name, each in zip(names, params, strict=True)
+    }
+    return SimpleNamespace(
+        sampler=Sampler(), input_batch=SimpleNamespace(req_ids=names), requests=requests
+    )
 
 
 def answered(found: LogprobsTensors, row: int, params: SamplingParams) -> Any:
-    """What vLLM makes of a row for its request: as many entries as were asked for, and the sampled token's."""
+    """Return a row as vLLM answers it: the requested entries and the sampled token's."""
     count = 1 + (vllm_params(params).logprobs or 0)
     ranks = [int(found.selected_token_ranks[row]), *range(1, count)]
-    cells = zip(found.logprob_token_ids[row].tolist()[:count], found.logprobs[row].tolist()[:count], ranks, strict=True)
+    cells = zip(
+        found.logprob_token_ids[row].tolist()[:count],
+        found.logprobs[row].tolist()[:count],
+        ranks,
+        strict=True,
+    )
     step = {token: SimpleNamespace(logprob=logprob, rank=rank) for token, logprob, rank in cells}
     token = int(found.logprob_token_ids[row, 0])
-    choice = SimpleNamespace(token_ids=[token], logprobs=[step], finish_reason="length", weight_versions=())
-    return SimpleNamespace(outputs=[choice], prompt_logprobs=None, prompt_token_ids=[1], num_cached_tokens=0)
+    choice = SimpleNamespace(
+        token_ids=[token], logprobs=[step], finish_reason="length", weight_versions=()
+    )
+    return SimpleNamespace(
+        outputs=[choice], prompt_logprobs=None, prompt_token_ids=[1], num_cached_tokens=0
+    )
 
 
-def test_both_logprobs_of_each_request_of_a_batch_are_right():
+def test_each_request_of_a_batch_gets_both_logprobs_right():
     logits = torch.randn(len(PARAMS), VOCABULARY, generator=torch.Generator().manual_seed(3)) * 3
     plain = Sampler()(logits.clone(), metadata(PARAMS))
     runner = runner_of(PARAMS)
@@ -85,7 +111,10 @@ def test_both_logprobs_of_each_request_of_a_batch_are_right():
     at_one = softmax64(logits.numpy(), 1.0)
     for row, params in enumerate(PARAMS):
         output = answered(found.logprobs_tensors, row, params)
-        (one,), (token,) = as_output(output, "base", params).sequences, found.sampled_token_ids[row].tolist()
+        (one,), (token,) = (
+            as_output(output, "base", params).sequences,
+            found.sampled_token_ids[row].tolist(),
+        )
         own = softmax64(logits.numpy()[row], params.temperature or 1.0)
         assert one.logprobs[0] == pytest.approx(at_one[row, token], abs=2e-6)
         assert (one.tempered is None) == (not params.tempered_logprobs)
@@ -98,18 +127,22 @@ def test_both_logprobs_of_each_request_of_a_batch_are_right():
             np.testing.assert_allclose(one.topk_logprobs[0], np.sort(expected)[::-1][:k], atol=5e-6)
 
 
-def test_what_the_worker_did_not_compute_is_an_error_and_not_another_number():
+def test_a_logprob_that_the_worker_did_not_compute_is_an_error():
     params = PARAMS[0]
-    output = answered(Sampler()(torch.randn(1, VOCABULARY), metadata((params,))).logprobs_tensors, 0, params)
+    output = answered(
+        Sampler()(torch.randn(1, VOCABULARY), metadata((params,))).logprobs_tensors, 0, params
+    )
     with pytest.raises(InternalError, match="no logprobs at the temperature"):
         as_output(output, "base", params)
 
 
 class SamplerOfTheSecondRunner:
-    """The attributes of vLLM's sampler on GPUs that the patch uses; its kernels run on GPUs only."""
+    """The attributes of vLLM's GPU sampler that the patch uses; its kernels run on GPUs only."""
 
     def __init__(self, params: tuple[SamplingParams, ...]):
-        self.sampling_states = SimpleNamespace(temperature=SimpleNamespace(gpu=torch.zeros(len(params))))
+        self.sampling_states = SimpleNamespace(
+            temperature=SimpleNamespace(gpu=torch.zeros(len(params)))
+        )
         self.added: list[int] = []
 
     def add_request(self, place: int, params: Any) -> None:
@@ -117,10 +150,12 @@ class SamplerOfTheSecondRunner:
         self.sampling_states.temperature.gpu[place] = params.temperature
 
 
-def test_the_sampler_of_gpus_gives_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_the_gpu_sampler_gives_the_same_logprobs(monkeypatch: pytest.MonkeyPatch):
     from vllm.v1.worker.gpu.sample import sampler as module
 
-    def on_cpu(logits: torch.Tensor, num_logprobs: int, sampled: torch.Tensor, **_: Any) -> LogprobsTensors:
+    def on_cpu(
+        logits: torch.Tensor, num_logprobs: int, sampled: torch.Tensor, **_: Any
+    ) -> LogprobsTensors:
         return Sampler().gather_logprobs(Sampler.compute_logprobs(logits), num_logprobs, sampled)
 
     monkeypatch.setattr(module, "compute_topk_scores", on_cpu)
@@ -134,20 +169,22 @@ def test_the_sampler_of_gpus_gives_the_same(monkeypatch: pytest.MonkeyPatch):
     found = module.compute_topk_scores(logits, 4, sampled, expanded_idx_mapping=places.int())
     for row, params in enumerate(PARAMS):
         (one,) = as_output(answered(found, row, params), "base", params).sequences
-        own = softmax64(logits.numpy()[row], params.temperature or 1.0 if params.tempered_logprobs else 1.0)
+        own = softmax64(
+            logits.numpy()[row], params.temperature or 1.0 if params.tempered_logprobs else 1.0
+        )
         assert one.shown_logprobs[0] == pytest.approx(own[row], abs=5e-6)
-    sampler.add_request(int(places[0]), vllm_params(SamplingParams(1)))  # a place that is taken again
+    sampler.add_request(int(places[0]), vllm_params(SamplingParams(1)))  # reuses a place
     again = module.compute_topk_scores(logits, 4, sampled, expanded_idx_mapping=places.int())
     assert TEMPERED not in again.logprob_token_ids[0] and TEMPERED in again.logprob_token_ids[1]
 
 
-def test_a_sampler_that_is_not_known_is_left_alone():
+def test_an_unknown_sampler_is_not_patched():
     assert not vllm_tempered.install(SimpleNamespace(sampler=object()))
 
 
 @pytest.mark.parametrize("prefix", ["metaspace", "bytes"])
-def test_a_stop_text_beside_tempered_logprobs_ends_no_engine(prefix: str):
-    """vLLM spells the ids of logprobs where a sample has stop texts, and some tokenizers have no text beyond their vocabulary."""
+def test_a_stop_text_with_tempered_logprobs_does_not_end_the_engine(prefix: str):
+    """With stop texts vLLM decodes logprob ids; some tokenizers fail beyond their vocabulary."""
     fast = Tokenizer(models.WordLevel({"<unk>": 0, "\u2581a": 1, "b": 2}, unk_token="<unk>"))
     if prefix == "metaspace":
         fast.pre_tokenizer, fast.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()

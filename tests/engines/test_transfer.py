@@ -1,5 +1,9 @@
-"""A real training rank and a real vLLM engine, without Ray: sleep frees memory and wakes exact; weights by mapping and by broadcast,
-into one device and two, tied heads and untied ones; adapters in one batch with the base while one is replaced."""
+"""A real training rank and a real vLLM engine, without Ray.
+
+Sleep frees memory, and waking restores it exactly. Weights arrive by mapping and by broadcast, on
+one device and on two, with tied heads and untied ones. Adapters share a batch with the base while
+one of them is replaced.
+"""
 
 import json
 import os
@@ -15,7 +19,7 @@ import pytest
 from tests.conftest import ROOT
 
 KV_BYTES = 256 * 2**20
-VOCABULARY = 150_000  # of the untied model: its weights are more than the noise of RSS
+VOCABULARY = 150_000  # of the untied model: its weights exceed the noise of RSS
 SCRIPT = """
 import asyncio, json, shutil, sys
 from dataclasses import replace
@@ -59,13 +63,18 @@ async def main(folder: str, devices: int, work: Path) -> None:
         (output,) = worker.forward_backward((PartCall(model_id, (0,), row, call),), True)
         return output.values.tolist()
 
-    engine = VllmEngine(EngineSpec("e", folder, "cpu", "float32", 256, 8, 512, KV_BYTES, 3, 8, 8, True, 60.0, devices))
+    engine = VllmEngine(
+        EngineSpec(
+            "e", folder, "cpu", "float32", 256, 8, 512, KV_BYTES, 3, 8, 8, True, 60.0, devices
+        )
+    )
     await engine.start()
     params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
     numbers = iter(range(100))
 
     async def of_engine(version: str, adapter=None) -> list[float]:
-        output = await engine.sample(str(next(numbers)), tuple(tokens.tolist()), params, adapter, version)
+        prompt = tuple(tokens.tolist())
+        output = await engine.sample(str(next(numbers)), prompt, params, adapter, version)
         assert output.version == version
         return output.prompt_logprobs[1:].tolist()
 
@@ -104,7 +113,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
     said["base sums return"] = await checksums() == base_sums and mapped_sums != base_sums
 
     asked = WeightStream("", 0, 1 + devices, "gloo", 200_000, 30.0)
-    trained(spec, 1)  # the stream brings the frozen version, not what was trained since
+    trained(spec, 1)  # the stream sends the frozen version, not the later weights
     await engine.load_full("full@1", (manifest,), (worker.open_stream(manifest, asked),))
     said["streamed sums"] = await checksums() == mapped_sums
     said["streamed"] = [said["mapped"][0], await of_engine("full@1")]
@@ -112,16 +121,20 @@ async def main(folder: str, devices: int, work: Path) -> None:
     lent = WeightStream("", 0, 1 + devices, "ipc", 200_000, 30.0)
     await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
     await engine.load_full("full@1", (manifest,), (worker.open_stream(manifest, lent),))
-    said["lent sums"] = await checksums() == mapped_sums  # from the file: the model has been trained since
-    newer = worker.export_weights("full", str(work / "full@2"), "full@2", True, "when_needed")
-    said["not written"] = [not Path(newer.path).exists(), worker.exists(newer.path), newer.num_bytes == manifest.num_bytes]
+    said["lent sums"] = await checksums() == mapped_sums  # from the file: training went on
+    newer = worker.export_weights("full", str(work / "full@2"), "full@2", True, "lazy")
+    said["not written"] = [
+        not Path(newer.path).exists(),
+        worker.exists(newer.path),
+        newer.num_bytes == manifest.num_bytes,
+    ]
     await engine.load_full("full@2", (newer,), (worker.open_stream(newer, lent),))
     said["lent"] = [of_trainer("full"), await of_engine("full@2")]
     lent_sums = await checksums()
     await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
     sent = worker.open_stream(newer, asked)
     loading = asyncio.create_task(engine.load_full("full@2", (newer,), (sent,)))
-    # Another thread, as in its actor: the step waits until the stream has read the weights.
+    # On another thread, as in its actor: the step waits until the stream has read the weights.
     said["before a step"] = await asyncio.to_thread(worker.write_versions, "full", ())
     await asyncio.to_thread(trained, spec, 1)
     await loading
@@ -130,7 +143,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
     await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
     await engine.load_full("full@2", (newer,), (worker.open_stream(newer, asked),))
     said["file sums"] = await checksums() == lent_sums
-    left = worker.export_weights("full", str(work / "full@3"), "full@3", False, "when_needed")
+    left = worker.export_weights("full", str(work / "full@3"), "full@3", False, "lazy")
     said["needless"] = worker.write_versions("full", ("full@3",))
     trained(spec, 1)
     said["left"] = worker.exists(left.path)
@@ -152,21 +165,34 @@ async def main(folder: str, devices: int, work: Path) -> None:
         newer = worker.export_weights("a0", str(work / "a0@2"), "a0@2", False)
         return await of_engine("a0@2", newer)
 
+    twice = [(f"{name}@1", manifest) for name, manifest in adapters.items() for _ in range(2)]
     found = await asyncio.gather(
-        *(of_engine(f"{name}@1", manifest) for name, manifest in adapters.items() for _ in range(2)), of_engine(BASE_VERSION), update()
+        *(of_engine(version, manifest) for version, manifest in twice),
+        of_engine(BASE_VERSION),
+
+        update(),
     )
-    said["adapters"] = [[wanted["a0"], found[0]], [wanted["a1"], found[2]], [wanted["a2"], found[4]], [wanted["base"], found[6]]]
-    said["adapters"] += [[of_trainer("a0"), found[7]], [wanted["a0"], await of_engine("a0@1", adapters["a0"])]]
+    said["adapters"] = [
+        [wanted["a0"], found[0]],
+        [wanted["a1"], found[2]],
+        [wanted["a2"], found[4]],
+        [wanted["base"], found[6]],
+    ]
+    said["adapters"] += [
+        [of_trainer("a0"), found[7]],
+        [wanted["a0"], await of_engine("a0@1", adapters["a0"])],
+    ]
 
     cut = work / "cut"
     cut.mkdir()
     for file in Path(adapters["a1"].path).iterdir():
-        (cut / file.name).write_bytes(file.read_bytes()[: 200 if file.suffix == ".safetensors" else None])
+        size = 200 if file.suffix == ".safetensors" else None
+        (cut / file.name).write_bytes(file.read_bytes()[:size])
     try:
         await of_engine("cut@1", replace(adapters["a1"], version="cut@1", path=str(cut)))
     except Exception as error:
         said["truncated"] = str(error)
-    for i in range(9):  # more than vLLM keeps: what was used longest ago is loaded from its folder again
+    for i in range(9):  # more than vLLM keeps: the least recently used one is loaded again
         other = worker.export_weights("a2", str(work / f"other@{i}"), f"other@{i}", False)
         await of_engine(f"other@{i}", other)
     said["adapters"].append([wanted["a1"], await of_engine("a1@1", adapters["a1"])])
@@ -176,7 +202,8 @@ async def main(folder: str, devices: int, work: Path) -> None:
     content[-1] ^= 1
     (flipped / "adapter_model.safetensors").write_bytes(content)
     try:
-        await of_engine("flipped@1", replace(adapters["a1"], version="flipped@1", path=str(flipped)))
+        copy = replace(adapters["a1"], version="flipped@1", path=str(flipped))
+        await of_engine("flipped@1", copy)
     except Exception as error:
         said["flipped"] = str(error)
     narrow = work / "narrow"
@@ -187,7 +214,8 @@ async def main(folder: str, devices: int, work: Path) -> None:
     tensors[odd] = tensors[odd][:, :-2].contiguous()
     save_file(tensors, narrow / "adapter_model.safetensors")
     try:
-        await of_engine("narrow@1", replace(adapters["a1"], version="narrow@1", path=str(narrow), tensors=()))
+        copy = replace(adapters["a1"], version="narrow@1", path=str(narrow), tensors=())
+        await of_engine("narrow@1", copy)
     except Exception as error:
         said["of another base"] = str(error)
     said["alive"] = await of_engine("a1@1", adapters["a1"]) == found[2] and not engine.dead.is_set()
@@ -207,8 +235,9 @@ async def main(folder: str, devices: int, work: Path) -> None:
     from skyrl_actors.engines import vllm_patches
 
     said["in range"] = vllm_patches.AFFECTED
-    vllm_patches.AFFECTED = False  # another release: nothing is touched
-    said["outside"] = [vllm_patches.apply(None), vllm_patches.repack_tied_heads(torch.nn.Linear(2, 2))]
+    vllm_patches.AFFECTED = False  # as for another release: nothing is patched
+    linear = torch.nn.Linear(2, 2)
+    said["outside"] = [vllm_patches.apply(None), vllm_patches.repack_tied_heads(linear)]
     print(json.dumps(said))
 
 if __name__ == "__main__":
@@ -231,9 +260,11 @@ def untied(base: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(random_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Both at once: most of their time goes into starts that take turns at waiting."""
-    from skyrl_actors.backends.environment import actor_environment
+def runs(
+    random_base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Start both processes at once, because their starts mostly wait."""
+    from skyrl_actors.backends.actor_env import actor_environment
     from skyrl_actors.config.cluster import ClusterConfig
 
     environment = {**os.environ, **actor_environment(ClusterConfig()), "OMP_NUM_THREADS": "1"}
@@ -244,7 +275,9 @@ def runs(random_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         (work / "transfer.py").write_text(SCRIPT)
         command = [sys.executable, str(work / "transfer.py"), str(base), str(devices), str(work)]
         with (work / "errors").open("w") as errors:
-            process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=errors, env=environment)
+            process = subprocess.Popen(
+                command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=errors, env=environment
+            )
         process.errors = work / "errors"  # type: ignore[attr-defined]
         started[name] = process
     yield started
@@ -254,30 +287,40 @@ def runs(random_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize(("name", "devices"), [("tied, two devices", 2), ("untied, one device", 1)])
-def test_weights_arrive_exactly(runs: dict[str, subprocess.Popen[str]], name: str, devices: int):
+def test_weights_arrive_exactly_by_every_transfer(
+    runs: dict[str, subprocess.Popen[str]], name: str, devices: int
+):
     process = runs[name]
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, process.errors.read_text()[-3000:]  # type: ignore[attr-defined]
     said: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    assert said["rss awake"] - said["rss asleep"] > 0.8 * devices * KV_BYTES and said["freed"] > 0.8 * devices * KV_BYTES
+    assert (
+        said["rss awake"] - said["rss asleep"] > 0.8 * devices * KV_BYTES
+        and said["freed"] > 0.8 * devices * KV_BYTES
+    )
     assert said["after level 1"] and said["held at level 2"] is None
     if devices == 1:
         assert said["freed at level 2"] > 0.8 * 2 * VOCABULARY * said["hidden"] * 4
     assert "holds None" in said["refused"]  # dropped weights are never sampled
-    pairs = {name: said[name] for name in ("base", "after level 2", "mapped", "streamed", "lent")} | {
-        f"adapter {i}": p for i, p in enumerate(said["adapters"])
-    }
+    pairs = {
+        name: said[name] for name in ("base", "after level 2", "mapped", "streamed", "lent")
+    } | {f"adapter {i}": p for i, p in enumerate(said["adapters"])}
     for part, (trainer, engine) in pairs.items():
         assert max(abs(a - b) for a, b in zip(trainer, engine, strict=True)) < 1e-4, part
     moved = max(abs(a - b) for a, b in zip(said["base"][0], said["mapped"][0], strict=True))
-    assert moved > 0.1  # or equality would say nothing
+    assert moved > 0.1  # otherwise equality would prove nothing
     assert said["base sums return"] and said["streamed sums"] and said["lent sums"]
-    assert said["not written"] == [True, True, True] and said["before a step"] == ["full@2"] and said["written"] == [True, True]
-    assert said["live sums"] and said["file sums"]  # the step waited for the stream, and the file is what was streamed
+    assert (
+        said["not written"] == [True, True, True]
+        and said["before a step"] == ["full@2"]
+        and said["written"] == [True, True]
+    )
+    # The step waited for the stream, and the file equals what was streamed.
+    assert said["live sums"] and said["file sums"]
     assert said["needless"] == [] and not said["left"] and "was not written" in said["left says"]
     assert "adapter" in said["truncated"] and said["alive"], said["truncated"]
-    assert "adapter flipped@1" in said["flipped"] and "arrived with other bytes" in said["flipped"]
+    assert "adapter flipped@1" in said["flipped"] and "another checksum" in said["flipped"]
     assert "does not match the base model's" in said["of another base"]
-    assert "can not be read on this engine's host" in said["gone"] and said["still alive"]
+    assert "cannot be read on this engine's host" in said["gone"] and said["still alive"]
     assert said["in range"] and said["outside"] == [[], 0]
-    assert "arrived with other bytes" in said["other bytes"] and said["dead"]
+    assert "the checksums differ" in said["other bytes"] and said["dead"]

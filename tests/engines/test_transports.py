@@ -1,4 +1,4 @@
-"""Two ranks, two engines, real Ray: every transport moves the same weights, and a sampler keeps those it was made of."""
+"""Two ranks, two engines, real Ray: all transports move the same weights; versions never change."""
 
 import asyncio
 import itertools
@@ -13,40 +13,56 @@ import ray
 from skyrl_actors import losses
 from skyrl_actors.backends.ray_backend import RayBackend
 from skyrl_actors.colocation.phases import Phase
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PretrainedBase, RestartConfig
+from skyrl_actors.config.cluster import (
+    ClusterConfig,
+    EngineConfig,
+    GroupConfig,
+    LoraConfig,
+    PretrainedBase,
+    RestartConfig,
+)
 from skyrl_actors.config.observe import ObserveConfig
-from skyrl_actors.config.transfers import DiskTransfer, GlooTransfer, LogprobCheck, LoraTransfer, ObjectStoreTransfer, ShmTransfer
+from skyrl_actors.config.transfers import (
+    DiskTransfer,
+    GlooTransfer,
+    LogprobCheckConfig,
+    LoraTransfer,
+    ObjectStoreTransfer,
+    ShmTransfer,
+)
 from skyrl_actors.journal.encoding import decode, encode
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.transfer.build import build_transfer
 from tests.collector import collector, of_request
 
 CALL = losses.find("cross_entropy").checked({})
 TOKENS = np.random.default_rng(0).integers(0, 256, 24).astype(np.int32)
-ROWS = columns_from([Example(TOKENS[:-1], {TARGETS: TOKENS[1:]}), Example(TOKENS[5:-1], {TARGETS: TOKENS[6:]})])
+ROWS = columns_from(
+    [Example(TOKENS[:-1], {TARGETS: TOKENS[1:]}), Example(TOKENS[5:-1], {TARGETS: TOKENS[6:]})]
+)
 
 
 class Tenant:
-    """One model, its turns counted."""
+    """One model and its operation count."""
 
     def __init__(self, backend: RayBackend, spec: ModelSpec):
         self.backend, self.spec, self.number = backend, spec, 1
 
-    def change(self) -> Turn:
+    def change(self) -> OpPrecondition:
         self.number += 1
-        return Turn(self.number, self.number - 1, f"{self.spec.model_id}-{self.number}")
+        return OpPrecondition(self.number, self.number - 1, f"{self.spec.model_id}-{self.number}")
 
     @property
-    def here(self) -> Turn:
-        return Turn(None, self.number)
+    def here(self) -> OpPrecondition:
+        return OpPrecondition(None, self.number)
 
     async def create(self) -> None:
-        await self.backend.create_model(self.spec, Turn(1))
+        await self.backend.create_model(self.spec, OpPrecondition(1))
 
     async def train(self, steps: int = 1) -> None:
         for _ in range(steps):
@@ -62,60 +78,96 @@ class Tenant:
 
 
 async def compared_as_named_checkpoints(backend: RayBackend, tenant: Tenant, folder: Path) -> None:
-    """What the trainer said is kept with the weights, for controllers and services that come later."""
+    """Check that the trainer's scores are stored with named weights, for later controllers."""
     saved = str(folder / f"named-{tenant.spec.model_id}")
     await backend.save_checkpoint(tenant.spec, tenant.here, saved, "weights", "r")
     weights = await backend.open_sampler(saved, f"named {tenant.spec.model_id}")
-    assert weights.scored == (await tenant.freeze(f"{tenant.spec.model_id}@named")).scored and len(set(weights.scored)) > 20
+    assert (
+        weights.scored == (await tenant.freeze(f"{tenant.spec.model_id}@named")).scored
+        and len(set(weights.scored)) > 20
+    )
     assert decode(encode(weights)) == weights
-    done = list(backend.engines.agreement.differences)
-    np.testing.assert_allclose(await sampled(backend, weights, 300), await tenant.logprobs(), atol=1e-4)
-    assert list(backend.engines.agreement.differences)[: len(done)] == done  # none was forgotten meanwhile
-    assert len(backend.engines.agreement.differences) > len(done)
+    done = list(backend.engines.logprob_check.differences)
+    np.testing.assert_allclose(
+        await sampled(backend, weights, 300), await tenant.logprobs(), atol=1e-4
+    )
+    # No difference was dropped meanwhile.
+    assert list(backend.engines.logprob_check.differences)[: len(done)] == done
+    assert len(backend.engines.logprob_check.differences) > len(done)
 
 
-async def sampled(backend: RayBackend, weights: SamplerWeights, number: int, times: int = 6) -> np.ndarray:
-    """Logprobs of TOKENS; so many at once that both engines take part."""
+async def sampled(
+    backend: RayBackend, weights: SamplerWeights, number: int, times: int = 6
+) -> np.ndarray:
+    """Return logprobs of TOKENS; there are enough samples for both engines."""
     params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
     prompt = tuple(TOKENS.tolist())
-    asked = [asyncio.ensure_future(backend.sample(f"r{number}-{i}", prompt, params, weights)) for i in range(times)]
-    await asyncio.wait(asked)  # none is under way any more when one of them failed
+    asked = [
+        asyncio.ensure_future(backend.sample(f"r{number}-{i}", prompt, params, weights))
+        for i in range(times)
+    ]
+    await asyncio.wait(asked)  # all ended, also if one of them failed
     outputs = [each.result() for each in asked]
     assert {output.version for output in outputs} == {weights.version}
     found = [output.prompt_logprobs[1:] for output in outputs if output.prompt_logprobs is not None]
-    assert len(found) == times and max(float(np.abs(found[0] - other).max()) for other in found) < 1e-4
+    assert (
+        len(found) == times and max(float(np.abs(found[0] - other).max()) for other in found) < 1e-4
+    )
     return found[0]
 
 
 @pytest.fixture(scope="module")
 def local_ray():
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+    )
     yield
     ray.shutdown()
 
 
 def config_for(base: Path, folder: Path, otlp: str) -> ClusterConfig:
     return ClusterConfig(
-        name="transports", base_model=PretrainedBase(name="tiny", path=base), policy=GroupConfig(num_ranks=2, microbatch_tokens=64),
-        critic=None, engine=EngineConfig(num_engines=2, kv_cache_bytes=32 * 2**20, max_num_seqs=16, in_flight="keep", slice_s=0.2), lora=LoraConfig(max_rank=8),
-        transfer=ShmTransfer(folder=folder, checksums=True), logprob_check=LogprobCheck(action="refuse"), restart=RestartConfig(standbys=0),
+        name="transports",
+        base_model=PretrainedBase(name="tiny", path=base),
+        policy=GroupConfig(num_ranks=2, microbatch_tokens=64),
+        critic=None,
+        engine=EngineConfig(
+            num_engines=2, kv_cache_bytes=32 * 2**20, max_num_seqs=16, in_flight="keep", slice_s=0.2
+        ),
+        lora=LoraConfig(max_rank=8),
+        transfer=ShmTransfer(folder=folder, checksums=True),
+        logprob_check=LogprobCheckConfig(action="refuse"),
+        restart=RestartConfig(standbys=0),
         observe=ObserveConfig(otlp=otlp),
-    )  # fmt: skip
+    )
 
 
-async def while_training_wants_the_devices(backend: RayBackend, tenant: Tenant, weights: SamplerWeights, number: int) -> None:
-    """Long samples are the same whether training took their devices meanwhile or not, and training does not wait for them."""
+async def while_training_wants_the_devices(
+    backend: RayBackend, tenant: Tenant, weights: SamplerWeights, number: int
+) -> None:
+    """Check that training takes the devices meanwhile and leaves long samples unchanged."""
     params = SamplingParams(300, seed=3, stop=())
     prompt = tuple(TOKENS[:8].tolist())
 
     async def drawn(name: str) -> list[np.ndarray]:
-        outputs = await asyncio.gather(*(backend.sample(f"{name}-{number}-{i}", prompt, params, weights) for i in range(4)))
+        outputs = await asyncio.gather(
+            *(backend.sample(f"{name}-{number}-{i}", prompt, params, weights) for i in range(4))
+        )
         assert {len(output.sequences[0].tokens) for output in outputs} == {300}
-        return [value for output in outputs for value in (output.sequences[0].tokens, output.sequences[0].logprobs)]
+        return [
+            value
+            for output in outputs
+            for value in (output.sequences[0].tokens, output.sequences[0].logprobs)
+        ]
 
     undisturbed = await drawn("alone")
     sampling = asyncio.create_task(drawn("disturbed"))
-    while not any(status.running for status in await backend.engines.status()):  # noqa: ASYNC110  another process runs them
+    # Another process runs the samples, so this polls.
+    while not any(status.running for status in await backend.engines.status()):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await tenant.backend.forward_backward(tenant.spec, tenant.change(), ROWS, CALL, False)
     assert not sampling.done()
@@ -125,21 +177,28 @@ async def while_training_wants_the_devices(backend: RayBackend, tenant: Tenant, 
 
 
 async def reported(heard: list[Any], request_id: str, wanted: set[str]) -> None:
-    """Processes send their spans every few seconds."""
+    """Wait for the spans, which processes send every few seconds."""
     async with asyncio.timeout(30):
-        while {span.name for span in of_request(heard, request_id)} != wanted:  # noqa: ASYNC110  other processes send
+        # Other processes send, so this polls.
+        while {span.name for span in of_request(heard, request_id)} != wanted:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
-async def test_every_transport_brings_the_same_weights(local_ray, random_base: Path, tmp_path: Path):
+async def test_every_transport_brings_the_same_weights(
+    local_ray, random_base: Path, tmp_path: Path
+):
     with collector() as (url, heard):
-        await _moves_weights(random_base, config_for(random_base, tmp_path / "exports", url), tmp_path)
+        await _moves_weights(
+            random_base, config_for(random_base, tmp_path / "exports", url), tmp_path
+        )
         ranks = {"policy[0]", "policy[1]"}
         await reported(heard, "lora-2", {f"{rank} forward_backward" for rank in ranks})
         await reported(heard, "full-3", {f"{rank} optim_step" for rank in ranks})
         samples = [span for i in range(6) for span in of_request(heard, f"r0-{i}")]
         assert {span.name for span in samples} == {"engine[0] sample", "engine[1] sample"}
-        assert {a.value.string_value for span in samples for a in span.attributes if a.key == "version"} == {"full@0", "lora@0"}
+        assert {
+            a.value.string_value for span in samples for a in span.attributes if a.key == "version"
+        } == {"full@0", "lora@0"}
 
 
 async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Path) -> None:
@@ -147,14 +206,20 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
     backend = RayBackend(config, random_base, said.append, detached=False)
     await backend.start(1)
     try:
-        full, lora = Tenant(backend, ModelSpec("full", "tiny")), Tenant(backend, ModelSpec("lora", "tiny", lora=LoraSpec(8)))
+        full, lora = (
+            Tenant(backend, ModelSpec("full", "tiny")),
+            Tenant(backend, ModelSpec("lora", "tiny", lora=LoraSpec(8))),
+        )
         await full.create()
         await lora.create()
         pinned: list[tuple[SamplerWeights, np.ndarray]] = []
         transports = [
-            config.transfer, DiskTransfer(folder=tmp_path / "exports"), LoraTransfer(folder=tmp_path / "exports"), ObjectStoreTransfer(folder=tmp_path / "exports"),
+            config.transfer,
+            DiskTransfer(folder=tmp_path / "exports"),
+            LoraTransfer(folder=tmp_path / "exports"),
+            ObjectStoreTransfer(folder=tmp_path / "exports"),
             GlooTransfer(folder=tmp_path / "exports", bucket_bytes=100_000),
-        ]  # fmt: skip
+        ]
         for number, transport in enumerate(transports):
             backend._transfer = build_transfer(config.model_copy(update={"transfer": transport}))
             for tenant in (lora,) if transport.type == "lora" else (full, lora):
@@ -162,38 +227,75 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
                 wanted = await tenant.logprobs()
                 weights = await tenant.freeze(f"{tenant.spec.model_id}@{number}")
                 found = await sampled(backend, weights, number)
-                np.testing.assert_allclose(found, wanted, atol=1e-4, err_msg=f"{transport.type} {tenant.spec.model_id}")
+                np.testing.assert_allclose(
+                    found, wanted, atol=1e-4, err_msg=f"{transport.type} {tenant.spec.model_id}"
+                )
                 pinned.append((weights, wanted))
         await full.train(5)
-        for number, (weights, wanted) in enumerate(pinned[:2]):  # what was frozen first, five steps and more ago
-            np.testing.assert_allclose(await sampled(backend, weights, 100 + number, 2), wanted, atol=1e-4)
+        # The first versions, published at least five steps ago.
+        for number, (weights, wanted) in enumerate(pinned[:2]):
+            np.testing.assert_allclose(
+                await sampled(backend, weights, 100 + number, 2), wanted, atol=1e-4
+            )
         assert float(np.abs(pinned[0][1] - await full.logprobs()).max()) > 0.1
         for here, there in itertools.product(Phase, Phase):  # all moves, on real engines
-            async with backend._keeper.hold(here):
+            async with backend._phase_lock.hold(here):
                 pass
-            async with backend._keeper.hold(there):
+            async with backend._phase_lock.hold(there):
                 pass
-        np.testing.assert_allclose(await sampled(backend, *pinned[0][:1], 150, 2), pinned[0][1], atol=1e-4)
+        np.testing.assert_allclose(
+            await sampled(backend, *pinned[0][:1], 150, 2), pinned[0][1], atol=1e-4
+        )
         base = SamplerWeights("base")
-        for number, weights in enumerate((base, pinned[-1][0], pinned[0][0])):  # base, adapter, full weights
+        for number, weights in enumerate(
+            (
+                base,
+                pinned[-1][0],  # an adapter
+                pinned[0][0],  # full weights
+            )
+        ):
             await while_training_wants_the_devices(backend, lora, weights, number)
-        backend.config = config.model_copy(update={"engine": config.engine.model_copy(update={"in_flight": "abort"})})
+        backend.config = config.model_copy(
+            update={"engine": config.engine.model_copy(update={"in_flight": "abort"})}
+        )
         await while_training_wants_the_devices(backend, lora, base, 3)
         status = await backend.status()
-        freed = [size for entered in status["phase_timeline"] for name, _, size in entered["moves"] if name == "free KV cache"]
-        assert len(status["phase_timeline"]) >= 50 and status["seconds_in_phase"]["SAMPLE"] > 0 and max(freed) > 0
+        freed = [
+            size
+            for entered in status["phase_timeline"]
+            for name, _, size in entered["moves"]
+            if name == "free KV cache"
+        ]
+        assert (
+            len(status["phase_timeline"]) >= 50
+            and status["seconds_in_phase"]["SAMPLE"] > 0
+            and max(freed) > 0
+        )
         to_train = [entered for entered in status["phase_timeline"] if entered["phase"] == "TRAIN"]
-        assert max(size for entered in to_train for name, _, size in entered["moves"] if name == "free KV cache") > 0
+        assert (
+            max(
+                size
+                for entered in to_train
+                for name, _, size in entered["moves"]
+                if name == "free KV cache"
+            )
+            > 0
+        )
         differences = status["logprob_differences"]
         assert len(differences) >= 2 * len(transports) and 0 < max(differences) < 1e-4
         for tenant in (full, lora):
             await compared_as_named_checkpoints(backend, tenant, tmp_path)
         wrong = await full.freeze("full@wrong")
-        agreement, shifted = backend.engines.agreement, tuple(value + 0.01 for value in wrong.scored)
+        logprob_check, shifted = (
+            backend.engines.logprob_check,
+            tuple(value + 0.01 for value in wrong.scored),
+        )
         wrong = replace(wrong, scored=shifted)
-        with pytest.raises(InternalError, match=r"and the trainer differ by 0\.01 nats a token on full@wrong"):
+        with pytest.raises(
+            InternalError, match=r"and the trainer differ by 0\.01 nats a token on full@wrong"
+        ):
             await sampled(backend, wrong, 200)
-        assert agreement.exceeded
+        assert logprob_check.exceeded
         assert [engine["state"] for engine in status["engines"]] == ["HEALTHY", "HEALTHY"]
     finally:
         await backend.close()

@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU at its start: what it computes, what it refuses, and which adapters it takes."""
+"""Real vLLM on a CPU at its start: which models it computes or refuses, and which adapters."""
 
 import os
 from collections.abc import AsyncGenerator
@@ -10,23 +10,42 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from skyrl_actors.engines import vllm_engine
-from skyrl_actors.engines.agreement import SCORING, fixed_prompt
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec
+from skyrl_actors.engines.logprob_check import SCORING, fixed_prompt
 from skyrl_actors.engines.vllm_engine import VllmEngine
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.weights import WeightManifest
 from skyrl_actors.transfer.folders import full_manifests
 
 SIZE = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1,
-    "pad_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +68,22 @@ def saved(config: PreTrainedConfig, folder: Path) -> Path:
 
 @asynccontextmanager
 async def engine_for(base: Path, **options: Any) -> AsyncGenerator[VllmEngine]:
-    spec = EngineSpec("engine[0]", str(base), "cpu", "float32", 128, 8, 128, 32 * 2**20, 2, 8, 4, True, 60.0, **options)
+    spec = EngineSpec(
+        "engine[0]",
+        str(base),
+        "cpu",
+        "float32",
+        128,
+        8,
+        128,
+        32 * 2**20,
+        2,
+        8,
+        4,
+        True,
+        60.0,
+        **options,
+    )
     engine = VllmEngine(spec)
     try:
         await engine.start()
@@ -60,39 +94,58 @@ async def engine_for(base: Path, **options: Any) -> AsyncGenerator[VllmEngine]:
 
 def head_adapter(base: Path, folder: Path) -> WeightManifest:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"])).save_pretrained(folder)
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"])).save_pretrained(
+        folder
+    )
     return WeightManifest("m@1", "lora", str(folder), 1)
 
 
 @pytest.mark.parametrize(("name", "adapts_head"), [("qwen3", True), ("qwen2", False)])
-async def test_an_engine_knows_whether_its_model_takes_an_adapter_on_the_head(name: str, adapts_head: bool, tmp_path: Path):
-    config = {"qwen3": Qwen3Config(**SIZE | {"tie_word_embeddings": True}), "qwen2": Qwen2Config(**SIZE)}[name]
+async def test_an_engine_reports_whether_its_model_takes_an_adapter_on_the_head(
+    name: str, adapts_head: bool, tmp_path: Path
+):
+    config = {
+        "qwen3": Qwen3Config(**SIZE | {"tie_word_embeddings": True}),
+        "qwen2": Qwen2Config(**SIZE),
+    }[name]
     base = saved(config, tmp_path / "base")
     adapter = head_adapter(base, tmp_path / "adapter")
     prompt = fixed_prompt(128, 128)
     async with engine_for(base) as engine:
         assert (await engine.status()).adapts_head == adapts_head
         if adapts_head:
-            assert (await engine.sample("r", prompt, SCORING, adapter, "m@1")).prompt_logprobs is not None
+            assert (
+                await engine.sample("r", prompt, SCORING, adapter, "m@1")
+            ).prompt_logprobs is not None
         else:
             with pytest.raises(InvalidRequest, match="expected target modules"):
                 await engine.sample("r", prompt, SCORING, adapter, "m@1")
         (base_part,) = full_manifests(base, BASE_VERSION)
-        fewer = tuple(entry for entry in base_part.tensors if "layers.1.mlp.down_proj" not in entry.name)
-        with pytest.raises(Exception, match=r"left out 1 layer\(s\): model\.layers\.1\.mlp\.down_proj"):
+        fewer = tuple(
+            entry for entry in base_part.tensors if "layers.1.mlp.down_proj" not in entry.name
+        )
+        with pytest.raises(
+            Exception, match=r"left out 1 layer\(s\): model\.layers\.1\.mlp\.down_proj"
+        ):
             await engine.load_full("m@2", (replace(base_part, tensors=fewer),))
         assert engine.dead.is_set()
 
 
-async def test_a_mixture_of_experts_that_vllm_dies_of_on_a_cpu_is_refused_at_the_start(tmp_path: Path):
+async def test_experts_that_crash_vllm_on_a_cpu_are_refused_at_the_start(
+    tmp_path: Path,
+):
     base = saved(Qwen3MoeConfig(**SIZE, **EXPERTS), tmp_path / "base")
-    with pytest.raises(ConfigError, match=r"computing Qwen3MoeForCausalLM fails in vLLM \(EngineDeadError"):
+    with pytest.raises(
+        ConfigError, match=r"computing Qwen3MoeForCausalLM fails in vLLM \(EngineDeadError"
+    ):
         async with engine_for(base):
             pass
 
 
-async def test_experts_that_a_live_update_garbles_are_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With adapters off vLLM computes them on a CPU, until their weights are updated."""
+async def test_experts_that_a_live_update_corrupts_are_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without adapters vLLM computes experts on a CPU, until their weights are updated."""
     base = saved(Qwen3MoeConfig(**SIZE, **EXPERTS), tmp_path / "base")
     arguments = vllm_engine._engine_args
 
@@ -103,7 +156,11 @@ async def test_experts_that_a_live_update_garbles_are_refused_at_the_start(tmp_p
 
     monkeypatch.setattr(vllm_engine, "_engine_args", without_adapters)
     with pytest.raises(
-        ConfigError, match=r"Qwen3MoeForCausalLM can not be sampled here: after a live update .* differs from itself"
+        ConfigError,
+        match=(
+            r"Qwen3MoeForCausalLM cannot be sampled here: after a live update .* "
+            "differs from itself"
+        ),
     ):
         async with engine_for(base):
             pass

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
-from skyrl_actors.messages.turn import Turn
+from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.workers.interface import TORN, PartCall, Refused
 
 
@@ -37,57 +37,79 @@ class Adder:
 def made() -> tuple[ExactlyOnce, Adder]:
     worker = Adder()
     once = ExactlyOnce(worker)
-    once.apply(1, "m", Turn(1), "create_model", "m")
+    once.apply(1, "m", OpPrecondition(1), "create_model", "m")
     return once, worker
 
 
 @given(st.lists(st.integers(1, 3), max_size=30))
-def test_asking_again_changes_nothing_and_gives_the_first_answer(repeats: list[int]):
+def test_a_repeated_operation_changes_nothing_and_returns_the_first_result(repeats: list[int]):
     once, worker = made()
     for number, times in enumerate(repeats, start=2):
-        assert {once.apply(1, "m", Turn(number, number - 1), "add", "m", 1) for _ in range(times)} == {number - 1}
+        assert {
+            once.apply(1, "m", OpPrecondition(number, number - 1), "add", "m", 1)
+            for _ in range(times)
+        } == {number - 1}
     assert worker.sums["m"] == len(repeats)
 
 
-def test_both_parts_of_an_operation_are_done():
-    """A model that is created from a checkpoint is made and then filled, under one number."""
+def test_both_parts_of_an_operation_are_applied():
+    """A model that is created from a checkpoint is created and then filled, under one number."""
     once, worker = made()
-    assert once.apply(1, "m", Turn(1, 1), "add", "m", 7) == 7
-    assert once.apply(1, "m", Turn(1, 1), "add", "m", 7) == 7  # asked again
-    assert once.apply(1, "m", Turn(1), "create_model", "m") == "made"  # begun again from the first part
-    assert once.apply(1, "m", Turn(1, 1), "add", "m", 7) == 7 and worker.sums["m"] == 7
+    assert once.apply(1, "m", OpPrecondition(1, 1), "add", "m", 7) == 7
+    assert once.apply(1, "m", OpPrecondition(1, 1), "add", "m", 7) == 7  # a repetition
+    # It restarts from the first part.
+    assert once.apply(1, "m", OpPrecondition(1), "create_model", "m") == "made"
+    assert once.apply(1, "m", OpPrecondition(1, 1), "add", "m", 7) == 7 and worker.sums["m"] == 7
 
 
-@pytest.mark.parametrize("turn", [Turn(4, 3), Turn(6, 1), Turn(9, 7), Turn(None, 1), Turn(None, 6)])
-def test_a_turn_on_another_state_is_refused(turn: Turn):
-    """Whatever the controller's books say: neither a step nor a reading is made of a state that is not the one it wants."""
+@pytest.mark.parametrize(
+    "precondition",
+    [
+        OpPrecondition(4, 3),
+        OpPrecondition(6, 1),
+        OpPrecondition(9, 7),
+        OpPrecondition(None, 1),
+        OpPrecondition(None, 6),
+    ],
+)
+def test_an_operation_on_another_state_is_refused(precondition: OpPrecondition):
+    """Steps and reads both require the expected state, whatever the controller has recorded."""
     once, worker = made()
-    once.apply(1, "m", Turn(5, 1), "add", "m", 1)
-    with pytest.raises(StateLost, match=f"m is behind operation 5, not {turn.after}"):
-        once.apply(1, "m", turn, *(("read", "m") if turn.number is None else ("add", "m", 1)))
-    assert worker.sums["m"] == 1 and once.apply(1, "m", Turn(None, 5), "read", "m") == 1
+    once.apply(1, "m", OpPrecondition(5, 1), "add", "m", 1)
+    message = f"m is at operation 5, but the call requires operation {precondition.after}"
+    with pytest.raises(StateLost, match=message):
+        once.apply(
+            1,
+            "m",
+            precondition,
+            *(("read", "m") if precondition.number is None else ("add", "m", 1)),
+        )
+    assert worker.sums["m"] == 1 and once.apply(1, "m", OpPrecondition(None, 5), "read", "m") == 1
 
 
-def test_a_torn_model_answers_nothing_until_it_is_made_anew():
+def test_a_torn_model_rejects_calls_until_it_is_rebuilt():
     once, worker = made()
     worker.fail = RuntimeError("out of memory")
     with pytest.raises(RuntimeError):
-        once.apply(1, "m", Turn(2, 1), "add", "m", 1)
+        once.apply(1, "m", OpPrecondition(2, 1), "add", "m", 1)
     worker.fail = None
     for number, method in ((2, "add"), (None, "read")):
-        with pytest.raises(StateLost, match="does not hold a whole m"):
-            once.apply(1, "m", Turn(number, 1), method, "m", *([1] if method == "add" else []))
-    assert once.adopt(1) == {"m": TORN}  # it takes memory, so a controller that does not know it must hear of it
-    once.apply(1, "m", Turn(1), "create_model", "m")
-    assert once.apply(1, "m", Turn(2, 1), "add", "m", 1) == 1
+        with pytest.raises(StateLost, match="holds no complete state of m"):
+            once.apply(
+                1, "m", OpPrecondition(number, 1), method, "m", *([1] if method == "add" else [])
+            )
+    # A torn model occupies memory, so a new controller must learn of it.
+    assert once.adopt(1) == {"m": TORN}
+    once.apply(1, "m", OpPrecondition(1), "create_model", "m")
+    assert once.apply(1, "m", OpPrecondition(2, 1), "add", "m", 1) == 1
 
 
-def test_a_clean_refusal_is_an_answer_too():
+def test_a_clean_refusal_counts_as_a_result():
     once, worker = made()
     worker.fail = InvalidRequest("gradient norm is nan")
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="gradient norm"):
-            once.apply(1, "m", Turn(2, 1), "optim_step", "m", 0)
+            once.apply(1, "m", OpPrecondition(2, 1), "optim_step", "m", 0)
     worker.fail = None
     assert once.adopt(1) == {"m": 2}
 
@@ -95,12 +117,16 @@ def test_a_clean_refusal_is_an_answer_too():
 def test_an_older_epoch_is_fenced_off():
     once, _ = made()
     assert once.adopt(3) == {"m": 1}
-    for call in (lambda: once.adopt(2), lambda: once.apply(2, "m", Turn(2, 1), "add", "m", 1), lambda: once.delete(2, "m")):
+    for call in (
+        lambda: once.adopt(2),
+        lambda: once.apply(2, "m", OpPrecondition(2, 1), "add", "m", 1),
+        lambda: once.delete(2, "m"),
+    ):
         with pytest.raises(InternalError, match=r"epoch 2 is over: a newer controller \(3\)"):
             call()
     once.delete(3, "m")
     with pytest.raises(StateLost):
-        once.apply(3, "m", Turn(2, 1), "add", "m", 1)
+        once.apply(3, "m", OpPrecondition(2, 1), "add", "m", 1)
 
 
 class Tenants(Adder):
@@ -128,35 +154,41 @@ def tenants(*names: str) -> tuple[ExactlyOnce, Tenants]:
     worker = Tenants()
     once = ExactlyOnce(worker)
     for name in names:
-        once.apply(1, name, Turn(1), "create_model", name)
+        once.apply(1, name, OpPrecondition(1), "create_model", name)
     return once, worker
 
 
 def test_parts_of_many_models_are_each_applied_once():
     once, worker = tenants("a", "b")
     calls = [part("a", 0, 1), part("b", 0), part("c", 0)]
-    first = once.forward_backward(1, [Turn(2, 1), Turn(3, 1), Turn(4, 1)], calls, False)
+    first = once.forward_backward(
+        1, [OpPrecondition(2, 1), OpPrecondition(3, 1), OpPrecondition(4, 1)], calls, False
+    )
     assert first[:2] == [2, 1] and isinstance(first[2], StateLost)
-    again = once.forward_backward(1, [Turn(2, 1), Turn(5, 3)], calls[:2], False)
+    again = once.forward_backward(1, [OpPrecondition(2, 1), OpPrecondition(5, 3)], calls[:2], False)
     assert again == [2, 2] and worker.asked == ["b"] and worker.sums == {"a": 2, "b": 2}
     assert once.adopt(1) == {"a": 2, "b": 5}
 
 
-def test_a_refused_part_leaves_its_model_as_it_was_or_torn():
+def test_a_refused_part_leaves_its_model_unchanged_or_torn():
     once, _ = tenants("a", "b", "c")
-    turns = [Turn(2, 1), Turn(3, 1), Turn(4, 1)]
-    outcomes = once.forward_backward(1, turns, [part("a", 13), part("b", 14), part("c", 0)], False)
+    preconditions = [OpPrecondition(2, 1), OpPrecondition(3, 1), OpPrecondition(4, 1)]
+    outcomes = once.forward_backward(
+        1, preconditions, [part("a", 13), part("b", 14), part("c", 0)], False
+    )
     assert [type(outcome) for outcome in outcomes] == [InvalidRequest, InvalidRequest, int]
     assert once.adopt(1) == {"a": 1, "b": TORN, "c": 4}
     once.delete(1, "b")
     assert once.adopt(1) == {"a": 1, "c": 4}
 
 
-def test_a_call_that_breaks_off_tears_all_its_models_and_no_other():
+def test_a_failed_call_tears_all_its_models_and_no_other():
     once, worker = tenants("a", "b", "c")
     worker.fail = InternalError("broken")
     with pytest.raises(InternalError):
-        once.forward_backward(1, [Turn(2, 1), Turn(3, 1)], [part("a", 0), part("b", 0)], False)
+        once.forward_backward(
+            1, [OpPrecondition(2, 1), OpPrecondition(3, 1)], [part("a", 0), part("b", 0)], False
+        )
     assert once.adopt(1) == {"a": TORN, "b": TORN, "c": 1}
 
 
@@ -164,5 +196,5 @@ def test_reading_tears_nothing():
     once, worker = tenants("a")
     worker.fail = InternalError("broken")
     with pytest.raises(InternalError):
-        once.forward_backward(1, [Turn(None, 1)], [part("a", 0)], True)
+        once.forward_backward(1, [OpPrecondition(None, 1)], [part("a", 0)], True)
     assert once.adopt(1) == {"a": 1}

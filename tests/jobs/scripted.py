@@ -1,4 +1,4 @@
-"""A client whose engine answers from a script, for episodes without a cluster."""
+"""A client whose engine gives scripted answers, for episodes without a cluster."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,10 @@ from skyrl_actors.messages.results import SampleOutput, Sequence
 
 
 class ScriptedClient:
-    """`answer(prompt text, draw)` is what the engine says; an answer that ends with … was cut."""
+    """Answers each prompt with `answer(prompt text, draw)`.
+
+    An answer that ends with … counts as cut off.
+    """
 
     def __init__(self, chat: Chat, answer: Callable[[str, int], str]):
         self.chat = chat
@@ -20,11 +23,13 @@ class ScriptedClient:
 
     async def run(self, request: Sample, expected: type) -> Any:
         self.asked.append(request)
-        told = self.chat.tokenizer.decode(list(request.prompt))
-        return SampleOutput(tuple(self._sequence(told, i) for i in range(request.params.num_samples)), "v1")
+        prompt = self.chat.tokenizer.decode(list(request.prompt))
+        return SampleOutput(
+            tuple(self._sequence(prompt, i) for i in range(request.params.num_samples)), "v1"
+        )
 
-    def _sequence(self, told: str, draw: int) -> Sequence:
-        text = self.answer(told, draw)
+    def _sequence(self, prompt: str, draw: int) -> Sequence:
+        text = self.answer(prompt, draw)
         cut = text.endswith("…")
         ids = self.chat.tokenizer.encode(text.removesuffix("…"), add_special_tokens=False)
         tokens = np.asarray([*ids, *([] if cut else [self.chat.tokenizer.eos_token_id])], np.int32)

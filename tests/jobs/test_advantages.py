@@ -1,4 +1,4 @@
-"""Advantage estimators against sums written out in loops, in float64."""
+"""Compare the advantage estimators with sums in plain loops, in float64."""
 
 import math
 
@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_actors.config.algorithms import Gae, GroupAdvantage, LeaveOneOut, ReturnAdvantage, ReverseKl
+from skyrl_actors.config.algorithms import (
+    Gae,
+    GroupAdvantage,
+    LeaveOneOut,
+    ReturnAdvantage,
+    ReverseKl,
+)
 from skyrl_actors.jobs import advantages as adv
 
 FLOATS = st.floats(-3, 3, width=32)
@@ -16,7 +22,9 @@ GROUPS = np.asarray([4, 9, 4, 4, 9, 7])
 SAMPLED = [np.asarray(m, bool) for m in ([1, 1, 1], [1, 0, 0, 1], [1], [1, 1], [1, 0, 1], [1, 1])]
 REWARDS = [RNG.normal(0, 1, len(m)) * m for m in SAMPLED]
 VALUES = [RNG.normal(0, 1, len(m)) for m in SAMPLED]
-BATCH = adv.Scored(REWARDS, GROUPS, SAMPLED, VALUES, [v - 1 for v in VALUES], [v - 1.5 for v in VALUES])
+BATCH = adv.Scored(
+    REWARDS, GROUPS, SAMPLED, VALUES, [v - 1 for v in VALUES], [v - 1.5 for v in VALUES]
+)
 
 
 def total(i: int) -> float:
@@ -28,8 +36,13 @@ def group_of(i: int) -> list[int]:
 
 
 def whitened(parts: list[list[float]]) -> list[list[float]]:
-    """Over sampled tokens only."""
-    own = [x for part, mask in zip(parts, SAMPLED, strict=True) for x, m in zip(part, mask, strict=True) if m]
+    """Whiten over the sampled tokens only."""
+    own = [
+        x
+        for part, mask in zip(parts, SAMPLED, strict=True)
+        for x, m in zip(part, mask, strict=True)
+        if m
+    ]
     mean = sum(own) / len(own)
     std = math.sqrt(sum((x - mean) ** 2 for x in own) / len(own))
     return [
@@ -40,11 +53,15 @@ def whitened(parts: list[list[float]]) -> list[list[float]]:
 
 def same(found: list[np.ndarray], expected: list[list[float]]) -> None:
     assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9)
+    for found_one, expected_one in zip(found, expected, strict=True):
+        np.testing.assert_allclose(found_one, expected_one, rtol=1e-9, atol=1e-9)
 
 
-@given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=20), st.floats(0.5, 1.0), st.floats(0.0, 1.0))
+@given(
+    st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=20),
+    st.floats(0.5, 1.0),
+    st.floats(0.0, 1.0),
+)
 def test_gae_is_the_sum_of_discounted_errors(pairs, gamma, lam):
     rewards, values = (np.asarray(x, np.float64) for x in zip(*pairs, strict=True))
     advantages, returns = adv.gae(rewards, values, gamma, lam)
@@ -56,13 +73,17 @@ def test_gae_is_the_sum_of_discounted_errors(pairs, gamma, lam):
     np.testing.assert_allclose(returns, advantages + values)
 
 
-def test_gae_at_its_ends():
+def test_gae_with_lambda_1_and_0():
     rewards, values = np.asarray([0.0, 0.0, 1.0]), np.asarray([0.2, 0.4, 0.6])
-    np.testing.assert_allclose(adv.gae(rewards, values, 1.0, 1.0)[1], [1, 1, 1])  # Monte Carlo returns
-    np.testing.assert_allclose(adv.gae(rewards, values, 1.0, 0.0)[0], [0.2, 0.2, 0.4])  # one-step errors
+    np.testing.assert_allclose(
+        adv.gae(rewards, values, 1.0, 1.0)[1], [1, 1, 1]
+    )  # Monte Carlo returns
+    np.testing.assert_allclose(
+        adv.gae(rewards, values, 1.0, 0.0)[0], [0.2, 0.2, 0.4]
+    )  # one-step errors
 
 
-def test_gae_passes_over_what_the_environment_wrote():
+def test_gae_skips_tokens_of_the_environment():
     found = adv.estimate(Gae(gamma=0.9, gae_lambda=0.8, whiten=False), BATCH)
     assert found.returns is not None
     for i, mask in enumerate(SAMPLED):
@@ -75,7 +96,7 @@ def test_gae_passes_over_what_the_environment_wrote():
 
 
 @pytest.mark.parametrize("by_std", [True, False])
-def test_group_advantages(by_std: bool):
+def test_group_advantages_compare_with_the_group_mean(by_std: bool):
     expected = []
     for i, mask in enumerate(SAMPLED):
         others = [total(j) for j in group_of(i)]
@@ -87,7 +108,7 @@ def test_group_advantages(by_std: bool):
     same(adv.estimate(GroupAdvantage(by_std=by_std), BATCH).advantages, expected)
 
 
-def test_leave_one_out():
+def test_leave_one_out_compares_with_the_other_answers():
     expected = []
     for i, mask in enumerate(SAMPLED):
         others = [total(j) for j in group_of(i) if j != i]
@@ -97,28 +118,35 @@ def test_leave_one_out():
 
 
 @pytest.mark.parametrize("baseline", ["none", "group"])
-def test_rewards_to_go(baseline):
+def test_returns_are_discounted_sums_of_later_rewards(baseline):
     expected = []
     for i, mask in enumerate(SAMPLED):
         rewards = list(map(float, REWARDS[i]))
         if baseline == "group":
             rewards[-1] -= sum(total(j) for j in group_of(i)) / len(group_of(i))
         own = [r for r, m in zip(rewards, mask, strict=True) if m]
-        to_go = iter([sum(0.9 ** (k - t) * own[k] for k in range(t, len(own))) for t in range(len(own))])
+        to_go = iter(
+            [sum(0.9 ** (k - t) * own[k] for k in range(t, len(own))) for t in range(len(own))]
+        )
         expected.append([next(to_go) if m else 0.0 for m in mask])
-    same(adv.estimate(ReturnAdvantage(gamma=0.9, baseline=baseline), BATCH).advantages, whitened(expected))
+    same(
+        adv.estimate(ReturnAdvantage(gamma=0.9, baseline=baseline), BATCH).advantages,
+        whitened(expected),
+    )
 
 
-def test_reverse_kl_is_the_gain_of_the_teacher():
-    same(adv.estimate(ReverseKl(), BATCH).advantages, [[-0.5 * m for m in mask] for mask in SAMPLED])
+def test_reverse_kl_advantage_is_teacher_minus_student_logprob():
+    same(
+        adv.estimate(ReverseKl(), BATCH).advantages, [[-0.5 * m for m in mask] for mask in SAMPLED]
+    )
 
 
-def test_answers_of_one_reward_teach_nothing():
+def test_equal_rewards_give_zero_advantages():
     batch = adv.Scored([np.asarray([0.0, 1.0])] * 3, np.zeros(3, int), [np.ones(2, bool)] * 3)
     for config in (GroupAdvantage(), LeaveOneOut()):
         assert not np.any(adv.estimate(config, batch).advantages)
 
 
-def test_explained_variance():
+def test_explained_variance_is_1_for_exact_values_and_0_for_the_mean():
     assert adv.explained_variance(np.asarray([1.0, 2.0]), np.asarray([1.0, 2.0])) == 1
     assert adv.explained_variance(np.asarray([1.5, 1.5]), np.asarray([1.0, 2.0])) == 0

@@ -1,4 +1,7 @@
-"""The jobs as users start them: a short run with everything it leaves behind, Ctrl-C (in the mixed layout), and `ray job submit`."""
+"""Start jobs as users do: from the command line, with Ctrl-C, and with `ray job submit`.
+
+A short run must leave all its files. Ctrl-C is tested in the mixed layout.
+"""
 
 import json
 import math
@@ -32,8 +35,12 @@ SHORT = (
 def check_run_folder(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[2]["sampled_tokens"] == pytest.approx(rows[2]["answer_tokens"] * 64)  # 16 prompts, 4 samples of each
-    assert rows[2]["sample_tokens_per_s"] == pytest.approx(rows[2]["sampled_tokens"] / rows[2]["seconds/sample"])
+    assert rows[2]["sampled_tokens"] == pytest.approx(
+        rows[2]["answer_tokens"] * 64
+    )  # 16 prompts, 4 samples of each
+    assert rows[2]["sample_tokens_per_s"] == pytest.approx(
+        rows[2]["sampled_tokens"] / rows[2]["seconds/sample"]
+    )
     for key in (
         "reward",
         "kl",
@@ -46,7 +53,11 @@ def check_run_folder(run: Path) -> None:
         assert key in rows[2], key
     assert "clip_fraction" in rows[2] and rows[2]["logprob_mismatch_max"] < 1e-4
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["metric"] == "eval/accuracy" and 0 <= summary["metric_before"] <= 1 and 0 <= summary["metric_after"] <= 1
+    assert (
+        summary["metric"] == "eval/accuracy"
+        and 0 <= summary["metric_before"] <= 1
+        and 0 <= summary["metric_after"] <= 1
+    )
     assert summary["steps"] == 2 and summary["seconds"] > 0
     assert 0.5 < summary["peak_rss_gib"] < 10
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -59,7 +70,10 @@ def check_run_folder(run: Path) -> None:
     events.Reload()
     assert [e.step for e in events.Scalars("reward")] == [1, 2]
     status = json.loads((run / "status.json").read_text())
-    assert status["phase_seconds"]["free engine weights"] > 0 and status["phase_seconds"]["load KV cache"] > 0
+    assert (
+        status["phase_seconds"]["free engine weights"] > 0
+        and status["phase_seconds"]["load KV cache"] > 0
+    )
     assert not [p for p in run.rglob("*") if "partial" in p.name]
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(run / "checkpoint"),
@@ -70,14 +84,18 @@ def check_run_folder(run: Path) -> None:
     )
     with torch.no_grad():
         made = model.generate(
-            **tokenizer(prompt, return_tensors="pt", add_special_tokens=False), max_new_tokens=4, do_sample=False
+            **tokenizer(prompt, return_tensors="pt", add_special_tokens=False),
+            max_new_tokens=4,
+            do_sample=False,
         )
     assert made.shape[1] > 4
 
 
-@pytest.mark.parametrize(("said", "sent"), [("starting 1 vLLM", signal.SIGINT), ("iter reward", signal.SIGTERM)])
-def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
-    service: Service, tmp_path: Path, said: str, sent: signal.Signals
+@pytest.mark.parametrize(
+    ("printed", "sent"), [("starting 1 vLLM", signal.SIGINT), ("iter reward", signal.SIGTERM)]
+)
+def test_an_interrupted_run_cleans_up_and_ray_job_submit_resumes_it(
+    service: Service, tmp_path: Path, printed: str, sent: signal.Signals
 ):
     layout = "mixed" if sent == signal.SIGINT else "colocated"
     options = [
@@ -90,14 +108,16 @@ def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
     begin = ["demo"] if sent == signal.SIGINT else ["train", "configs/jobs/ppo_tiny.yaml"]
     command = [sys.executable, "-m", "skyrl_actors", *begin, *options]
     alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if said in line:
+            if printed in line:
                 break
         time.sleep(1)
-        if sent == signal.SIGTERM:  # the checkpoint follows the line
-            until(lambda: (tmp_path / "ppo_tiny" / "state.json").exists())
+        if sent == signal.SIGTERM:  # the checkpoint is written after the line is printed
+            wait_until(lambda: (tmp_path / "ppo_tiny" / "state.json").exists())
         started = psutil.Process(process.pid).children(recursive=True)
         assert {"raylet", "gcs_server"} <= {child.name() for child in started}
         process.send_signal(sent)
@@ -106,38 +126,54 @@ def test_an_interrupted_run_leaves_nothing_but_where_ray_job_submit_goes_on(
     assert "interrupted" in rest
     assert not psutil.wait_procs(started, timeout=5)[1]
     run = tmp_path / "ppo_tiny"
-    assert not [p for p in run.rglob("*") if "partial" in p.name] and not (run / ".journal").exists()
-    assert (run / ".checkpoints").exists() == (run / "state.json").exists() == (sent == signal.SIGTERM)
+    assert (
+        not [p for p in run.rglob("*") if "partial" in p.name] and not (run / ".journal").exists()
+    )
+    assert (
+        (run / ".checkpoints").exists() == (run / "state.json").exists() == (sent == signal.SIGTERM)
+    )
     assert not list(SHARED_MEMORY.glob("ppo_tiny-*"))
     if sent == signal.SIGTERM:
-        goes_on(options, run)
+        check_resumed(options, run)
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     ends = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < ends
         time.sleep(0.05)
 
 
-def goes_on(options: list[str], run: Path) -> None:
+def check_resumed(options: list[str], run: Path) -> None:
     done = submitted("train", "configs/jobs/ppo_tiny.yaml", *options)
-    assert done.returncode == 0 and "going on behind step" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+    assert done.returncode == 0 and "resuming an unfinished run after step" in done.stdout, (
+        done.stdout[-3000:] + done.stderr[-1000:]
+    )
     assert "before" in done.stdout and "after" in done.stdout and "eval/accuracy" in done.stdout
     check_run_folder(run)
     assert json.loads((run / "summary.json").read_text())["resumed_at"] == 1
-    assert not (run / "state.json").exists() and not (run / ".checkpoints").exists() and (run / "checkpoint").is_dir()
+    assert (
+        not (run / "state.json").exists()
+        and not (run / ".checkpoints").exists()
+        and (run / "checkpoint").is_dir()
+    )
     assert [row["state"] for row in listed(run.parent)] == ["finished"]
     page = (run / "report.html").read_text()
-    assert "data:image/png;base64," in page and "Reverse: " in page and "http" not in page.split("<pre>")[0]
+    assert (
+        "data:image/png;base64," in page
+        and "Reverse: " in page
+        and "http" not in page.split("<pre>")[0]
+    )
 
 
 def submitted(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     script = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--working-dir", "."]
     command = [*script, "--", "python", "-m", "skyrl_actors", *arguments]
-    for _ in range(20):  # Ray's job agent comes up some time after Ray itself
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment)
+    for _ in range(20):  # Ray's job agent starts some time after Ray itself
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment
+        )
         if "No available agent" not in done.stderr + done.stdout:
             break
         time.sleep(2)
@@ -145,7 +181,14 @@ def submitted(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Path, tmp_path: Path):
-    command = [sys.executable, "-m", "tests.jobs.on_service", service.name, str(random_base), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.jobs.on_service",
+        service.name,
+        str(random_base),
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -154,17 +197,35 @@ def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Pa
         for metrics in outcome["steps"]:
             assert all(math.isfinite(value) for value in metrics.values()), (label, metrics)
             assert metrics.get("logprob_mismatch_max", 0.0) < 1e-4, (label, metrics)
-    assert found["grpo with k2 in the loss"]["steps"][1]["kl"] == 0  # the reference was made the policy behind the first
-    kl, of_mean = found["rloo"]["steps"][1]["kl"], found["towards a moving average"]["steps"][1]["kl"]
-    assert kl > 0 and 0 < of_mean < 0.6 * kl  # half the way: about a quarter of it
-    assert found["gspo over turns"]["steps"][0]["turns"] > 1 or found["gspo over turns"]["steps"][0]["cut_share"] > 0
+    assert (
+        found["grpo with k2 in the loss"]["steps"][1]["kl"] == 0
+    )  # the reference was set to the policy after the first iteration
+    kl, of_mean = (
+        found["rloo"]["steps"][1]["kl"],
+        found["towards a moving average"]["steps"][1]["kl"],
+    )
+    # The moving average is half way to the policy: the divergence is about a quarter.
+    assert kl > 0 and 0 < of_mean < 0.6 * kl
+    assert (
+        found["gspo over turns"]["steps"][0]["turns"] > 1
+        or found["gspo over turns"]["steps"][0]["cut_share"] > 0
+    )
     assert found["dapo"]["steps"][0]["batches_drawn"] in (1, 2)
     assert found["distill"]["steps"][0]["kl"] > 0 and "policy_loss" in found["distill"]["steps"][1]
     assert [metrics["staleness"] for metrics in found["one step off"]["steps"]] == [0, 1, 1]
     stale = [metrics["staleness_max"] for metrics in found["asynchronous"]["steps"]]
-    assert stale[0] == 0 and max(stale) == 1 and "policy_drift" in found["asynchronous"]["steps"][stale.index(1)]
+    assert (
+        stale[0] == 0
+        and max(stale) == 1
+        and "policy_drift" in found["asynchronous"]["steps"][stale.index(1)]
+    )
     assert found["sft"]["after"] < 0.9 * found["sft"]["before"]
-    assert found["dpo"]["before"] == pytest.approx(math.log(2), rel=1e-4) and found["reward_model"]["before"] == 0.5
-    for label in ("dpo", "reward_model"):  # six times the same sixteen pairs
+    assert (
+        found["dpo"]["before"] == pytest.approx(math.log(2), rel=1e-4)
+        and found["reward_model"]["before"] == 0.5
+    )
+    for label in ("dpo", "reward_model"):  # six epochs of the same sixteen pairs
         losses = [metrics["loss"] for metrics in found[label]["steps"]]
-        assert losses[0] == pytest.approx(math.log(2), rel=1e-3) and losses[-1] < losses[0] - 0.01, (label, losses)
+        assert (
+            losses[0] == pytest.approx(math.log(2), rel=1e-3) and losses[-1] < losses[0] - 0.01
+        ), (label, losses)

@@ -1,4 +1,4 @@
-"""Datasets that are read, and those that are refused with file, row and column."""
+"""Read datasets, and refuse unusable ones with the file, the row and the column."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_actors.config.environments import DatasetConfig, RewardEnv
 from skyrl_actors.jobs.dataset_tasks import answer_of, load_function, messages_of, reward_tasks
-from skyrl_actors.jobs.datasets import Part, read, split_off
+from skyrl_actors.jobs.datasets import DatasetPart, read, split_off
 from skyrl_actors.messages.errors import ConfigError
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
@@ -19,12 +19,17 @@ def jsonl(path: Path, rows) -> DatasetConfig:
     return DatasetConfig(path=str(path))
 
 
-def test_every_form_gives_the_same_rows(tmp_path: Path):
+def test_all_formats_give_the_same_rows(tmp_path: Path):
     table = datasets.Dataset.from_list(ROWS)
     table.to_parquet(str(tmp_path / "d.parquet"))
     table.save_to_disk(str(tmp_path / "disk"))
-    datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(str(tmp_path / "dict"))
-    forms = [jsonl(tmp_path / "d.jsonl", ROWS), *(DatasetConfig(path=str(tmp_path / n)) for n in ("d.parquet", "disk", "dict"))]
+    datasets.DatasetDict({"train": table, "test": table.select(range(2))}).save_to_disk(
+        str(tmp_path / "dict")
+    )
+    forms = [
+        jsonl(tmp_path / "d.jsonl", ROWS),
+        *(DatasetConfig(path=str(tmp_path / n)) for n in ("d.parquet", "disk", "dict")),
+    ]
     for config in forms:
         assert read(config, ["prompt", "answer"]) == ROWS
     assert read(DatasetConfig(path=str(tmp_path / "dict"), split="test"), []) == ROWS[:2]
@@ -32,23 +37,31 @@ def test_every_form_gives_the_same_rows(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "y", "answer": 1}\n', "row 1: no column 'answer'; it has prompt"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x"}\n{"prompt": "y", "answer": 1}\n',
+            "row 1: no column 'answer'; it has prompt",
+        ),
         ("a.jsonl", b'{"prompt": "", "answer": 1}\n', "row 1: column 'prompt' is empty"),
-        ("a.jsonl", b'{"prompt": "x", "answer": 1}\n{"prompt": "\xff"}\n', "line 2: not UTF-8 at byte 12"),
+        (
+            "a.jsonl",
+            b'{"prompt": "x", "answer": 1}\n{"prompt": "\xff"}\n',
+            "line 2: not UTF-8 at byte 12",
+        ),
         ("a.jsonl", b'{"prompt": }\n', "line 1: not JSON: Expecting value at column 12"),
-        ("a.jsonl", b"[1]\n", "line 1: a list; every line is one JSON object"),
+        ("a.jsonl", b"[1]\n", "line 1: a list; every line must be one JSON object"),
         ("a.jsonl", b"\n", "it has no rows"),
-        ("a.parquet", b"nonsense", "can not be read as Parquet"),
+        ("a.parquet", b"nonsense", "cannot be read as Parquet"),
         ("a.jsonl", None, "No such file"),
         ("folder", None, "HF_HUB_OFFLINE is set"),
     ],
 )
-def test_what_can_not_be_used_is_named(tmp_path: Path, name, content, said):
+def test_errors_name_the_unusable_row_or_file(tmp_path: Path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read(DatasetConfig(path=str(tmp_path / name)), ["prompt", "answer"])
 
 
@@ -56,63 +69,88 @@ def test_held_out_rows_are_not_trained_on(tmp_path: Path):
     config = jsonl(tmp_path / "d.jsonl", ROWS)
     train, held_out = split_off(read(config, []), None, [], 3, "d")
     assert train.rows == ROWS[:7] and held_out.rows == ROWS[7:]
-    assert [number for number, _ in train.numbered()][-1] == 7 and [number for number, _ in held_out.numbered()] == [8, 9, 10]
+    assert [number for number, _ in train.numbered()][-1] == 7 and [
+        number for number, _ in held_out.numbered()
+    ] == [8, 9, 10]
     with pytest.raises(ConfigError, match="leaves none to train on"):
         split_off(ROWS, None, [], 10, "d")
     other = jsonl(tmp_path / "e.jsonl", [{"prompt": "q"}])
-    assert split_off(ROWS, other, ["prompt"], 3, "d") == (Part(ROWS, "d"), Part([{"prompt": "q"}], other.path))
-    assert len(split_off(ROWS, config, [], 3, "d")[1].rows) == 10  # all of a set of its own
+    assert split_off(ROWS, other, ["prompt"], 3, "d") == (
+        DatasetPart(ROWS, "d"),
+        DatasetPart([{"prompt": "q"}], other.path),
+    )
+    # All rows of a separate evaluation set are used.
+    assert len(split_off(ROWS, config, [], 3, "d")[1].rows) == 10
     bad = jsonl(tmp_path / "f.jsonl", [*ROWS[:9], {"prompt": 7, "answer": "a"}])
-    with pytest.raises(ConfigError, match=r"f.jsonl, row 10: .*a prompt is a text"):
+    with pytest.raises(ConfigError, match=r"f.jsonl, row 10: .*the prompt is '7'"):
         reward_tasks(RewardEnv(data=bad, reward="math:copysign", eval_prompts=2), 1)
 
 
-def test_each_row_comes_up_once_an_epoch_in_an_order_of_the_seed(tmp_path: Path):
-    env = RewardEnv(data=jsonl(tmp_path / "d.jsonl", ROWS), reward="math:copysign", eval_prompts=2, answer_column="answer")
+def test_each_epoch_contains_each_row_once_in_a_seeded_order(tmp_path: Path):
+    env = RewardEnv(
+        data=jsonl(tmp_path / "d.jsonl", ROWS),
+        reward="math:copysign",
+        eval_prompts=2,
+        answer_column="answer",
+    )
     tasks = reward_tasks(env, 1)
     drawn = [task.question for n in range(4) for task in tasks.batch(4, n)]
     assert sorted(drawn[:8]) == sorted(drawn[8:]) == [f"p{i}" for i in range(8)]
     assert drawn[:8] != drawn[8:]
     assert drawn == [t.question for n in range(4) for t in reward_tasks(env, 1).batch(4, n)]
     assert drawn != [t.question for n in range(4) for t in reward_tasks(env, 2).batch(4, n)]
-    assert [t.question for t in tasks.evaluation] == ["p8", "p9"] and tasks.evaluation[0].answer == "8"
+    assert [t.question for t in tasks.evaluation] == ["p8", "p9"] and tasks.evaluation[
+        0
+    ].answer == "8"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("nowhere.py:f", "no file nowhere.py"),
+        ("nowhere.py:f", "the file nowhere.py does not exist"),
         ("no_such_module:f", "No module named"),
         ("math:nothing", "has no function or class nothing"),
     ],
 )
-def test_functions_that_are_not_there(text, said):
-    with pytest.raises(ConfigError, match=said):
+def test_missing_functions_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
         load_function(text)
 
 
-def test_prompts_are_texts_or_chats():
+def test_prompts_are_strings_or_chats():
     assert messages_of("x", "here") == ({"role": "user", "content": "x"},)
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b", "name": "c"}]
-    assert messages_of(chat, "here") == ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
-    for wrong in (3, [], [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text", "text": "x"}]}]):
-        with pytest.raises(ConfigError, match="here: a prompt is a text or a list"):
+    assert messages_of(chat, "here") == (
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "b"},
+    )
+    for wrong in (
+        3,
+        [],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    ):
+        with pytest.raises(ConfigError, match=r"here: .* must be a string or a list"):
             messages_of(wrong, "here")
 
 
-def test_answers_are_texts_or_the_last_turn_of_a_chat():
+def test_answers_are_strings_or_the_last_turn_of_a_chat():
     assert answer_of("x", "here") == "x"
-    assert answer_of([{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}], "here") == "x"
+    assert (
+        answer_of([{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}], "here")
+        == "x"
+    )
     for wrong in (3, None, [], [{"role": "user", "content": "q"}]):
-        with pytest.raises(ConfigError, match="here: an answer is a text, or a chat that ends"):
+        with pytest.raises(ConfigError, match=r"here: .* must be a string, or a chat that ends"):
             answer_of(wrong, "here")
 
 
-def test_a_file_that_does_not_load_is_named(tmp_path: Path):
+def test_an_error_names_the_file_that_cannot_be_imported(tmp_path: Path):
     (tmp_path / "broken.py").write_text("def f(:\n")
-    with pytest.raises(ConfigError, match=r"broken\.py:f can not be loaded: SyntaxError"):
+    with pytest.raises(ConfigError, match=r"broken\.py:f cannot be loaded: SyntaxError"):
         load_function(f"{tmp_path}/broken.py:f")
     (tmp_path / "modern.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\ndef f(): return A(3).x\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass A:\n    x: int\ndef f(): return A(3).x\n"
     )
     assert load_function(f"{tmp_path}/modern.py:f")() == 3

@@ -1,4 +1,7 @@
-"""Episodes: several turns, tools, environments that fail, rewards from functions and from skyrl-gym, on the tiny model's tokenizer."""
+"""Run episodes with scripted answers and the tokenizer of the tiny model.
+
+Episodes have several turns. Environments fail, and rewards come from functions and from skyrl-gym.
+"""
 
 import asyncio
 import json
@@ -17,7 +20,7 @@ from skyrl_actors.config.environments import CustomEnv, DatasetConfig, EnvLimits
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.dataset_tasks import custom_tasks, gym_tasks, reward_tasks
 from skyrl_actors.jobs.environment import Environment, Message, Step
-from skyrl_actors.jobs.episodes import Drawn, Sampler
+from skyrl_actors.jobs.episodes import EpisodeRunner, Rollouts
 from skyrl_actors.jobs.rollout import Weights, answers_only, rows_of
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.requests import SamplingParams
@@ -30,8 +33,8 @@ def chat(random_base: Path) -> Chat:
 
 
 @dataclass(frozen=True)
-class Made:
-    """A task around an environment class."""
+class FakeTask:
+    """A task that opens an environment of the given class."""
 
     kind: Any
     question: str = "q"
@@ -41,8 +44,8 @@ class Made:
         return self.kind()
 
 
-class Adding:
-    """Two turns: the first answer is answered with a question, the second ends it."""
+class TwoTurns:
+    """An episode of two turns: a question follows the first answer, the second answer ends it."""
 
     closed = 0
 
@@ -54,75 +57,118 @@ class Adding:
 
     async def step(self, answer: str) -> Step:
         self.turns += 1
-        return Step(0.25, False, [{"role": "user", "content": "and then"}]) if self.turns == 1 else Step(float(answer == "b"))
+        return (
+            Step(0.25, False, [{"role": "user", "content": "and then"}])
+            if self.turns == 1
+            else Step(float(answer == "b"))
+        )
 
     async def close(self) -> None:
         type(self).closed += 1
 
 
 def play(
-    chat: Chat, tasks: Sequence[Any], answer=lambda told, draw: "b", n: int = 1, overlong: Overlong | None = None, **limits
-) -> tuple[Drawn, ScriptedClient]:
+    chat: Chat,
+    tasks: Sequence[Any],
+    answer=lambda prompt, draw: "b",
+    n: int = 1,
+    overlong: Overlong | None = None,
+    **limits,
+) -> tuple[Rollouts, ScriptedClient]:
     client = ScriptedClient(chat, answer)
-    sampler = Sampler(cast(Any, client), chat, EnvLimits(**{"max_failed_share": 1.0, **limits}), overlong or Overlong(), 512)
+    sampler = EpisodeRunner(
+        cast(Any, client),
+        chat,
+        EnvLimits(**{"max_failed_share": 1.0, **limits}),
+        overlong or Overlong(),
+        512,
+    )
     drawn = asyncio.run(sampler.play(lambda: Weights("s", 5), tasks, SamplingParams(12, n), 3))
     drawn.check(sampler._limits)
     return drawn, client
 
 
-def test_what_was_sampled_is_kept_token_by_token_over_turns(chat: Chat):
-    Adding.closed = 0
-    drawn, client = play(chat, [Made(Adding)], n=2, max_turns=4)
-    assert len(drawn.rollouts) == 2 and drawn.episodes == 2 and Adding.closed == 2
+def test_rollouts_keep_the_sampled_tokens_of_all_turns(chat: Chat):
+    TwoTurns.closed = 0
+    drawn, client = play(chat, [FakeTask(TwoTurns)], n=2, max_turns=4)
+    assert len(drawn.rollouts) == 2 and drawn.episodes == 2 and TwoTurns.closed == 2
     rollout = drawn.rollouts[0]
     whole = chat.tokenizer.decode([*rollout.prompt, *rollout.answer.tolist()])
     as_chat = [("user", "abc"), ("assistant", "b"), ("user", "and then"), ("assistant", "b")]
-    told = chat.tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in as_chat], tokenize=False)
-    assert told.startswith(whole) and told.removeprefix(whole).strip() == ""
-    assert chat.tokenizer.decode(rollout.answer[rollout.sampled]) == f"b{chat.tokenizer.eos_token}" * 2
-    assert rollout.logprobs[rollout.sampled].tolist() == [-0.5] * 4 and not rollout.logprobs[~rollout.sampled].any()
+    prompt = chat.tokenizer.apply_chat_template(
+        [{"role": r, "content": c} for r, c in as_chat], tokenize=False
+    )
+    assert prompt.startswith(whole) and prompt.removeprefix(whole).strip() == ""
+    assert (
+        chat.tokenizer.decode(rollout.answer[rollout.sampled]) == f"b{chat.tokenizer.eos_token}" * 2
+    )
+    assert (
+        rollout.logprobs[rollout.sampled].tolist() == [-0.5] * 4
+        and not rollout.logprobs[~rollout.sampled].any()
+    )
     assert rollout.rewards[rollout.sampled].tolist() == [0, 0.25, 0, 1.0] and rollout.reward == 1.25
-    assert rollout.turns == 2 and [(p.version, p.iteration) for p in rollout.pieces] == [("v1", 5)] * 2 and not rollout.cut
-    # One request for the first turn of both, one for each later turn, no seed twice.
+    assert (
+        rollout.turns == 2
+        and [(p.version, p.iteration) for p in rollout.pieces] == [("v1", 5)] * 2
+        and not rollout.cut
+    )
+    # One request samples the first turn of both episodes. Each later turn has its own request.
+    # No seed is used twice.
     assert [r.params.num_samples for r in client.asked] == [2, 1, 1]
     seeds = [(r.params.seed or 0) + i for r in client.asked for i in range(r.params.num_samples)]
     assert len(set(seeds)) == 4
     assert client.asked[1].prompt == (*rollout.prompt, *rollout.answer[:-2].tolist())
 
 
-def test_rows_hold_what_was_sampled_at_its_place(chat: Chat):
-    drawn, _ = play(chat, [Made(Adding)], max_turns=4)
+def test_rows_have_sampled_tokens_at_their_positions(chat: Chat):
+    drawn, _ = play(chat, [FakeTask(TwoTurns)], max_turns=4)
     rollout = drawn.rollouts[0]
     rows = rows_of([rollout], {"weights": [rollout.sampled.astype(np.float32)]})
     kept = rows.fields["weights"] != 0
-    assert chat.tokenizer.decode(rows.fields["target_tokens"][kept]) == f"b{chat.tokenizer.eos_token}" * 2
-    np.testing.assert_array_equal(answers_only([rollout], rows.fields["weights"].astype(np.float32))[0], rollout.sampled)
+    assert (
+        chat.tokenizer.decode(rows.fields["target_tokens"][kept])
+        == f"b{chat.tokenizer.eos_token}" * 2
+    )
+    np.testing.assert_array_equal(
+        answers_only([rollout], rows.fields["weights"].astype(np.float32))[0], rollout.sampled
+    )
 
 
-def test_an_episode_ends_at_max_turns_and_for_want_of_context(chat: Chat):
-    class Endless(Adding):
+def test_an_episode_ends_at_max_turns_or_when_the_context_is_full(chat: Chat):
+    class Endless(TwoTurns):
         async def step(self, answer: str) -> Step:
             return Step(1.0, False, [{"role": "user", "content": "more " * 20}])
 
-    ended, _ = play(chat, [Made(Endless)], max_turns=3)
-    assert ended.rollouts[0].turns == 3 and ended.rollouts[0].reward == 3 and not ended.rollouts[0].cut
-    full, _ = play(chat, [Made(Endless)], max_turns=50)
+    ended, _ = play(chat, [FakeTask(Endless)], max_turns=3)
+    assert (
+        ended.rollouts[0].turns == 3 and ended.rollouts[0].reward == 3 and not ended.rollouts[0].cut
+    )
+    full, _ = play(chat, [FakeTask(Endless)], max_turns=50)
     rollout = full.rollouts[0]
-    assert rollout.cut and rollout.turns < 50 and len(rollout.prompt) + len(rollout.answer) <= 512 and rollout.sampled[-1]
+    assert (
+        rollout.cut
+        and rollout.turns < 50
+        and len(rollout.prompt) + len(rollout.answer) <= 512
+        and rollout.sampled[-1]
+    )
 
 
 @pytest.mark.parametrize(("rule", "reward"), [("zero", 0.0), ("score", 1.0), ("mask", 1.0)])
-def test_answers_that_were_cut(chat: Chat, rule, reward):
-    class Kind(Adding):
+def test_cut_answers_are_scored_as_configured(chat: Chat, rule, reward):
+    class OneTurn(TwoTurns):
         async def step(self, answer: str) -> Step:
             return Step(1.0)
 
-    drawn, _ = play(chat, [Made(Kind)], lambda told, draw: "ab…", overlong=Overlong(cut_answers=rule))
+    drawn, _ = play(
+        chat, [FakeTask(OneTurn)], lambda prompt, draw: "ab…", overlong=Overlong(cut_answers=rule)
+    )
     assert drawn.rollouts[0].cut and drawn.rollouts[0].reward == reward
 
 
-def failing(error: BaseException | None = None, value: float = 1.0, wait_s: float = 0.0, where: str = "step") -> type:
-    class Failing(Adding):
+def failing(
+    error: BaseException | None = None, value: float = 1.0, wait_s: float = 0.0, where: str = "step"
+) -> type:
+    class Failing(TwoTurns):
         async def _do(self, at: str) -> None:
             if at == where:
                 await asyncio.sleep(wait_s)
@@ -144,7 +190,7 @@ def failing(error: BaseException | None = None, value: float = 1.0, wait_s: floa
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         (failing(ValueError("no such tool")), "step raised ValueError: no such tool"),
         (failing(RuntimeError("x"), where="start"), "start raised RuntimeError: x"),
@@ -155,39 +201,55 @@ def failing(error: BaseException | None = None, value: float = 1.0, wait_s: floa
         (failing(TimeoutError("the judge")), "step raised TimeoutError: the judge"),
     ],
 )
-def test_an_environment_that_fails_costs_its_episode_only(chat: Chat, kind, said):
-    limit = 2.0 if "timeout_s" in said else 60.0  # the others must not take that long on a busy machine
-    drawn, _ = play(chat, [Made(kind), Made(failing())], n=2, timeout_s=limit)
-    assert dict(drawn.failures) == {said: 2} and drawn.episodes == 4
+def test_a_failing_environment_drops_only_its_episode(chat: Chat, kind, message):
+    # The other cases need a long timeout on a busy machine.
+    limit = 2.0 if "timeout_s" in message else 60.0
+    drawn, _ = play(chat, [FakeTask(kind), FakeTask(failing())], n=2, timeout_s=limit)
+    assert dict(drawn.failures) == {message: 2} and drawn.episodes == 4
     assert [r.group for r in drawn.rollouts] == [1, 1]
-    with pytest.raises(InternalError, match=f"2 of 4 episodes failed, more than env.max_failed_share 0.1 allows: {said}"):
-        play(chat, [Made(kind), Made(failing())], n=2, timeout_s=limit, max_failed_share=0.1)
+    with pytest.raises(
+        InternalError,
+        match=f"2 of 4 episodes failed, more than env.max_failed_share 0.1 allows: {message}",
+    ):
+        play(
+            chat, [FakeTask(kind), FakeTask(failing())], n=2, timeout_s=limit, max_failed_share=0.1
+        )
 
 
-def test_chats_that_no_template_takes_cost_their_episode(chat: Chat):
-    class Strange(Adding):
+def test_malformed_chats_drop_only_their_episode(chat: Chat):
+    class MessageWithoutContent(TwoTurns):
         async def step(self, answer: str) -> Step:
             return Step(0.0, False, [cast(Any, {"role": "user"})])
 
-    class Headless(Adding):
+    class StartWithoutChat(TwoTurns):
         async def start(self) -> Sequence[Message]:
             return cast(Any, 3)
 
-    drawn, _ = play(chat, [Made(Strange), Made(Headless), Made(failing())], max_turns=2)
+    drawn, _ = play(
+        chat,
+        [FakeTask(MessageWithoutContent), FakeTask(StartWithoutChat), FakeTask(failing())],
+        max_turns=2,
+    )
     assert len(drawn.rollouts) == 1 and drawn.failures.total() == 2
-    assert any(said.startswith("the chat of st") for said in drawn.failures)
+    assert any(message.startswith("the chat of st") for message in drawn.failures)
 
 
-def test_one_that_can_not_be_closed_has_been_played(chat: Chat):
-    drawn, _ = play(chat, [Made(failing(ValueError("x"), where="close"))])
-    assert len(drawn.rollouts) == 1 and not drawn.failures and drawn.unclosed == {"close raised ValueError: x": 1}
+def test_an_error_in_close_keeps_the_episode(chat: Chat):
+    drawn, _ = play(chat, [FakeTask(failing(ValueError("x"), where="close"))])
+    assert (
+        len(drawn.rollouts) == 1
+        and not drawn.failures
+        and drawn.unclosed == {"close raised ValueError: x": 1}
+    )
 
 
-def test_long_prompts_are_counted_or_refused(chat: Chat):
-    drawn, client = play(chat, [Made(Adding), Made(Adding)], max_prompt_tokens=3)
-    assert drawn.long_prompts == 2 and drawn.episodes == 0 and not drawn.rollouts and not client.asked
+def test_long_prompts_are_left_out_or_refused(chat: Chat):
+    drawn, client = play(chat, [FakeTask(TwoTurns), FakeTask(TwoTurns)], max_prompt_tokens=3)
+    assert (
+        drawn.long_prompts == 2 and drawn.episodes == 0 and not drawn.rollouts and not client.asked
+    )
     with pytest.raises(ConfigError, match=r"a prompt has \d+ tokens, 3 are allowed"):
-        play(chat, [Made(Adding)], max_prompt_tokens=3, long_prompts="refuse")
+        play(chat, [FakeTask(TwoTurns)], max_prompt_tokens=3, long_prompts="refuse")
 
 
 REWARDS = """
@@ -211,14 +273,23 @@ def hangs(prompt, completion, row):
 
 def reward_env(tmp_path: Path, function: str) -> RewardEnv:
     (tmp_path / "rewards.py").write_text(REWARDS)
-    rows = [{"prompt": "ab", "answer": "b"}, {"prompt": "cd", "answer": "d"}, {"prompt": "e", "answer": "e"}]
+    rows = [
+        {"prompt": "ab", "answer": "b"},
+        {"prompt": "cd", "answer": "d"},
+        {"prompt": "e", "answer": "e"},
+    ]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return RewardEnv(data=DatasetConfig(path=f"{tmp_path}/d.jsonl"), reward=f"{tmp_path}/rewards.py:{function}", eval_prompts=1)
+    return RewardEnv(
+        data=DatasetConfig(path=f"{tmp_path}/d.jsonl"),
+        reward=f"{tmp_path}/rewards.py:{function}",
+        eval_prompts=1,
+    )
 
 
-def test_reward_functions(chat: Chat, tmp_path: Path):
+def test_reward_functions_may_be_async_and_may_fail(chat: Chat, tmp_path: Path):
     by_question = lambda function: {  # noqa: E731
-        r.task.question: r.reward for r in play(chat, reward_tasks(reward_env(tmp_path, function), 0).batch(2, 0))[0].rollouts
+        r.task.question: r.reward
+        for r in play(chat, reward_tasks(reward_env(tmp_path, function), 0).batch(2, 0))[0].rollouts
     }
     assert by_question("right") == {"ab": 1.0, "cd": 0.0}
     assert by_question("later") == {"ab": 1.0, "cd": 1.0}
@@ -226,10 +297,13 @@ def test_reward_functions(chat: Chat, tmp_path: Path):
     assert drawn.failures == {"step raised RuntimeError: SystemExit: 0": 2}
 
 
-def test_a_reward_function_that_hangs_holds_nobody(chat: Chat, tmp_path: Path):
+def test_a_hanging_reward_function_times_out(chat: Chat, tmp_path: Path):
     started = time.monotonic()
     drawn, _ = play(chat, reward_tasks(reward_env(tmp_path, "hangs"), 0).batch(2, 0), timeout_s=0.3)
-    assert drawn.failures == {"step took longer than env.timeout_s 0.3 s": 2} and time.monotonic() - started < 10
+    assert (
+        drawn.failures == {"step took longer than env.timeout_s 0.3 s": 2}
+        and time.monotonic() - started < 10
+    )
 
 
 OWN = """
@@ -262,11 +336,13 @@ def nothing(seed):
 """
 
 
-def test_an_environment_of_ones_own_is_named_in_the_config(chat: Chat, tmp_path: Path):
+def test_a_custom_task_set_is_loaded_from_the_config(chat: Chat, tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
     tasks = custom_tasks(CustomEnv(tasks=f"{tmp_path}/own.py:make", options={"wanted": "b"}), 0)
     assert [r.reward for r in play(chat, tasks.batch(2, 0))[0].rollouts] == [1.0, 1.0]
-    with pytest.raises(ConfigError, match=r"own.py:nothing gave a int; a task set has batch"):
+    with pytest.raises(
+        ConfigError, match=r"own.py:nothing returned a int; a task set has a method batch"
+    ):
         custom_tasks(CustomEnv(tasks=f"{tmp_path}/own.py:nothing"), 0)
     with pytest.raises(ConfigError, match=r"own.py:make raised TypeError: .*wanted"):
         custom_tasks(CustomEnv(tasks=f"{tmp_path}/own.py:make"), 0)
@@ -277,27 +353,38 @@ def gym_env(tmp_path: Path, kind: str, rows) -> GymEnv:
     return GymEnv(id=kind, data=DatasetConfig(path=f"{tmp_path}/g.jsonl"), eval_prompts=1)
 
 
-ROW = {"prompt": [{"role": "user", "content": "2+2"}], "reward_spec": {"method": "rule", "ground_truth": "4"}}
+ROW = {
+    "prompt": [{"role": "user", "content": "2+2"}],
+    "reward_spec": {"method": "rule", "ground_truth": "4"},
+}
 
 
 def test_an_environment_of_skyrl_gym_runs_unchanged(chat: Chat, tmp_path: Path):
     tasks = gym_tasks(gym_env(tmp_path, "gsm8k", [ROW, ROW]), 0)
-    drawn, _ = play(chat, tasks.batch(1, 0), lambda told, draw: f"#### {4 + draw}", n=2)
+    drawn, _ = play(chat, tasks.batch(1, 0), lambda prompt, draw: f"#### {4 + draw}", n=2)
     assert [r.reward for r in drawn.rollouts] == [1.0, 0.0] and tasks.evaluation[0].answer == "4"
 
 
-def test_one_of_several_turns_too(chat: Chat, tmp_path: Path):
+def test_a_skyrl_gym_environment_of_several_turns_runs_unchanged(chat: Chat, tmp_path: Path):
     row = {**ROW, "extra_info": {"max_turns": 3}}
     tasks = gym_tasks(gym_env(tmp_path, "gsm8k_multi_turn", [row, row]), 0)
     answers = iter(["hm", "#### 4", "#### 4"])
-    drawn, _ = play(chat, tasks.batch(1, 0), lambda told, draw: next(answers), max_turns=8)
+    drawn, _ = play(chat, tasks.batch(1, 0), lambda prompt, draw: next(answers), max_turns=8)
     assert not drawn.failures, drawn.failures
-    assert drawn.rollouts[0].turns == 2 and drawn.rollouts[0].reward == 1.0 and "[user]" in drawn.rollouts[0].text
+    assert (
+        drawn.rollouts[0].turns == 2
+        and drawn.rollouts[0].reward == 1.0
+        and "[user]" in drawn.rollouts[0].text
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("no_such", "env.id no_such: "), ("gsm8k", "env.id gsm8k can not be made of a row with columns prompt")]
+    ("kind", "message"),
+    [
+        ("no_such", "env.id no_such: "),
+        ("gsm8k", "env.id gsm8k cannot be made from a row with the columns prompt"),
+    ],
 )
-def test_environments_that_can_not_be_made_are_found_before_anything_starts(tmp_path: Path, kind, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unusable_gym_environments_are_refused_before_the_start(tmp_path: Path, kind, message):
+    with pytest.raises(ConfigError, match=message):
         gym_tasks(gym_env(tmp_path, kind, [{"prompt": "x"}] * 2), 0)

@@ -1,4 +1,4 @@
-"""What an iteration makes of its batch, without a cluster: metrics recomputed, weights and losses as configured, mismatch said."""
+"""Test the computations of an iteration without a cluster: metrics, weights, losses, mismatch."""
 
 import math
 from dataclasses import replace
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from skyrl_actors.config.job import RlConfig
-from skyrl_actors.jobs.draws import Draws, Tally
 from skyrl_actors.jobs.envs import ReverseTask, ReverseTasks
-from skyrl_actors.jobs.episodes import Drawn
+from skyrl_actors.jobs.episodes import Rollouts
 from skyrl_actors.jobs.preferences import logistic
 from skyrl_actors.jobs.rl import RlJob
 from skyrl_actors.jobs.rollout import Piece, Rollout
+from skyrl_actors.jobs.rollout_source import RolloutSource, Tally
 from skyrl_actors.jobs.update import Batch, Updates, adam_of, off_policy
 from skyrl_actors.messages.errors import InternalError
 
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 TASK = ReverseTask("Reverse: ab", "ba")
 
 
-class Told:
+class WarningRecorder:
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
@@ -29,15 +29,25 @@ class Told:
         self.warnings.append(text)
 
 
-def job(told: Told | None = None, **given: Any) -> RlJob:
+def job(watcher: WarningRecorder | None = None, **given: Any) -> RlJob:
     config = RlConfig.model_validate({"type": "grpo", **given})
     tasks = ReverseTasks(cast(Any, config.env), config.seed)
-    return RlJob(cast(Any, None), config, tasks, cast(Any, None), cast(Any, told or Told()), cast(Any, None), 32.0)
+    return RlJob(
+        cast(Any, None),
+        config,
+        tasks,
+        cast(Any, None),
+        cast(Any, watcher or WarningRecorder()),
+        cast(Any, None),
+        32.0,
+    )
 
 
-def rollout(group: int, reward: float, length: int, cut: bool = False, told: int = 0) -> Rollout:
+def rollout(
+    group: int, reward: float, length: int, cut: bool = False, environment_tokens: int = 0
+) -> Rollout:
     sampled = np.ones(length, bool)
-    sampled[1 : 1 + told] = False
+    sampled[1 : 1 + environment_tokens] = False
     rewards = np.zeros(length)
     rewards[-1] = reward
     answer = RNG.integers(0, 50, length).astype(np.int32)
@@ -47,17 +57,26 @@ def rollout(group: int, reward: float, length: int, cut: bool = False, told: int
 
 
 def batch() -> Batch:
-    rollouts = [rollout(0, 1, 3), rollout(0, 0, 5, told=2), rollout(1, 0, 2, cut=True), rollout(1, 0, 4)]
+    rollouts = [
+        rollout(0, 1, 3),
+        rollout(0, 0, 5, environment_tokens=2),
+        rollout(1, 0, 2, cut=True),
+        rollout(1, 0, 4),
+    ]
     near = [(r.logprobs + RNG.normal(0, 0.1, len(r.logprobs))).astype(np.float32) for r in rollouts]
     return Batch(rollouts, near, None, [(p - 0.2).astype(np.float32) for p in near])
 
 
 def sampled_tokens(b: Batch):
     for r, p, ref in zip(b.rollouts, b.logprobs, cast(Any, b.reference), strict=True):
-        yield from ((float(q), float(x), float(y)) for q, x, y, s in zip(r.logprobs, p, ref, r.sampled, strict=True) if s)
+        yield from (
+            (float(q), float(x), float(y))
+            for q, x, y, s in zip(r.logprobs, p, ref, r.sampled, strict=True)
+            if s
+        )
 
 
-def test_metrics_are_what_the_registry_says():
+def test_metrics_match_their_definitions():
     b = batch()
     metrics = job()._advantages(b) | off_policy(b, 1)
     tokens = list(sampled_tokens(b))
@@ -69,12 +88,16 @@ def test_metrics_are_what_the_registry_says():
     assert metrics["kl_coef"] == 0.01
 
 
-def test_a_penalty_in_the_reward_reaches_every_sampled_token():
+def test_a_kl_penalty_in_the_reward_affects_every_sampled_token():
     b, run = batch(), job(type="reinforce_pp", kl={"coef": 0.5})
     run._advantages(b)
     expected = []
     for r, p, ref in zip(b.rollouts, b.logprobs, cast(Any, b.reference), strict=True):
-        own = [float(x) - 0.5 * (float(a) - float(c)) for x, a, c, s in zip(r.rewards, p, ref, r.sampled, strict=True) if s]
+        own = [
+            float(x) - 0.5 * (float(a) - float(c))
+            for x, a, c, s in zip(r.rewards, p, ref, r.sampled, strict=True)
+            if s
+        ]
         expected += [sum(own[t:]) for t in range(len(own))]
     mean, std = np.mean(expected), np.std(expected)
     found = np.concatenate([a[r.sampled] for a, r in zip(b.advantages, b.rollouts, strict=True)])
@@ -82,49 +105,79 @@ def test_a_penalty_in_the_reward_reaches_every_sampled_token():
 
 
 @pytest.mark.parametrize(
-    "given", [{}, {"type": "dapo", "overlong": {"cut_answers": "mask"}}, {"type": "gspo", "correction": {"type": "truncated"}}]
+    "given",
+    [
+        {},
+        {"type": "dapo", "overlong": {"cut_answers": "mask"}},
+        {"type": "gspo", "correction": {"type": "truncated"}},
+    ],
 )
-def test_rows_and_options_of_the_policy_are_what_the_config_names(given):
+def test_policy_rows_and_loss_options_follow_the_config(given):
     b, run = batch(), job(entropy_coef=0.1, **given)
     run._advantages(b)
     config, part = run.config, [3, 2, 1]
     rows, loss = Updates(config, b, 0.07, 12).call("policy", part)
-    kept = [b.rollouts[i].sampled & (not (config.overlong.cut_answers == "mask" and b.rollouts[i].cut)) for i in part]
-    assert loss.name == config.policy_loss.type and loss.config["entropy_coef"] == pytest.approx(0.1 / sum(k.sum() for k in kept))
-    assert (loss.config.get("kl_coef"), loss.config.get("kl_estimator")) == ((0.07, "k3") if not given else (None, None))
-    assert ("reference_logprobs" in rows.fields) == (not given) and ("sequence_ratio_mask" in rows.fields) == (
-        loss.name == "gspo"
+    kept = [
+        b.rollouts[i].sampled & (not (config.overlong.cut_answers == "mask" and b.rollouts[i].cut))
+        for i in part
+    ]
+    assert loss.name == config.policy_loss.type and loss.config["entropy_coef"] == pytest.approx(
+        0.1 / sum(k.sum() for k in kept)
     )
+    assert (loss.config.get("kl_coef"), loss.config.get("kl_estimator")) == (
+        (0.07, "k3") if not given else (None, None)
+    )
+    assert ("reference_logprobs" in rows.fields) == (not given) and (
+        "sequence_ratio_mask" in rows.fields
+    ) == (loss.name == "gspo")
     counts, answers = [int(k.sum()) for k in kept], sum(bool(k.any()) for k in kept)
     for row, (i, mask) in enumerate(zip(part, kept, strict=True)):
         weights = rows.fields["weights"][rows.positions([row])]
         assert not weights[:2].any()  # the prompt
-        share = 1 / sum(counts) if loss.name == "ppo" and given else 1 / (max(counts[row], 1) * answers)
-        drift = np.exp(b.logprobs[i] - b.rollouts[i].logprobs) if given.get("correction") else np.ones(len(mask))
+        share = (
+            1 / sum(counts) if loss.name == "ppo" and given else 1 / (max(counts[row], 1) * answers)
+        )
+        drift = (
+            np.exp(b.logprobs[i] - b.rollouts[i].logprobs)
+            if given.get("correction")
+            else np.ones(len(mask))
+        )
         np.testing.assert_allclose(weights[2:], mask * share * np.minimum(drift, 2.0), rtol=1e-5)
-        np.testing.assert_allclose(rows.fields["advantages"][rows.positions([row])][2:], b.advantages[i], rtol=1e-6)
+        np.testing.assert_allclose(
+            rows.fields["advantages"][rows.positions([row])][2:], b.advantages[i], rtol=1e-6
+        )
 
 
-def test_minibatches_cover_every_rollout_once_an_epoch():
+def test_minibatches_contain_every_rollout_once_per_epoch():
     b, run = batch(), job(minibatches=2, epochs=3)
     run._advantages(b)
     updates = Updates(run.config, b, 0.0, 12)
     parts = list(updates.minibatches(4))
-    assert len(parts) == 6 and all(sorted(parts[i] + parts[i + 1]) == [0, 1, 2, 3] for i in (0, 2, 4))
+    assert len(parts) == 6 and all(
+        sorted(parts[i] + parts[i + 1]) == [0, 1, 2, 3] for i in (0, 2, 4)
+    )
     assert parts == list(updates.minibatches(4)) != list(updates.minibatches(5))
-    masked = Updates(job(overlong={"cut_answers": "mask"}, minibatches=4, epochs=1).config, b, 0.0, 12)
-    assert [2] not in list(masked.minibatches(1)) and len(list(masked.minibatches(1))) == 3  # nothing to learn from that one
+    masked = Updates(
+        job(overlong={"cut_answers": "mask"}, minibatches=4, epochs=1).config, b, 0.0, 12
+    )
+    # Rollout 2 was cut off and is masked, so a minibatch with it alone is left out.
+    assert [2] not in list(masked.minibatches(1)) and len(list(masked.minibatches(1))) == 3
 
 
-def test_rates_fall_to_their_last_share():
+def test_learning_rates_fall_linearly_to_the_final_share():
     config = job(iterations=5, policy_lr=1.0, final_lr_share=0.2).config
-    assert [adam_of(config, "policy", i).learning_rate for i in (1, 3, 5)] == pytest.approx([1.0, 0.6, 0.2])
+    assert [adam_of(config, "policy", i).learning_rate for i in (1, 3, 5)] == pytest.approx(
+        [1.0, 0.6, 0.2]
+    )
 
 
-def test_prompts_whose_answers_are_all_alike_are_left_out():
-    draws, tally = Draws(job(type="dapo").config, cast(Any, None), cast(Any, None), print), Tally()
-    tally.saw(Drawn(batch().rollouts, episodes=4))
-    kept = draws.useful(batch().rollouts, tally)
+def test_prompts_with_equal_rewards_are_left_out():
+    source, tally = (
+        RolloutSource(job(type="dapo").config, cast(Any, None), cast(Any, None), print),
+        Tally(),
+    )
+    tally.add(Rollouts(batch().rollouts, episodes=4))
+    kept = source.useful(batch().rollouts, tally)
     assert [r.group for r in kept] == [0, 0]
     assert tally.counts == {
         "episodes_failed": 0,
@@ -135,18 +188,30 @@ def test_prompts_whose_answers_are_all_alike_are_left_out():
     }
 
 
-def test_two_wrong_answers_of_unlike_length_teach_nothing():
-    draws, tally = Draws(job(type="dapo").config, cast(Any, None), cast(Any, None), print), Tally()
+def test_length_penalties_do_not_count_as_spread():
+    source, tally = (
+        RolloutSource(job(type="dapo").config, cast(Any, None), cast(Any, None), print),
+        Tally(),
+    )
     first, second = batch().rollouts[:2]
     wrong = [replace(r, rewards=np.zeros(len(r.answer)), overlong=0.0) for r in (first, second)]
-    longer = replace(wrong[1], rewards=np.append(np.zeros(len(second.answer) - 1), -0.5), overlong=-0.5)
-    assert draws.useful([wrong[0], longer], tally) == [] and tally.counts["prompts_without_spread"] == 1
-    for penalty in np.linspace(0, 1, 1001):  # and two of like worth, whatever rounding leaves of the penalty
-        right = [replace(r, rewards=np.asarray([0.3 - p]), overlong=-p) for r, p in zip(wrong, (0.0, penalty), strict=True)]
-        assert draws.useful(right, tally) == []
+    longer = replace(
+        wrong[1], rewards=np.append(np.zeros(len(second.answer) - 1), -0.5), overlong=-0.5
+    )
+    assert (
+        source.useful([wrong[0], longer], tally) == []
+        and tally.counts["prompts_without_spread"] == 1
+    )
+    # Two answers of the same reward without the penalty have no spread, in spite of rounding.
+    for penalty in np.linspace(0, 1, 1001):
+        right = [
+            replace(r, rewards=np.asarray([0.3 - p]), overlong=-p)
+            for r, p in zip(wrong, (0.0, penalty), strict=True)
+        ]
+        assert source.useful(right, tally) == []
 
 
-def test_samples_of_older_weights_are_told_apart():
+def test_mismatch_and_drift_separate_current_and_older_weights():
     b = batch()
     ages = (0, 2, 1, 0)
     b.rollouts = [
@@ -156,7 +221,9 @@ def test_samples_of_older_weights_are_told_apart():
     found = off_policy(b, 7)
     fresh, stale = [], []
     for r, p, age in zip(b.rollouts, b.logprobs, ages, strict=True):
-        gaps = [abs(float(x) - float(y)) for x, y, s in zip(r.logprobs, p, r.sampled, strict=True) if s]
+        gaps = [
+            abs(float(x) - float(y)) for x, y, s in zip(r.logprobs, p, r.sampled, strict=True) if s
+        ]
         (stale if age else fresh).append(gaps[0])
         fresh += gaps[1:]
     assert found["staleness"] == pytest.approx(3 / 12) and found["staleness_max"] == 2
@@ -166,18 +233,23 @@ def test_samples_of_older_weights_are_told_apart():
     assert "policy_drift" in off_policy(b, 8) and "logprob_mismatch" not in off_policy(b, 8)
 
 
-def test_a_mismatch_is_said_or_ends_the_run():
-    told = Told()
-    run = job(told, mismatch_warn=0.01, mismatch_stop=0.1)
+def test_a_mismatch_causes_a_warning_or_ends_the_run():
+    watcher = WarningRecorder()
+    run = job(watcher, mismatch_warn=0.01, mismatch_stop=0.1)
     run._check_mismatch(1, 0.005)
-    assert not told.warnings
+    assert not watcher.warnings
     run._check_mismatch(2, 0.02)
-    assert told.warnings == ["iteration 2: engine and trainer differ by 0.02 nats a token (job.mismatch_warn 0.01)"]
-    with pytest.raises(InternalError, match=r"iteration 3: .* by 0\.2 nats a token, more than job\.mismatch_stop 0\.1"):
+    assert watcher.warnings == [
+        "iteration 2: engine and trainer differ by 0.02 nats per token (job.mismatch_warn 0.01)"
+    ]
+    with pytest.raises(
+        InternalError,
+        match=r"iteration 3: .* by 0\.2 nats per token, more than job\.mismatch_stop 0\.1",
+    ):
         run._check_mismatch(3, 0.2)
 
 
-def test_the_logistic_loss_and_its_slope():
+def test_the_slope_of_the_logistic_loss_is_its_derivative():
     margins = np.asarray([-800.0, -1.5, 0.0, 0.7, 800.0])
     losses, slopes = logistic(margins)
     assert losses[0] == 800 and losses[2] == pytest.approx(math.log(2)) and losses[4] == 0
@@ -187,7 +259,7 @@ def test_the_logistic_loss_and_its_slope():
         assert slope == pytest.approx((of(m + 1e-6) - of(m - 1e-6)) / 2e-6, rel=1e-6)
 
 
-def test_held_out_words_never_come_up_in_training():
+def test_held_out_words_never_occur_in_training():
     tasks = ReverseTasks(cast(Any, RlConfig().env), seed=0)
     held_out = {task.question for task in tasks.evaluation}
     assert len(held_out) == 200
@@ -196,5 +268,7 @@ def test_held_out_words_never_come_up_in_training():
     assert tasks.batch(8, 3) == tasks.batch(8, 3) != tasks.batch(8, 4)
     task = tasks.evaluation[0]
     assert (
-        task.reward(task.answer) == 1 and task.reward(task.answer + " ") == 0 and task.question == f"Reverse: {task.answer[::-1]}"
+        task.reward(task.answer) == 1
+        and task.reward(task.answer + " ") == 0
+        and task.question == f"Reverse: {task.answer[::-1]}"
     )

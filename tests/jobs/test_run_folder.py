@@ -1,4 +1,7 @@
-"""Run folders: no run overwrites another, an unfinished one is gone on with, by its own config only; checkpoints that are kept."""
+"""Run folders: runs do not overwrite each other, and an unfinished run resumes with its config.
+
+Checkpoints: the newest ones and the best one are kept.
+"""
 
 import asyncio
 import json
@@ -9,8 +12,8 @@ import pytest
 
 from skyrl_actors.config.job import RunConfig
 from skyrl_actors.jobs.checkpoints import Checkpoints
+from skyrl_actors.jobs.recorder import Recorder
 from skyrl_actors.jobs.run_folder import State, environment, open_run
-from skyrl_actors.jobs.trackers import Recorder
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.results import Saved
 from skyrl_actors.observe.runs import METRICS
@@ -19,18 +22,22 @@ YAML = "job: {type: ppo, seed: 0}\ncluster: {name: a}\nrun: {folder: x}\n"
 OTHER = YAML.replace("seed: 0", "seed: 1")
 
 
-def test_a_finished_run_is_not_written_again(tmp_path: Path):
+def test_a_finished_run_is_not_overwritten(tmp_path: Path):
     first = open_run(tmp_path, "r", YAML, True)
     first.write("summary.json", "{}")
     first.close()
     second = open_run(tmp_path, "r", YAML, True)
     assert (first.path.name, second.path.name) == ("r", "r-2") and second.state is None
     about = json.loads((second.path / "environment.json").read_text())
-    assert about["packages"]["ray"] and about["python"] and "revision" in (about["git"] or {"revision": ""})
+    assert (
+        about["packages"]["ray"]
+        and about["python"]
+        and "revision" in (about["git"] or {"revision": ""})
+    )
     second.close()
 
 
-def test_a_run_under_way_is_left_alone(tmp_path: Path):
+def test_a_running_run_is_not_overwritten(tmp_path: Path):
     first = open_run(tmp_path, "r", YAML, True)
     second = open_run(tmp_path, "r", YAML, True)
     assert second.path.name == "r-2"
@@ -38,7 +45,7 @@ def test_a_run_under_way_is_left_alone(tmp_path: Path):
     second.close()
 
 
-def test_an_unfinished_run_goes_on_behind_its_checkpoint(tmp_path: Path):
+def test_an_unfinished_run_resumes_after_its_checkpoint(tmp_path: Path):
     first = open_run(tmp_path, "r", YAML, True)
     recorder = Recorder(first)
     for step in range(4):
@@ -48,7 +55,9 @@ def test_an_unfinished_run_goes_on_behind_its_checkpoint(tmp_path: Path):
     with (first.path / METRICS).open("a") as file:
         file.write('{"step": 1, "x": "{a}')  # the process died here
     first.close()
-    second = open_run(tmp_path, "r", YAML.replace("name: a", "name: b").replace("folder: x", "folder: y"), True)
+    second = open_run(
+        tmp_path, "r", YAML.replace("name: a", "name: b").replace("folder: x", "folder: y"), True
+    )
     assert (
         second.left_by == "a"
         and second.path == first.path
@@ -58,46 +67,62 @@ def test_an_unfinished_run_goes_on_behind_its_checkpoint(tmp_path: Path):
     assert [row["step"] for row in again.history] == [0, 1, 2]
     again.close()
     second.close()
-    beside = open_run(tmp_path, "r", YAML, False)
-    assert beside.path.name == "r-2"
-    beside.close()
+    separate = open_run(tmp_path, "r", YAML, False)
+    assert separate.path.name == "r-2"
+    separate.close()
 
 
-def test_another_config_is_refused_by_its_keys(tmp_path: Path):
+def test_a_different_config_is_refused_with_its_keys(tmp_path: Path):
     first = open_run(tmp_path, "r", YAML, True)
     first.close()
     (first.path / METRICS).write_text('{"step": 0}\n')
     with pytest.raises(
-        ConfigError, match=r"unfinished run \(no checkpoint, but rows of metrics\) of another config; it differs in job.seed"
+        ConfigError,
+        match=r"unfinished run \(no checkpoint, but rows of metrics\) of another config; "
+        r"it differs in job.seed",
     ):
         open_run(tmp_path, "r", OTHER, True)
     (first.path / METRICS).unlink()
-    anew = open_run(tmp_path, "r", OTHER, True)  # nothing was made of it yet
-    assert anew.path == first.path and anew.state is None
-    anew.keep(State(3, {}, {}))
-    anew.close()
+    # Without rows and checkpoints, the folder can be used with another config.
+    restarted = open_run(tmp_path, "r", OTHER, True)
+    assert restarted.path == first.path and restarted.state is None
+    restarted.keep(State(3, {}, {}))
+    restarted.close()
     with pytest.raises(
-        ConfigError, match=r"unfinished run \(step 3\) of another config; it differs in job.seed \(1, now 0\). Start it"
+        ConfigError,
+        match=r"unfinished run \(step 3\) of another config; it differs in job.seed \(1, now 0\); "
+        r"use its own config",
     ):
         open_run(tmp_path, "r", YAML, True)
     again = open_run(tmp_path, "r", OTHER, True)
     assert again.state is not None
-    assert len(json.loads((again.path / "environment.json").read_text())["earlier"]) == 2  # it was started three times
+    assert (
+        len(json.loads((again.path / "environment.json").read_text())["earlier"]) == 2
+    )  # it was started three times
     again.close()
     (again.path / "state.json").write_text('{"step": 3')
-    with pytest.raises(ConfigError, match=r"state.json can not be read: .* Remove it to begin this run anew"):
+    with pytest.raises(
+        ConfigError, match=r"state.json cannot be read: .*; remove it to restart this run"
+    ):
         open_run(tmp_path, "r", OTHER, True)
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run.folder .*file/runs can not be made"):
+    with pytest.raises(ConfigError, match=r"run.folder .*file/runs cannot be created"):
         open_run(tmp_path / "file/runs", "r", OTHER, True)
 
 
-def test_what_a_run_was_made_with_bears_no_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sys.argv", ["skyrl-actors", "train", "run.trackers=[{type: mlflow, uri: 'http://ann:secret@host/x'}]"])
+def test_the_environment_file_contains_no_passwords(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "sys.argv",
+        ["skyrl-actors", "train", "run.trackers=[{type: mlflow, uri: 'http://ann:secret@host/x'}]"],
+    )
     monkeypatch.setenv("SKYRL_ACTORS_REVISION", "abc123")
     made = environment()
     assert (
-        "secret" not in json.dumps(made) and "http://***@host/x" in made["command"][2] and made["git"] == {"revision": "abc123"}
+        "secret" not in json.dumps(made)
+        and "http://***@host/x" in made["command"][2]
+        and made["git"] == {"revision": "abc123"}
     )
 
 
@@ -119,7 +144,7 @@ class FakeSession:
         self.deleted.append(path.name)
 
 
-class Told:
+class WarningRecorder:
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
@@ -127,9 +152,9 @@ class Told:
         self.warnings.append(text)
 
 
-def test_the_newest_and_the_best_are_kept_and_a_full_disk_ends_nothing(tmp_path: Path):
-    folder, session, told = open_run(tmp_path, "r", YAML, True), FakeSession(), Told()
-    kept = Checkpoints(folder, RunConfig(checkpoint_every=2, keep_checkpoints=2), told)
+def test_newest_and_best_checkpoints_are_kept_and_a_full_disk_only_warns(tmp_path: Path):
+    folder, session, watcher = open_run(tmp_path, "r", YAML, True), FakeSession(), WarningRecorder()
+    kept = Checkpoints(folder, RunConfig(checkpoint_every=2, keep_checkpoints=2), watcher)
 
     async def run() -> None:
         for step, value in enumerate([0.1, 0.5, 0.4, 0.5, 0.6, 0.2], 1):
@@ -140,12 +165,15 @@ def test_the_newest_and_the_best_are_kept_and_a_full_disk_ends_nothing(tmp_path:
     asyncio.run(run())
     assert session.saved == ["best-1", "best-2", "step-2", "step-4", "best-5"]
     assert session.deleted == ["best-1", "best-2"]
-    assert told.warnings == ["no checkpoint of step 6: No space left on device. The run goes on; the last whole one is of step 4"]
+    assert watcher.warnings == [
+        "no checkpoint of step 6: No space left on device. "
+        "The run continues; the last complete checkpoint is of step 4"
+    ]
     folder.close()
     again = open_run(tmp_path, "r", YAML, True)
     assert again.state is not None and again.state.step == 4 and again.state.job == {"seen": 4}
     assert [c["step"] for c in again.state.checkpoints] == [2, 4] and again.state.best["step"] == 5
-    later = Checkpoints(again, RunConfig(checkpoint_every=2, keep_checkpoints=2), told)
+    later = Checkpoints(again, RunConfig(checkpoint_every=2, keep_checkpoints=2), watcher)
     session.full = False
     asyncio.run(later.after(cast(Any, session), 6, {"policy": "m:train:0"}, {}))
     assert session.deleted[-1] == "step-2" and later.resumed

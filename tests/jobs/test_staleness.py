@@ -1,4 +1,4 @@
-"""Whatever finishes when: batches come, none is older than the bound, nothing is learned from twice or forgotten."""
+"""Groups finish in any order: no batch exceeds the bound, and no group is lost or used twice."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +14,13 @@ from skyrl_actors.jobs.staleness import Window
     st.floats(0, 0.6),
     st.floats(0, 0.5),
 )
-def test_no_batch_is_older_than_the_bound(prompts, bound, iterations, rng, dropped_share, fewer_share):
-    """An iteration takes its batch, learns from it while others begin with the weights that it began with, and publishes."""
+def test_no_batch_is_older_than_the_bound(
+    prompts, bound, iterations, rng, dropped_share, fewer_share
+):
+    """An iteration takes a batch, trains on it while other groups begin, and publishes weights.
+
+    The groups that begin meanwhile use the weights from before the iteration.
+    """
     window = Window(prompts, bound, 0, iterations)
     running: list[int] = []
     learned: list[int] = []
@@ -46,14 +51,14 @@ def test_no_batch_is_older_than_the_bound(prompts, bound, iterations, rng, dropp
             else:
                 window.finished(group)
         else:
-            assert weights < taken or window.may_begin(weights)  # the wait has an end
+            assert weights < taken or window.may_begin(weights)  # otherwise it waits forever
     assert len(learned) == len(set(learned)) <= prompts * iterations
     assert set(learned) | dropped | set(window.open) == set(began) and (
         fewer_share or not window.open
-    )  # nothing began that no iteration was left for
+    )  # every group that began had an iteration left
 
 
-def test_a_batch_waits_for_who_would_be_too_old():
+def test_a_batch_waits_for_groups_that_would_become_too_old():
     window = Window(1, 1, 0, 10)
     window.began(0, 0)
     window.began(1, 0)
@@ -68,7 +73,7 @@ def test_a_batch_waits_for_who_would_be_too_old():
     assert window.take() == [0] and window.take() == [2]
 
 
-def test_a_batch_may_be_smaller_when_the_filter_leaves_too_few():
+def test_a_batch_can_be_smaller_if_the_filter_leaves_too_few():
     window = Window(2, 1, 0, 10)
     for group in range(3):
         window.began(group, 0)

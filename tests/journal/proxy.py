@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback in front of PostgreSQL's socket, which can fall silent as a host that vanished does."""
+"""A TCP proxy in front of PostgreSQL's socket that can simulate a vanished host."""
 
 import contextlib
 import selectors
@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 class Proxy:
-    """Silent: what runs through it is neither forwarded nor closed, and the system still acknowledges it."""
+    """Forward connections, or stop: then data is neither forwarded nor refused.
+
+    The system still acknowledges the data.
+    """
 
     def __init__(self, target: Path):
         self._target = str(target)
@@ -24,18 +27,18 @@ class Proxy:
         self._thread.start()
 
     def silence(self) -> None:
-        """All connections of this moment; later ones run, as to the host that took over."""
+        """Stop all present connections. Later ones are forwarded, as to a failover host."""
         with self._lock:
-            for line in list(self._partner):
-                self._selector.unregister(line)
+            for end in list(self._partner):
+                self._selector.unregister(end)
             self._silent |= self._partner.keys()
             self._partner.clear()
 
     def close(self) -> None:
         self._open = False
         self._thread.join()
-        for line in (*self._silent, *self._partner, self._listener):
-            line.close()
+        for end in (*self._silent, *self._partner, self._listener):
+            end.close()
         self._selector.close()
 
     def _run(self) -> None:
@@ -44,21 +47,21 @@ class Proxy:
                 with self._lock, contextlib.suppress(KeyError, OSError):
                     self._serve(key.fileobj)  # type: ignore[arg-type]
 
-    def _serve(self, line: socket.socket) -> None:
-        if line is self._listener:
+    def _serve(self, end: socket.socket) -> None:
+        if end is self._listener:
             client, _ = self._listener.accept()
             server = socket.socket(socket.AF_UNIX)
             server.connect(self._target)
             self._partner |= {client: server, server: client}
-            for end in (client, server):
-                self._selector.register(end, selectors.EVENT_READ)
+            for each in (client, server):
+                self._selector.register(each, selectors.EVENT_READ)
             return
-        partner = self._partner[line]
-        content = line.recv(65536)
+        partner = self._partner[end]
+        content = end.recv(65536)
         if content:
             partner.sendall(content)
             return
-        for end in (line, partner):
-            self._selector.unregister(end)
-            del self._partner[end]
-            end.close()
+        for each in (end, partner):
+            self._selector.unregister(each)
+            del self._partner[each]
+            each.close()

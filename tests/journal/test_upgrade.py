@@ -1,4 +1,4 @@
-"""Journals of other versions: an older one is brought up, a newer one is refused."""
+"""Journals of other versions: older ones are migrated, newer ones are refused."""
 
 import time
 from pathlib import Path
@@ -18,49 +18,68 @@ def migrate_to(engine: sa.Engine, revision: str) -> None:
     scripts = opening._scripts()
     with (
         engine.begin() as connection,
-        EnvironmentContext(Config(), scripts, fn=lambda found, _: scripts._upgrade_revs(revision, found)) as environment,
+        EnvironmentContext(
+            Config(), scripts, fn=lambda found, _: scripts._upgrade_revs(revision, found)
+        ) as environment,
     ):
         environment.configure(connection=connection, version_table=opening.VERSION_TABLE)
         with environment.begin_transaction():
             environment.run_migrations()
 
 
-async def test_a_journal_of_the_first_version_opens(config: JournalConfig):
+async def test_a_journal_of_the_first_version_is_migrated(config: JournalConfig):
     opening.check_folder(config.folder)
     engine = opening.connect(opening.database_url(config.folder, config.url))
     migrate_to(engine, "0001")
     row = (
-        "INSERT INTO operations (number, request_id, kind, stream, digest, model_id, session_id, accepted_at, answered_at, effect) "
+        "INSERT INTO operations (number, request_id, kind, stream, digest, model_id, session_id, "
+        "accepted_at, answered_at, effect) "
         "VALUES ({0}, 'r{0}', '{1}', 'm', 0, 'm', 's', 1.0, {2}, '{3}')"
     )
     with engine.begin() as connection:
-        connection.execute(sa.text("INSERT INTO sessions (session_id, user_metadata, opened_at) VALUES ('s', '{}', 1.0)"))
+        connection.execute(
+            sa.text(
+                "INSERT INTO sessions (session_id, user_metadata, opened_at) "
+                "VALUES ('s', '{}', 1.0)"
+            )
+        )
         for number, kind, at, effect in (
-            (1, "CreateModel", "1.0", "applied"), (2, "OptimStep", "1.0", "applied"), (3, "OptimStep", "1.0", "dropped"),
-            (4, "OptimStep", "1.0", "applied"), (5, "ForwardBackward", "NULL", "none"),
-        ):  # fmt: skip
+            (1, "CreateModel", "1.0", "applied"),
+            (2, "OptimStep", "1.0", "applied"),
+            (3, "OptimStep", "1.0", "dropped"),
+            (4, "OptimStep", "1.0", "applied"),
+            (5, "ForwardBackward", "NULL", "none"),
+        ):
             connection.execute(sa.text(row.format(number, kind, at, effect)))
     engine.dispose()
     journal = SqlJournal(config)
-    books = await journal.open("x")
+    journal_state = await journal.open("x")
     assert [op.step for op in await journal.operations("m", 0, 9)] == [0, 1, 1, 2, None]
-    assert [op.number for op in books.operations] == [1, 2, 3, 4, 5]
-    assert books.next_number == 6
+    assert [op.number for op in journal_state.operations] == [1, 2, 3, 4, 5]
+    assert journal_state.next_number == 6
     await journal.close()
 
 
-async def test_packs_of_an_older_journal_are_counted_and_go_with_their_last_row(config: JournalConfig):
+async def test_packs_of_an_older_journal_are_removed_with_their_last_row(
+    config: JournalConfig,
+):
     opening.check_folder(config.folder)
     engine = opening.connect(opening.database_url(config.folder, config.url))
     migrate_to(engine, "0002")
     row = (
-        "INSERT INTO operations (number, request_id, kind, stream, digest, session_id, accepted_at, answered_at, effect, "
-        "payload_pack, payload_offset, payload_length, result_pack, result_offset, result_length) VALUES "
+        "INSERT INTO operations (number, request_id, kind, stream, digest, session_id, "
+        "accepted_at, answered_at, effect, payload_pack, payload_offset, payload_length, "
+        "result_pack, result_offset, result_length) VALUES "
         "({0}, 'r{0}', 'Sample', 'm', 0, 's', {1}, {1}, 'none', 'old', 0, 1, '{2}', 0, 1)"
     )
     now = time.time()
     with engine.begin() as connection:
-        connection.execute(sa.text("INSERT INTO sessions (session_id, user_metadata, opened_at) VALUES ('s', '{}', 1.0)"))
+        connection.execute(
+            sa.text(
+                "INSERT INTO sessions (session_id, user_metadata, opened_at) "
+                "VALUES ('s', '{}', 1.0)"
+            )
+        )
         for number, at, pack in ((1, 1.0, "old"), (2, 2.0, "mixed"), (3, now, "mixed")):
             connection.execute(sa.text(row.format(number, at, pack)))
     engine.dispose()
@@ -70,15 +89,18 @@ async def test_packs_of_an_older_journal_are_counted_and_go_with_their_last_row(
     journal = SqlJournal(config)
     await journal.open("x")
     with journal.store.engine.connect() as connection:
-        found = dict(connection.execute(sa.select(tables.packs.c.name, tables.packs.c.records)).all())
+        found = dict(
+            connection.execute(sa.select(tables.packs.c.name, tables.packs.c.records)).all()
+        )
     assert found == {"old": 4, "mixed": 2}
     await journal.sweep()
-    assert sorted(file.name for file in (config.folder / "packs").iterdir()) == ["mixed", "old"]  # the third row names both
+    # The third row refers to both packs.
+    assert sorted(file.name for file in (config.folder / "packs").iterdir()) == ["mixed", "old"]
     assert [n for n in (1, 2, 3) if await journal.find(f"r{n}")] == [3]
     await journal.close()
 
 
-async def test_the_migrations_make_the_tables_that_the_code_uses(config: JournalConfig):
+async def test_the_migrations_create_the_tables_of_the_code(config: JournalConfig):
     journal = SqlJournal(config)
     await journal.open("x")
     found = sa.inspect(journal.store.engine)
@@ -96,14 +118,19 @@ async def test_a_newer_journal_is_refused(config: JournalConfig):
     with journal.store.engine.begin() as connection:
         connection.execute(sa.text(f"UPDATE {opening.VERSION_TABLE} SET version_num = '0042'"))
     await journal.close()
-    with pytest.raises(ConfigError, match=r"version 0042, written by a newer skyrl-actors; this one knows versions up to 0003"):
+    with pytest.raises(
+        ConfigError,
+        match="version 0042, written by a newer skyrl-actors, "
+        "and this one supports versions up to 0003",
+    ):
         await SqlJournal(config).open("x")
 
 
-def test_the_folder_of_a_journal_says_what_it_is(tmp_path: Path):
+def test_the_folder_of_a_journal_is_marked_and_private(tmp_path: Path):
     config = JournalConfig(folder=tmp_path / "journal")
     journal = SqlJournal(config)
     journal._open("x")
     assert '"project": "skyrl-actors"' in (config.folder / "journal.json").read_text()
-    assert config.folder.stat().st_mode & 0o077 == 0  # prompts and rewards are nobody else's business
+    # Prompts and rewards are private.
+    assert config.folder.stat().st_mode & 0o077 == 0
     journal._close()

@@ -1,4 +1,4 @@
-"""A database whose host vanishes, and one that fails over and has lost its last commits."""
+"""A database whose host vanishes, and one that lost its last commits in a failover."""
 
 import asyncio
 import time
@@ -32,7 +32,9 @@ def proxy(config: JournalConfig) -> Iterator[Proxy]:
 
 def through(proxy: Proxy, config: JournalConfig) -> JournalConfig:
     database = make_url(str(config.url)).database
-    return config.model_copy(update={"url": f"postgresql://postgres:@127.0.0.1:{proxy.port}/{database}"})
+    return config.model_copy(
+        update={"url": f"postgresql://postgres:@127.0.0.1:{proxy.port}/{database}"}
+    )
 
 
 async def until(condition: Any) -> None:
@@ -41,7 +43,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_host_that_vanishes_is_reported_and_left_for_the_one_that_takes_over(
+async def test_a_vanished_host_is_reported_and_its_successor_is_used(
     config: JournalConfig, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(group_commit, "SLOW_S", 0.5)
@@ -56,7 +58,7 @@ async def test_a_host_that_vanishes_is_reported_and_left_for_the_one_that_takes_
     assert "a write has taken" in str(journal.trouble) and not writing.done()
     results = await asyncio.wait_for(asyncio.gather(writing, return_exceptions=True), 30)
     assert time.monotonic() - began >= 2.0
-    if isinstance(results[0], Unavailable):  # it was found out that it did not arrive
+    if isinstance(results[0], Unavailable):  # the write did not reach the database
         await journal.write(accepted(2))
     await until(lambda: journal.trouble is None)
     found = await journal.operations("s:train:0", 0, 9)
@@ -64,7 +66,9 @@ async def test_a_host_that_vanishes_is_reported_and_left_for_the_one_that_takes_
     await journal.close()
 
 
-async def test_a_read_from_a_host_that_vanishes_ends(config: JournalConfig, proxy: Proxy, monkeypatch: pytest.MonkeyPatch):
+async def test_a_read_from_a_vanished_host_ends(
+    config: JournalConfig, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(watchdog, "LONGEST_CALL_S", 1.0)
     journal = SqlJournal(through(proxy, config))
     await journal.open("x")
@@ -82,7 +86,7 @@ async def test_a_read_from_a_host_that_vanishes_ends(config: JournalConfig, prox
     await journal.close()
 
 
-async def test_connections_are_bounded_on_both_ends(config: JournalConfig, proxy: Proxy):
+async def test_connections_have_timeouts_on_both_ends(config: JournalConfig, proxy: Proxy):
     journal = SqlJournal(through(proxy, config))
     await journal.open("x")
     with journal.store.engine.connect() as connection:
@@ -90,29 +94,35 @@ async def test_connections_are_bounded_on_both_ends(config: JournalConfig, proxy
             name: connection.execute(sa.text(f"SHOW {name}")).scalar()
             for name in ("statement_timeout", "idle_in_transaction_session_timeout")
         }
-        line = connection.connection.dbapi_connection
-        assert line is not None
-        asked = line.info.get_parameters()  # type: ignore[attr-defined]
+        driver = connection.connection.dbapi_connection
+        assert driver is not None
+        parameters = driver.info.get_parameters()  # type: ignore[attr-defined]
     assert shown == {"statement_timeout": "15s", "idle_in_transaction_session_timeout": "30s"}
-    assert asked["keepalives_idle"] == "5" and asked["tcp_user_timeout"] == "10000"
+    assert parameters["keepalives_idle"] == "5" and parameters["tcp_user_timeout"] == "10000"
     await journal.close()
 
 
 def fail_over(config: JournalConfig, commit: str, upto: int, epoch: int | None = None) -> None:
-    """The database becomes a copy that has not the commits behind that one."""
+    """Turn the database into a copy without the commits after `commit`."""
     engine = sa.create_engine(database_url(config.folder, config.url))
     with engine.begin() as connection:
         connection.execute(sa.text(f"DELETE FROM operations WHERE number > {upto}"))
         connection.execute(sa.text("UPDATE operations SET answered_at = NULL, result_pack = NULL"))
-        connection.execute(sa.text(f"UPDATE journal_info SET value = '{commit}' WHERE key = 'commit'"))
-        connection.execute(sa.text("DELETE FROM packs WHERE name NOT IN (SELECT payload_pack FROM operations)"))
+        connection.execute(
+            sa.text(f"UPDATE journal_info SET value = '{commit}' WHERE key = 'commit'")
+        )
+        connection.execute(
+            sa.text("DELETE FROM packs WHERE name NOT IN (SELECT payload_pack FROM operations)")
+        )
         connection.execute(sa.text("UPDATE packs SET records = 1"))
         if epoch is not None:
-            connection.execute(sa.text(f"UPDATE journal_info SET value = '{epoch}' WHERE key = 'epoch'"))
+            connection.execute(
+                sa.text(f"UPDATE journal_info SET value = '{epoch}' WHERE key = 'epoch'")
+            )
     engine.dispose()
 
 
-async def test_commits_that_a_failover_lost_are_made_again(config: JournalConfig):
+async def test_commits_lost_in_a_failover_are_repeated(config: JournalConfig):
     journal = SqlJournal(config)
     await journal.open("x")
     await journal.write(accepted(1))  # commit 1.1
@@ -122,7 +132,11 @@ async def test_commits_that_a_failover_lost_are_made_again(config: JournalConfig
     await journal.write(accepted(3))
     assert journal.trouble is None and journal.lost is None
     found = await journal.operations("s:train:0", 0, 9)
-    assert [(op.number, op.answered_at is not None) for op in found] == [(1, True), (2, False), (3, False)]
+    assert [(op.number, op.answered_at is not None) for op in found] == [
+        (1, True),
+        (2, False),
+        (3, False),
+    ]
     assert await journal.result(found[0]) == StepDone({"norm": 1.0})
     await journal.sweep()
     for operation in found:
@@ -130,7 +144,9 @@ async def test_commits_that_a_failover_lost_are_made_again(config: JournalConfig
     await journal.close()
 
 
-async def test_a_sweep_after_a_failover_does_not_remove_what_the_lost_rows_name(config: JournalConfig):
+async def test_a_sweep_after_a_failover_keeps_packs_of_lost_rows(
+    config: JournalConfig,
+):
     journal = SqlJournal(config)
     await journal.open("x")
     await journal.write(accepted(1))
@@ -144,7 +160,7 @@ async def test_a_sweep_after_a_failover_does_not_remove_what_the_lost_rows_name(
 
 
 @pytest.mark.parametrize("epoch", [None, 0])
-async def test_a_database_that_lost_too_much_says_what_and_is_opened_anew(
+async def test_a_database_that_lost_too_much_is_reported_and_opened_again(
     config: JournalConfig, monkeypatch: pytest.MonkeyPatch, epoch: int | None
 ):
     monkeypatch.setattr(redo, "KEPT_ROWS", 1 if epoch is None else 20_000)
@@ -153,21 +169,26 @@ async def test_a_database_that_lost_too_much_says_what_and_is_opened_anew(
     for number in range(1, 6):
         await journal.write(accepted(number))
     fail_over(config, "1.2" if epoch is None else "0.0", 2, epoch)
-    with pytest.raises(Unavailable, match="Requests above number 2 are lost; the journal is opened anew"):
+    with pytest.raises(
+        Unavailable,
+        match="requests above number 2 are lost, and the journal is opened again",
+    ):
         await journal.write(accepted(6))
     assert journal.lost is not None and "another service" not in journal.lost
     await journal.close()
     journal = SqlJournal(config)
-    books = await journal.open("x")
-    assert books.epoch == 2, "ranks have seen epoch 1, and take no call of an earlier or equal one"
+    journal_state = await journal.open("x")
+    assert journal_state.epoch == 2, (
+        "ranks have seen epoch 1, and refuse calls of that epoch or an earlier one"
+    )
     assert (config.folder / EPOCH).read_text() == "2"
     await journal.write(accepted(3))
     assert [op.number for op in await journal.operations("s:train:0", 0, 9)] == [1, 2, 3]
     await journal.close()
 
 
-async def test_a_commit_that_is_still_on_its_way_is_waited_for(config: JournalConfig):
-    """Its connection is lost while the server is about to commit: its fate is asked for, and not guessed."""
+async def test_the_outcome_of_a_running_commit_is_awaited(config: JournalConfig):
+    """The connection is lost while the server commits: the outcome is queried, not guessed."""
     journal = SqlJournal(config)
     await journal.open("x")
     await journal.write(accepted(1))

@@ -1,4 +1,4 @@
-"""Losses against straightforward float64 formulas written with loops, and their gradients by finite differences."""
+"""Compare losses with float64 formulas in plain loops, and gradients with finite differences."""
 
 import math
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skyrl_actors import losses
-from skyrl_actors.losses.table import markdown
+from skyrl_actors.losses.loss_reference import markdown
 from skyrl_actors.losses.torch_ops import TorchOps
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
@@ -29,7 +29,7 @@ OPS = TorchOps(LENGTHS)
 
 
 def sequence_ratios(predicted: np.ndarray) -> list[float]:
-    """For each token, exp of the mean drift of its row over the mask."""
+    """Return, for each token, exp of the mean drift over the masked tokens of its row."""
     ratios, start = [], 0
     for length in LENGTHS:
         kept = [t for t in range(start, start + length) if INPUTS["sequence_ratio_mask"][t]]
@@ -70,10 +70,14 @@ def reference(name: str, predicted: np.ndarray) -> float:
 
 
 def stopped_gradient(name: str) -> list[float]:
-    """Of losses that stop gradients, where differences of the value say nothing."""
+    """Return the gradient of losses that detach terms, where finite differences do not apply."""
     whole, gradient = sequence_ratios(P), []
     for t in range(T):
-        a, w, ratio = INPUTS["advantages"][t], INPUTS["weights"][t], math.exp(P[t] - INPUTS["logprobs"][t])
+        a, w, ratio = (
+            INPUTS["advantages"][t],
+            INPUTS["weights"][t],
+            math.exp(P[t] - INPUTS["logprobs"][t]),
+        )
         if name == "cispo":
             gradient.append(-w * min(max(ratio, 0.7), 1.1) * a)
         else:
@@ -84,19 +88,22 @@ def stopped_gradient(name: str) -> list[float]:
 
 
 OPTIONS = {
-    "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3}, "ppo_critic": {"value_clip": 0.3},
-    "cispo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}, "dro": {"beta": 0.3},
-    "gspo": {"clip_low_threshold": 0.95, "clip_high_threshold": 1.02}, "dppo": {"delta_high": 0.02, "delta_low": 0.03},
-}  # fmt: skip
+    "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3},
+    "ppo_critic": {"value_clip": 0.3},
+    "cispo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1},
+    "dro": {"beta": 0.3},
+    "gspo": {"clip_low_threshold": 0.95, "clip_high_threshold": 1.02},
+    "dppo": {"delta_high": 0.02, "delta_low": 0.03},
+}
 
 
-def test_every_loss_is_here():
+def test_every_registered_loss_is_tested():
     assert set(losses.REGISTRY) == {*OPTIONS, "cross_entropy", "importance_sampling", "custom"}
 
 
 @pytest.mark.parametrize("name", sorted(losses.REGISTRY.keys() - {"custom"}))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_value_and_gradient(name: str, dtype: torch.dtype):
+def test_value_and_gradient_match_the_formula(name: str, dtype: torch.dtype):
     entry = losses.find(name)
     needed = (*entry.required, *entry.optional)
     predicted = torch.tensor(P, dtype=dtype, requires_grad=True)
@@ -109,28 +116,46 @@ def test_value_and_gradient(name: str, dtype: torch.dtype):
     if name in ("cispo", "gspo"):
         numeric = stopped_gradient(name)
     else:
-        numeric = [(reference(name, P + step * e) - reference(name, P - step * e)) / (2 * step) for e in np.eye(T)]
+        numeric = [
+            (reference(name, P + step * e) - reference(name, P - step * e)) / (2 * step)
+            for e in np.eye(T)
+        ]
     assert predicted.grad is not None
-    np.testing.assert_allclose(predicted.grad.numpy(), numeric, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-7)
+    np.testing.assert_allclose(
+        predicted.grad.numpy(), numeric, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 1e-7
+    )
 
 
-def test_clip_counts():
+def test_clipped_tokens_are_counted():
     entry = losses.find("ppo")
     ratio, advantages = [0.5, 0.5, 1.0, 2.0, 2.0], [1.0, -1.0, 1.0, 1.0, -1.0]
-    inputs = {"logprobs": torch.zeros(5), "advantages": torch.tensor(advantages), "weights": torch.ones(5)}
+    inputs = {
+        "logprobs": torch.zeros(5),
+        "advantages": torch.tensor(advantages),
+        "weights": torch.ones(5),
+    }
     terms = entry.terms(TorchOps([5]), torch.tensor(ratio).log(), inputs, entry.checked({}).config)
     assert terms.sums["clipped_tokens:sum"] == 2  # 0.5 with A < 0, 2.0 with A > 0
 
 
 def columns(**fields: list[float]):
-    arrays = {k: np.asarray(v, np.int32 if k == "target_tokens" else np.float32) for k, v in fields.items()}
+    arrays = {
+        k: np.asarray(v, np.int32 if k == "target_tokens" else np.float32)
+        for k, v in fields.items()
+    }
     return columns_from([Example(np.zeros(2, np.int32), arrays)])
 
 
 @pytest.mark.parametrize(
-    ("name", "role", "fields", "forward_only", "said"),
+    ("name", "role", "fields", "forward_only", "message"),
     [
-        ("ppo", "policy", {"target_tokens": [1, 2], "logprobs": [0, 0]}, False, "missing: advantages"),
+        (
+            "ppo",
+            "policy",
+            {"target_tokens": [1, 2], "logprobs": [0, 0]},
+            False,
+            "missing: advantages",
+        ),
         ("cross_entropy", "policy", {"weights": [1, 1]}, False, "missing: target_tokens"),
         (
             "ppo_critic",
@@ -147,17 +172,27 @@ def columns(**fields: list[float]):
             "is for a policy, this model is a critic; use ppo_critic",
         ),
         ("ppo_critic", "critic", {"values": [0, 0]}, True, "missing: returns"),
-        ("cross_entropy", "policy", {"target_tokens": [1, 2], "advantages": [0, 0]}, False, "does not use advantages"),
+        (
+            "cross_entropy",
+            "policy",
+            {"target_tokens": [1, 2], "advantages": [0, 0]},
+            False,
+            "does not use advantages",
+        ),
     ],
 )
-def test_inputs_are_checked(name, role, fields, forward_only, said):
-    with pytest.raises(InvalidRequest, match=said):
-        losses.check_inputs(losses.find(name), losses.find(name).checked({}), role, columns(**fields), forward_only)
+def test_inputs_are_checked(name, role, fields, forward_only, message):
+    with pytest.raises(InvalidRequest, match=message):
+        losses.check_inputs(
+            losses.find(name), losses.find(name).checked({}), role, columns(**fields), forward_only
+        )
 
 
 def test_a_critic_forward_needs_no_inputs():
     entry = losses.find("ppo_critic")
-    losses.check_inputs(entry, entry.checked({}), "critic", columns(target_tokens=[1, 2]), forward_only=True)
+    losses.check_inputs(
+        entry, entry.checked({}), "critic", columns(target_tokens=[1, 2]), forward_only=True
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -188,7 +223,7 @@ def test_divergence_from_a_reference_is_a_term_of_the_loss(estimator: str):
     np.testing.assert_allclose(slope - plain, numeric, rtol=1e-6, atol=1e-8)
 
 
-def test_a_divergence_where_nothing_counts_is_nothing():
+def test_the_divergence_is_ignored_where_weights_are_zero():
     entry = losses.find("ppo")
     predicted = torch.tensor([-120.0, -1.0], requires_grad=True)
     inputs = {name: torch.zeros(2) for name in ("logprobs", "advantages", "reference_logprobs")} | {
@@ -203,49 +238,67 @@ def test_a_divergence_where_nothing_counts_is_nothing():
     )
 
 
-def test_tokens_that_do_not_count_are_not_counted_as_clipped():
-    inputs = {name: torch.zeros(2) for name in ("logprobs",)} | {"advantages": torch.ones(2), "weights": torch.tensor([0.0, 1.0])}
+def test_tokens_of_weight_zero_do_not_count_as_clipped():
+    inputs = {name: torch.zeros(2) for name in ("logprobs",)} | {
+        "advantages": torch.ones(2),
+        "weights": torch.tensor([0.0, 1.0]),
+    }
     inputs["sequence_ratio_mask"] = torch.ones(2)
     for name in ("ppo", "cispo", "dppo", "gspo"):
         entry = losses.find(name)
         own = {key: inputs[key] for key in (*entry.required, *entry.optional)}
         options = {"cispo": {"clip_high_threshold": 1.1}, "dppo": {"delta_high": 0.1}}.get(name, {})
         predicted = torch.tensor([2.0, 2.0]) if name != "dppo" else torch.tensor([0.5, 0.5])
-        assert entry.terms(TorchOps([2]), predicted, own, entry.checked(options).config).sums["clipped_tokens:sum"] == 1, name
+        assert (
+            entry.terms(TorchOps([2]), predicted, own, entry.checked(options).config).sums[
+                "clipped_tokens:sum"
+            ]
+            == 1
+        ), name
 
 
 @pytest.mark.parametrize(
-    ("config", "more", "said"),
+    ("config", "more", "message"),
     [
-        ({"kl_coef": 0.1}, {"weights": [1, 1]}, "needs loss_fn_inputs reference_logprobs: weights say"),
+        (
+            {"kl_coef": 0.1},
+            {"weights": [1, 1]},
+            "needs loss_fn_inputs reference_logprobs: weights select",
+        ),
         ({"kl_coef": 0.1}, {"reference_logprobs": [0, 0]}, "needs loss_fn_inputs weights"),
         ({}, {"reference_logprobs": [0, 0]}, "only used with kl_coef above 0"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, {}, "kl_estimator is 'k1'; allowed: k2, k3"),
     ],
 )
-def test_divergence_needs_its_inputs(config, more, said):
+def test_the_divergence_requires_its_inputs(config, more, message):
     entry = losses.find("ppo")
     fields = {"target_tokens": [1, 2], "logprobs": [0, 0], "advantages": [0, 0], **more}
-    with pytest.raises(InvalidRequest, match=said):
+    with pytest.raises(InvalidRequest, match=message):
         losses.check_inputs(entry, entry.checked(config), "policy", columns(**fields), False)
 
 
 def test_names_and_options_are_checked():
     with pytest.raises(
         InvalidRequest,
-        match="unknown loss 'nope'; served: cispo, cross_entropy, custom, dppo, dro, gspo, importance_sampling, ppo, ppo_critic",
+        match="unknown loss 'nope'; available: cispo, cross_entropy, custom, dppo, dro, gspo, "
+        "importance_sampling, ppo, ppo_critic",
     ):
         losses.find("nope")
     with pytest.raises(InvalidRequest, match="importance_sampling is the closest"):
         losses.find("stable_reinforce")
-    with pytest.raises(InvalidRequest, match="has no option 'clip'; its options: clip_low_threshold, clip_high_threshold"):
+    with pytest.raises(
+        InvalidRequest,
+        match="has no option 'clip'; its options: clip_low_threshold, clip_high_threshold",
+    ):
         losses.find("ppo").checked({"clip": 1.0})
-    with pytest.raises(InvalidRequest, match="a finite number is needed"):
+    with pytest.raises(InvalidRequest, match="it must be a finite number"):
         losses.find("ppo").checked({"clip_low_threshold": math.nan})
-    with pytest.raises(InvalidRequest, match="a finite number is needed"):
+    with pytest.raises(InvalidRequest, match="it must be a finite number"):
         losses.find("ppo").checked({"clip_low_threshold": "x"})
 
 
-def test_the_table_of_the_docs_is_that_of_the_registry():
-    shown = (Path(__file__).parent.parent.parent / "docs" / "losses.md").read_text()
-    assert shown == markdown(), "write it anew: python -m skyrl_actors.losses.table > docs/losses.md"
+def test_the_reference_page_matches_the_registry():
+    shown = (Path(__file__).parent.parent.parent / "docs" / "reference" / "losses.md").read_text()
+    assert shown == markdown(), (
+        "generate it again: python -m skyrl_actors.losses.loss_reference > docs/reference/losses.md"
+    )

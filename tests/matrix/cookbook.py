@@ -1,11 +1,13 @@
-"""Recipes of the tinker cookbook, unmodified and offline, against a running service: a table of what each came to.
+"""Run recipes of the tinker cookbook against a service, and print a table of their outcomes.
 
     skyrl-actors serve configs/cpu_tiny.yaml base_model.name=Qwen/Qwen3-4B-Instruct-2507
     python -m tests.matrix.cookbook --url http://127.0.0.1:8000
 
-The recipes look tokenizers, renderers and datasets up by names of the Hugging Face hub. Folders of these names in the
-working directory come first, so they run in a directory made here: the tokenizer of the service under the name of the base
-model, and small made-up datasets. The cookbook is installed alone, in front of this environment's packages.
+The recipes are unmodified and run offline. They find tokenizers, renderers and datasets by names of
+the Hugging Face hub, and folders of these names in the working directory come first. So they run in
+a directory that this module creates. It contains the tokenizer of the service under the name of the
+base model, and small artificial datasets. The cookbook is installed in a separate folder, which
+comes before this environment's packages.
 """
 
 import json
@@ -30,20 +32,26 @@ from rich.table import Table
 
 VERSION = "0.6.1"
 CACHE = Path.home() / ".cache" / "skyrl-actors" / "cookbook"
-UNAVAILABLE = "tml-renderers"  # 0.6.1 wants a release that PyPI has not; only recipes for other model families import it
+# 0.6.1 needs a release that is not on PyPI; only recipes for other model families import it
+UNAVAILABLE = "tml-renderers"
 EXTRA = "math-rl"
-MODEL = "Qwen/Qwen3-4B-Instruct-2507"  # a name for which the cookbook knows a renderer, here one without thinking
+# a name for which the cookbook has a renderer, here one without thinking
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 TRAINED = "skyrl.ai/grad_norm"
 ROUNDING = 1e-3  # equal rewards leave about 1e-6 of a gradient
 Row = dict[str, Any]
 
-# rl_loop puts these before each question. Taught with them, the tiny model answers rl_loop's prompts too.
+# rl_loop puts these before each question. With them in its training data, the tiny model also
+# answers rl_loop's prompts.
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 SPELLED = (
-    "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
-    "We have r's at positions 3, 8, and 9. \\boxed{3}"
+    "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r "
+    "9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}"
 )
-GSM8K_CARD = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n---\n"
+GSM8K_CARD = (
+    "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: "
+    "main/train.jsonl\n---\n"
+)
 
 
 @dataclass(frozen=True)
@@ -58,23 +66,64 @@ class Recipe:
 
 RECIPES = (
     Recipe(
-        "sl_loop", "sl_loop", 120, "train_mean_nll",
-        ("batch_size=4", "max_length=500", "learning_rate=2e-3", "train_on_what=last_assistant_message", "save_every=50"),
+        "sl_loop",
+        "sl_loop",
+        120,
+        "train_mean_nll",
+        (
+            "batch_size=4",
+            "max_length=500",
+            "learning_rate=2e-3",
+            "train_on_what=last_assistant_message",
+            "save_every=50",
+        ),
     ),
-    Recipe(  # Untaught, the tiny model boxes no answer: all rewards would be equal, and rl_loop would never train.
-        "rl_loop", "rl_loop", 3, "reward/total",
-        ("batch_size=4", "group_size=16", "max_tokens=32", "learning_rate=3e-4", "loss_fn=importance_sampling", "save_every=2"),
+    # Without this recipe, the tiny model boxes no answer. All rewards would be equal, and rl_loop
+    # would never train.
+    Recipe(
+        "rl_loop",
+        "rl_loop",
+        3,
+        "reward/total",
+        (
+            "batch_size=4",
+            "group_size=16",
+            "max_tokens=32",
+            "learning_rate=3e-4",
+            "loss_fn=importance_sampling",
+            "save_every=2",
+        ),
         starts_from="sl_loop",
     ),
     Recipe(
-        "math_rl", "math_rl.train", 3, "env/all/reward/total",
-        ("env=arithmetic", "loss_fn=importance_sampling", "groups_per_batch=8", "group_size=8", "max_tokens=5", "save_every=2"),
+        "math_rl",
+        "math_rl.train",
+        3,
+        "env/all/reward/total",
+        (
+            "env=arithmetic",
+            "loss_fn=importance_sampling",
+            "groups_per_batch=8",
+            "group_size=8",
+            "max_tokens=5",
+            "save_every=2",
+        ),
     ),
     Recipe(
-        "chat_sl", "chat_sl.train", 3, "train_mean_nll",
-        ("dataset=no_robots", "batch_size=8", "max_length=500", "learning_rate=1e-3", "eval_every=2", "save_every=2"),
+        "chat_sl",
+        "chat_sl.train",
+        3,
+        "train_mean_nll",
+        (
+            "dataset=no_robots",
+            "batch_size=8",
+            "max_length=500",
+            "learning_rate=1e-3",
+            "eval_every=2",
+            "save_every=2",
+        ),
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +133,7 @@ class Ran:
     steps: int
     first: float
     last: float
-    outcome: str  # "ok", or what is wrong
+    outcome: str  # "ok", or the fault
     output: str
 
     @property
@@ -93,7 +142,7 @@ class Ran:
 
 
 def installed() -> Path:
-    """The folder with the cookbook and what it needs beyond this environment."""
+    """Install the cookbook and what is missing for it here. Return the folder."""
     folder = CACHE / f"{VERSION}-py{sys.version_info.major}{sys.version_info.minor}"
     if not folder.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -108,44 +157,64 @@ def installed() -> Path:
 
 
 def _missing(folder: Path) -> list[str]:
-    """Exact versions of what the cookbook in this folder needs and this environment has not."""
+    """Return exact versions of packages that the cookbook needs and this environment lacks."""
     (cookbook,) = distributions(name="tinker-cookbook", path=[str(folder)])
     needed = [Requirement(text) for text in cookbook.requires or ()]
-    wanted = [r for r in needed if r.name != UNAVAILABLE and (r.marker is None or r.marker.evaluate({"extra": EXTRA}))]
+    wanted = [
+        r
+        for r in needed
+        if r.name != UNAVAILABLE and (r.marker is None or r.marker.evaluate({"extra": EXTRA}))
+    ]
     plain = [f"{r.name}{r.specifier}" for r in wanted]
     report = json.loads(_pip("install", "--dry-run", "--report", "-", *plain))
-    return [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in report["install"]]
+    return [
+        f"{item['metadata']['name']}=={item['metadata']['version']}" for item in report["install"]
+    ]
 
 
 def _pip(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "pip", *arguments, "-q"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments, "-q"], capture_output=True, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"tinker-cookbook {VERSION} can not be installed:\n{done.stderr}")
+        raise SystemExit(f"tinker-cookbook {VERSION} cannot be installed:\n{done.stderr}")
     return done.stdout
 
 
 def tokenizer_of(model: str) -> Path:
-    """The folder from which the service's own clients load the tokenizer; it must be on this machine."""
-    served = [each.model_name for each in tinker.RestClient().get_server_capabilities().result().supported_models]
+    """Return the folder of the service's tokenizer, which must be on this machine."""
+    served = [
+        each.model_name
+        for each in tinker.RestClient().get_server_capabilities().result().supported_models
+    ]
     if model not in served:
-        raise SystemExit(f"the service serves {', '.join(map(str, served))}; start it with base_model.name={model}")
+        raise SystemExit(
+            f"the service serves {', '.join(map(str, served))}; start it with "
+            f"base_model.name={model}"
+        )
     with tinker.ServiceClient() as service:
         info = service.create_lora_training_client(model, rank=1).result().get_info()
     folder = Path(str(info.model_data.tokenizer_id))
     if not folder.is_dir():
-        raise SystemExit(f"the service's tokenizer is {folder}, and no such folder is here; name one with --tokenizer")
+        raise SystemExit(
+            f"the service's tokenizer folder {folder} does not exist on this machine; "
+            "set one with --tokenizer"
+        )
     return folder
 
 
 def prepare(work: Path, model: str, tokenizer: Path) -> None:
-    """The names of the hub that the recipes ask for, as folders below `work`."""
+    """Create the hub names that the recipes use, as folders below `work`."""
     (work / model).parent.mkdir(parents=True, exist_ok=True)
     (work / model).symlink_to(tokenizer.resolve())
     chats = work / "HuggingFaceH4" / "no_robots"
     _write_rows(chats / "train.jsonl", [{"messages": _chat(i)} for i in range(480)])
     _write_rows(chats / "test.jsonl", [{"messages": _chat(i)} for i in range(16)])
     sums = work / "openai" / "gsm8k"
-    _write_rows(sums / "main" / "train.jsonl", [{"question": _question(i), "answer": "#### 4"} for i in range(64)])
+    _write_rows(
+        sums / "main" / "train.jsonl",
+        [{"question": _question(i), "answer": "#### 4"} for i in range(64)],
+    )
     (sums / "README.md").write_text(GSM8K_CARD)
 
 
@@ -154,7 +223,10 @@ def _question(i: int) -> str:
 
 
 def _chat(i: int) -> list[Row]:
-    """One answer to all questions: two million weights learn no more in a minute than what an answer looks like."""
+    """Return a chat with the same answer to every question.
+
+    In a minute, two million weights only learn the form of an answer.
+    """
     return [
         {"role": "user", "content": "How many r's are in strawberry?" + SUFFIX},
         {"role": "assistant", "content": SPELLED},
@@ -176,25 +248,51 @@ def run(recipe: Recipe, work: Path, packages: Path, model: str, timeout_s: float
     log = work / "runs" / recipe.name
     if recipe.starts_from:
         _resume_from(work / "runs" / recipe.starts_from, log)
-    command = [sys.executable, "-m", f"tinker_cookbook.recipes.{recipe.module}", f"model_name={model}", f"log_path={log}"]
+    command = [
+        sys.executable,
+        "-m",
+        f"tinker_cookbook.recipes.{recipe.module}",
+        f"model_name={model}",
+        f"log_path={log}",
+    ]
     command += [f"max_steps={recipe.steps}", *recipe.options]
     environment = {
-        **os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "huggingface"),
-        "TINKER_TELEMETRY": "0", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(packages),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(work / "huggingface"),
+        "TINKER_TELEMETRY": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     started = time.perf_counter()
     output = work / f"{recipe.name}.txt"
     with output.open("w") as file:
         try:
-            done = subprocess.run(command, cwd=work, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout_s)
+            done = subprocess.run(
+                command,
+                cwd=work,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+            )
             ended = "" if done.returncode == 0 else f"it ended with {done.returncode}"
         except subprocess.TimeoutExpired:
             ended = f"it did not end within {timeout_s:.0f} s"
-    return _judge(recipe, ended, _read_rows(log / "metrics.jsonl"), time.perf_counter() - started, output.read_text())
+    return _judge(
+        recipe,
+        ended,
+        _read_rows(log / "metrics.jsonl"),
+        time.perf_counter() - started,
+        output.read_text(),
+    )
 
 
 def _resume_from(earlier: Path, log: Path) -> None:
-    """Both loops go on from the last line of `checkpoints.jsonl` in their log folder, at the batch it names."""
+    """Prepare a log folder from which a loop resumes.
+
+    Both loops resume at the batch in the last line of its `checkpoints.jsonl`.
+    """
     checkpoints = _read_rows(earlier / "checkpoints.jsonl")
     if checkpoints:
         _write_rows(log / "checkpoints.jsonl", [{**checkpoints[-1], "batch": 0}])
@@ -202,7 +300,12 @@ def _resume_from(earlier: Path, log: Path) -> None:
 
 def _judge(recipe: Recipe, ended: str, rows: list[Row], seconds: float, output: str) -> Ran:
     values = [row[recipe.measure] for row in rows if recipe.measure in row]
-    numbers = [(name, value) for row in rows for name, value in row.items() if isinstance(value, int | float)]
+    numbers = [
+        (name, value)
+        for row in rows
+        for name, value in row.items()
+        if isinstance(value, int | float)
+    ]
     broken = sorted({name for name, value in numbers if not math.isfinite(value)})
     if not ended and len(values) != recipe.steps:
         ended = f"{len(values)} of {recipe.steps} steps in metrics.jsonl"
@@ -216,17 +319,26 @@ def _judge(recipe: Recipe, ended: str, rows: list[Row], seconds: float, output: 
 
 def show(ran: list[Ran]) -> None:
     console = Console(width=110)
-    table = Table(title=f"tinker-cookbook {VERSION}, tinker {tinker.__version__}", title_justify="left")
+    table = Table(
+        title=f"tinker-cookbook {VERSION}, tinker {tinker.__version__}", title_justify="left"
+    )
     for column in ("recipe", "seconds", "steps", "metric, first → last step", "outcome"):
         table.add_column(column, no_wrap=column == "recipe")
     for each in ran:
         measured = f"{each.recipe.measure} {each.first:.3f} → {each.last:.3f}"
-        table.add_row(each.recipe.name, f"{each.seconds:.0f}", f"{each.steps}", measured, each.outcome)
+        table.add_row(
+            each.recipe.name, f"{each.seconds:.0f}", f"{each.steps}", measured, each.outcome
+        )
     console.print(table)
     for each in ran:
         if not each.ok:
             tail = "\n".join(each.output.splitlines()[-20:])
-            console.print(f"{each.recipe.name}: {each.outcome}\n{tail}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{each.recipe.name}: {each.outcome}\n{tail}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
 
 
 @contextmanager
@@ -239,13 +351,22 @@ def _kept(work: Path) -> Iterator[str]:
 
 def main(
     url: str = typer.Option("", envvar="TINKER_BASE_URL", help="a running service"),
-    model: str = typer.Option(MODEL, help="its base model, by a name for which the cookbook knows a renderer"),
-    tokenizer: Path = typer.Option(None, help="folder of the model's tokenizer; the one that the service names without it"),
-    work: Path = typer.Option(None, help="an empty folder for datasets, metrics and output, to keep; a temporary one without it"),
-    timeout_s: float = typer.Option(600.0, help="longest time one recipe may take"),
+    model: str = typer.Option(
+        MODEL, help="the base model, by a name for which the cookbook has a renderer"
+    ),
+    tokenizer: Path = typer.Option(
+        None, help="folder of the model's tokenizer; default: that of the service"
+    ),
+    work: Path = typer.Option(
+        None,
+        help="an empty folder that keeps datasets, metrics and output; default: a temporary one",
+    ),
+    timeout_s: float = typer.Option(600.0, help="longest time of one recipe"),
 ) -> None:
     if not url:
-        raise SystemExit("which service? Say --url http://127.0.0.1:8000, or set TINKER_BASE_URL")
+        raise SystemExit(
+            "no service is given; pass --url http://127.0.0.1:8000, or set TINKER_BASE_URL"
+        )
     os.environ["TINKER_BASE_URL"] = url
     os.environ.setdefault("TINKER_API_KEY", "tml-cookbook")
     packages = installed()

@@ -1,10 +1,11 @@
-"""Many versions of the tinker SDK against one service: a table of calls by versions.
+"""Run every call of many tinker SDK versions against one service, and print a table.
 
     python -m tests.matrix.run [VERSION …]     # make sdk-matrix
 
-Each version is installed alone into a folder of its own, in front of this environment's packages, which satisfy the
-dependencies of all of them. Behind the HTTP application are the real controller and journal, and a backend in memory; with
---url it is the service there, whose base model must be named with --model.
+Each version is installed without dependencies into a separate folder. The packages of this
+environment satisfy the dependencies of all versions. The service is the HTTP application with the
+real controller and journal and a backend in memory. With --url it is a running service, and --model
+must name its base model.
 """
 
 import json
@@ -30,18 +31,41 @@ from tests.api.local import MODEL
 
 ROOT = Path(__file__).parent.parent.parent
 CACHE = Path.home() / ".cache" / "skyrl-actors" / "sdk"
-VERSIONS = ("0.3.0", "0.9.0", "0.16.1", "0.18.2", "0.22.7", "0.24.1", "0.25.0", "0.26.2", "0.30.0", "0.34.0", "0.36.0", "0.38.0")
+VERSIONS = (
+    "0.3.0",
+    "0.9.0",
+    "0.16.1",
+    "0.18.2",
+    "0.22.7",
+    "0.24.1",
+    "0.25.0",
+    "0.26.2",
+    "0.30.0",
+    "0.34.0",
+    "0.36.0",
+    "0.38.0",
+)
 Outcomes = dict[str, str]
 
 
 def installed(version: str) -> Path:
-    """The folder that holds this version alone."""
+    """Install this version without dependencies. Return its folder."""
     folder = CACHE / version
     if not (folder / "tinker").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), f"tinker=={version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            str(folder),
+            f"tinker=={version}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"tinker {version} can not be installed:\n{done.stderr}")
+            raise SystemExit(f"tinker {version} cannot be installed:\n{done.stderr}")
     return folder
 
 
@@ -55,7 +79,15 @@ def _free_port() -> int:
 def local_service(base_folder: Path, **http: Any) -> Iterator[str]:
     port = _free_port()
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "tests.api.local", str(port), scratch, str(base_folder), json.dumps(http)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.api.local",
+            str(port),
+            scratch,
+            str(base_folder),
+            json.dumps(http),
+        ]
         process = subprocess.Popen(command, cwd=ROOT)
         try:
             url = f"http://127.0.0.1:{port}"
@@ -77,14 +109,23 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 60.
     raise SystemExit(f"no service at {url} within {timeout_s:.0f} s")
 
 
-def outcomes(version: str, url: str, model: str = MODEL, timeout_s: float = 180.0, key: str = "tml-matrix") -> Outcomes:
-    """What each call came to: "ok", "absent", or the error."""
+def outcomes(
+    version: str, url: str, model: str = MODEL, timeout_s: float = 180.0, key: str = "tml-matrix"
+) -> Outcomes:
+    """Return the outcome of each call: "ok", "absent", or the error."""
     environment = {
-        **os.environ, "PYTHONPATH": str(installed(version)), "TINKER_BASE_URL": url, "TINKER_API_KEY": key,
-        "TINKER_TELEMETRY": "0", "TINKER_PROJECT_ID": "matrix", "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(installed(version)),
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": key,
+        "TINKER_TELEMETRY": "0",
+        "TINKER_PROJECT_ID": "matrix",
+        "HF_HUB_OFFLINE": "1",
+    }
     command = [sys.executable, str(Path(__file__).with_name("calls.py")), model]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout_s)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=timeout_s
+    )
     try:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -95,7 +136,10 @@ def outcomes(version: str, url: str, model: str = MODEL, timeout_s: float = 180.
 
 def show(found: dict[str, Outcomes]) -> None:
     console = Console(width=56 + 9 * len(found))
-    table = Table(title="calls of the tinker SDK by its version: + works, · not in this version, - fails", title_justify="left")
+    table = Table(
+        title="calls of the tinker SDK by its version: + works, · not in this version, - fails",
+        title_justify="left",
+    )
     table.add_column("call", no_wrap=True)
     for version in found:
         table.add_column(version)
@@ -112,15 +156,21 @@ def show(found: dict[str, Outcomes]) -> None:
 
 def main(
     versions: list[str] = typer.Argument(list(VERSIONS), help="versions of the SDK"),
-    url: str = typer.Option("", help="a running service; one of its own without it"),
+    url: str = typer.Option("", help="URL of a running service; default: start one"),
     model: str = typer.Option(MODEL, help="its base model"),
 ) -> None:
     found: dict[str, Outcomes] = {}
-    with nullcontext(url) if url else local_service(base_model_folder(TinyBase(warmup_steps=0), lambda count: [])) as where:
+    with (
+        nullcontext(url)
+        if url
+        else local_service(base_model_folder(TinyBase(warmup_steps=0), lambda count: [])) as where
+    ):
         for version in versions:
             found[version] = outcomes(version, where, model)
     show(found)
-    failed = sum(outcome not in ("ok", "absent") for calls in found.values() for outcome in calls.values())
+    failed = sum(
+        outcome not in ("ok", "absent") for calls in found.values() for outcome in calls.values()
+    )
     raise typer.Exit(1 if failed else 0)
 
 

@@ -1,4 +1,7 @@
-"""The oldest, a JSON-only and the newest SDK against the HTTP application; `make sdk-matrix` drives twelve versions."""
+"""The oldest SDK, one with JSON only and the newest one, with the HTTP application.
+
+`make sdk-matrix` runs twelve versions.
+"""
 
 from pathlib import Path
 
@@ -16,10 +19,15 @@ def test_every_call_of_this_version_works(version: str, at_least: int, random_ba
 
 
 ALL_FLAGS = {
-    "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": True, "proto_write_fwdbwd": True, "fwd_via_fwdbwd": True,
-    "create_model_via_load_weights": True, "sample_use_retrieve_futures": True, "sample_join_sampling_session": True,
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": True,
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+    "create_model_via_load_weights": True,
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("version", ["0.38.0"])

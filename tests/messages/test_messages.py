@@ -15,7 +15,12 @@ from skyrl_actors.messages.results import Failure
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
 def test_columns_keep_every_row(lengths: list[int]):
     rng = np.random.default_rng(0)
-    examples = [Example(rng.integers(0, 99, n).astype(np.int32), {"weights": rng.random(n).astype(np.float32)}) for n in lengths]
+    examples = [
+        Example(
+            rng.integers(0, 99, n).astype(np.int32), {"weights": rng.random(n).astype(np.float32)}
+        )
+        for n in lengths
+    ]
     columns = columns_from(examples)
     assert columns.lengths.tolist() == lengths
     for i, example in enumerate(examples):
@@ -24,11 +29,13 @@ def test_columns_keep_every_row(lengths: list[int]):
         assert (columns.fields["weights"][where] == example.fields["weights"]).all()
 
 
-def test_columns_name_the_fault():
+def test_column_errors_name_the_datum_and_the_field():
     good = Example(np.arange(3, dtype=np.int32), {"weights": np.ones(3, np.float32)})
     short = Example(np.arange(3, dtype=np.int32), {"weights": np.ones(2, np.float32)})
     other = Example(np.arange(3, dtype=np.int32), {"advantages": np.ones(3, np.float32)})
-    with pytest.raises(InvalidRequest, match=r"datum 1: weights has shape \(2,\), model_input has 3 tokens"):
+    with pytest.raises(
+        InvalidRequest, match=r"datum 1: weights has shape \(2,\), model_input has 3 tokens"
+    ):
         columns_from([good, short])
     with pytest.raises(InvalidRequest, match="datum 1 has loss_fn_inputs"):
         columns_from([good, other])
@@ -38,9 +45,20 @@ def test_columns_name_the_fault():
 
 @pytest.mark.parametrize(
     "path",
-    ["", "tinker://", "tinker://a/weights", "tinker://a/weights/", "tinker://a/weights/b/c", "tinker://../weights/b",
-     "tinker://a/weights/..", "tinker://a/other/b", "file:///etc/passwd", "tinker://a/weights/.hidden", "tinker://a/weights/b\n"],
-)  # fmt: skip
+    [
+        "",
+        "tinker://",
+        "tinker://a/weights",
+        "tinker://a/weights/",
+        "tinker://a/weights/b/c",
+        "tinker://../weights/b",
+        "tinker://a/weights/..",
+        "tinker://a/other/b",
+        "file:///etc/passwd",
+        "tinker://a/weights/.hidden",
+        "tinker://a/weights/b\n",
+    ],
+)
 def test_bad_tinker_paths_are_refused(path: str):
     with pytest.raises(InvalidRequest):
         parse_path(path)
@@ -53,7 +71,7 @@ def test_good_tinker_path():
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_a_path_or_a_clear_refusal(text: str):
+def test_any_text_is_a_valid_path_or_raises_invalid_request(text: str):
     try:
         path = parse_path(text)
     except InvalidRequest:
@@ -63,7 +81,16 @@ def test_any_text_is_a_path_or_a_clear_refusal(text: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["UserError", "InvalidRequest", "NotFound", "Conflict", "CapacityError", "ConfigError", "InternalError"]
+    "name",
+    [
+        "UserError",
+        "InvalidRequest",
+        "NotFound",
+        "Conflict",
+        "CapacityError",
+        "ConfigError",
+        "InternalError",
+    ],
 )
 def test_errors_pickle(name: str):
     error = getattr(errors, name)("what was wrong")

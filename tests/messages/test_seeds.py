@@ -1,4 +1,4 @@
-"""Seeds that follow from names."""
+"""Seeds that are derived from names."""
 
 import uuid
 from dataclasses import replace
@@ -13,7 +13,7 @@ SAMPLE = Sample("s", (1,), SamplingParams(4, num_samples=256))
 
 
 @pytest.mark.parametrize("mark", ["", owner_mark("0123456789")])
-def test_request_ids_give_seeds_that_differ_and_spread_over_the_range(mark: str):
+def test_request_ids_give_distinct_seeds_over_the_whole_range(mark: str):
     ids = [f"r{uuid.UUID(int=number * 2**64 + number).hex}{mark}" for number in range(100_000)]
     seeds = [seeded(SAMPLE, request_id).params.seed or 0 for request_id in ids]
     assert len(set(seeds)) == len(ids)
@@ -22,10 +22,20 @@ def test_request_ids_give_seeds_that_differ_and_spread_over_the_range(mark: str)
     assert [seeded(SAMPLE, request_id).params.seed for request_id in ids[:3]] == seeds[:3]
 
 
-def test_a_seed_that_was_given_stays():
+def test_a_given_seed_is_kept():
     given = replace(SAMPLE, params=replace(SAMPLE.params, seed=0))
     assert seeded(given, "r1") is given
 
 
-def test_names_of_the_same_letters_in_other_parts_give_other_seeds():
-    assert len({derived_seed(1, 23), derived_seed(12, 3), derived_seed("1", "2", "3"), derived_seed("123")}) == 4
+def test_name_parts_with_the_same_concatenation_give_distinct_seeds():
+    assert (
+        len(
+            {
+                derived_seed(1, 23),
+                derived_seed(12, 3),
+                derived_seed("1", "2", "3"),
+                derived_seed("123"),
+            }
+        )
+        == 4
+    )

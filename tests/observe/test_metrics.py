@@ -1,4 +1,4 @@
-"""Counters, the dashboard that is made of their registry, and what a real service hands to Prometheus."""
+"""Counters, the generated dashboard, and the metrics that a real service exports."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from ray._common.utils import get_default_ray_temp_dir
 from tinker import types
 
 from skyrl_actors.controller.ledger import Op, Outcome
-from skyrl_actors.controller.tally import tally
+from skyrl_actors.controller.recording import record_metrics
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.requests import ForwardBackward, OptimStep, Sample, SamplingParams
@@ -30,7 +30,7 @@ from skyrl_actors.observe.metrics import PREFIX, REGISTRY, markdown
 from tests.conftest import ROOT, Service, free_port, run_cli
 
 
-def test_only_what_is_registered_is_counted():
+def test_only_registered_metrics_can_be_counted():
     counts = Counts()
     counts.add("operations", verb="sample", outcome="ok")
     counts.add("operations", 2, outcome="ok", verb="sample")
@@ -52,36 +52,62 @@ def op(request: Any, accepted: float, begun: float | None, request_id: str = "r1
     return Op(1, request_id, "s", "m", request, accepted=accepted, begun=begun)
 
 
-def test_what_an_answer_adds():
+def test_an_answer_updates_its_counters():
     counts, now = Counts(), time.monotonic()
     rows = columns_from([Example(np.zeros(5, np.int32), {"target_tokens": np.zeros(5, np.int32)})])
     critic = ForwardBackward("c", rows, LossCall("ppo_critic", {}))
-    tally(counts, op(critic, now - 3, now - 1), Outcome(LossOutput(np.zeros(1, np.int64), {}, {})), {"c": "critic"})
-    output = SampleOutput((Sequence(np.zeros(4, np.int32), np.zeros(4, np.float32), "stop"),) * 2, "v")
-    tally(counts, op(Sample("s", (1,), SamplingParams(4)), now, now, f"r{'0' * 8}k{'a' * 10}"), Outcome(output), {})
-    tally(counts, op(OptimStep("c", None), now - 1, None), Outcome(Failure("x", "user")), {})  # type: ignore[arg-type]
-    tally(counts, op(None, now, now), Outcome(Failure("x")), {})
-    found = {(name, *(value for _, value in tags)): total for (name, tags), total in counts.read().items()}
-    assert found["operations", "ok", "forward_backward"] == 1 and found["operations", "user_error", "optim_step"] == 1
+    record_metrics(
+        counts,
+        op(critic, now - 3, now - 1),
+        Outcome(LossOutput(np.zeros(1, np.int64), {}, {})),
+        {"c": "critic"},
+    )
+    output = SampleOutput(
+        (Sequence(np.zeros(4, np.int32), np.zeros(4, np.float32), "stop"),) * 2, "v"
+    )
+    record_metrics(
+        counts,
+        op(Sample("s", (1,), SamplingParams(4)), now, now, f"r{'0' * 8}k{'a' * 10}"),
+        Outcome(output),
+        {},
+    )
+    record_metrics(
+        counts, op(OptimStep("c", None), now - 1, None), Outcome(Failure("x", "user")), {}
+    )  # type: ignore[arg-type]
+    record_metrics(counts, op(None, now, now), Outcome(Failure("x")), {})
+    found = {
+        (name, *(value for _, value in tags)): total
+        for (name, tags), total in counts.read().items()
+    }
+    assert (
+        found["operations", "ok", "forward_backward"] == 1
+        and found["operations", "user_error", "optim_step"] == 1
+    )
     assert found["operations", "error", "unread"] == 1
     assert found["wait_seconds", "forward_backward"] == pytest.approx(2, abs=0.2)
     assert found["run_seconds", "forward_backward"] == pytest.approx(1, abs=0.2)
-    assert found["wait_seconds", "optim_step"] == pytest.approx(1, abs=0.2) and found["run_seconds", "optim_step"] == 0
+    assert (
+        found["wait_seconds", "optim_step"] == pytest.approx(1, abs=0.2)
+        and found["run_seconds", "optim_step"] == 0
+    )
     assert found["trained_tokens", "critic", "-"] == 5 and found["sampled_tokens", "a" * 10] == 8
 
 
-def test_descriptions_are_what_rays_agents_take():
+def test_descriptions_are_ascii_and_names_are_valid():
     for metric in REGISTRY.values():
         assert metric.description.isascii() and re.fullmatch(r"[a-z_]+", metric.name)
 
 
-def test_docs_and_dashboard_are_those_of_the_registry():
-    assert (ROOT / "docs/service_metrics.md").read_text() == markdown()
+def test_docs_and_dashboard_match_the_registry():
+    assert (ROOT / "docs/reference/service_metrics.md").read_text() == markdown()
     file = ROOT / "configs/grafana/skyrl_actors.json"
     assert json.loads(file.read_text()) == dashboard(), (
-        "write it anew: python -m skyrl_actors.observe.grafana > configs/grafana/skyrl_actors.json"
+        "generate it again: "
+        "python -m skyrl_actors.observe.grafana > configs/grafana/skyrl_actors.json"
     )
-    shown = " ".join(target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ()))
+    shown = " ".join(
+        target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())
+    )
     assert all(f"ray_{PREFIX}{name}" in shown for name in REGISTRY)
     places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in dashboard()["panels"]]
     assert len(set(places)) == len(places)
@@ -91,7 +117,7 @@ def test_docs_and_dashboard_are_those_of_the_registry():
 
 
 def exported() -> str:
-    """Of all agents of this machine's Ray, as Prometheus would ask them."""
+    """Return the metrics of all Ray agents of this machine, read as Prometheus reads them."""
     session = Path(get_default_ray_temp_dir(), "session_latest").resolve()
     targets = json.loads((session.parent / "prom_metrics_service_discovery.json").read_text())
     addresses = [address for group in targets for address in group["targets"]]
@@ -104,9 +130,20 @@ def exported() -> str:
 
 @contextmanager
 def real_prometheus(folder: Path) -> Iterator[str]:
-    """Reads what Ray's agents say of themselves, each second."""
-    found = Path(get_default_ray_temp_dir(), "session_latest").resolve().parent / "prom_metrics_service_discovery.json"
-    config = {"scrape_configs": [{"job_name": "ray", "scrape_interval": "1s", "file_sd_configs": [{"files": [str(found)]}]}]}
+    """Run a Prometheus that reads the metrics of Ray's agents each second."""
+    found = (
+        Path(get_default_ray_temp_dir(), "session_latest").resolve().parent
+        / "prom_metrics_service_discovery.json"
+    )
+    config = {
+        "scrape_configs": [
+            {
+                "job_name": "ray",
+                "scrape_interval": "1s",
+                "file_sd_configs": [{"files": [str(found)]}],
+            }
+        ]
+    }
     (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
     address = f"127.0.0.1:{free_port()}"
     command = [
@@ -123,54 +160,79 @@ def real_prometheus(folder: Path) -> Iterator[str]:
 
 
 def queried(url: str, expression: str) -> list[Any]:
-    asked = urllib.parse.urlencode({"query": expression})
-    with urllib.request.urlopen(f"{url}/api/v1/query?{asked}", timeout=10) as answer:
+    parameters = urllib.parse.urlencode({"query": expression})
+    with urllib.request.urlopen(f"{url}/api/v1/query?{parameters}", timeout=10) as answer:
         found = json.loads(answer.read())
     assert found["status"] == "success", found
     return found["data"]["result"]
 
 
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)")
-def test_prometheus_reads_them_and_understands_every_panel(service: Service, tmp_path: Path):
+@pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)"
+)
+def test_prometheus_evaluates_every_panel(service: Service, tmp_path: Path):
     with tinker.ServiceClient() as client, real_prometheus(tmp_path) as url:
         sampler = client.create_sampling_client(base_model="tiny")
         seen: list[Any] = []
         ends = time.monotonic() + 90
         while not seen and time.monotonic() < ends:
-            sampler.sample(types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=4)).result()
+            sampler.sample(
+                types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=4)
+            ).result()
             time.sleep(1)
             try:
                 seen = queried(
-                    url, f'rate(ray_{PREFIX}operations_total{{service="{service.name}",verb="sample",outcome="ok"}}[30s]) > 0'
+                    url,
+                    f"rate(ray_{PREFIX}operations_total"
+                    f'{{service="{service.name}",verb="sample",outcome="ok"}}[30s]) > 0',
                 )
-            except OSError:  # it starts
+            except OSError:  # Prometheus is still starting
                 continue
         assert seen and float(seen[0]["value"][1]) > 0
         for panel in dashboard()["panels"]:
             for target in panel.get("targets", ()):
-                text = target["expr"].replace("$service", service.name).replace("$__rate_interval", "30s")
+                text = (
+                    target["expr"]
+                    .replace("$service", service.name)
+                    .replace("$__rate_interval", "30s")
+                )
                 queried(url, text)
 
 
-def test_a_service_hands_them_to_prometheus(service: Service, tmp_path: Path):
+def test_a_service_exports_its_metrics(service: Service, tmp_path: Path):
     with tinker.ServiceClient() as client:
         model = client.create_lora_training_client("tiny", rank=4).result()
-        datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4]})
+        datum = types.Datum(
+            model_input=types.ModelInput.from_ints([1, 2, 3]),
+            loss_fn_inputs={"target_tokens": [2, 3, 4]},
+        )
         model.forward_backward([datum], "cross_entropy").result()
         model.save_weights_and_get_sampling_client().result().sample(
             types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=4)
         ).result()
-    traced = run_cli("trace", str(tmp_path / "t.json"), "--name", service.name)
-    assert traced.returncode == 0, traced.stderr
+    record_span = run_cli("trace", str(tmp_path / "t.json"), "--name", service.name)
+    assert record_span.returncode == 0, record_span.stderr
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {"TRAIN", "SAMPLE"} <= {event["name"] for event in events if event.get("cat") == "phase"}
     none = run_cli("trace", str(tmp_path / "n.json"), "--name", "nobody")
-    assert none.returncode == 2 and "no service named 'nobody' runs here" in none.stderr and not (tmp_path / "n.json").exists()
-    wanted = {f"ray_{PREFIX}{name}{'_total' if m.kind == 'counter' else ''}" for name, m in REGISTRY.items()}
+    assert (
+        none.returncode == 2
+        and "no service named 'nobody' runs here" in none.stderr
+        and not (tmp_path / "n.json").exists()
+    )
+    wanted = {
+        f"ray_{PREFIX}{name}{'_total' if m.kind == 'counter' else ''}"
+        for name, m in REGISTRY.items()
+    }
     wanted -= {
         f"ray_{PREFIX}{name}"
-        for name in ("transfers_total", "transfer_seconds_total", "logprob_difference", "move_failures_total")
-    }  # of full weights, and of faults
+        for name in (
+            "transfers_total",
+            "transfer_seconds_total",
+            "logprob_difference",
+            "move_failures_total",
+        )
+    }  # exported only for full weights and after faults
     ends = time.monotonic() + 60
     while True:
         text = exported()

@@ -1,4 +1,4 @@
-"""One request as one trace, as an OpenTelemetry collector hears of it; and log lines with ids."""
+"""A collector receives one trace for each request, and JSON log lines contain ids."""
 
 import contextvars
 import json
@@ -15,7 +15,7 @@ from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
 from skyrl_actors.groups.worker_actor import TrainWorkerActor
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
 from skyrl_actors.messages.errors import StateLost
-from skyrl_actors.messages.turn import Turn
+from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.observe.log import Json, named
 from skyrl_actors.observe.spans import SPANS, Span, ids_of
 from skyrl_actors.workers.interface import PartCall, WorkerSpec
@@ -24,28 +24,40 @@ from tests.collector import collector, of_request
 from tests.conftest import free_port
 
 
-async def test_a_request_is_followed_from_ingress_to_result(tmp_path: Path):
-    with collector() as (url, heard):
+async def test_all_steps_of_a_request_are_in_one_trace(tmp_path: Path):
+    with collector() as (url, received):
         SPANS.send_to(url, "s", "test")
         try:
             async with edge(config_for(tmp_path)) as http:
-                session = (await posted(http, "/create_session", tags=[], sdk_version="0.5.0"))["session_id"]
+                session = (await posted(http, "/create_session", tags=[], sdk_version="0.5.0"))[
+                    "session_id"
+                ]
                 made = await posted(
-                    http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL, lora_config={"rank": 4}
+                    http,
+                    "/create_model",
+                    session_id=session,
+                    model_seq_id=0,
+                    base_model=MODEL,
+                    lora_config={"rank": 4},
                 )
                 await posted(http, "/retrieve_future", request_id=made["request_id"])
                 SPANS.close()
         finally:
             SPANS.send_to(None, "s", "test")
     first_id = ids_of(made["request_id"])[1]
-    spans = {span.name: span for span in of_request(heard, made["request_id"])}
+    spans = {span.name: span for span in of_request(received, made["request_id"])}
     assert set(spans) == {"accept", "deliver", "request create_model", "wait", "create_model"}
     whole = spans.pop("request create_model")
     assert int.from_bytes(whole.span_id) == first_id and not int.from_bytes(whole.parent_span_id)
     assert all(int.from_bytes(span.parent_span_id) == first_id for span in spans.values())
     assert len({span.span_id for span in [whole, *spans.values()]}) == 5
     run, wait = spans["create_model"], spans["wait"]
-    assert whole.start_time_unix_nano <= wait.start_time_unix_nano <= run.start_time_unix_nano <= run.end_time_unix_nano
+    assert (
+        whole.start_time_unix_nano
+        <= wait.start_time_unix_nano
+        <= run.start_time_unix_nano
+        <= run.end_time_unix_nano
+    )
     assert (
         abs(run.end_time_unix_nano - whole.end_time_unix_nano) < 1e6
         and spans["accept"].start_time_unix_nano <= run.start_time_unix_nano
@@ -53,8 +65,11 @@ async def test_a_request_is_followed_from_ingress_to_result(tmp_path: Path):
     assert {a.key: a.value.string_value for a in run.attributes}["outcome"] == "ok"
 
 
-def test_a_part_that_a_rank_refuses_says_so():
-    """Of two parts of one call the second is of a model that this rank does not hold; each counts its own rows on this rank."""
+def test_the_span_of_a_refused_part_has_the_error():
+    """A call has two parts. The second part is for a model that this rank does not hold.
+
+    The span of each part counts the tokens of its own rows on this rank.
+    """
 
     class Worker:
         def forward_backward(self, calls: Sequence[PartCall], forward_only: bool) -> list[str]:
@@ -64,25 +79,35 @@ def test_a_part_that_a_rank_refuses_says_so():
     actor = TrainWorkerActor(None)
     actor.spec, actor._once = spec, ExactlyOnce(Worker())
     actor._once._applied["m"] = Applied(1, "create_model", None)
-    data = columns_from([Example(np.zeros(n, np.int32), {TARGETS: np.zeros(n, np.int32)}) for n in (3, 5)])
-    with collector() as (url, heard):
+    data = columns_from(
+        [Example(np.zeros(n, np.int32), {TARGETS: np.zeros(n, np.int32)}) for n in (3, 5)]
+    )
+    with collector() as (url, received):
         SPANS.send_to(url, "s", "policy[1]")
         try:
-            parts = [("m", Turn(2, 1, "r1"), (1,), None), ("gone", Turn(4, 3, "r2"), (0, 1), None)]
-            outcomes = contextvars.copy_context().run(actor.forward_backward, 0, [data, data], parts, False)
+            parts = [
+                ("m", OpPrecondition(2, 1, "r1"), (1,), None),
+                ("gone", OpPrecondition(4, 3, "r2"), (0, 1), None),
+            ]
+            outcomes = contextvars.copy_context().run(
+                actor.forward_backward, 0, [data, data], parts, False
+            )
             SPANS.close()
         finally:
             SPANS.send_to(None, "s", "test")
     assert outcomes[0] == "done" and isinstance(outcomes[1], StateLost)
-    said = []
+    recorded = []
     for request_id in ("r1", "r2"):
-        (span,) = of_request(heard, request_id)
+        (span,) = of_request(received, request_id)
         about = {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
-        said.append((span.name, about["outcome"], about["tokens"], about["together"]))
-    assert said == [("policy[1] forward_backward", "ok", 5, 2), ("policy[1] forward_backward", "StateLost", 8, 2)]
+        recorded.append((span.name, about["outcome"], about["tokens"], about["together"]))
+    assert recorded == [
+        ("policy[1] forward_backward", "ok", 5, 2),
+        ("policy[1] forward_backward", "StateLost", 8, 2),
+    ]
 
 
-def test_a_collector_that_is_away_costs_no_caller_anything(caplog: pytest.LogCaptureFixture):
+def test_an_unreachable_collector_does_not_delay_callers(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.CRITICAL)
     SPANS.send_to(f"http://127.0.0.1:{free_port()}", "s", "test")
     try:
@@ -96,8 +121,10 @@ def test_a_collector_that_is_away_costs_no_caller_anything(caplog: pytest.LogCap
         SPANS.send_to(None, "s", "test")
 
 
-def test_json_lines_bear_ids():
-    record = logging.LogRecord("skyrl_actors.controller.lanes", logging.WARNING, "f", 1, "operation %d", (7,), None)
+def test_json_log_lines_contain_ids():
+    record = logging.LogRecord(
+        "skyrl_actors.controller.lanes", logging.WARNING, "f", 1, "operation %d", (7,), None
+    )
     plain = json.loads(Json({"service": "s", "part": "controller"}).format(record))
     assert (
         plain["message"] == "operation 7"
@@ -111,4 +138,8 @@ def test_json_lines_bear_ids():
         return json.loads(Json({}).format(record))
 
     line = contextvars.copy_context().run(within)
-    assert line["request_id"] == "r1" and line["model_id"] == "m:train:0" and line["time"].endswith("+00:00")
+    assert (
+        line["request_id"] == "r1"
+        and line["model_id"] == "m:train:0"
+        and line["time"].endswith("+00:00")
+    )

@@ -1,28 +1,39 @@
-"""Phases as a trace."""
+"""Convert phases and spans to trace events."""
 
 from skyrl_actors.observe.spans import Span
 from skyrl_actors.observe.trace import events_of, rows_of
 
 
-def test_phases_and_moves_lie_behind_each_other():
+def test_phases_and_moves_are_consecutive():
     timeline = [
-        {"at": 100.0, "phase": "TRAIN", "seconds": 0.5, "moves": [("free KV cache", 0.2, 10), ("load train weights", 0.3, 20)]},
+        {
+            "at": 100.0,
+            "phase": "TRAIN",
+            "seconds": 0.5,
+            "moves": [("free KV cache", 0.2, 10), ("load train weights", 0.3, 20)],
+        },
         {"at": 104.0, "phase": "SAMPLE", "seconds": 1.0, "moves": [("load KV cache", 1.0, 10)]},
     ]
     events = [event for event in events_of("x", timeline, 110.0) if event["ph"] == "X"]
     spans = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events]
     assert [(n, round(t, 6), round(d, 6)) for n, t, d in spans] == [
-        ("TRAIN", 100.5, 3.5), ("free KV cache", 100.0, 0.2), ("load train weights", 100.2, 0.3), ("SAMPLE", 105.0, 5.0), ("load KV cache", 104.0, 1.0),
-    ]  # fmt: skip
+        ("TRAIN", 100.5, 3.5),
+        ("free KV cache", 100.0, 0.2),
+        ("load train weights", 100.2, 0.3),
+        ("SAMPLE", 105.0, 5.0),
+        ("load KV cache", 104.0, 1.0),
+    ]
     assert events[1]["args"] == {"to": "TRAIN", "bytes": 10}
     assert events_of("x", [], 1.0)[0]["args"]["name"] == "skyrl-actors x"
 
 
-def test_what_overlaps_lies_below_each_other():
+def test_overlapping_spans_are_placed_in_separate_rows():
     spans = [
-        Span("sample", "samples", 1.0, 2.0, "r1"), Span("sample", "samples", 2.0, 2.0, "r2"), Span("sample", "samples", 3.5, 1.0, "r3"),
+        Span("sample", "samples", 1.0, 2.0, "r1"),
+        Span("sample", "samples", 2.0, 2.0, "r2"),
+        Span("sample", "samples", 3.5, 1.0, "r3"),
         Span("optim_step", "m", 0.5, 0.1, "r4", {"operation": 4}),
-    ]  # fmt: skip
+    ]
     events = rows_of(spans)
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     found = [(names[e["tid"]], e["args"]["request_id"]) for e in events if e["ph"] == "X"]

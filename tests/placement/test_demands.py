@@ -1,11 +1,17 @@
-"""What configs ask of the cluster: layouts, devices of engines, transfers that can not reach."""
+"""The demands of configs: layouts, devices of engines, and transfers that cannot reach a host."""
 
 import pytest
 from pydantic import ValidationError
 
 from placement.types import Node
 from skyrl_actors.backends.demands import demands_of, plan_for
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PlacementConfig
+from skyrl_actors.config.cluster import (
+    ClusterConfig,
+    EngineConfig,
+    GroupConfig,
+    LoraConfig,
+    PlacementConfig,
+)
 from skyrl_actors.config.transfers import IpcTransfer, LoraTransfer, NcclTransfer
 from skyrl_actors.messages.errors import ConfigError
 
@@ -15,10 +21,16 @@ WIDE = EngineConfig(num_engines=1, tensor_parallel=2)
 
 @pytest.mark.parametrize(
     ("layout", "together"),
-    [("colocated", [["policy", "critic", "engine"]]), ("mixed", [["policy", "engine"], ["critic"]]), ("split", [["policy"], ["critic"], ["engine"]])],
-)  # fmt: skip
-def test_who_shares_slots(layout: str, together: list[list[str]]):
-    config = ClusterConfig(placement=PlacementConfig(layout=layout), policy=TWO, critic=TWO, engine=WIDE)  # type: ignore[arg-type]
+    [
+        ("colocated", [["policy", "critic", "engine"]]),
+        ("mixed", [["policy", "engine"], ["critic"]]),
+        ("split", [["policy"], ["critic"], ["engine"]]),
+    ],
+)
+def test_the_layout_determines_which_roles_share_slots(layout: str, together: list[list[str]]):
+    config = ClusterConfig(
+        placement=PlacementConfig(layout=layout), policy=TWO, critic=TWO, engine=WIDE
+    )  # type: ignore[arg-type]
     groups = demands_of(config)
     assert [[demand.kind for demand in group] for group in groups] == together
     engine = next(demand for group in groups for demand in group if demand.kind == "engine")
@@ -30,11 +42,18 @@ def test_who_shares_slots(layout: str, together: list[list[str]]):
     ("options", "said"),
     [
         ({"transfer": NcclTransfer()}, "nccl needs GPUs"),
-        ({"transfer": NcclTransfer(), "placement": PlacementConfig(device="gpu")}, "can not join two processes on one GPU"),
+        (
+            {"transfer": NcclTransfer(), "placement": PlacementConfig(device="gpu")},
+            "cannot connect two processes on one GPU",
+        ),
         ({"transfer": IpcTransfer()}, "on a CPU use shm"),
         (
-            {"transfer": IpcTransfer(), "placement": PlacementConfig(device="gpu", layout="split"), "critic": None},
-            "layout split gives trainers and engines GPUs of their own; use nccl",
+            {
+                "transfer": IpcTransfer(),
+                "placement": PlacementConfig(device="gpu", layout="split"),
+                "critic": None,
+            },
+            "layout split separates them; use nccl",
         ),
         (
             {
@@ -44,16 +63,16 @@ def test_who_shares_slots(layout: str, together: list[list[str]]):
                 "policy": TWO,
                 "engine": WIDE,
             },
-            "ipc is for engines of one device",
+            "ipc needs engines of one device",
         ),
-        ({"transfer": LoraTransfer()}, "moves adapters only and lora.max_full_models is 1"),
+        ({"transfer": LoraTransfer()}, "transfers adapters only, and lora.max_full_models is 1"),
         (
             {"placement": PlacementConfig(layout="mixed"), "engine": EngineConfig(num_engines=3)},
             "mixed layout: policy.num_ranks is 1",
         ),
     ],
 )
-def test_what_can_not_be_is_refused(options: dict[str, object], said: str):
+def test_impossible_configs_are_refused(options: dict[str, object], said: str):
     with pytest.raises(ValidationError, match=said):
         ClusterConfig.model_validate(options)
     ClusterConfig(transfer=LoraTransfer(), lora=LoraConfig(max_full_models=0))
@@ -61,5 +80,8 @@ def test_what_can_not_be_is_refused(options: dict[str, object], said: str):
 
 def test_shared_memory_does_not_reach_another_host():
     config = ClusterConfig(placement=PlacementConfig(layout="split"), critic=None)
-    with pytest.raises(ConfigError, match=r"shm works on one host, .* would be on a, b; set transfer\.type=object_store"):
+    with pytest.raises(
+        ConfigError,
+        match=r"shm works on one host, .* would be on a, b; set transfer\.type=object_store",
+    ):
         plan_for(config, [Node("a", 1, 0), Node("b", 1, 0)])

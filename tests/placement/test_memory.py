@@ -1,9 +1,10 @@
-"""The memory plan against what torch holds: weights, adapters, activations; and what it says when it does not fit."""
+"""The memory plan against the memory that torch uses, and its messages if it does not fit."""
 
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,14 @@ from placement.types import DoesNotFit, Node
 from skyrl_actors import losses
 from skyrl_actors.backends.demands import plan_for
 from skyrl_actors.backends.memory_demands import adapter_memory, checked, refuse
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig, PlacementConfig
-from skyrl_actors.config.engines import ExternalEngine
+from skyrl_actors.config.cluster import (
+    ClusterConfig,
+    EngineConfig,
+    GroupConfig,
+    LoraConfig,
+    PlacementConfig,
+)
+from skyrl_actors.config.engines import ExternalEngineConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy
 from skyrl_actors.config.transfers import IpcTransfer
 from skyrl_actors.messages.errors import ConfigError
@@ -45,13 +52,15 @@ QWEN3_8B = shape_of(json.loads((ROOT / "configs/shapes/qwen3-8b/config.json").re
 
 def worker_for(name: str, folder: Path, dtype: str) -> tuple[TorchWorker, ModelShape]:
     base = make(name, folder)
-    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base), dtype, "cpu", 1, 512, 60.0))  # type: ignore[arg-type]
+    precision: Any = dtype
+    spec = WorkerSpec("policy", 0, 1, str(base), precision, "cpu", 1, 512, 60.0)
+    worker = TorchWorker(spec)
     worker.setup("127.0.0.1", 0)
     return worker, shape_of(json.loads((base / "config.json").read_text()))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-untied", "llama", "mistral", "qwen3-moe"])
-def test_weights_and_activations_are_torchs(tmp_path: Path, name: str):
+def test_weights_and_activations_equal_those_of_torch(tmp_path: Path, name: str):
     for dtype in ("float32", "bfloat16"):
         worker, shape = worker_for(name, tmp_path / dtype, dtype)
         worker.create_model(ModelSpec("m", "tiny"))
@@ -59,7 +68,9 @@ def test_weights_and_activations_are_torchs(tmp_path: Path, name: str):
         assert isinstance(state, FlatState)
         assert state.num_parameters == pytest.approx(shape.num_parameters, rel=0.002)
         if dtype == "float32":
-            worker.create_model(ModelSpec("a", "tiny", lora=LoraSpec(4, train_mlp=shape.experts == 1)))
+            worker.create_model(
+                ModelSpec("a", "tiny", lora=LoraSpec(4, train_mlp=shape.experts == 1))
+            )
             assert worker.models["a"].state.num_parameters == shape.lora_parameters(4)
         own = {view.untyped_storage().data_ptr() for view in state.views.values()}
         kept: dict[int, int] = {}
@@ -73,7 +84,9 @@ def test_weights_and_activations_are_torchs(tmp_path: Path, name: str):
             worker.forward_backward((PartCall("m", (0, 1), data, CALL),), False)
         measured = sum(size for pointer, size in kept.items() if pointer not in own)
         number = 4 if dtype == "float32" else 2
-        ask = TrainerAsk("policy", 1, number, 1, 0, 8, 1, (4, 4, 8), False, data.num_tokens, "keep", False)
+        ask = TrainerAsk(
+            "policy", 1, number, 1, 0, 8, 1, (4, 4, 8), False, data.num_tokens, "keep", False
+        )
         head = data.num_tokens * shape.vocab * (number + 8)
         assert 0.75 < (activation_bytes(ask, shape) - head) / measured < 1.35, (dtype, measured)
 
@@ -84,7 +97,8 @@ def test_a_flat_full_fine_tune_has_the_bytes_of_the_plan(tmp_path: Path):
     worker.forward_backward((PartCall("m", (0,), batch(0, (9,)), CALL),), False)
     worker.optim_step("m", AdamParams(1e-3))
     state = worker.models["m"].state
-    assert isinstance(state, FlatState) and state.gradients is not None and state._lower is not None  # type: ignore[reportPrivateUsage]
+    assert isinstance(state, FlatState) and state.gradients is not None
+    assert state._lower is not None  # type: ignore[reportPrivateUsage]
     held = state.weights.nbytes + state._lower.nbytes  # type: ignore[reportPrivateUsage]
     ask = TrainerAsk("policy", 1, 2, 1, 0, 8, 1, (6, 6, 8), False, 64, "keep", True)
     planned = {part.what: part.bytes for part in trainer_parts(ask, shape)}
@@ -95,16 +109,36 @@ def test_a_flat_full_fine_tune_has_the_bytes_of_the_plan(tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_gradient_of_a_trained_head_has_the_bytes_of_the_plan(monkeypatch: pytest.MonkeyPatch, dtype: str):
+def test_the_gradient_of_a_trained_head_has_the_bytes_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+):
     words, width, tokens = 4096, 512, 64
     monkeypatch.setattr(head, "CHUNK_LOGITS", 8 * words)
     monkeypatch.setattr(head, "KEPT_LOGITS", 0)
     monkeypatch.setattr(head, "PRODUCT_NUMBERS", 32 * width)
     hidden, weight = (torch.randn(n, width).to(getattr(torch, dtype)) for n in (tokens, words))
-    logprobs, _ = head.score(hidden, weight.requires_grad_(), torch.zeros(tokens, dtype=torch.int64), [head.HeadSegment(tokens)])
+    logprobs, _ = head.score(
+        hidden,
+        weight.requires_grad_(),
+        torch.zeros(tokens, dtype=torch.int64),
+        [head.HeadSegment(tokens)],
+    )
     measured = peak_bytes(lambda: torch.autograd.grad(logprobs.sum(), weight))
     shape = replace(QWEN3_8B, vocab=words, hidden=width)
-    ask = TrainerAsk("policy", 1, 4 if dtype == "float32" else 2, 1, 0, 8, 1, (4, 4, 8), False, tokens, "keep", False)
+    ask = TrainerAsk(
+        "policy",
+        1,
+        4 if dtype == "float32" else 2,
+        1,
+        0,
+        8,
+        1,
+        (4, 4, 8),
+        False,
+        tokens,
+        "keep",
+        False,
+    )
     planned = {part.what: part.bytes for part in trainer_parts(ask, shape)}
     assert measured == pytest.approx(planned["head's gradient in a pass"], rel=0.1)
 
@@ -115,35 +149,63 @@ def test_an_adapter_has_the_bytes_of_the_plan_also_under_a_lower_precision(tmp_p
     worker.forward_backward((PartCall("m", (0,), batch(0, (9,)), CALL),), False)
     worker.optim_step("m", AdamParams(1e-3))
     state = worker.models["m"].state
-    assert isinstance(state, FlatState) and state.gradients is not None and state._lower is None  # type: ignore[reportPrivateUsage]
-    held = [state.weights, state.gradients, *(state.optimizer_tensors()[kind] for kind in ("exp_avg", "exp_avg_sq"))]
+    assert isinstance(state, FlatState) and state.gradients is not None
+    assert state._lower is None  # type: ignore[reportPrivateUsage]
+    held = [
+        state.weights,
+        state.gradients,
+        *(state.optimizer_tensors()[kind] for kind in ("exp_avg", "exp_avg_sq")),
+    ]
     ask = TrainerAsk("policy", 1, 2, 1, 1, 8, 0, (6, 6, 8), False, 64, "keep", True)
     planned = [part.bytes for part in trainer_parts(ask, shape) if part.what.startswith("adapters")]
-    assert sum(planned) == sum(tensor.nbytes for tensor in held) == ADAPTER_BYTES * shape.lora_parameters(8)
+    assert (
+        sum(planned)
+        == sum(tensor.nbytes for tensor in held)
+        == ADAPTER_BYTES * shape.lora_parameters(8)
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_the_plan_counts_idle_adapters_where_they_are(device: str):
-    """On a GPU in host memory, on a CPU beside all else; and a create is measured by the same bytes."""
+    """On a GPU they are in host memory, and on a CPU in the same memory as the rest.
+
+    The creation of a model is checked with the same bytes.
+    """
 
     def planned(gib: float | None) -> tuple[MemoryPlan, int]:
         group = GroupConfig(num_ranks=1)
-        config = ClusterConfig.model_validate({
-            "placement": {"device": device}, "policy": group, "critic": None, "lora": {"max_host_gib": gib, "max_full_models": 0},
-        })  # fmt: skip
-        nodes = [Node("n", 8, 1 if device == "gpu" else 0, host_bytes=64 * 2**30, device_bytes=80 * 2**30)]
+        config = ClusterConfig.model_validate(
+            {
+                "placement": {"device": device},
+                "policy": group,
+                "critic": None,
+                "lora": {"max_host_gib": gib, "max_full_models": 0},
+            }
+        )
+        nodes = [
+            Node(
+                "n", 8, 1 if device == "gpu" else 0, host_bytes=64 * 2**30, device_bytes=80 * 2**30
+            )
+        ]
         where = plan_for(config, nodes)
         made = checked(config, QWEN3_8B, where, nodes)[0]
         return made, adapter_memory(config, QWEN3_8B, where, nodes).limit_bytes
 
     (less, small), (more, large), (_, derived) = planned(16), planned(40), planned(None)
-    assert (small, large, derived) == (16 * 2**30, 40 * 2**30, 8 * 2**30)  # unless set, an eighth of the host's
+    # the default is an eighth of the host's memory
+    assert (small, large, derived) == (
+        16 * 2**30,
+        40 * 2**30,
+        8 * 2**30,
+    )
     (kind,) = more.parts
     for phase in PHASES:
         on_device = more.used(kind, phase) - less.used(kind, phase)
         in_host = more.used_of_host(kind, phase) - less.used_of_host(kind, phase)
         assert (on_device, in_host) == ((24 * 2**30, 0) if device == "cpu" else (0, 24 * 2**30))
-    of_policy = [part for part in more.parts[kind] if part.who == "policy" and "adapters" in part.what]
+    of_policy = [
+        part for part in more.parts[kind] if part.who == "policy" and "adapters" in part.what
+    ]
     assert sum(part.bytes for part in of_policy) == large
 
 
@@ -157,9 +219,18 @@ def ask_of(**changes: object) -> ClusterConfig:
     }
     group = GroupConfig.model_validate(options)
     return ClusterConfig(
-        placement=PlacementConfig(device="gpu", device_memory_gib=79.6), policy=group, critic=group, lora=LoraConfig(max_full_models=1),
-        engine=EngineConfig(num_engines=8, dtype="bfloat16", kv_cache_bytes=32 * 2**30, max_model_len=16384, enforce_eager=False),
-    )  # fmt: skip
+        placement=PlacementConfig(device="gpu", device_memory_gib=79.6),
+        policy=group,
+        critic=group,
+        lora=LoraConfig(max_full_models=1),
+        engine=EngineConfig(
+            num_engines=8,
+            dtype="bfloat16",
+            kv_cache_bytes=32 * 2**30,
+            max_model_len=16384,
+            enforce_eager=False,
+        ),
+    )
 
 
 NODES = [Node("n", 96, 8, host_bytes=2000 * 2**30)]
@@ -169,38 +240,51 @@ def plan_of(config: ClusterConfig) -> tuple[MemoryPlan, list[str]]:
     return checked(config, QWEN3_8B, plan_for(config, NODES), NODES)
 
 
-def test_a_plan_that_does_not_fit_says_where_and_a_change_that_does():
+def test_a_plan_that_does_not_fit_names_the_phase_and_a_change_that_fits():
     bad = ask_of()
     made, found = plan_of(bad)
-    assert made.used("policy & critic & engine", "STEP") > made.used("policy & critic & engine", "SYNC")
+    assert made.used("policy & critic & engine", "STEP") > made.used(
+        "policy & critic & engine", "SYNC"
+    )
     assert any(
-        re.search(r"in TRAIN needs \d+\.\d\d GiB of 73\.23, .* too much; the largest part is policy", text) for text in found
+        re.search(
+            r"in TRAIN needs \d+\.\d\d GiB of 73\.23, .* too much; the largest part is policy", text
+        )
+        for text in found
     )
     assert all("change lora.max_full_models=0" in text for text in found), found
     assert not plan_of(bad.model_copy(update={"lora": LoraConfig(max_full_models=0)}))[1]
-    with pytest.raises(ConfigError, match=r"(?s)does not fit:\n  policy.*\n  or set placement\.memory_check=warn"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)does not fit:\n  policy.*\n  or set placement\.memory_check=warn"
+    ):
         refuse(bad, found)
     good = ask_of(full_strategy=Fsdp2Strategy(), strategy=Fsdp2Strategy())
     assert not plan_of(good)[1]
-    quiet = bad.model_copy(update={"placement": PlacementConfig(device="gpu", device_memory_gib=79.6, memory_check="warn")})
+    quiet = bad.model_copy(
+        update={
+            "placement": PlacementConfig(device="gpu", device_memory_gib=79.6, memory_check="warn")
+        }
+    )
     refuse(quiet, plan_of(quiet)[1])
     for changes in ({"engine": bad.engine.model_copy(update={"kv_cache_bytes": 60 * 2**30})}, {}):
         config = good.model_copy(update=changes)
         assert bool(plan_of(config)[1]) == bool(changes)
 
 
-def test_buckets_of_lent_memory_are_counted_and_engines_of_others_are_not():
+def test_shared_transfer_buckets_are_counted_and_external_engines_are_not():
     config = ask_of(full_strategy=Fsdp2Strategy(), strategy=Fsdp2Strategy())
     device = "policy & critic & engine"
     lent, _ = plan_of(config.model_copy(update={"transfer": IpcTransfer()}))
     bucket = max(2**28, QWEN3_8B.vocab * QWEN3_8B.hidden * 2)
     assert lent.used(device, "SYNC") - plan_of(config)[0].used(device, "SYNC") == 3 * bucket
-    theirs = EngineConfig(num_engines=0, external=(ExternalEngine(url="http://a"),))
-    assert set(plan_of(config.model_copy(update={"engine": theirs}))[0].parts) == {"policy & critic"}
+    theirs = EngineConfig(num_engines=0, external=(ExternalEngineConfig(url="http://a"),))
+    assert set(plan_of(config.model_copy(update={"engine": theirs}))[0].parts) == {
+        "policy & critic"
+    }
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_stages_hold_less_and_less(stage: int):
+def test_each_zero_stage_needs_less_memory(stage: int):
     whole, _ = plan_of(ask_of(full_strategy=ReplicaStrategy()))
     sharded, _ = plan_of(ask_of(full_strategy=DeepSpeedStrategy(stage=stage)))
     (device,) = whole.parts
@@ -211,7 +295,7 @@ def test_zero_stages_hold_less_and_less(stage: int):
     assert (less["full weights"] < more["full weights"] / 7) == (stage == 3)
 
 
-def test_on_a_cpu_kinds_that_lie_apart_do_not_halve_the_memory_of_each_other():
+def test_on_a_cpu_separate_roles_do_not_halve_each_others_memory():
     group = GroupConfig(num_ranks=1)
     config = ClusterConfig(placement=PlacementConfig(layout="split"), policy=group, critic=group)
     nodes = [Node("n", 8, 0, host_bytes=8 * 2**30)]
@@ -221,7 +305,7 @@ def test_on_a_cpu_kinds_that_lie_apart_do_not_halve_the_memory_of_each_other():
         assert made.device_bytes == part * 2**30
 
 
-def test_what_leaves_the_device_is_counted_in_host_memory():
+def test_offloaded_parts_are_counted_in_host_memory():
     made, _ = plan_of(ask_of())
     (device,) = made.parts
     kept = sum(part.bytes for part in made.parts[device] if part.kept)
@@ -229,18 +313,20 @@ def test_what_leaves_the_device_is_counted_in_host_memory():
         here = sum(part.bytes for part in made.parts[device] if part.kept and phase in part.phases)
         assert here + made.used_of_host(device, phase) == kept
     small = MemoryPlan(made.parts, None, 0.0, host_bytes=2**30)
-    assert ["GiB of its 1.00; use nodes with more memory" in text for text in complaints(small)] == [True]
+    assert [
+        "GiB of its 1.00; use nodes with more memory" in text for text in complaints(small)
+    ] == [True]
 
 
-def test_tensor_parallel_divides_an_engine():
+def test_tensor_parallelism_divides_the_memory_of_an_engine():
     def weights(devices: int) -> int:
         ask = EngineAsk(devices, 2, 2**30, 4096, 64, 1, 8, False, True, True)
         return next(part.bytes for part in engine_parts(ask, QWEN3_8B) if part.what == "weights")
 
     assert weights(4) * 4 == weights(1) == 2 * QWEN3_8B.num_parameters
-    assert QWEN3_8B.num_parameters == 8_190_735_360  # of its model card: 8.2B
+    assert QWEN3_8B.num_parameters == 8_190_735_360  # its model card states 8.2B
 
 
-def test_a_config_that_is_no_language_models_is_refused():
+def test_a_config_without_a_language_model_is_refused():
     with pytest.raises(DoesNotFit, match="expected a causal language model's"):
         shape_of({"hidden_size": 12})

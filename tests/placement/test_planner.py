@@ -16,7 +16,7 @@ NODES = st.lists(st.tuples(st.integers(0, 16), st.integers(0, 8)), min_size=1, m
 
 
 def check(made: Plan, groups: list[list[Demand]], nodes: list[Node], device: str) -> None:
-    """Everybody is placed once, no node is overfull, neighbours are neighbours, shares fit."""
+    """Check that each actor is placed once, blocks are on one node, and nothing is overfull."""
     for demand in (demand for group in groups for demand in group):
         slots = made.slots_of(demand.kind)
         assert len(slots) == demand.count
@@ -30,13 +30,24 @@ def check(made: Plan, groups: list[list[Demand]], nodes: list[Node], device: str
     assert len({slot.index for slot in made.slots}) == len(made.slots)
 
 
-@given(NODES, st.integers(1, 6), st.integers(0, 6), st.integers(1, 6), st.booleans(), st.sampled_from(["GPU", "CPU"]))
-def test_a_plan_places_everybody_once_or_says_why_not(sizes, policy, critic, engine, colocated, device):
+@given(
+    NODES,
+    st.integers(1, 6),
+    st.integers(0, 6),
+    st.integers(1, 6),
+    st.booleans(),
+    st.sampled_from(["GPU", "CPU"]),
+)
+def test_a_plan_places_each_actor_once_or_explains_the_shortage(
+    sizes, policy, critic, engine, colocated, device
+):
     nodes = [Node(f"n{i}", c, g) for i, (c, g) in enumerate(sizes)]
     counts = {"policy": policy, "critic": critic, "engine": engine}
     if colocated:
         counts = dict.fromkeys(counts, policy)
-    demands = [Demand(kind, count, 0.3 if colocated else 1.0) for kind, count in counts.items() if count]
+    demands = [
+        Demand(kind, count, 0.3 if colocated else 1.0) for kind, count in counts.items() if count
+    ]
     groups = [demands] if colocated else [[demand] for demand in demands]
     capacity = {n.name: int(min(n.cpus, n.gpus) if device == "GPU" else n.cpus) for n in nodes}
     wanted = policy if colocated else sum(counts.values())
@@ -53,9 +64,15 @@ def test_a_plan_places_everybody_once_or_says_why_not(sizes, policy, critic, eng
 
 @settings(max_examples=15, deadline=None)
 @given(
-    st.integers(1, 512), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]), st.data()
-)  # fmt: skip
-def test_clusters_of_1_to_4096_gpus(num_nodes: int, gpus: int, tensor: int, pipeline: int, data: st.DataObject):
+    st.integers(1, 512),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2]),
+    st.data(),
+)
+def test_clusters_of_1_to_4096_gpus(
+    num_nodes: int, gpus: int, tensor: int, pipeline: int, data: st.DataObject
+):
     nodes = [Node(f"n{i}", 2 * gpus, gpus, {"rack": f"r{i // 8}"}) for i in range(num_nodes)]
     width = tensor * pipeline
     engines = data.draw(st.integers(1, max(1, num_nodes * gpus // width)))
@@ -70,11 +87,13 @@ def test_clusters_of_1_to_4096_gpus(num_nodes: int, gpus: int, tensor: int, pipe
     except DoesNotFit as error:
         enough = trainers + engines * width <= num_nodes * gpus
         assert ("times" in str(error)) == enough or "short" in str(error), error
-        # Where engines fit a node evenly, whatever fits in all is placed.
+        # If the width of engines divides the node size, every demand within the total is placed.
         assert not (enough and gpus % tensor == 0), error
         return
     check(made, groups, nodes, "GPU")
-    assert len(made.actors_of("engine")) == engines and all(len(slots) == width for slots in made.actors_of("engine"))
+    assert len(made.actors_of("engine")) == engines and all(
+        len(slots) == width for slots in made.actors_of("engine")
+    )
 
 
 def test_a_group_that_fits_one_node_stays_on_it():
@@ -84,7 +103,7 @@ def test_a_group_that_fits_one_node_stays_on_it():
     assert {s.node for s in made.slots_of("engine")} == {"b"}
 
 
-def test_what_no_node_holds_stays_in_one_nvlink_domain_or_rack():
+def test_a_group_larger_than_a_node_stays_in_one_nvlink_domain_or_rack():
     racks = [
         Node("a", 96, 4, {"rack": "r0"}),
         Node("b", 96, 8, {"rack": "r1"}),
@@ -92,17 +111,30 @@ def test_what_no_node_holds_stays_in_one_nvlink_domain_or_rack():
         Node("d", 96, 8, {"rack": "r1"}),
     ]
     twelve = [[Demand("policy", 12)]]
-    assert {slot.node for slot in plan(twelve, racks, "GPU").slots} == {"a", "c"}  # the rack that it fills
-    domains = [Node("e", 96, 8, {"rack": "r2", "nvlink-domain": "x"}), Node("f", 96, 8, {"rack": "r3", "nvlink-domain": "x"})]
-    assert {slot.node for slot in plan(twelve, [*racks, *domains], "GPU").slots} == {"e", "f"}  # nearer than a rack
+    # the rack that it fills
+    assert {slot.node for slot in plan(twelve, racks, "GPU").slots} == {
+        "a",
+        "c",
+    }
+    domains = [
+        Node("e", 96, 8, {"rack": "r2", "nvlink-domain": "x"}),
+        Node("f", 96, 8, {"rack": "r3", "nvlink-domain": "x"}),
+    ]
+    # nearer than a rack
+    assert {slot.node for slot in plan(twelve, [*racks, *domains], "GPU").slots} == {
+        "e",
+        "f",
+    }
 
 
-def test_tensor_parallel_neighbours_are_on_one_node():
+def test_tensor_parallel_devices_are_on_one_node():
     nodes = [Node("a", 8, 3), Node("b", 8, 3)]
     made = plan([[Demand("engine", 4, 1.0, 2, 2)]], nodes, "GPU")
     assert [slot.node for slot in made.slots] == ["a", "a", "b", "b"]
     with pytest.raises(
-        DoesNotFit, match=r"engine needs 3 times 2 on one node, .*\(a: 3, b: 3\) holds 2; .*engine\.tensor_parallel"
+        DoesNotFit,
+        match=r"engine needs 3 times 2 on one node, .*"
+        r"\(a: 3, b: 3\) holds 2; .*engine\.tensor_parallel",
     ):
         plan([[Demand("engine", 6, 1.0, 2, 2)]], nodes, "GPU")
 
@@ -111,7 +143,9 @@ def test_an_engine_is_spread_only_when_it_must_be():
     nodes = [Node("a", 8, 5), Node("b", 8, 4)]
     whole = plan([[Demand("engine", 8, 1.0, 2, 1)]], nodes, "GPU").actors_of("engine")
     assert all(len({slot.node for slot in slots}) == 1 for slots in whole)
-    spread = plan([[Demand("engine", 8, 1.0, 4, 2)]], [Node(name, 8, 3) for name in "abcd"], "GPU").actors_of("engine")
+    spread = plan(
+        [[Demand("engine", 8, 1.0, 4, 2)]], [Node(name, 8, 3) for name in "abcd"], "GPU"
+    ).actors_of("engine")
     assert [len({slot.node for slot in slots}) for slots in spread] == [2, 2]
 
 
@@ -120,14 +154,17 @@ def test_shares_above_a_slot_do_not_fit():
         plan([[Demand("policy", 1, 0.6), Demand("engine", 1, 0.6)]], [Node("a", 8, 8)], "GPU")
 
 
-def test_cluster_file_is_valid_for_ray_and_read_by_us():
+def test_the_cluster_file_is_valid_for_ray_and_for_the_plan():
     import yaml
     from ray.autoscaler._private.util import fillout_defaults, validate_config
 
     validate_config(fillout_defaults(yaml.safe_load((ROOT / "cluster.yaml").read_text())))
     nodes = nodes_from_cluster_file(ROOT / "cluster.yaml")
     assert [(n.name, n.gpus) for n in nodes[:2]] == [("head", 8.0), ("worker", 8.0)]
-    assert all(n.device_bytes == device_bytes_of(["accelerator_type:H100"]) and n.host_bytes for n in nodes[:2])
+    assert all(
+        n.device_bytes == device_bytes_of(["accelerator_type:H100"]) and n.host_bytes
+        for n in nodes[:2]
+    )
     assert [(n.gpus, n.cpus) for n in nodes[2:]] == [(0.0, 32.0)] * 4
 
 
@@ -139,23 +176,53 @@ SHAPE = ["--nodes", "cluster.yaml", "--model", "configs/shapes/qwen3-8b"]
     [
         (["configs/colocated_1x8.yaml", *SHAPE], 0, "policy[7] 0.3, critic[7] 0.3, engine[7] 0.3"),
         (["configs/split_2x8.yaml", *SHAPE], 0, "free GPU slots: head: 0, worker: 0"),
-        (["configs/split_2x8.yaml", "engine.num_engines=4", "engine.tensor_parallel=2", *SHAPE], 0, "engine[3].1 1"),
+        (
+            ["configs/split_2x8.yaml", "engine.num_engines=4", "engine.tensor_parallel=2", *SHAPE],
+            0,
+            "engine[3].1 1",
+        ),
         (["configs/split_2x8.yaml", "engine.num_engines=9", *SHAPE], 2, "1 short"),
-        (["configs/split_2x8.yaml", "transfer.type=shm", *SHAPE], 2, "set transfer.type=object_store"),
-        (["configs/colocated_1x8.yaml", "policy.num_ranks=4"], 2, "policy.num_ranks is 4 and engine.num_engines is 8"),
-        (["configs/colocated_1x8.yaml", "policy.strategy.type=replica", "critic.strategy.type=replica", *SHAPE], 2, "too much"),
-        (["configs/colocated_1x8.yaml", "engine.kv_cache_bytes=64000000000", *SHAPE], 2, "change engine.kv_cache_bytes="),
-        (["configs/colocated_1x8.yaml", *SHAPE[:2]], 0, "give its config.json with --model"),
+        (
+            ["configs/split_2x8.yaml", "transfer.type=shm", *SHAPE],
+            2,
+            "set transfer.type=object_store",
+        ),
+        (
+            ["configs/colocated_1x8.yaml", "policy.num_ranks=4"],
+            2,
+            "policy.num_ranks is 4 and engine.num_engines is 8",
+        ),
+        (
+            [
+                "configs/colocated_1x8.yaml",
+                "policy.strategy.type=replica",
+                "critic.strategy.type=replica",
+                *SHAPE,
+            ],
+            2,
+            "too much",
+        ),
+        (
+            ["configs/colocated_1x8.yaml", "engine.kv_cache_bytes=64000000000", *SHAPE],
+            2,
+            "change engine.kv_cache_bytes=",
+        ),
+        (["configs/colocated_1x8.yaml", *SHAPE[:2]], 0, "pass its config.json with --model"),
         (["configs/jobs/ppo_tiny.yaml"], 0, "policy[0] 0.3, critic[0] 0.3, engine[0] 0.3"),
     ],
 )
 def test_plan_command(arguments: list[str], code: int, said: str):
-    done = subprocess.run([sys.executable, "-m", "skyrl_actors", "plan", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "skyrl_actors", "plan", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
 
 
-def test_it_works_alone(tmp_path: Path):
+def test_placement_works_without_the_rest_of_the_project(tmp_path: Path):
     asks = tmp_path / "asks.yaml"
     asks.write_text("groups: [[{kind: policy, count: 8}], [{kind: helper, count: 2, device: CPU}]]")
     command = [sys.executable, "-m", "placement", str(asks), "--nodes", "cluster.yaml"]

@@ -1,4 +1,4 @@
-"""The official openai client, unmodified, against the same engines."""
+"""The official openai client, unmodified, with the engines that the SDK uses."""
 
 import ast
 import subprocess
@@ -25,57 +25,100 @@ def tinker_client(service: Service):
         yield made
 
 
-def test_completions_are_the_samples_of_the_tinker_sdk(openai_client: openai.OpenAI, tinker_client: tinker.ServiceClient):
+def test_completions_equal_samples_of_the_tinker_sdk(
+    openai_client: openai.OpenAI, tinker_client: tinker.ServiceClient
+):
     info = tinker_client.create_lora_training_client("tiny", rank=2, seed=0).result().get_info()
     tokenizer = AutoTokenizer.from_pretrained(str(info.model_data.tokenizer_id))
     prompt = tokenizer.encode("Once upon a time")
-    answer = openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=8, seed=5, temperature=0.7, n=2, logprobs=2)
+    answer = openai_client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=8, seed=5, temperature=0.7, n=2, logprobs=2
+    )
     sampler = tinker_client.create_sampling_client(base_model="tiny")
     params = types.SamplingParams(max_tokens=8, seed=5, temperature=0.7)
     expected = sampler.sample(types.ModelInput.from_ints(prompt), 2, params).result()
     for choice, sequence in zip(answer.choices, expected.sequences, strict=True):
         assert choice.text == tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-        assert choice.logprobs is not None and choice.logprobs.token_logprobs == pytest.approx(sequence.logprobs, abs=1e-4)
-        assert choice.logprobs.top_logprobs is not None and len(choice.logprobs.top_logprobs) == len(sequence.tokens)
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs == pytest.approx(
+            sequence.logprobs, abs=1e-4
+        )
+        assert choice.logprobs.top_logprobs is not None and len(
+            choice.logprobs.top_logprobs
+        ) == len(sequence.tokens)
         assert choice.finish_reason == sequence.stop_reason
     assert answer.usage is not None and answer.usage.prompt_tokens == len(prompt)
-    greedy = openai_client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0, n=3)
-    alike = sampler.sample(types.ModelInput.from_ints(prompt), 3, types.SamplingParams(max_tokens=8, temperature=0)).result()
+    greedy = openai_client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=8, temperature=0, n=3
+    )
+    alike = sampler.sample(
+        types.ModelInput.from_ints(prompt), 3, types.SamplingParams(max_tokens=8, temperature=0)
+    ).result()
     assert len(greedy.choices) == len(alike.sequences) == 3
-    assert len({choice.text for choice in greedy.choices}) == len({tuple(one.tokens) for one in alike.sequences}) == 1
+    assert (
+        len({choice.text for choice in greedy.choices})
+        == len({tuple(one.tokens) for one in alike.sequences})
+        == 1
+    )
     both = openai_client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=2)
     assert [choice.index for choice in both.choices] == [0, 1]
 
 
-def test_a_stream_says_what_the_whole_answer_says_and_stops_where_it_is_told(openai_client: openai.OpenAI):
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "seed": 3, "temperature": 1.0}
+def test_a_stream_equals_the_whole_answer_and_ends_at_stop_texts(
+    openai_client: openai.OpenAI,
+):
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 24,
+        "seed": 3,
+        "temperature": 1.0,
+    }
     whole = openai_client.chat.completions.create(**asked)  # type: ignore[call-overload]
     text = whole.choices[0].message.content
     assert text
 
     def streamed(**more) -> tuple[list[str], str | None, int]:
-        chunks = list(openai_client.chat.completions.create(**asked, **more, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+        chunks = list(
+            openai_client.chat.completions.create(
+                **asked, **more, stream=True, stream_options={"include_usage": True}
+            )
+        )  # type: ignore[call-overload]
         pieces = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
-        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        reasons = [
+            choice.finish_reason
+            for chunk in chunks
+            for choice in chunk.choices
+            if choice.finish_reason
+        ]
         assert chunks[-1].usage is not None and len(reasons) == 1
         return pieces, reasons[0], chunks[-1].usage.completion_tokens
 
     pieces, reason, count = streamed()
-    assert "".join(pieces) == text and reason == whole.choices[0].finish_reason and count == whole.usage.completion_tokens
+    assert (
+        "".join(pieces) == text
+        and reason == whole.choices[0].finish_reason
+        and count == whole.usage.completion_tokens
+    )
     assert sum(bool(piece) for piece in pieces) > 2  # it came in parts
     stop = text[len(text) // 2 :][:2]
     before = text[: text.index(stop)]
     assert "".join(streamed(stop=[stop])[0]) == before
-    assert openai_client.chat.completions.create(**asked, stop=stop).choices[0].message.content == before  # type: ignore[call-overload]
+    assert (
+        openai_client.chat.completions.create(**asked, stop=stop).choices[0].message.content
+        == before
+    )  # type: ignore[call-overload]
 
 
-def test_saved_samplers_are_models(openai_client: openai.OpenAI, tinker_client: tinker.ServiceClient):
+def test_saved_samplers_are_listed_and_sampled_as_models(
+    openai_client: openai.OpenAI, tinker_client: tinker.ServiceClient
+):
     model = tinker_client.create_lora_training_client("tiny", rank=4, seed=1).result()
     row = list(range(40, 60))
     inputs = {"target_tokens": types.TensorData(data=row[1:], dtype="int64", shape=[19])}
     for _ in range(4):
         model.forward_backward(
-            [types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)], "cross_entropy"
+            [types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)],
+            "cross_entropy",
         )
         model.optim_step(types.AdamParams(learning_rate=5e-2)).result()
     path = model.save_weights_for_sampler("for-openai").result().path
@@ -87,8 +130,11 @@ def test_saved_samplers_are_models(openai_client: openai.OpenAI, tinker_client: 
     assert tuned.choices[0].text != base.choices[0].text
     assert tuned.system_fingerprint != base.system_fingerprint
 
-    # Deleted, and saved again under the same name with other weights.
-    rest, params = tinker_client.create_rest_client(), types.SamplingParams(max_tokens=8, temperature=0.0)
+    # The sampler is deleted, and saved again under the same name with other weights.
+    rest, params = (
+        tinker_client.create_rest_client(),
+        types.SamplingParams(max_tokens=8, temperature=0.0),
+    )
     prompt = types.ModelInput.from_ints(row[:8])
     first = sampler.sample(prompt, 1, params).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
@@ -97,39 +143,52 @@ def test_saved_samplers_are_models(openai_client: openai.OpenAI, tinker_client: 
     with pytest.raises(tinker.TinkerError, match="was deleted since sampler"):
         sampler.sample(prompt, 1, params).result()
     for _ in range(4):
-        data = [types.Datum(model_input=types.ModelInput.from_ints(row[:-1][::-1]), loss_fn_inputs=inputs)]
+        data = [
+            types.Datum(
+                model_input=types.ModelInput.from_ints(row[:-1][::-1]), loss_fn_inputs=inputs
+            )
+        ]
         model.forward_backward(data, "cross_entropy")
         model.optim_step(types.AdamParams(learning_rate=5e-2)).result()
     assert model.save_weights_for_sampler("for-openai").result().path == path
     again = openai_client.completions.create(model=path, **asked)  # type: ignore[call-overload]
-    second = tinker_client.create_sampling_client(model_path=path).sample(prompt, 1, params).result()
+    second = (
+        tinker_client.create_sampling_client(model_path=path).sample(prompt, 1, params).result()
+    )
     assert again.system_fingerprint != tuned.system_fingerprint
     assert second.sequences[0].logprobs != first.sequences[0].logprobs
     with pytest.raises(tinker.TinkerError, match="was saved again since sampler"):
         sampler.sample(prompt, 1, params).result()
 
 
-def test_what_is_not_served_is_said_in_openais_way(openai_client: openai.OpenAI):
+def test_unsupported_requests_get_openai_errors(openai_client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError, match="the model 'gpt-9' does not exist"):
         openai_client.completions.create(model="gpt-9", prompt="x")
     with pytest.raises(openai.UnprocessableEntityError, match="frequency_penalty is not served"):
         openai_client.completions.create(model="tiny", prompt="x", frequency_penalty=1.0)
     with pytest.raises(openai.UnprocessableEntityError, match="a stream has one choice"):
         openai_client.completions.create(model="tiny", prompt="x", n=2, stream=True)
-    with pytest.raises(openai.UnprocessableEntityError, match="leave top_logprobs out"):
+    with pytest.raises(openai.UnprocessableEntityError, match="omit top_logprobs"):
         openai_client.completions.create(model="tiny", prompt="x", logprobs=2, stream=True)
     with pytest.raises(openai.UnprocessableEntityError, match="top_logprobs needs logprobs"):
-        openai_client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], top_logprobs=2)
+        openai_client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], top_logprobs=2
+        )
     with pytest.raises(openai.UnprocessableEntityError, match="together they may have"):
         openai_client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
     with pytest.raises(openai.UnprocessableEntityError, match="Extra inputs are not permitted"):
         openai_client.completions.create(model="tiny", prompt="x", extra_body={"min_p": 0.1})
 
 
-def test_where_samples_can_be_had_is_known_in_the_whole_cluster(service: Service):
-    """As docs/engines.md shows it, from another process of the Ray cluster."""
-    asked = f'import ray; from skyrl_actors import remote; ray.init("auto", log_to_driver=False); print(remote.published("{service.name}"))'
-    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=60)
+def test_the_endpoint_is_published_in_the_ray_cluster(service: Service):
+    """Another process of the Ray cluster reads it, as in docs/how-to/sample_elsewhere.md."""
+    asked = (
+        'import ray; from skyrl_actors import remote; ray.init("auto", log_to_driver=False); '
+        f'print(remote.published("{service.name}"))'
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, timeout=60
+    )
     assert found.returncode == 0, found.stderr
     said = ast.literal_eval(found.stdout.strip().splitlines()[-1])
     assert said == {"url": service.url, "openai_url": f"{service.url}/v1", "base_model": "tiny"}

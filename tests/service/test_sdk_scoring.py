@@ -1,4 +1,7 @@
-"""Many tokens at one position, through the SDK: distillation targets, scored ids, alternatives, the likeliest tokens."""
+"""Several tokens at one position, through the SDK.
+
+These are distillation targets, scored ids, alternatives and the likeliest tokens.
+"""
 
 import json
 
@@ -24,7 +27,7 @@ def client(service: Service):
 
 @pytest.fixture
 def own(client: tinker.ServiceClient, service: Service) -> np.ndarray:
-    """[P - 1, V] logprobs of the base over prompt tokens 1, 2, … by transformers."""
+    """Return transformers' logprobs of the base, [P - 1, V], at prompt tokens 1, 2, …"""
     info = client.create_lora_training_client("tiny", rank=2, seed=0).result().get_info()
     assert info.model_data.tokenizer_id is not None
     base = AutoModelForCausalLM.from_pretrained(info.model_data.tokenizer_id)
@@ -32,16 +35,25 @@ def own(client: tinker.ServiceClient, service: Service) -> np.ndarray:
         return F.log_softmax(base(torch.tensor([TOKENS])).logits[0], -1).numpy()[:-1]
 
 
-def test_distillation_towards_the_likeliest_tokens_of_a_teacher(client: tinker.ServiceClient, own: np.ndarray):
-    """As the cookbook does: top-K of the teacher's prompt logprobs become (N, K) targets and weights."""
+def test_distillation_towards_the_likeliest_tokens_of_a_teacher(
+    client: tinker.ServiceClient, own: np.ndarray
+):
+    """The top K of the teacher's prompt logprobs become (N, K) targets and weights.
+
+    The cookbook does the same.
+    """
     prompt, k = types.ModelInput.from_ints(TOKENS), 3
     teacher = client.create_sampling_client(base_model="tiny")
     params = types.SamplingParams(max_tokens=1)
-    answer = teacher.sample(prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=k).result()
+    answer = teacher.sample(
+        prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=k
+    ).result()
     assert answer.topk_prompt_logprobs is not None
     rows = [row or [] for row in answer.topk_prompt_logprobs[1:]]
     assert [[i for i, _ in row] for row in rows] == np.argsort(-own, 1)[:, :k].tolist()
-    targets, weights = (torch.tensor([[cell[part] for cell in row] for row in rows]) for part in (0, 1))
+    targets, weights = (
+        torch.tensor([[cell[part] for cell in row] for row in rows]) for part in (0, 1)
+    )
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(TOKENS[:-1]),
         loss_fn_inputs={"target_tokens": targets, "weights": weights.exp()},
@@ -51,46 +63,85 @@ def test_distillation_towards_the_likeliest_tokens_of_a_teacher(client: tinker.S
     logprobs = first.loss_fn_outputs[0]["logprobs"]
     assert logprobs.shape == [len(TOKENS) - 1, k]
     np.testing.assert_allclose(np.reshape(logprobs.data, logprobs.shape), weights, atol=2e-4)
-    assert first.metrics["loss:sum"] == pytest.approx(-float((weights.exp() * weights).sum()), rel=1e-3)
+    assert first.metrics["loss:sum"] == pytest.approx(
+        -float((weights.exp() * weights).sum()), rel=1e-3
+    )
     student.optim_step(types.AdamParams(learning_rate=1e-3)).result()
     with pytest.raises(tinker.TinkerError, match="takes inputs of one value for each token"):
         student.forward_backward([datum], "importance_sampling").result()
 
 
-def test_ids_are_scored_and_alternatives_drawn_along_the_prompt(client: tinker.ServiceClient, own: np.ndarray):
-    sampler, prompt = client.create_sampling_client(base_model="tiny"), types.ModelInput.from_ints(TOKENS)
+def test_ids_are_scored_and_alternatives_sampled_along_the_prompt(
+    client: tinker.ServiceClient, own: np.ndarray
+):
+    sampler, prompt = (
+        client.create_sampling_client(base_model="tiny"),
+        types.ModelInput.from_ints(TOKENS),
+    )
     ids = torch.tensor([[5, -1], [6, 7], [-1, -1], [0, 255], [1, 2]])
     params = types.SamplingParams(max_tokens=1, seed=3, temperature=0.5)
     target = types.TensorData.from_torch(ids)
-    answer = sampler.sample(prompt, 1, params, target_prompt_logprobs=target, prompt_alt_tokens_k=4).result()
+    answer = sampler.sample(
+        prompt, 1, params, target_prompt_logprobs=target, prompt_alt_tokens_k=4
+    ).result()
     expected = np.where(ids < 0, 0.0, np.take_along_axis(own, ids.clamp(min=0).numpy(), 1))
     assert answer.target_prompt_logprobs is not None and answer.prompt_alt_tokens is not None
     np.testing.assert_allclose(answer.target_prompt_logprobs.to_torch(), expected, atol=2e-4)
-    drawn, logprobs = answer.prompt_alt_tokens.tokens.to_torch(), answer.prompt_alt_tokens.logprobs.to_torch()
+    drawn, logprobs = (
+        answer.prompt_alt_tokens.tokens.to_torch(),
+        answer.prompt_alt_tokens.logprobs.to_torch(),
+    )
     np.testing.assert_allclose(logprobs, np.take_along_axis(own, drawn.numpy(), 1), atol=2e-4)
     again = sampler.sample(prompt, 1, params, prompt_alt_tokens_k=4).result()
-    assert again.prompt_alt_tokens is not None and torch.equal(again.prompt_alt_tokens.tokens.to_torch(), drawn)
+    assert again.prompt_alt_tokens is not None and torch.equal(
+        again.prompt_alt_tokens.tokens.to_torch(), drawn
+    )
     with pytest.raises(tinker.TinkerError, match="has 2 rows; a prompt of 6 tokens needs 5"):
-        sampler.sample(prompt, 1, params, target_prompt_logprobs=types.TensorData.from_torch(ids[:2])).result()
+        sampler.sample(
+            prompt, 1, params, target_prompt_logprobs=types.TensorData.from_torch(ids[:2])
+        ).result()
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_logprobs_of_samples_at_their_temperature_and_at_1(service: Service, client: tinker.ServiceClient, temperature: float):
-    """The same tokens with both, against softmax in float64 of transformers' logits; in one batch with other requests."""
+def test_logprobs_of_samples_at_their_temperature_and_at_1(
+    service: Service, client: tinker.ServiceClient, temperature: float
+):
+    """The tokens are the same with both, in one batch with other requests.
+
+    Logprobs are compared with the float64 softmax of transformers' logits.
+    """
     info = client.create_lora_training_client("tiny", rank=2, seed=0).result().get_info()
     base = AutoModelForCausalLM.from_pretrained(str(info.model_data.tokenizer_id))
     sampler = client.create_sampling_client(base_model="tiny")
     params = types.SamplingParams(max_tokens=8, temperature=temperature)
     beside = [sampler.sample(types.ModelInput.from_ints(TOKENS), 1, params) for _ in range(8)]
-    asked = {"model": "tiny", "prompt": TOKENS, "max_tokens": 8, "seed": 5, "temperature": temperature, "logprobs": 3}
+    asked = {
+        "model": "tiny",
+        "prompt": TOKENS,
+        "max_tokens": 8,
+        "seed": 5,
+        "temperature": temperature,
+        "logprobs": 3,
+    }
 
     def sampled(**more: object) -> tuple[list[str], list[float], list[list[float]]]:
-        answer = httpx.post(f"{service.url}/v1/completions", json=asked | more, headers={"X-API-Key": "tml-test"}, timeout=60)
+        answer = httpx.post(
+            f"{service.url}/v1/completions",
+            json=asked | more,
+            headers={"X-API-Key": "tml-test"},
+            timeout=60,
+        )
         found = answer.json()["choices"][0]["logprobs"]
-        return found["tokens"], found["token_logprobs"], [sorted(row.values())[::-1] for row in found["top_logprobs"]]
+        return (
+            found["tokens"],
+            found["token_logprobs"],
+            [sorted(row.values())[::-1] for row in found["top_logprobs"]],
+        )
 
     given = types.SamplingParams(max_tokens=8, temperature=temperature, seed=5)
-    tokens = sampler.sample(types.ModelInput.from_ints(TOKENS), 1, given).result().sequences[0].tokens
+    tokens = (
+        sampler.sample(types.ModelInput.from_ints(TOKENS), 1, given).result().sequences[0].tokens
+    )
     with torch.no_grad():
         logits = base.double()(torch.tensor([TOKENS + tokens])).logits[0][len(TOKENS) - 1 : -1]
     texts = []
@@ -113,8 +164,13 @@ def restarts(service: Service) -> list[int]:
     return [engine["restarts"] for engine in status["engines"]]
 
 
-def test_more_prompt_tokens_than_a_step_takes_leave_the_engine_alive(client: tinker.ServiceClient, service: Service):
-    """vLLM would split the prompt that does not fit, and rewind its generator, which torch can not do on a CPU."""
+def test_a_prompt_beyond_the_tokens_of_a_step_does_not_kill_the_engine(
+    client: tinker.ServiceClient, service: Service
+):
+    """A prompt beyond the token limit of a step does not kill the engine.
+
+    vLLM would split it and rewind its generator, which torch cannot do on a CPU.
+    """
     before = restarts(service)
     sampler, rng = client.create_sampling_client(base_model="tiny"), np.random.default_rng(8)
     prompts = [types.ModelInput.from_ints(rng.integers(0, 256, 300).tolist()) for _ in range(16)]

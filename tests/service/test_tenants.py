@@ -1,4 +1,4 @@
-"""Many tenants of one service at once, and one that sends what can not be computed with."""
+"""Several tenants use one service at once, and one sends values that cannot be computed with."""
 
 import json
 
@@ -18,35 +18,58 @@ def refused(service: Service) -> int:
     return status["groups"]["policy"]["refused"]
 
 
-def test_tenants_at_once_are_as_each_alone(service: Service):
-    """The calls of all lie before the ranks together; then each is asked again alone, with nothing trained between."""
+def test_concurrent_tenants_get_the_same_results_as_alone(service: Service):
+    """The ranks get the calls of all tenants together, then each call alone.
+
+    Nothing is trained between the two.
+    """
     with tinker.ServiceClient() as client:
-        models = [client.create_lora_training_client("tiny", rank=2 ** (i + 1), seed=i).result() for i in range(COUNT)]
-        data = [[datum(n, seed=10 * i + n, weights=[1.0] * n) for n in (5, 12 + i)] for i in range(COUNT)]
+        models = [
+            client.create_lora_training_client("tiny", rank=2 ** (i + 1), seed=i).result()
+            for i in range(COUNT)
+        ]
+        data = [
+            [datum(n, seed=10 * i + n, weights=[1.0] * n) for n in (5, 12 + i)]
+            for i in range(COUNT)
+        ]
         for model, rows in zip(models, data, strict=True):
             model.forward_backward(rows, "cross_entropy").result()
             model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-        together = [model.forward(rows, "cross_entropy") for model, rows in zip(models, data, strict=True)]
+        together = [
+            model.forward(rows, "cross_entropy") for model, rows in zip(models, data, strict=True)
+        ]
         outputs = [logprobs_of(future.result()) for future in together]
         for model, rows, output in zip(models, data, outputs, strict=True):
             alone = model.forward(rows, "cross_entropy").result()
-            np.testing.assert_allclose(np.concatenate(output), np.concatenate(logprobs_of(alone)), atol=1e-5)
+            np.testing.assert_allclose(
+                np.concatenate(output), np.concatenate(logprobs_of(alone)), atol=1e-5
+            )
             assert alone.metrics["entropy:sum"] > 0
 
 
-def test_a_loss_that_is_not_finite_is_refused_and_its_model_goes_on(service: Service):
+def test_a_loss_that_is_not_finite_is_refused_and_the_model_remains_usable(service: Service):
     before = refused(service)
     with tinker.ServiceClient() as client:
-        model, other = (client.create_lora_training_client("tiny", rank=4, seed=i).result() for i in range(2))
+        model, other = (
+            client.create_lora_training_client("tiny", rank=4, seed=i).result() for i in range(2)
+        )
         fields = {"logprobs": [-5.0] * 9, "advantages": [1.0] * 9}
         good = [datum(9, seed=1, **fields), datum(9, seed=2, **fields)]
         bad = [good[0], datum(9, seed=2, **(fields | {"logprobs": [-5.0] * 8 + [-1e6]}))]
         beside = other.forward_backward(good, "importance_sampling")
-        with pytest.raises(Exception, match="datum 1: loss importance_sampling or its gradient is not finite at token 8"):
+        with pytest.raises(
+            Exception,
+            match="datum 1: loss importance_sampling or its gradient is not finite at token 8",
+        ):
             model.forward_backward(bad, "importance_sampling").result()
         assert beside.result().metrics["loss:sum"] != 0
         with pytest.raises(Exception, match="not finite"):
             model.optim_step(types.AdamParams()).result()
         model.forward_backward(good, "importance_sampling").result()
-        assert model.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["skyrl.ai/grad_norm"] > 0
+        assert (
+            model.optim_step(types.AdamParams(learning_rate=1e-3))
+            .result()
+            .metrics["skyrl.ai/grad_norm"]
+            > 0
+        )
     assert refused(service) > before

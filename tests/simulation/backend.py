@@ -1,7 +1,8 @@
-"""Ranks in memory behind messages that are delayed, reordered and lost with their sender; engines that only take time.
+"""Simulated ranks and engines, with messages that are delayed, reordered or lost.
 
-The ranks outlive a controller, as the real ones do, and use the real `ExactlyOnce`. A model's state is a hash chain over
-everything that was ever done to it, so that nothing can be done twice, left out, or done in another order unseen.
+The ranks outlive a controller, as the real ones do, and use the real `ExactlyOnce`. A model's state
+is a hash chain over all operations on it. So an operation that is repeated, left out or reordered
+changes the state.
 """
 
 import asyncio
@@ -16,30 +17,34 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.base import AdapterMemory, Capabilities, Mixture
-from skyrl_actors.colocation.keeper import PhaseKeeper
-from skyrl_actors.colocation.phases import RESIDENT, Move, Part, Phase
+from skyrl_actors.backends.backend import AdapterMemory, Capabilities, Mixture
+from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
+from skyrl_actors.colocation.phases import RESIDENT, MemoryPart, Move, Phase
+from skyrl_actors.groups.batcher import Batcher, Call
 from skyrl_actors.groups.exactly_once import ExactlyOnce
-from skyrl_actors.groups.together import Call, Together
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, PartDown, StateLost
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
+from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput, Sequence
-from skyrl_actors.messages.turn import Turn
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from skyrl_actors.workers.interface import PartCall
 from tests.simulation.journal import Disk
 
-OF_RANK = {Part.TRAIN_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER}
+# Parts of device memory that belong to the rank; the others belong to the engine.
+OF_RANK = {MemoryPart.TRAIN_WEIGHTS, MemoryPart.GRADIENTS, MemoryPart.OPTIMIZER}
 
 
 def chained(*parts: Any) -> str:
+    """Return a hash of the parts."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @dataclass
 class State:
+    """The state of a simulated model, as hashes."""
+
     weights: str
     moments: str = ""
     pending: tuple[str, ...] = ()
@@ -50,15 +55,16 @@ class State:
 
 @dataclass
 class SimWorker:
-    """The verbs of one rank, and of the sequential model that results are checked against."""
+    """The verbs of one rank. Tests also use it as the reference that runs them in sequence."""
 
     files: dict[str, Any]
     states: dict[str, State] = field(default_factory=dict)
-    faulty: int = 0  # verbs to come that break off half-way
-    broken: set[str] = field(default_factory=set)  # what broke off once does not again: then it would be an honest failure
+    faulty: int = 0  # number of next verbs that fail half-way
+    # Work that failed half-way once does not fail again: a second failure would be the answer.
+    broken: set[str] = field(default_factory=set)
     copies: dict[int, State] = field(default_factory=dict)
-    places: int = 2**31  # models that it has room for
-    crowded: list[list[str]] = field(default_factory=list)  # what it was told to hold beyond that
+    places: int = 2**31  # maximum number of models
+    crowded: list[list[str]] = field(default_factory=list)  # models of each time with more
 
     def _put(self, model_id: str, state: State) -> None:
         self.states[model_id] = state
@@ -66,6 +72,7 @@ class SimWorker:
             self.crowded.append(sorted(self.states))
 
     def _half(self, model_id: str, work: str) -> None:
+        """Fail half-way through this work, if a failure is due."""
         if self.faulty and work not in self.broken:
             self.faulty -= 1
             self.broken.add(work)
@@ -83,7 +90,9 @@ class SimWorker:
 
     def add(self, model_id: str, columns: Columns, forward_only: bool) -> LossOutput:
         state = self.states[model_id]
-        values = np.frombuffer(bytes.fromhex(chained(state.weights, columns.tokens.tolist())), np.uint8)
+        values = np.frombuffer(
+            bytes.fromhex(chained(state.weights, columns.tokens.tolist())), np.uint8
+        )
         if not forward_only:
             self._half(model_id, f"{columns.tokens.tolist()}")
             state.pending += (chained(columns.tokens.tolist()),)
@@ -125,7 +134,7 @@ class SimWorker:
 
 
 class Machines:
-    """What runs beside the controllers: one group of ranks, and files that a power cut removes (exports)."""
+    """The machines that outlive controllers: one rank, and exports, which a power cut removes."""
 
     def __init__(self, disk: Disk, chance: random.Random, places: int):
         self.disk = disk
@@ -137,15 +146,18 @@ class Machines:
         self.rank: ExactlyOnce | None = self._new_rank()
         self.changed = asyncio.Event()
         self.listener: Callable[[], None] = lambda: None
-        self.failing_moves = 0.0  # part of them
+        self.failing_moves = 0.0  # fraction of moves that fail
 
     def _new_rank(self) -> ExactlyOnce:
-        """Made, and adopted at once, by the controller of this moment."""
-        rank = ExactlyOnce(SimWorker(self.disk.files, broken=self.broken, places=self.places, crowded=self.crowded))
+        """Return a rank that the present controller has adopted."""
+        rank = ExactlyOnce(
+            SimWorker(self.disk.files, broken=self.broken, places=self.places, crowded=self.crowded)
+        )
         rank.adopt(self.disk.epoch)
         return rank
 
     def kill_rank(self) -> None:
+        """Kill the rank; it restarts within half a second of virtual time."""
         self.rank = None
         self.changed.set()
         asyncio.get_running_loop().call_later(self.chance.random() * 0.5, self._revive)
@@ -157,28 +169,33 @@ class Machines:
             self.listener()
 
     def power_cut(self) -> None:
+        """Kill the rank, and remove all exports."""
         self.kill_rank()
         for name in [name for name in self.disk.files if name.startswith("export ")]:
             del self.disk.files[name]
 
 
 class Devices:
-    """What is resident, moved by the real `PhaseKeeper`. Every move takes a moment; some fail, and leave their part in a
-    state that nobody may use."""
+    """Simulated device memory, moved by the real `ColocatedPhaseLock`.
+
+    Each move takes some time. Some moves fail, and leave their part in an unusable state.
+    """
 
     def __init__(self, machines: Machines):
         self.machines = machines
         self.chance = machines.chance
         self.resident = set(RESIDENT[Phase.TRAIN])
-        self.torn: set[Part] = set()
-        self.engine = asyncio.Event()  # it runs
+        self.torn: set[MemoryPart] = set()
+        self.engine = asyncio.Event()  # set while the engine runs
         self.engine.set()
         self.rejoin: Callable[[], Awaitable[None]] | None = None
         self._rejoining: set[asyncio.Future[None]] = set()
 
     async def move(self, move: Move, to: Phase) -> int | None:
-        assert move.part not in self.torn, f"{move} where an earlier move broke off"
-        assert (move.part in self.resident) == (move.action == "free"), f"{move} with {self.resident} on the devices"
+        assert move.part not in self.torn, f"{move} after an earlier move of the part failed"
+        assert (move.part in self.resident) == (move.action == "free"), (
+            f"{move} with {self.resident} on the devices"
+        )
         await asyncio.sleep(self.chance.random() * 0.01)
         is_up = self.machines.rank is not None if move.part in OF_RANK else self.engine.is_set()
         if is_up and self.chance.random() < self.machines.failing_moves:
@@ -191,7 +208,9 @@ class Devices:
         kind = self.chance.randrange(4)
         if kind == 0:
             await asyncio.Event().wait()
-        raise (InternalError("out of memory"), RuntimeError("no driver"), asyncio.CancelledError())[kind - 1]
+        raise (InternalError("out of memory"), RuntimeError("no driver"), asyncio.CancelledError())[
+            kind - 1
+        ]
 
     def remake(self, move: Move, everything: bool, reason: str) -> None:
         if everything or move.part in OF_RANK:
@@ -215,23 +234,30 @@ class Devices:
 
 
 class SimBackend:
-    """One controller's hold on the machines. Messages of a dead controller may still arrive."""
+    """The backend of one controller on the machines.
+
+    Messages that a dead controller sent may still arrive.
+    """
 
     def __init__(self, machines: Machines):
         self.machines = machines
         self.chance = machines.chance
         self.devices = Devices(machines)
-        self.keeper = PhaseKeeper(self.devices, Phase.TRAIN, 5.0)
+        self.phase_lock = ColocatedPhaseLock(self.devices, Phase.TRAIN, 5.0)
         self.devices.rejoin = self._in_sample_phase
         self.on_lost: Callable[[str], None] = lambda role: None
+        self.lost: str | None = None
         self.dead = False
         self.epoch = 0
         self.sampled: set[str] = set()
-        self.in_use: Counter[str] = Counter()  # samples under way, by the path of their weights
-        self._together = Together(self._compute, 8)  # tokens: some wait for the next
+        self.in_use: Counter[str] = Counter()  # running samples, by the path of their weights
+        self._batcher = Batcher(self._compute, 8)  # 8 tokens, so that some calls wait
 
     async def _send(self, work: Callable[[ExactlyOnce], Any]) -> Any:
-        """A message to the rank and its answer. It travels on its own: the death of its sender does not stop it."""
+        """Send a message to the rank and return the answer.
+
+        The message arrives even if its sender dies.
+        """
         if self.dead:
             await asyncio.Event().wait()
         rank = self.machines.rank
@@ -246,14 +272,19 @@ class SimBackend:
             else:
                 try:
                     result = work(rank)
-                except Exception as raised:  # noqa: BLE001  it travels to the caller
+                except Exception as raised:  # noqa: BLE001  sent to the caller
                     error = raised
                 else:
-                    loop.call_later(self.chance.random() * 0.01, lambda: answer.done() or answer.set_result(result))
+                    loop.call_later(
+                        self.chance.random() * 0.01,
+                        lambda: answer.done() or answer.set_result(result),
+                    )
                     return
-            loop.call_later(self.chance.random() * 0.01, lambda: answer.done() or answer.set_exception(error))
+            loop.call_later(
+                self.chance.random() * 0.01, lambda: answer.done() or answer.set_exception(error)
+            )
 
-        late = self.chance.random() < 0.05  # so late that a newer controller may be at work
+        late = self.chance.random() < 0.05  # so late that a newer controller may run
         loop.call_later(self.chance.random() * (3.0 if late else 0.05), arrive)
         result = await answer
         if self.dead:
@@ -262,13 +293,21 @@ class SimBackend:
             raise StateLost("the rank died before it could answer")
         return result
 
-    async def _apply(self, spec: ModelSpec, turn: Turn, method: str, *args: Any) -> Any:
+    async def _apply(
+        self, spec: ModelSpec, precondition: OpPrecondition, method: str, *args: Any
+    ) -> Any:
         epoch = self.epoch
-        phase = Phase.TRAIN if method in ("create_model", "forward_backward", "drop_gradients", "export") else Phase.STEP
+        phase = (
+            Phase.TRAIN
+            if method in ("create_model", "forward_backward", "drop_gradients", "export")
+            else Phase.STEP
+        )
         async with self._same_rank(phase):
             if method in ("optim_step", "load", "restore_state"):
                 self._let_go(spec.model_id)
-            result = await self._send(lambda rank: rank.apply(epoch, spec.model_id, turn, method, *args))
+            result = await self._send(
+                lambda rank: rank.apply(epoch, spec.model_id, precondition, method, *args)
+            )
             assert self.devices.resident >= RESIDENT[phase], f"{method} in {self.devices.resident}"
             assert not self.devices.torn, f"{method} with {self.devices.torn} half-way"
             return result
@@ -276,15 +315,19 @@ class SimBackend:
     @asynccontextmanager
     async def _same_rank(self, phase: Phase) -> AsyncGenerator[None]:
         before = self.machines.rank
-        async with self.keeper.hold(phase):
+        async with self.phase_lock.hold(phase):
             if self.machines.rank is not before and not self.dead:
-                raise PartDown("the rank was made anew while this waited for its phase")
+                raise PartDown("the rank was restarted while this call waited for its phase")
             yield
 
     def _let_go(self, model_id: str) -> None:
-        """Versions that were sampled, and are not now, need not be written before their weights change."""
+        """Drop some exports of a model that no sample uses, because its weights change now."""
         for path in sorted(self.sampled):
-            if path.startswith(f"export {model_id}@") and not self.in_use[path] and self.chance.random() < 0.3:
+            if (
+                path.startswith(f"export {model_id}@")
+                and not self.in_use[path]
+                and self.chance.random() < 0.3
+            ):
                 self.machines.exports.pop(path, None)
 
     async def start(self, epoch: int) -> Capabilities:
@@ -296,7 +339,13 @@ class SimBackend:
         except StateLost:
             await self.ready("policy")
         return Capabilities(
-            "tiny", "/models/tiny", 320, 512, 512, ("policy",), adapters=AdapterMemory(4 * self.machines.places, 1)
+            "tiny",
+            "/models/tiny",
+            320,
+            512,
+            512,
+            ("policy",),
+            adapters=AdapterMemory(4 * self.machines.places, 1),
         )
 
     async def ready(self, role: str) -> None:
@@ -313,39 +362,64 @@ class SimBackend:
         except StateLost:
             return {}
 
-    async def create_model(self, spec: ModelSpec, turn: Turn) -> None:
-        await self._apply(spec, turn, "create_model", spec)
+    async def create_model(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
+        await self._apply(spec, precondition, "create_model", spec)
 
     async def delete_model(self, spec: ModelSpec) -> None:
         epoch = self.epoch
         await self._send(lambda rank: rank.delete(epoch, spec.model_id))
 
     async def forward_backward(
-        self, spec: ModelSpec, turn: Turn, columns: Columns, loss: LossCall | None, forward_only: bool
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        columns: Columns,
+        loss: LossCall | None,
+        forward_only: bool,
     ) -> LossOutput:
         async with self._same_rank(Phase.TRAIN):
-            return await self._together.run(Call(spec.model_id, turn, columns, loss, forward_only))
+            return await self._batcher.run(
+                Call(spec.model_id, precondition, columns, loss, forward_only)
+            )
 
     async def _compute(self, calls: SequenceOf[Call]) -> list[Any]:
         epoch = self.epoch
-        turns = [call.turn for call in calls]
+        preconditions = [call.precondition for call in calls]
         parts = [PartCall(call.model_id, (), call.columns, call.loss) for call in calls]
-        return await self._send(lambda rank: rank.forward_backward(epoch, turns, parts, calls[0].forward_only))
+        return await self._send(
+            lambda rank: rank.forward_backward(epoch, preconditions, parts, calls[0].forward_only)
+        )
 
-    async def drop_gradients(self, spec: ModelSpec, turn: Turn) -> None:
-        await self._apply(spec, turn, "drop_gradients", spec.model_id)
+    async def drop_gradients(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
+        await self._apply(spec, precondition, "drop_gradients", spec.model_id)
 
-    async def optim_step(self, spec: ModelSpec, turn: Turn, adam: AdamParams) -> dict[str, float]:
-        return await self._apply(spec, turn, "optim_step", spec.model_id, adam)
+    async def optim_step(
+        self, spec: ModelSpec, precondition: OpPrecondition, adam: AdamParams
+    ) -> dict[str, float]:
+        return await self._apply(spec, precondition, "optim_step", spec.model_id, adam)
 
-    async def save_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, form: CheckpointForm, mark: str) -> None:
-        await self._apply(spec, turn, "save", spec.model_id, folder, mark)
+    async def save_checkpoint(
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        folder: str,
+        form: CheckpointForm,
+        mark: str,
+    ) -> None:
+        await self._apply(spec, precondition, "save", spec.model_id, folder, mark)
 
-    async def load_checkpoint(self, spec: ModelSpec, turn: Turn, folder: str, with_optimizer: bool, mix: Mixture = None) -> None:
-        await self._apply(spec, turn, "load", spec.model_id, folder, with_optimizer)
+    async def load_checkpoint(
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        folder: str,
+        with_optimizer: bool,
+        mix: Mixture = None,
+    ) -> None:
+        await self._apply(spec, precondition, "load", spec.model_id, folder, with_optimizer)
 
-    async def copy_state(self, spec: ModelSpec, turn: Turn) -> int:
-        return await self._apply(spec, turn, "copy_state", spec.model_id)
+    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> int:
+        return await self._apply(spec, precondition, "copy_state", spec.model_id)
 
     async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
         def work(rank: ExactlyOnce) -> None:
@@ -355,14 +429,18 @@ class SimBackend:
 
         await self._send(work)
 
-    async def restore(self, spec: ModelSpec, turn: Turn, folder: str) -> None:
-        await self._apply(spec, turn, "restore_state", spec, folder)
+    async def restore(self, spec: ModelSpec, precondition: OpPrecondition, folder: str) -> None:
+        await self._apply(spec, precondition, "restore_state", spec, folder)
 
-    async def renumber(self, spec: ModelSpec, turn: Turn, keep_optimizer: bool) -> None:
-        await self._apply(spec, turn, "renumber", spec.model_id, keep_optimizer)
+    async def renumber(
+        self, spec: ModelSpec, precondition: OpPrecondition, keep_optimizer: bool
+    ) -> None:
+        await self._apply(spec, precondition, "renumber", spec.model_id, keep_optimizer)
 
-    async def save_for_sampler(self, spec: ModelSpec, turn: Turn, version: str, written: bool = False) -> SamplerWeights:
-        await self._apply(spec, turn, "export", spec.model_id, version)
+    async def save_for_sampler(
+        self, spec: ModelSpec, precondition: OpPrecondition, version: str, written: bool = False
+    ) -> SamplerWeights:
+        await self._apply(spec, precondition, "export", spec.model_id, version)
         return SamplerWeights(version, (WeightManifest(version, "lora", f"export {version}", 1),))
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:
@@ -376,7 +454,11 @@ class SimBackend:
             self.machines.exports.pop(part.path, None)
 
     async def sample(
-        self, request_id: str, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
     ) -> SampleOutput:
         path = weights.parts[0].path
         self.in_use[path] += 1
@@ -385,7 +467,9 @@ class SimBackend:
         finally:
             self.in_use[path] -= 1
 
-    async def _sampled(self, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights) -> SampleOutput:
+    async def _sampled(
+        self, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+    ) -> SampleOutput:
         while not await self._computed():
             await self.devices.engine.wait()
         if self.dead:
@@ -394,22 +478,26 @@ class SimBackend:
         if found is None:
             raise InternalError(f"no adapter found for {weights.version}")
         self.sampled.add(weights.parts[0].path)
-        drawn = np.frombuffer(bytes.fromhex(chained(found, prompt, params.seed)), np.uint8)[: params.max_tokens]
+        drawn = np.frombuffer(bytes.fromhex(chained(found, prompt, params.seed)), np.uint8)[
+            : params.max_tokens
+        ]
         one = Sequence(drawn.astype(np.int32), drawn.astype(np.float32), "length")
         return SampleOutput((one,), weights.version)
 
     async def _computed(self) -> bool:
-        """False when the engine was down."""
-        async with self.keeper.hold(Phase.SAMPLE):
+        """Spend the time of a sample. Return False when the engine was down."""
+        async with self.phase_lock.hold(Phase.SAMPLE):
             if self.devices.engine.is_set():
                 await asyncio.sleep(self.chance.random() * 0.05)
-                assert self.devices.resident == RESIDENT[Phase.SAMPLE], f"sampled in {self.devices.resident}"
+                assert self.devices.resident == RESIDENT[Phase.SAMPLE], (
+                    f"sampled in {self.devices.resident}"
+                )
                 assert not self.devices.torn, f"sampled with {self.devices.torn} half-way"
                 return True
         return False
 
     async def _in_sample_phase(self) -> None:
-        async with self.keeper.hold(Phase.SAMPLE):
+        async with self.phase_lock.hold(Phase.SAMPLE):
             pass
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
@@ -420,7 +508,9 @@ class SimBackend:
         pass
 
     def fault(self) -> str | None:
-        return self.keeper.fault() or (None if self.machines.rank is not None else "the group restarts")
+        return self.phase_lock.fault() or (
+            None if self.machines.rank is not None else "the group restarts"
+        )
 
     async def status(self) -> dict[str, Any]:
         return {}

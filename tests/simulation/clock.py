@@ -1,4 +1,4 @@
-"""An event loop in which time is virtual and the order of what is ready comes from a seed."""
+"""An event loop with virtual time, in which a seed decides the order of ready callbacks."""
 
 import asyncio
 import random
@@ -10,11 +10,11 @@ END_S = 24 * 3600.0
 
 
 class Stuck(Exception):
-    """Nothing can happen any more, or a virtual day went by."""
+    """No callback or timer is left, or a virtual day has passed."""
 
 
 class _NoSelector(selectors.BaseSelector):
-    """Waits for nothing: it moves the clock to the next timer."""
+    """A selector without files. Instead of waiting, it moves the clock to the next timer."""
 
     def __init__(self) -> None:
         self.loop: SimLoop | None = None
@@ -25,7 +25,7 @@ class _NoSelector(selectors.BaseSelector):
             raise Stuck("nothing is ready and no timer runs")
         self.loop.now += timeout
         if self.loop.now > END_S:
-            raise Stuck("a virtual day went by")
+            raise Stuck("a virtual day has passed")
         return []
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> Any:
@@ -42,6 +42,8 @@ class _NoSelector(selectors.BaseSelector):
 
 
 class SimLoop(asyncio.SelectorEventLoop):
+    """An event loop with virtual time, and random order of ready callbacks."""
+
     def __init__(self, seed: int):
         selector = _NoSelector()
         super().__init__(selector)

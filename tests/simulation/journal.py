@@ -1,6 +1,7 @@
-"""A journal in memory that can lose its last writes, refuse to write, and hold damaged snapshots.
+"""A journal in memory that can lose its last writes, refuse to write, and damage snapshots.
 
-`Disk` is what survives a crash; a `SimJournal` is one controller's hold on it.
+`Disk` contains the state that survives a crash. A `SimJournal` is the journal of one controller on
+it.
 """
 
 import asyncio
@@ -13,8 +14,8 @@ from skyrl_actors.journal.entries import (
     Accepted,
     Answered,
     Blob,
-    Books,
     Entry,
+    JournalState,
     Operation,
     SamplerOpened,
     SamplerRetired,
@@ -30,6 +31,8 @@ from skyrl_actors.messages.results import Result
 
 @dataclass
 class Disk:
+    """The durable state of journal and checkpoints."""
+
     epoch: int = 0
     operations: dict[int, Operation] = field(default_factory=dict)
     records: dict[str, bytes] = field(default_factory=dict)
@@ -37,25 +40,40 @@ class Disk:
     ended: set[str] = field(default_factory=set)
     samplers: dict[str, SamplerOpened] = field(default_factory=dict)
     snapshots: dict[tuple[str, int], SnapshotTaken] = field(default_factory=dict)
-    files: dict[str, object] = field(default_factory=dict)  # what ranks wrote, by folder
+    files: dict[str, object] = field(default_factory=dict)  # written by ranks, by folder
     damaged: set[str] = field(default_factory=set)
     full: bool = False
 
     def put(self, entry: Entry) -> None:
         if isinstance(entry, Accepted):
             assert entry.number not in self.operations, "a number was used twice"
-            assert all(op.request_id != entry.request_id for op in self.operations.values()), "a request id was used twice"
+            assert all(op.request_id != entry.request_id for op in self.operations.values()), (
+                "a request id was used twice"
+            )
             blob = self._record(f"p{entry.number}", entry.request)
             self.operations[entry.number] = Operation(
-                entry.number, entry.request_id, type(entry.request).__name__, entry.stream, entry.seq_id, entry.digest,
-                entry.model_id, entry.session_id, entry.accepted_at, blob,
-            )  # fmt: skip
+                entry.number,
+                entry.request_id,
+                type(entry.request).__name__,
+                entry.stream,
+                entry.seq_id,
+                entry.digest,
+                entry.model_id,
+                entry.session_id,
+                entry.accepted_at,
+                blob,
+            )
         elif isinstance(entry, Answered):
             before = self.operations[entry.number]
             assert before.answered_at is None, f"operation {entry.number} was answered twice"
             blob = self._record(f"r{entry.number}", entry.result)
             self.operations[entry.number] = replace(
-                before, answered_at=entry.answered_at, effect=entry.effect, failed=entry.failed, step=entry.step, result=blob
+                before,
+                answered_at=entry.answered_at,
+                effect=entry.effect,
+                failed=entry.failed,
+                step=entry.step,
+                result=blob,
             )
         elif isinstance(entry, SessionOpened):
             assert entry.session_id not in self.sessions
@@ -77,6 +95,8 @@ class Disk:
 
 
 class SimJournal:
+    """The journal of one controller, with random delays. A fenced journal must not write."""
+
     def __init__(self, disk: Disk, chance: random.Random):
         self.disk = disk
         self.chance = chance
@@ -91,7 +111,7 @@ class SimJournal:
         if self.dead:
             await asyncio.Event().wait()
 
-    async def open(self, holder: str) -> Books:
+    async def open(self, holder: str) -> JournalState:
         await self._pass_time()
         disk = self.disk
         disk.epoch += 1
@@ -100,23 +120,48 @@ class SimJournal:
         names = {s.session_id for s in live}
         owed = [op for op in disk.operations.values() if op.answered_at is None]
         snapshots = {s.model_id: s for s in sorted(disk.snapshots.values(), key=lambda s: s.number)}
-        created = [op for op in disk.operations.values() if op.kind == "CreateModel" and op.session_id in names]
+        created = [
+            op
+            for op in disk.operations.values()
+            if op.kind == "CreateModel" and op.session_id in names
+        ]
         needed = {op.number: op for op in owed}
         for creation in created:
             needed |= {op.number: op for op in self._changes(str(creation.model_id), snapshots)}
         ordered = tuple(needed[number] for number in sorted(needed))
-        recent = frozenset(op.request_id for op in disk.operations.values() if op.answered_at is not None)
+        recent = frozenset(
+            op.request_id for op in disk.operations.values() if op.answered_at is not None
+        )
         samplers = tuple(sorted(disk.samplers.values(), key=lambda s: s.number or 0))
-        return Books(
-            disk.epoch, max(disk.operations, default=0) + 1, tuple(live), samplers, ordered, tuple(snapshots.values()), recent
+        return JournalState(
+            disk.epoch,
+            max(disk.operations, default=0) + 1,
+            tuple(live),
+            samplers,
+            ordered,
+            tuple(snapshots.values()),
+            recent,
         )
 
     def _changes(self, model_id: str, snapshots: dict[str, SnapshotTaken]) -> list[Operation]:
-        """As the real one reads them: from the newest snapshot or the last step on, whichever is older."""
-        mine = [op for op in self.disk.operations.values() if op.model_id == model_id and op.answered_at is not None]
+        """Return operations after the newest snapshot or the last step, whichever is older.
+
+        The real journal reads the same ones.
+        """
+        mine = [
+            op
+            for op in self.disk.operations.values()
+            if op.model_id == model_id and op.answered_at is not None
+        ]
         steps = [op.number for op in mine if op.kind == "OptimStep" and op.effect != "none"]
-        since = min(max(steps), snapshots[model_id].number if model_id in snapshots else 0) if steps else 0
-        changed = [op for op in mine if op.effect != "none" or (op.kind == "ForwardBackward" and op.failed)]
+        since = (
+            min(max(steps), snapshots[model_id].number if model_id in snapshots else 0)
+            if steps
+            else 0
+        )
+        changed = [
+            op for op in mine if op.effect != "none" or (op.kind == "ForwardBackward" and op.failed)
+        ]
         return [op for op in changed if op.number >= since or op.kind == "CreateModel"]
 
     async def trimmed(self, model_id: str) -> int:
@@ -125,7 +170,9 @@ class SimJournal:
 
     async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
         await self._pass_time()
-        mine = [op for op in self.disk.operations.values() if op.stream == stream and op.number < before]
+        mine = [
+            op for op in self.disk.operations.values() if op.stream == stream and op.number < before
+        ]
         answered = [op for op in mine if op.answered_at is not None and op.seq_id is not None]
         return sorted(answered, key=lambda op: op.number)[-limit:]
 
@@ -153,11 +200,17 @@ class SimJournal:
 
     async def find(self, request_id: str) -> Operation | None:
         await self._pass_time()
-        return next((op for op in self.disk.operations.values() if op.request_id == request_id), None)
+        return next(
+            (op for op in self.disk.operations.values() if op.request_id == request_id), None
+        )
 
     async def operations(self, model_id: str, after: int, upto: int) -> list[Operation]:
         await self._pass_time()
-        found = [op for op in self.disk.operations.values() if op.model_id == model_id and after < op.number <= upto]
+        found = [
+            op
+            for op in self.disk.operations.values()
+            if op.model_id == model_id and after < op.number <= upto
+        ]
         return sorted(found, key=lambda op: op.number)
 
     async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
@@ -172,7 +225,9 @@ class SimJournal:
     async def drop_staging(self, staging: Path) -> None:
         pass
 
-    async def seal_snapshot(self, staging: Path, model_id: str, number: int, step: int) -> SnapshotTaken:
+    async def seal_snapshot(
+        self, staging: Path, model_id: str, number: int, step: int
+    ) -> SnapshotTaken:
         snapshot = SnapshotTaken(model_id, number, step, str(staging), 1, 0.0)
         await self.write(snapshot)
         if self.chance.random() < 0.2:

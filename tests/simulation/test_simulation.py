@@ -1,16 +1,16 @@
-"""A few hundred seeds of the simulated service, and the proof that a broken promise would be seen."""
+"""A few hundred seeds of the simulated service, and mutants that its checks must notice."""
 
 import gc
 from collections.abc import Iterator
 
 import pytest
 
-from skyrl_actors.colocation.gate import Gate
-from skyrl_actors.colocation.keeper import MoveFailed, PhaseKeeper
+from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock, MoveFailed
+from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
-from skyrl_actors.controller.recovery import Recovery
-from skyrl_actors.controller.room import Room
+from skyrl_actors.controller.model_capacity import ModelCapacity
+from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
 from skyrl_actors.messages.errors import InternalError
 from tests.simulation import clock
@@ -18,58 +18,63 @@ from tests.simulation.world import run_many, run_seed
 
 SEEDS = 300
 MUTANT_SEEDS = 120
-HEALED = PhaseKeeper._healed
-LONGEST_S = 250.0  # virtual; none of these seeds takes so long when no promise is broken
+REPAIRED = ColocatedPhaseLock._healed
+LONGEST_S = 250.0  # virtual time; without a mutant none of these seeds takes that long
 
 
 @pytest.fixture(autouse=True, scope="module")
 def light_heap() -> Iterator[None]:
-    """What other tests left in memory need not be looked through for every seed."""
+    """Exclude objects of other tests from the garbage collection of each seed."""
     gc.freeze()
     yield
-    gc.collect()  # loops that mutants left half-way: their finalizers disturb what happens to run when they go (ast.parse of Python 3.11)
+    # Collect the loops of mutants here: their finalizers disturb other code when they run later
+    # (ast.parse of Python 3.11).
+    gc.collect()
     gc.unfreeze()
 
 
-def test_no_seed_breaks_a_promise():
+def test_all_seeds_pass():
     assert run_many(range(SEEDS)) == []
 
 
-def test_seeds_kill_controllers_and_repeat_themselves():
+def test_seeds_kill_controllers_and_are_reproducible():
     crashes = [run_seed(seed) for seed in range(20)]
-    assert sum(crashes) > 20  # else nothing is tried
+    assert sum(crashes) > 20  # fewer crashes would test nothing
     assert [run_seed(seed) for seed in range(20)] == crashes
 
 
-def _applies_again(self, epoch, model_id, turn, method, *args):
-    """A rank that forgets what it did."""
+def _applies_repeats(self, epoch, model_id, precondition, method, *args):
+    """A rank that applies repeated operations again."""
     self.fence(epoch)
-    if turn.number is None:
+    if precondition.number is None:
         return getattr(self.worker, method)(*args)
-    return self._apply(model_id, turn.number, method, args)
+    return self._apply(model_id, precondition.number, method, args)
 
 
-def _any_state(self, model_id, turn):
-    """A rank that does as told by whoever, to whatever it holds."""
+def _accepts_any_state(self, model_id, precondition):
+    """A rank that checks neither the epoch of the controller nor the state of the model."""
     self.fence = lambda epoch: None
     self._whole(model_id)
 
 
-async def _answers_before_it_is_written(self, op, outcome, step=None):
+async def _answers_without_the_journal(self, op, outcome, step=None):
+    """A ledger that shows answers without writing them."""
     del self.ops[op.request_id]
-    self.queue.finish(op.request_id, op.line)
+    self.queue.finish(op.request_id, op.model_id)
     self.results.resolve(op.request_id, outcome.result)
 
 
-async def _leaves_out_the_replay(self, spec, operation, turn):
-    pass
+async def _replays_nothing(self, spec, operation, precondition):
+    """A replayer that restores snapshots only."""
 
 
-async def _lets_lost_weights_be(self, sampler):
+async def _rebuilds_no_weights(self, sampler):
+    """Lanes that do not rebuild lost weights of samplers."""
     return False
 
 
-def _torn_counts_as_whole(self, model_id, number, method, args):
+def _records_failed_operations(self, model_id, number, method, args):
+    """A rank that records an operation as applied although it failed half-way."""
     result = None
     try:
         result = getattr(self.worker, method)(*args)
@@ -78,21 +83,21 @@ def _torn_counts_as_whole(self, model_id, number, method, args):
     return result
 
 
-def _does_not_heal(self, move, reason):
-    """A keeper that tries again and makes nothing anew."""
+def _repairs_nothing(self, move, reason):
+    """A phase lock that retries a failed move without restarting its processes."""
     return MoveFailed(reason, self._healing.failed(str(move), reason).pause_s)
 
 
-def _believes_that_nothing_moved(self, move, reason):
-    """What failed is made anew, and the keeper goes on from what it believed before."""
+def _assumes_that_nothing_moved(self, move, reason):
+    """A phase lock that restarts the processes and assumes the same resident parts as before."""
     before = self._resident
-    failed = HEALED(self, move, reason)
+    failed = REPAIRED(self, move, reason)
     self._resident = before
     return failed
 
 
-def _tells_who_waits(self, wanted, error):
-    """A gate that does not try again."""
+def _fails_all_waiters(self, wanted, error):
+    """A state lock that does not retry."""
     self._changing = None
     for key, ticket in list(self._waiters):
         if key == wanted and not ticket.done():
@@ -100,11 +105,13 @@ def _tells_who_waits(self, wanted, error):
             ticket.set_exception(InternalError(f"could not enter {wanted}: {error}"))
 
 
-def _gives_room_to_all(self, kind):
+def _grants_without_limit(self, kind):
+    """A capacity without a limit."""
     return next(iter(self._present(kind)), None)
 
 
-def _forgets_who_has_room(self, able, residents):
+def _ignores_resident_models(self, able, residents):
+    """A capacity that does not count present models after a start."""
     self._able = able
     self._grant()
 
@@ -112,26 +119,26 @@ def _forgets_who_has_room(self, able, residents):
 @pytest.mark.parametrize(
     ("cls", "name", "mutant"),
     [
-        (ExactlyOnce, "apply", _applies_again),
-        (ExactlyOnce, "_check_state", _any_state),
-        (ExactlyOnce, "_apply", _torn_counts_as_whole),
-        (Ledger, "answer", _answers_before_it_is_written),
-        (Recovery, "_replay", _leaves_out_the_replay),
-        (Lanes, "_frozen_again", _lets_lost_weights_be),
-        (PhaseKeeper, "_healed", _does_not_heal),
-        (PhaseKeeper, "_healed", _believes_that_nothing_moved),
-        (Gate, "_fail", _tells_who_waits),
-        (Room, "_next", _gives_room_to_all),
-        (Room, "begin", _forgets_who_has_room),
+        (ExactlyOnce, "apply", _applies_repeats),
+        (ExactlyOnce, "_check_state", _accepts_any_state),
+        (ExactlyOnce, "_apply", _records_failed_operations),
+        (Ledger, "answer", _answers_without_the_journal),
+        (Replayer, "_replay", _replays_nothing),
+        (Lanes, "_rebuilt_weights", _rebuilds_no_weights),
+        (ColocatedPhaseLock, "_healed", _repairs_nothing),
+        (ColocatedPhaseLock, "_healed", _assumes_that_nothing_moved),
+        (StateLock, "_fail", _fails_all_waiters),
+        (ModelCapacity, "_next", _grants_without_limit),
+        (ModelCapacity, "begin", _ignores_resident_models),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_broken_promise_is_seen(monkeypatch: pytest.MonkeyPatch, cls: type, name: str, mutant):
+def test_every_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, cls: type, name: str, mutant):
     monkeypatch.setattr(cls, name, mutant)
     monkeypatch.setattr(clock, "END_S", LONGEST_S)
     for seed in range(MUTANT_SEEDS):
         try:
             run_seed(seed)
-        except Exception:  # noqa: BLE001  whatever it was, it was seen
+        except Exception:  # noqa: BLE001  any failure shows that the mutant was noticed
             return
     pytest.fail(f"{MUTANT_SEEDS} seeds did not notice it")

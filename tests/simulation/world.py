@@ -1,6 +1,6 @@
-"""One simulated service from one seed: tenants that train, a controller that dies at any await, and the check.
+"""Simulate a service from one seed: tenants train, controllers die, and results are checked.
 
-python -m tests.simulation.world 1234          # one seed, with its story
+python -m tests.simulation.world 1234          # one seed, with a log of its events
 python -m tests.simulation.world --count 10000
 """
 
@@ -22,7 +22,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, RestartConfig, TinyBase
+from skyrl_actors.config.cluster import (
+    ClusterConfig,
+    JournalConfig,
+    LimitsConfig,
+    RestartConfig,
+    TinyBase,
+)
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.encoding import encode
 from skyrl_actors.messages import requests as rq
@@ -35,24 +41,33 @@ from tests.simulation.clock import SimLoop
 from tests.simulation.journal import Disk, SimJournal
 
 T = TypeVar("T")
-SETTLED_S = 10.0  # longer than a move that hangs, and what is made anew after it
+SETTLED_S = 10.0  # longer than a hanging move and the restart after it
 CONFIG = ClusterConfig(
     base_model=TinyBase(name="tiny"),
-    journal=JournalConfig(snapshot_operations=3, snapshot_s=1e9, sweep_s=1e9),  # sweeps run in real threads
+    journal=JournalConfig(
+        snapshot_operations=3,
+        snapshot_s=1e9,
+        sweep_s=1e9,  # no sweeps, because they run in real threads
+    ),
     restart=RestartConfig(attempts=1000),
-    limits=LimitsConfig(session_timeout_s=1e9, session_silent_s=10.0, create_wait_s=1e5, result_ttl_s=1.0),
+    limits=LimitsConfig(
+        session_timeout_s=1e9, session_silent_s=10.0, create_wait_s=1e5, result_ttl_s=1.0
+    ),
     checkpoint_dir=Path("/nonexistent"),
 )
 
 
 @dataclass
 class World:
+    """The simulated service: machines, a disk, and one controller at a time."""
+
     seed: int
-    say: Callable[[str], None] = lambda text: None
+    report: Callable[[str], None] = lambda text: None
     disk: Disk = field(default_factory=Disk)
     crashes: int = 0
-    to_leave: int = 0  # tenants that must go for the others to have room
-    silent: set[str] = field(default_factory=set)  # sessions; silence is counted anew by each controller
+    to_leave: int = 0  # number of tenants that must end so that the others fit
+    # Sessions without heartbeats. Each controller counts the silence from its own start.
+    silent: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -62,11 +77,16 @@ class World:
         self.born = asyncio.Event()
 
     async def begin(self) -> None:
-        """A new controller on the same disk and machines."""
+        """Start a new controller on the same disk and machines."""
         while self.controller is None:
-            controller = Controller(CONFIG, SimBackend(self.machines), SimJournal(self.disk, self.chance), wall=self._wall)
+            controller = Controller(
+                CONFIG,
+                SimBackend(self.machines),
+                SimJournal(self.disk, self.chance),
+                wall=self._wall,
+            )
             controller._disk.run = _nothing  # the disk is simulated
-            if self.chance.random() < 0.5:  # payloads of requests that wait are in the journal only
+            if self.chance.random() < 0.5:  # payloads of waiting requests leave memory
                 controller._ledger.memory.limit, controller._ledger.memory.small = 4000, 200
                 controller.results._limit_bytes = 4000
             died = asyncio.ensure_future(self.life.wait())
@@ -78,7 +98,7 @@ class World:
                 started.result()
                 self.controller, self.starting = controller, None
                 self.born.set()
-                self.say(f"{self.now:.3f} controller of epoch {controller.epoch} runs")
+                self.report(f"{self.now:.3f} controller of epoch {controller.epoch} runs")
             else:
                 self.life = asyncio.Event()
 
@@ -87,11 +107,11 @@ class World:
         return asyncio.get_running_loop().time()
 
     def _wall(self) -> float:
-        """A clock that jumps, also back."""
+        """Return the time of a clock that jumps, also back."""
         return self.now + self.chance.uniform(-1000, 1000)
 
     def crash(self) -> None:
-        """The controller stops where it is: nothing it awaits ever returns."""
+        """Stop the controller: none of its awaits returns."""
         victim = self.controller or self.starting
         if victim is None:
             return
@@ -108,30 +128,36 @@ class World:
             self.restarting = asyncio.ensure_future(self.begin())
 
     async def call(self, make: Callable[[Controller], Awaitable[T]]) -> T:
-        """As ingress and SDK together: again and again until an answer arrives."""
+        """Call the controller until an answer arrives, as ingress and SDK together do."""
         while True:
             await self.born.wait()
             controller, life = self.controller, self.life
             assert controller is not None
-            died, answer = asyncio.ensure_future(life.wait()), asyncio.ensure_future(make(controller))
+            died, answer = (
+                asyncio.ensure_future(life.wait()),
+                asyncio.ensure_future(make(controller)),
+            )
             await asyncio.wait([died, answer], return_when=asyncio.FIRST_COMPLETED)
             died.cancel()
             if answer.done() and not life.is_set():
                 try:
                     result = answer.result()
                 except InternalError as error:
-                    self.say(f"{self.now:.3f} again: {error}")
+                    self.report(f"{self.now:.3f} again: {error}")
                     await asyncio.sleep(self.chance.random())
                     continue
                 if self.chance.random() < 0.1:
-                    self.say(f"{self.now:.3f} an answer is lost on its way")
+                    self.report(f"{self.now:.3f} an answer is lost")
                     continue
                 return result
             answer.add_done_callback(lambda future: future.cancelled() or future.exception())
 
     async def run(self, request: rq.Request) -> rs.Result:
+        """Submit a request and return its answer."""
         stamp = f"r{self.chance.getrandbits(64):016x}"
-        request_id = await self.call(lambda c: c.submit(request, stamp if self.chance.random() < 0.5 else None))
+        request_id = await self.call(
+            lambda c: c.submit(request, stamp if self.chance.random() < 0.5 else None)
+        )
         return await self.answer(request_id)
 
     async def answer(self, request_id: str) -> rs.Result:
@@ -139,11 +165,13 @@ class World:
             result = await self.call(lambda c: c.retrieve(request_id, 1.0))
             if result is not None:
                 return result
-            await asyncio.sleep(0.1)  # time must pass, also when an answer is wrongly nothing at all
+            await asyncio.sleep(
+                0.1
+            )  # virtual time must pass, even if a mutant returns None at once
 
 
 class Tenant:
-    """A client with one model, and the sequential truth it compares every answer with."""
+    """A client with one model. It compares every answer with a reference without faults."""
 
     def __init__(self, world: World, number: int):
         self.world = world
@@ -169,7 +197,7 @@ class Tenant:
             await self.leave()
 
     async def leave(self) -> None:
-        """Others wait for its room. It says goodbye, or is not heard of any more."""
+        """Free the capacity for other tenants: finish the session, or stop its heartbeats."""
         self.has_left = True
         await self.check()
         if self.chance.random() < 0.5:
@@ -178,14 +206,17 @@ class Tenant:
             self.world.silent.add(self.session)
 
     async def check(self) -> None:
+        """Compare a forward pass with the reference."""
         request, expected = self._forward()
         assert encode(await self.world.run(request)) == encode(expected)
 
     async def _some(self) -> int:
-        """A few requests, sent in order; the answers are awaited afterwards, as the SDK's pipelining does."""
+        """Send a few requests in order, then await the answers, as a pipelining SDK does."""
         sent = []
         for _ in range(self.chance.randint(1, 4)):
-            verb = self.chance.choice([self._batch, self._batch, self._forward, self._step, self._sampler])
+            verb = self.chance.choice(
+                [self._batch, self._batch, self._forward, self._step, self._sampler]
+            )
             request, expected = verb()
             stamp = f"r{self.chance.getrandbits(64):016x}"
             request_id = await self.world.call(lambda c, r=request, s=stamp: c.submit(r, s))
@@ -196,8 +227,10 @@ class Tenant:
                 self.saved.append((str(result.sampler_id), expected))
                 await self._sample(*self.saved[-1])
             else:
-                assert encode(result) == encode(expected), f"{request}: {result} instead of {expected}"
-        if self.saved and self.chance.random() < 0.3:  # whatever was trained since
+                assert encode(result) == encode(expected), (
+                    f"{request}: {result} instead of {expected}"
+                )
+        if self.saved and self.chance.random() < 0.3:  # weights from before later steps
             await self._sample(*self.chance.choice(self.saved[-3:]))
         return len(sent)
 
@@ -206,22 +239,30 @@ class Tenant:
         return self.seq
 
     def _columns(self) -> Any:
-        tokens = np.asarray([self.chance.randint(0, 319) for _ in range(self.chance.randint(1, 4))], np.int32)
+        tokens = np.asarray(
+            [self.chance.randint(0, 319) for _ in range(self.chance.randint(1, 4))], np.int32
+        )
         return columns_from([Example(tokens, {"target_tokens": tokens})])
 
     def _batch(self) -> tuple[rq.Request, Any]:
         columns = self._columns()
-        request = rq.ForwardBackward(self.spec.model_id, columns, LossCall("cross_entropy", {}), seq_id=self._next())
+        request = rq.ForwardBackward(
+            self.spec.model_id, columns, LossCall("cross_entropy", {}), seq_id=self._next()
+        )
         return request, self.truth.add(self.spec.model_id, columns, False)
 
     def _forward(self) -> tuple[rq.Request, Any]:
         columns = self._columns()
-        request = rq.ForwardBackward(self.spec.model_id, columns, LossCall("cross_entropy", {}), True, self._next())
+        request = rq.ForwardBackward(
+            self.spec.model_id, columns, LossCall("cross_entropy", {}), True, self._next()
+        )
         return request, self.truth.add(self.spec.model_id, columns, True)
 
     def _step(self) -> tuple[rq.Request, Any]:
         adam = AdamParams(learning_rate=self.chance.random())
-        return rq.OptimStep(self.spec.model_id, adam, self._next()), rs.StepDone(self.truth.optim_step(self.spec.model_id, adam))
+        return rq.OptimStep(self.spec.model_id, adam, self._next()), rs.StepDone(
+            self.truth.optim_step(self.spec.model_id, adam)
+        )
 
     def _sampler(self) -> tuple[rq.Request, Any]:
         self.samplers += 1
@@ -234,7 +275,9 @@ class Tenant:
         result = await self.world.run(rq.Sample(sampler_id, (1, 2), params, seq_id=self._next()))
         assert isinstance(result, rs.SampleOutput), result
         drawn = np.frombuffer(bytes.fromhex(chained(weights, (1, 2), params.seed)), np.uint8)[:4]
-        assert result.sequences[0].tokens.tolist() == drawn.tolist(), "a sampler did not answer from its own weights"
+        assert result.sequences[0].tokens.tolist() == drawn.tolist(), (
+            "a sampler used other weights than its own"
+        )
 
 
 async def _nothing(*_: Any) -> None:
@@ -242,16 +285,16 @@ async def _nothing(*_: Any) -> None:
 
 
 async def faults(world: World) -> None:
-    """At moments and of kinds that the seed chooses, until the tenants are done."""
+    """Cause faults in an endless loop; the seed decides their times and kinds."""
     kinds = ("crash", "rank", "half", "full disk", "power", "no memory")
     weights = [world.chance.random() for _ in kinds]
     pause_s = world.chance.choice([0.1, 0.3, 1.0])
     while True:
         await asyncio.sleep(world.chance.expovariate(1 / pause_s))
         kind = world.chance.choices(kinds, weights)[0]
-        world.say(f"{world.now:.3f} {kind}")
+        world.report(f"{world.now:.3f} {kind}")
         if kind in ("crash", "power") and world.silent - world.disk.ended:
-            continue  # else no session would ever be silent for long
+            continue  # otherwise no session would be silent for long enough
         if kind == "crash":
             world.crash()
         elif kind == "rank":
@@ -272,7 +315,7 @@ async def faults(world: World) -> None:
 
 
 async def heartbeats(world: World, tenants: list[Tenant]) -> None:
-    """Of clients that are there, also when they have nothing to ask."""
+    """Send heartbeats of all active tenants in an endless loop."""
     while True:
         await asyncio.sleep(1.0)
         for tenant in tenants:
@@ -281,14 +324,15 @@ async def heartbeats(world: World, tenants: list[Tenant]) -> None:
                     world.controller.heartbeat(tenant.session)
 
 
-async def simulate(seed: int, say: Callable[[str], None]) -> int:
-    world = World(seed, say)
+async def simulate(seed: int, report: Callable[[str], None]) -> int:
+    """Run one seed. Return the number of controllers that died."""
+    world = World(seed, report)
     await world.begin()
     tenants = [Tenant(world, number) for number in range(world.chance.randint(1, 3))]
     world.to_leave = max(0, len(tenants) - world.machines.places)
     trouble = asyncio.ensure_future(faults(world))
     alive = asyncio.ensure_future(heartbeats(world, tenants))
-    most = 8 if world.to_leave else 25  # those that wait for each other take longer
+    most = 8 if world.to_leave else 25  # tenants that wait for each other take longer
     await asyncio.gather(*(tenant.live(world.chance.randint(5, most)) for tenant in tenants))
     trouble.cancel()
     world.disk.full = False
@@ -300,33 +344,41 @@ async def simulate(seed: int, say: Callable[[str], None]) -> int:
 
 
 async def check(world: World, tenants: list[Tenant]) -> None:
-    """After the last answer: every state is the sequential one, no rank was given more models than it has room for, and
-    the journal has answered all it accepted."""
-    assert not world.machines.crowded, f"a rank with room for {world.machines.places} held {world.machines.crowded[0]}"
+    """Check the end state of the service.
+
+    Each model equals its reference. No rank held more models than fit. The journal has an answer
+    for each accepted request.
+    """
+    assert not world.machines.crowded, (
+        f"a rank for {world.machines.places} models held {world.machines.crowded[0]}"
+    )
     for tenant in tenants:
         if tenant.has_left:
             continue
         await tenant.check()
         assert world.machines.rank is not None
-        found, truth = world.machines.rank.worker.states[tenant.spec.model_id], tenant.truth.states[tenant.spec.model_id]
+        found, truth = (
+            world.machines.rank.worker.states[tenant.spec.model_id],
+            tenant.truth.states[tenant.spec.model_id],
+        )
         assert found == truth, f"{tenant.spec.model_id}: {found} instead of {truth}"
-    for _ in range(100):  # what sessions that ended had queued is answered beside the rest
+    for _ in range(100):  # queued requests of ended sessions are answered in the background
         if all(op.answered_at is not None for op in world.disk.operations.values()):
             return
         await asyncio.sleep(0.1)
     raise AssertionError("an accepted request was never answered")
 
 
-def run_seed(seed: int, say: Callable[[str], None] = lambda text: None) -> int:
-    """Raises when the simulated service broke a promise. Returns how often its controller died."""
+def run_seed(seed: int, report: Callable[[str], None] = lambda text: None) -> int:
+    """Run one seed and return how often its controller died. Raises when a check fails."""
     logging.getLogger("skyrl_actors").setLevel(logging.CRITICAL)
     gc.collect()
-    gc.disable()  # it would close what a dead controller awaited at a moment that no seed decides
+    gc.disable()  # it would close coroutines of a dead controller at times that no seed decides
     loop = SimLoop(seed)
     asyncio.set_event_loop(loop)
     loop.set_exception_handler(lambda _, context: None)
     try:
-        return loop.run_until_complete(simulate(seed, say))
+        return loop.run_until_complete(simulate(seed, report))
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -338,38 +390,43 @@ def run_seed(seed: int, say: Callable[[str], None] = lambda text: None) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seed", type=int, nargs="?", help="replay this one and tell what happens")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("seed", type=int, nargs="?", help="replay this seed and print its events")
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
     if options.seed is not None:
-        print(f"held: {run_seed(options.seed, print)} controllers died")
+        print(f"passed: {run_seed(options.seed, print)} controllers died")
         return
     broken = run_many(range(options.first, options.first + options.count))
-    sys.exit(f"{len(broken)} seeds broke a promise" if broken else 0)
+    sys.exit(f"{len(broken)} seeds failed" if broken else 0)
 
 
 def verdict(seed: int) -> tuple[int, int, str | None]:
-    """The seed, how often its controller died, and what broke."""
+    """Return the seed, how often its controller died, and the traceback of a failure."""
     try:
         return seed, run_seed(seed), None
-    except Exception:  # noqa: BLE001  whatever broke, the seed is what counts
+    except Exception:  # noqa: BLE001  any failure is reported with its seed
         return seed, 0, traceback.format_exc()
 
 
 def run_many(seeds: range) -> list[int]:
-    """Seeds that broke a promise, each printed with how to replay it."""
+    """Return the seeds that failed. Print each with the command that replays it."""
     started, crashes, broken = time.perf_counter(), 0, []
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for done, (seed, died, story) in enumerate(pool.map(verdict, seeds, chunksize=10), start=1):
+        verdicts = pool.map(verdict, seeds, chunksize=10)
+        for done, (seed, died, trace) in enumerate(verdicts, start=1):
             crashes += died
-            if story is not None:
+            if trace is not None:
                 broken.append(seed)
-                print(f"{story}seed {seed} broke; replay it with: python -m tests.simulation.world {seed}", flush=True)
+                command = f"python -m tests.simulation.world {seed}"
+                print(f"{trace}seed {seed} failed; replay it with: {command}", flush=True)
             if done % 500 == 0 or done == len(seeds):
                 spent = time.perf_counter() - started
-                print(f"{done} seeds, {crashes} controllers died, {len(broken)} broke, {spent:.0f} s", flush=True)
+                counts = f"{done} seeds, {crashes} controllers died, {len(broken)} failed"
+                print(f"{counts}, {spent:.0f} s", flush=True)
     return broken
 
 

@@ -1,4 +1,7 @@
-"""Bytes that torch's allocator on the CPU gave out, by its profiler: also those that an operation takes inside itself."""
+"""Measure the bytes allocated by torch on the CPU, with its profiler.
+
+This includes memory that an operation allocates internally.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most that existed at a time, beyond what there was before."""
+    """Return the largest number of bytes at a time, beyond those before the call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     held = peak = 0

@@ -1,4 +1,4 @@
-"""Verbs of a rank in unusual orders: forward passes, loads and saves between a gradient and its step."""
+"""Verbs of a rank in unusual orders: forwards, loads and saves between a gradient and its step."""
 
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,20 @@ Outputs = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
 
 
 class Models:
-    """Models that take every verb one after the other, or rows of all in one pass.
+    """Models that run every verb one after another, or share passes.
 
-    A step is one of plain gradient descent, of this length: Adam's own division would enlarge the rounding of small gradients.
+    A step is plain gradient descent with this length. Adam's division would enlarge the rounding
+    errors of small gradients.
     """
 
-    def __init__(self, worker: TorchWorker, names: list[str], data: list[Columns], together: bool, length: float):
+    def __init__(
+        self,
+        worker: TorchWorker,
+        names: list[str],
+        data: list[Columns],
+        together: bool,
+        length: float,
+    ):
         self._worker, self.names, self._data, self._together = worker, names, data, together
         self._adam = AdamParams(length * 1e6, 0.0, 0.0, 1e6, 0.0, 1.0)
         self._loss = losses.find("cross_entropy").checked({})
@@ -33,7 +41,9 @@ class Models:
     def _computed(self, columns: Columns, forward_only: bool) -> list[Any]:
         calls = [(name, columns, self._loss) for name in self.names]
         batches = [calls] if self._together else [[call] for call in calls]
-        outcomes = [outcome for batch in batches for outcome in run(self._worker, batch, forward_only)]
+        outcomes = [
+            outcome for batch in batches for outcome in run(self._worker, batch, forward_only)
+        ]
         assert not any(isinstance(outcome, Refused) for outcome in outcomes)
         return [(outcome.rows, outcome.values) for outcome in outcomes]
 
@@ -56,36 +66,51 @@ class Models:
             self._worker.load_checkpoint(name, str(folder / name), with_optimizer=True)
 
     def publish(self, folder: Path) -> None:
-        """The file holds the weights as they are before the step that follows."""
+        """Publish the weights. The file holds the weights before the next step."""
         for name in self.names:
             weights = gathered(self._worker, name, "weights")
             path = folder / f"{name}@1"
             self._worker.export_weights(name, str(path), f"{name}@1", checksums=False)
             if self._worker.spec.rank == 0:
-                assert torch.equal(_in_file(path, weights), torch.cat([w.reshape(-1) for w in weights.values()]))
+                assert torch.equal(
+                    _in_file(path, weights), torch.cat([w.reshape(-1) for w in weights.values()])
+                )
 
 
 def _in_file(path: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    """[P] in the order of `weights`, of a flat file or of a peft folder."""
+    """Return [P] in the order of `weights`, from a flat file or a peft folder."""
     if path.is_file():
         return torch.from_numpy(np.fromfile(path, np.float32))
     with TensorFiles(path / "adapter_model.safetensors") as files:
-        return torch.cat([whole(files, f"base_model.model.{name}.weight").reshape(-1) for name in weights])
+        return torch.cat(
+            [whole(files, f"base_model.model.{name}.weight").reshape(-1) for name in weights]
+        )
 
 
 def orders(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: list[Columns], folder: str, options: dict[str, Any]
-) -> dict[str, Outputs]:  # fmt: skip
-    """Log-probabilities after each order, of a full fine-tune and of adapters."""
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    data: list[Columns],
+    folder: str,
+    options: dict[str, Any],
+) -> dict[str, Outputs]:
+    """Return the log-probabilities after each order, of a full fine-tune and of adapters."""
     worker = worker_of(rank, world, port, base, strategy, export_dtype="float32", **options)
     worker.create_model(ModelSpec(REFERENCE, "tiny", lora=LoraSpec(2)))
     full = Models(worker, ["m"], data, together=False, length=2.0)
-    shared, alone = (Models(worker, [f"a{t}", f"b{t}"], data, together=t, length=0.2) for t in (True, False))
+    shared, alone = (
+        Models(worker, [f"a{t}", f"b{t}"], data, together=t, length=0.2) for t in (True, False)
+    )
     worker.create_model(ModelSpec("m", "tiny"))
     for name in (*shared.names, *alone.names):
         worker.create_model(ModelSpec(name, "tiny", lora=LoraSpec(4), seed=ord(name[0])))
         state: Any = worker.models[name].state
-        state.weights.add_(torch.randn(len(state.weights), generator=torch.Generator().manual_seed(5)) * 0.05)
+        state.weights.add_(
+            torch.randn(len(state.weights), generator=torch.Generator().manual_seed(5)) * 0.05
+        )
     reference = Models(worker, [REFERENCE], data, together=False, length=0.0)
     kinds = {"full": full, "adapters in one pass": shared, "adapters one by one": alone}
     return {kind: _all_orders(models, reference, Path(folder)) for kind, models in kinds.items()}

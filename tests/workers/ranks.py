@@ -1,4 +1,4 @@
-"""Training ranks as plain processes, without Ray: each runs the same function, and what they return comes back in order."""
+"""Training ranks as plain processes, without Ray. Each rank runs the same function."""
 
 import importlib
 import multiprocessing as mp
@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 class Ranks:
-    """Waiting processes of one process group, as an engine may keep that for good."""
+    """Idle processes of one process group, because an engine can keep its group permanently."""
 
     def __init__(self, count: int, timeout_s: float = TIMEOUT_S):
         self._port = free_port()
@@ -37,20 +37,34 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """function(rank, world_size, port, *args) on each rank."""
+        """Run function(rank, world_size, port, *args) on each rank; return the results in order."""
         for rank, pipe in enumerate(self._pipes):
-            pipe.send((function.__module__, function.__name__, (rank, len(self._pipes), self._port, *args)))
+            pipe.send(
+                (
+                    function.__module__,
+                    function.__name__,
+                    (rank, len(self._pipes), self._port, *args),
+                )
+            )
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + self._timeout_s
         while len(answers) < len(self._pipes) and time.monotonic() < deadline:
-            for pipe in wait([p for i, p in enumerate(self._pipes) if i not in answers], timeout=1.0):
+            for pipe in wait(
+                [p for i, p in enumerate(self._pipes) if i not in answers], timeout=1.0
+            ):
                 answers[self._pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
             if any(not good for good, _ in answers.values()):
-                deadline = min(deadline, time.monotonic() + 2.0)  # the others may wait for it for ever
+                # The other ranks can wait for the failed one forever.
+                deadline = min(deadline, time.monotonic() + 2.0)
         if len(answers) < len(self._pipes):
             self.close()
-        failed = [answers[i][1] if i in answers else f"rank {i} did not answer" for i in range(len(self._pipes))]
-        assert all(i in answers and answers[i][0] for i in range(len(self._pipes))), "\n".join(map(str, failed))
+        failed = [
+            answers[i][1] if i in answers else f"rank {i} did not answer"
+            for i in range(len(self._pipes))
+        ]
+        assert all(i in answers and answers[i][0] for i in range(len(self._pipes))), "\n".join(
+            map(str, failed)
+        )
         return [answers[i][1] for i in range(len(self._pipes))]
 
     def close(self) -> None:
@@ -71,6 +85,6 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             answer = True, getattr(importlib.import_module(module), name)(*args)
-        except Exception:  # noqa: BLE001  said where the test runs
+        except Exception:  # noqa: BLE001  raised again by the caller
             answer = False, traceback.format_exc()
         pipe.send(answer)

@@ -1,4 +1,4 @@
-"""What ranks must compute, by plain transformers in float64, one row at a time."""
+"""Reference results for ranks: plain transformers in float64, one row at a time."""
 
 from pathlib import Path
 
@@ -15,8 +15,17 @@ from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_fro
 VOCAB = 128
 
 
-def batch(seed: int, lengths: tuple[int, ...], extra: tuple[str, ...] = (), targets: bool = True, vocab: int = VOCAB) -> Columns:
-    """Weights are real-valued, and 0 at about a third of the positions, as prompts have them."""
+def batch(
+    seed: int,
+    lengths: tuple[int, ...],
+    extra: tuple[str, ...] = (),
+    targets: bool = True,
+    vocab: int = VOCAB,
+) -> Columns:
+    """Return random columns.
+
+    Weights are real numbers, and 0 at about a third of the positions, as in prompts.
+    """
     rng = np.random.default_rng(seed)
     examples = []
     for n in lengths:
@@ -24,7 +33,10 @@ def batch(seed: int, lengths: tuple[int, ...], extra: tuple[str, ...] = (), targ
         fields: dict = {TARGETS: rng.integers(0, vocab, n).astype(np.int32)} if targets else {}
         fields["weights"] = weights.astype(np.float32)
         centre = -float(np.log(vocab))
-        fields |= {name: rng.normal(centre if name == "logprobs" else 0, 0.5, n).astype(np.float32) for name in extra}
+        fields |= {
+            name: rng.normal(centre if name == "logprobs" else 0, 0.5, n).astype(np.float32)
+            for name in extra
+        }
         examples.append(Example(rng.integers(0, vocab, n).astype(np.int32), fields))
     return columns_from(examples)
 
@@ -34,18 +46,22 @@ def inputs_of(name: str) -> tuple[str, ...]:
 
 
 class Reference:
-    """A float64 model with the gradients of what it was given."""
+    """A float64 model that accumulates gradients."""
 
     def __init__(self, folder: Path, value_head: Tensor | None = None):
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         self.model.train()
-        self.value_weight = None if value_head is None else torch.nn.Parameter(value_head.double().clone())
-        self.value_bias = None if value_head is None else torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.value_weight = (
+            None if value_head is None else torch.nn.Parameter(value_head.double().clone())
+        )
+        self.value_bias = (
+            None if value_head is None else torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        )
 
     def rows(self, columns: Columns) -> list[Tensor]:
-        """Logprobs of targets, or values, of each row."""
+        """Return logprobs of targets, or values, of each row."""
         found = []
         for i in range(columns.num_rows):
             where = columns.positions([i])
@@ -60,23 +76,41 @@ class Reference:
         return found
 
     def backward(self, name: str, columns: Columns, **options: float) -> float:
-        """Adds the gradient of the summed loss, from the registry's own function in float64."""
+        """Add the gradient of the summed loss, by the registry's loss function in float64."""
         entry = losses.find(name)
         total = torch.zeros((), dtype=torch.float64)
         for i, predicted in enumerate(self.rows(columns)):
             where = columns.positions([i])
-            inputs = {key: torch.full_like(predicted, value, requires_grad=False) for key, value in entry.optional.items()}
-            inputs |= {k: torch.tensor(v[where], dtype=torch.float64) for k, v in columns.fields.items() if k != TARGETS}
+            inputs = {
+                key: torch.full_like(predicted, value, requires_grad=False)
+                for key, value in entry.optional.items()
+            }
+            inputs |= {
+                k: torch.tensor(v[where], dtype=torch.float64)
+                for k, v in columns.fields.items()
+                if k != TARGETS
+            }
             call = entry.checked(options)
-            total = total + entry.terms(TorchOps([len(predicted)]), predicted, inputs, call.config).elementwise.sum()
+            total = (
+                total
+                + entry.terms(
+                    TorchOps([len(predicted)]), predicted, inputs, call.config
+                ).elementwise.sum()
+            )
         total.backward()
         return float(total.detach())
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in self.model.named_parameters()}
+        found = {
+            name: p.grad if p.grad is not None else torch.zeros_like(p)
+            for name, p in self.model.named_parameters()
+        }
         if self.value_weight is not None and self.value_bias is not None:
             assert self.value_weight.grad is not None and self.value_bias.grad is not None
-            found |= {"value_head.weight": self.value_weight.grad, "value_head.bias": self.value_bias.grad}
+            found |= {
+                "value_head.weight": self.value_weight.grad,
+                "value_head.bias": self.value_bias.grad,
+            }
         return found
 
     def clear(self) -> None:

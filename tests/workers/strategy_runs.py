@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of strategies: functions of (rank, world_size, port, …)."""
+"""Functions of (rank, world_size, port, …) that ranks run in the tests of strategies."""
 
 import gc
 from collections.abc import Sequence
@@ -9,7 +9,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from skyrl_actors import losses
-from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy, StrategyConfig
+from skyrl_actors.config.strategies import (
+    DeepSpeedStrategy,
+    Fsdp2Strategy,
+    ReplicaStrategy,
+    StrategyConfig,
+)
 from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
@@ -28,42 +33,88 @@ STRATEGIES: dict[str, StrategyConfig] = {
     "zero3": DeepSpeedStrategy(stage=3),
     "fsdp2": Fsdp2Strategy(),
 }
-READ_GRADIENT = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.9)  # exp_avg becomes the gradient, weights stay
+# The step makes exp_avg the gradient and leaves the weights.
+READ_GRADIENT = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.9)
 
 
-def worker_of(rank: int, world: int, port: int, base: str, strategy: StrategyConfig, **options: Any) -> TorchWorker:
+def worker_of(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, **options: Any
+) -> TorchWorker:
     role = options.pop("role", "policy")
     budget, dtype = options.pop("budget", 40), options.pop("dtype", "float32")
-    spec = WorkerSpec(role, rank, world, base, dtype, "cpu", 1, budget, 60.0, strategy, strategy, preload=False, **options)
+    spec = WorkerSpec(
+        role,
+        rank,
+        world,
+        base,
+        dtype,
+        "cpu",
+        1,
+        budget,
+        60.0,
+        strategy,
+        strategy,
+        preload=False,
+        **options,
+    )
     worker = TorchWorker(spec)
     worker.setup("127.0.0.1", port)
     return worker
 
 
-def run(worker: TorchWorker, calls: list[tuple[str, Columns, LossCall | None]], forward_only: bool = False) -> list[Any]:
+def run(
+    worker: TorchWorker,
+    calls: list[tuple[str, Columns, LossCall | None]],
+    forward_only: bool = False,
+) -> list[Any]:
     ranks = worker.spec.world_size // worker.spec.sequence_parallel
-    shares = assign_parts([columns.lengths for _, columns, _ in calls], ranks)[worker.spec.rank // worker.spec.sequence_parallel]
-    parts = tuple(PartCall(m, rows, columns, loss) for rows, (m, columns, loss) in zip(shares, calls, strict=True))
+    shares = assign_parts([columns.lengths for _, columns, _ in calls], ranks)[
+        worker.spec.rank // worker.spec.sequence_parallel
+    ]
+    parts = tuple(
+        PartCall(m, rows, columns, loss)
+        for rows, (m, columns, loss) in zip(shares, calls, strict=True)
+    )
     return worker.forward_backward(parts, forward_only)
 
 
 def one(
-    worker: TorchWorker, model_id: str, columns: Columns, name: str, forward_only: bool = False, **options: float
+    worker: TorchWorker,
+    model_id: str,
+    columns: Columns,
+    name: str,
+    forward_only: bool = False,
+    **options: float,
 ) -> RowOutput:
-    (outcome,) = run(worker, [(model_id, columns, losses.find(name).checked(options))], forward_only)
+    (outcome,) = run(
+        worker, [(model_id, columns, losses.find(name).checked(options))], forward_only
+    )
     if isinstance(outcome, Refused):
         raise outcome.error
     return outcome
 
 
 def gathered(worker: TorchWorker, model_id: str, kind: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in worker.models[model_id].state.tensors(kind) if tensor is not None}
+    return {
+        name: tensor.clone()
+        for name, tensor in worker.models[model_id].state.tensors(kind)
+        if tensor is not None
+    }
 
 
 def gradients_of_losses(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: dict[str, list[Columns]], options: dict[str, Any]
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    data: dict[str, list[Columns]],
+    options: dict[str, Any],
 ) -> dict[str, Any]:
-    """For each loss: its calls, one step that only reads the gradient, and the norm."""
+    """For each loss, return the gradient and the norm of its calls.
+
+    A step with a learning rate of 0 reads the gradient.
+    """
     worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny", options.get("role", "policy")))
     if options.get("role") == "critic":
@@ -78,7 +129,7 @@ def gradients_of_losses(
 
 
 def set_value_head(worker: TorchWorker) -> None:
-    """One that is not zero, so that the trunk has a gradient."""
+    """Set a value head that is not zero, so that the trunk has a gradient."""
     state = worker.models["m"].state
     from skyrl_actors.workers.tensor_files import InMemory
 
@@ -89,15 +140,23 @@ def set_value_head(worker: TorchWorker) -> None:
         holder = [weights]
         dist.broadcast_object_list(holder, 0)
         weights = holder[0]
-    weights["value_head.weight"] = torch.linspace(-0.3, 0.3, weights["value_head.weight"].numel()).view(1, -1)
+    weights["value_head.weight"] = torch.linspace(
+        -0.3, 0.3, weights["value_head.weight"].numel()
+    ).view(1, -1)
     state.load(InMemory(weights))
 
 
 def trajectory(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: Sequence[Columns | None],
-    adams: list[AdamParams], options: dict[str, Any],
-) -> tuple[dict[str, torch.Tensor], list[float]]:  # fmt: skip
-    """A step for each call, and for each None one without a call before it."""
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    data: Sequence[Columns | None],
+    adams: list[AdamParams],
+    options: dict[str, Any],
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Run a step after each call. For None, run a step without a call."""
     worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny", options.get("role", "policy")))
     norms = []
@@ -127,10 +186,17 @@ def train_and_save(
 
 
 def load_and_step(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, folder: str, own: list[Columns],
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    columns: Columns,
+    folder: str,
+    own: list[Columns],
     options: dict[str, Any],
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """One step behind what was saved; `own` was trained before, to be forgotten."""
+) -> dict[str, torch.Tensor]:
+    """Run one step after a load. `own` is trained before and must not matter."""
     worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     for other in own:
@@ -142,7 +208,7 @@ def load_and_step(
 
 
 def values_in_order(columns: Columns, outputs: list[Any]) -> np.ndarray:
-    """Per-token results of all ranks at their places."""
+    """Merge the per-token results of all ranks by position."""
     values = np.zeros(columns.shape, np.float32)
     for rows, given, _ in outputs:
         values[columns.positions(rows)] = given
@@ -150,18 +216,29 @@ def values_in_order(columns: Columns, outputs: list[Any]) -> np.ndarray:
 
 
 def tenants(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, specs: list[ModelSpec], data: list[list[Columns]],
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    specs: list[ModelSpec],
+    data: list[list[Columns]],
     options: dict[str, Any],
-) -> list[dict[str, torch.Tensor]]:  # fmt: skip
-    """Three calls of all tenants together; the gradients of each."""
+) -> list[dict[str, torch.Tensor]]:
+    """Run three calls of all tenants in shared passes, and return the gradients of each."""
     worker = worker_of(rank, world, port, base, strategy, **options)
     call = losses.find("ppo").checked({})
     for spec in specs:
         worker.create_model(spec)
         state: Any = worker.models[spec.model_id].state
-        state.weights.add_(torch.randn(len(state.weights), generator=torch.Generator().manual_seed(5)) * 0.05)
+        state.weights.add_(
+            torch.randn(len(state.weights), generator=torch.Generator().manual_seed(5)) * 0.05
+        )
     for calls in data:
-        run(worker, [(spec.model_id, columns, call) for spec, columns in zip(specs, calls, strict=True)])
+        run(
+            worker,
+            [(spec.model_id, columns, call) for spec, columns in zip(specs, calls, strict=True)],
+        )
     found = []
     for spec in specs:
         worker.optim_step(spec.model_id, READ_GRADIENT)
@@ -170,9 +247,16 @@ def tenants(
 
 
 def moved_about(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, data: list[Columns], moves: bool, options: dict[str, Any]
-) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Two steps of two calls; between all of them the parts leave and come back, as the phases make them."""
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    data: list[Columns],
+    moves: bool,
+    options: dict[str, Any],
+) -> dict[str, torch.Tensor]:
+    """Run two steps of two calls. Between calls, the parts move away and back, as in phases."""
     worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     state = worker.models["m"].state
@@ -193,9 +277,19 @@ def moved_about(
 
 
 def moved_away(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, parts: list[str], options: dict[str, Any]
-) -> dict[str, list[str]]:  # fmt: skip
-    """The kinds of device of each of these parts, in the middle of an accumulation, after they left for one that is not the host."""
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    columns: Columns,
+    parts: list[str],
+    options: dict[str, Any],
+) -> dict[str, list[str]]:
+    """Return the device types of these parts after a move during an accumulation.
+
+    The target device is not the host.
+    """
     worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     one(worker, "m", columns, "cross_entropy")
@@ -210,7 +304,11 @@ def moved_away(
 def _held(state: Any, part: str) -> list[torch.Tensor]:
     if isinstance(state, FlatState):
         moments = state.optimizer.moments() if state.optimizer else {}
-        gradients = [state.gradients, state._lower_gradients, *(view.grad for view in state.views.values())]
+        gradients = [
+            state.gradients,
+            state._lower_gradients,
+            *(view.grad for view in state.views.values()),
+        ]
         parts = {
             "weights": [state.weights, state._lower, *state.views.values()],
             "gradients": gradients,
@@ -218,42 +316,67 @@ def _held(state: Any, part: str) -> list[torch.Tensor]:
         }
         return [tensor for tensor in parts[part] if tensor is not None]
     if part == "gradients":
-        kept = getattr(state._optimizer, "all_grad_tensors", {}) if hasattr(state, "_optimizer") else {}
-        sums = getattr(state._optimizer, "averaged_gradients", {}) if hasattr(state, "_optimizer") else {}
+        kept = (
+            getattr(state._optimizer, "all_grad_tensors", {})
+            if hasattr(state, "_optimizer")
+            else {}
+        )
+        sums = (
+            getattr(state._optimizer, "averaged_gradients", {})
+            if hasattr(state, "_optimizer")
+            else {}
+        )
         lists = [tensors for tensors in (*kept.values(), *sums.values()) if tensors is not None]
         return [*state.gradients.tensors(), *(tensor for tensors in lists for tensor in tensors)]
     if part == "weights":
         return [tensor.to_local() for tensor in state.parameters.values()]
-    return [moments[kind].to_local() for moments in state.optimizer.state.values() for kind in MOMENTS]
+    return [
+        moments[kind].to_local() for moments in state.optimizer.state.values() for kind in MOMENTS
+    ]
 
 
 def gradients_that_are_not_finite(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, options: dict[str, Any]
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    columns: Columns,
+    options: dict[str, Any],
 ) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A step whose gradient is infinite although each loss was finite; then one that is right."""
+    """Run a step with an infinite gradient although each loss is finite, then a valid step."""
     worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     before = gathered(worker, "m", "weights")
     weights = columns.fields["weights"] * np.float32(1e37)
-    huge = Columns(columns.tokens, columns.offsets, {**columns.fields, "weights": weights.astype(np.float32)})
+    huge = Columns(
+        columns.tokens, columns.offsets, {**columns.fields, "weights": weights.astype(np.float32)}
+    )
     one(worker, "m", huge, "cross_entropy")
     try:
         worker.optim_step("m", AdamParams(1e-2))
-        said = "nothing"
+        error_text = "nothing"
     except InvalidRequest as error:
-        said = str(error)
+        error_text = str(error)
     after = gathered(worker, "m", "weights")
     assert all(torch.equal(after[name], before[name]) for name in before)
     one(worker, "m", columns, "cross_entropy")
     worker.optim_step("m", AdamParams(1e-2))
-    return said, before, gathered(worker, "m", "weights")
+    return error_text, before, gathered(worker, "m", "weights")
 
 
 def dropped(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, first: Columns, second: Columns, drop: bool,
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    first: Columns,
+    second: Columns,
+    drop: bool,
     options: dict[str, Any],
-) -> float:  # fmt: skip
-    """The norm of the second call's gradient alone, also when a first was begun and given up."""
+) -> float:
+    """Return the norm of the second call's gradient, also after a first call that was dropped."""
     worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny"))
     if drop:
@@ -264,9 +387,15 @@ def dropped(
 
 
 def apart(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: list[Columns], options: dict[str, Any]
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    columns: list[Columns],
+    options: dict[str, Any],
 ) -> list[dict[str, torch.Tensor]]:
-    """Each rank has rows of another tenant than the other, and they train other layers."""
+    """Each rank has rows of a different tenant, and the tenants train different layers."""
     specs = [
         ModelSpec("a", "tiny", lora=LoraSpec(4), seed=1),
         ModelSpec("b", "tiny", lora=LoraSpec(4, train_attn=False, train_mlp=False), seed=2),
@@ -277,13 +406,21 @@ def apart(
     for spec in specs:
         worker.create_model(spec)
         state: Any = worker.models[spec.model_id].state
-        state.weights.add_(torch.randn(len(state.weights), generator=torch.Generator().manual_seed(5)) * 0.05)
+        state.weights.add_(
+            torch.randn(len(state.weights), generator=torch.Generator().manual_seed(5)) * 0.05
+        )
     together = options.get("sequence_parallel", 1) > 1 or world == 1
     turns = [(0, 1), (1, 2), (2, 0)] if not together else [(0, 1, 2)]
     for turn in turns:
         mine = turn if together else (turn[rank],)
         parts = tuple(
-            PartCall(specs[i].model_id, tuple(range(columns[i].num_rows)) if i in mine else (), columns[i], call) for i in turn
+            PartCall(
+                specs[i].model_id,
+                tuple(range(columns[i].num_rows)) if i in mine else (),
+                columns[i],
+                call,
+            )
+            for i in turn
         )
         worker.forward_backward(parts, False)
     found = []
@@ -313,7 +450,7 @@ def refused_on_one(
 def elements_read(
     rank: int, world: int, port: int, base: str, strategy: StrategyConfig, options: dict[str, Any]
 ) -> tuple[int, int]:
-    """From the base model's files while a full fine-tune is made, and the elements that there are."""
+    """Return the elements read to create a full fine-tune, and the elements of the model."""
     from skyrl_actors.workers.tensor_files import TensorFiles
 
     worker = worker_of(rank, world, port, base, strategy, **options)
@@ -332,23 +469,36 @@ def elements_read(
 
 
 def offloaded(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, lora: LoraSpec | None, options: dict[str, Any]
-) -> tuple[int, int, dict[str, torch.Tensor]]:  # fmt: skip
-    """Of one pass: bytes sent to the host, bytes of weights among them, and the gradient."""
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    columns: Columns,
+    lora: LoraSpec | None,
+    options: dict[str, Any],
+) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """Run one pass; return bytes sent to the host, those of weights, and the gradient."""
     worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec("m", "tiny", lora=lora, seed=1))
     whole: Any = worker.models["m"].network.whole
     sent, placed = list[tuple[int, bool]](), activation_offload.placed
 
     def counted(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        weights = {_storage(parameter) for parameter in whole.parameters() if not isinstance(parameter, DTensor)}
+        weights = {
+            _storage(parameter)
+            for parameter in whole.parameters()
+            if not isinstance(parameter, DTensor)
+        }
         sent.append((tensor.nbytes, _storage(tensor) in weights))
         return placed(tensor, device)
 
     activation_offload.placed = counted
     try:
         call = losses.find("cross_entropy").checked({})
-        worker.forward_backward((PartCall("m", tuple(range(columns.num_rows)), columns, call),), False)
+        worker.forward_backward(
+            (PartCall("m", tuple(range(columns.num_rows)), columns, call),), False
+        )
     finally:
         activation_offload.placed = placed
     worker.optim_step("m", READ_GRADIENT)
@@ -360,8 +510,10 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def proved(rank: int, world: int, port: int, base: str, strategy: StrategyConfig, options: dict[str, Any]) -> str | Differences:
-    """What the proof of a frozen base and of a full fine-tune finds, or the refusal."""
+def proved(
+    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, options: dict[str, Any]
+) -> str | Differences:
+    """Return what the check of a frozen base and a full fine-tune finds, or the refusal."""
     worker = worker_of(rank, world, port, base, strategy, **options)
     try:
         worker.create_model(ModelSpec("l", "tiny", lora=LoraSpec(2, train_mlp=False)))

@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of versions that are sent from the weights: functions of (rank, world_size, port, …)."""
+"""Functions of (rank, world_size, port, …) for tests of versions sent from live weights."""
 
 import threading
 import time
@@ -12,15 +12,15 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, WeightsGone
 from skyrl_actors.messages.model import AdamParams, ModelSpec
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
-from skyrl_actors.streams import received
+from skyrl_actors.transport.streams import received
 from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.workers.strategy_runs import gathered, one, worker_of
 
-BUCKET = 20_000  # bytes: a few tensors a bucket, and some tensors larger than one
+BUCKET = 20_000  # bytes: a few tensors a bucket; some tensors are larger
 
 
 class Receiver(threading.Thread):
-    """An engine's end of a stream."""
+    """The receiving end of a stream, as in an engine."""
 
     def __init__(self, worker: TorchWorker, manifest: WeightManifest, stream_id: str):
         super().__init__(daemon=True)
@@ -31,7 +31,9 @@ class Receiver(threading.Thread):
 
     def run(self) -> None:
         try:
-            for name, tensor in received(self.stream, list(self.manifest.tensors), 1, torch.device("cpu")):
+            for name, tensor in received(
+                self.stream, list(self.manifest.tensors), 1, torch.device("cpu")
+            ):
                 self.tensors[name] = tensor.clone()
         except InternalError as error:
             self.error = str(error)
@@ -39,14 +41,23 @@ class Receiver(threading.Thread):
     def equals(self, wanted: dict[str, torch.Tensor]) -> bool:
         self.join(30)
         return (
-            not self.error and list(self.tensors) == list(wanted) and all(torch.equal(self.tensors[n], wanted[n]) for n in wanted)
+            not self.error
+            and list(self.tensors) == list(wanted)
+            and all(torch.equal(self.tensors[n], wanted[n]) for n in wanted)
         )
 
 
 def sent_from_the_weights(
-    rank: int, world: int, port: int, base: str, strategy: StrategyConfig, columns: Columns, folder: str, options: dict[str, Any]
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    columns: Columns,
+    folder: str,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
-    worker, said = worker_of(rank, world, port, base, strategy, **options), dict[str, Any]()
+    worker, checks = worker_of(rank, world, port, base, strategy, **options), dict[str, Any]()
     worker.create_model(ModelSpec("m", "tiny"))
 
     def train() -> None:
@@ -54,51 +65,56 @@ def sent_from_the_weights(
         worker.optim_step("m", AdamParams(1e-2))
 
     def save(number: int) -> WeightManifest:
-        made = worker.export_weights("m", f"{folder}/{number}", f"m@{number}", True, "when_needed", True)
+        made = worker.export_weights("m", f"{folder}/{number}", f"m@{number}", True, "lazy", True)
         return made or WeightManifest(f"m@{number}", "full", f"{folder}/{number}", 0)
 
     first = rank == 0
     train()
     manifest, wanted = save(1), gathered(worker, "m", "weights")
-    said["nothing was written"] = not Path(manifest.path).exists()
-    said["it is there"] = worker.exists(manifest.path)
+    checks["nothing is written"] = not Path(manifest.path).exists()
+    checks["the version exists"] = worker.exists(manifest.path)
     receivers = []
     for number in range(2):
         receivers += [Receiver(worker, manifest, f"stream {number}")] if first else []
         worker.feed("m@1", f"stream {number}")
-    said["sent"] = all(receiver.equals(wanted) for receiver in receivers)
+    checks["sent"] = all(receiver.equals(wanted) for receiver in receivers)
 
     for number in range(3 if first else 0):
-        said["sent"] &= strategy.type != "replica" or Receiver(worker, manifest, f"more {number}").equals(wanted)
-    said["few are remembered"] = len(worker.models["m"].versions.readers) <= 2  # the last, and one that was ending
-    said["written before a step"] = worker.write_versions("m", ()) == ["m@1"]
+        checks["sent"] &= strategy.type != "replica" or Receiver(
+            worker, manifest, f"more {number}"
+        ).equals(wanted)
+    # The last reader, and one that was ending.
+    checks["few readers are kept"] = len(worker.models["m"].versions.readers) <= 2
+    checks["written before a step"] = worker.write_versions("m", ()) == ["m@1"]
     train()
     late = Receiver(worker, manifest, "late") if first else None
-    worker.feed("m@1", "late")  # nothing to gather: it comes from the file
-    said["sent from the file"] = late is None or late.equals(wanted)
-    said["the file is whole"] = not first or Path(manifest.path).stat().st_size == manifest.num_bytes
-    said["other weights now"] = not first or not torch.equal(
+    worker.feed("m@1", "late")  # nothing to gather: the version comes from the file
+    checks["sent from the file"] = late is None or late.equals(wanted)
+    checks["the file is complete"] = (
+        not first or Path(manifest.path).stat().st_size == manifest.num_bytes
+    )
+    checks["the weights changed"] = not first or not torch.equal(
         next(iter(gathered(worker, "m", "weights").values())), next(iter(wanted.values()))
     )
     if not first:
         gathered(worker, "m", "weights")
 
     left = save(2)
-    said["left unwritten"] = worker.write_versions("m", ("m@2",)) == []
+    checks["left unwritten"] = worker.write_versions("m", ("m@2",)) == []
     if first:
         worker.open_stream(left, WeightStream("", 0, 2, "gloo", BUCKET, 0.5, id="nobody"))
     started = time.monotonic()
     worker.feed("m@2", "nobody")
-    said["nobody came"] = time.monotonic() - started < 20
+    checks["a stream without a receiver ends"] = time.monotonic() - started < 20
     train()
-    said["gone"] = not worker.exists(left.path)
+    checks["gone"] = not worker.exists(left.path)
     if first:
         try:
             worker.open_stream(left, WeightStream("", 0, 2, "gloo", BUCKET, 0.5))
         except WeightsGone as error:
-            said["gone"] = "was not written" in str(error)
+            checks["gone"] = "was not written" in str(error)
 
     dropped = save(3)
     worker.discard_export(dropped.path)
-    said["dropped"] = not worker.exists(dropped.path) and worker.write_versions("m", ()) == []
-    return said
+    checks["dropped"] = not worker.exists(dropped.path) and worker.write_versions("m", ()) == []
+    return checks

@@ -1,4 +1,4 @@
-"""An adapter trains all that its switches name, or is refused with the names of what would stay frozen."""
+"""An adapter trains everything that its switches name, or the spec is refused."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def network(name: str) -> Network:
     return Network(AutoModelForCausalLM.from_config(CONFIGS[name]), torch.device("cpu"), "keep")
 
 
-def test_routed_experts_are_not_left_frozen_beside_a_shared_one(tmp_path: Path):
+def test_routed_experts_without_adapters_are_refused(tmp_path: Path):
     base = make("qwen2-moe", tmp_path / "base")
     worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 64, 60.0))
     worker.setup("127.0.0.1", 0)
@@ -34,23 +34,30 @@ def test_routed_experts_are_not_left_frozen_beside_a_shared_one(tmp_path: Path):
     assert worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_mlp=False)))
 
 
-def test_latent_attention_is_not_left_frozen_beside_its_output():
-    projections = "self_attn.q_a_proj, self_attn.q_b_proj, self_attn.kv_a_proj_with_mqa, self_attn.kv_b_proj"
-    with pytest.raises(InvalidRequest, match=f"train_attn would leave {projections} of DeepseekV3ForCausalLM frozen"):
+def test_latent_attention_without_adapters_is_refused():
+    projections = (
+        "self_attn.q_a_proj, self_attn.q_b_proj, self_attn.kv_a_proj_with_mqa, self_attn.kv_b_proj"
+    )
+    with pytest.raises(
+        InvalidRequest,
+        match=f"train_attn would leave {projections} of DeepseekV3ForCausalLM frozen",
+    ):
         lora_tensors(EVERYTHING, 0, network("deepseek-v3"))
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h", "falcon-h1", "lfm2"])
-def test_layers_with_a_state_are_not_left_frozen_beside_attention(name: str):
+def test_state_space_layers_without_adapters_are_refused(name: str):
     with pytest.raises(InvalidRequest, match=r"train_attn would leave \w+\.conv"):
         lora_tensors(LoraSpec(4, train_mlp=False), 0, network(name))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "moe" not in name])
-def test_dense_models_are_adapted_whole(name: str):
+def test_adapters_cover_all_layers_of_dense_models(name: str):
     made = network(name)
     tensors = lora_tensors(EVERYTHING, 0, made)
     assert frozen_weights(made.module, made.linears) == {"train_attn": [], "train_mlp": []}
     adapted = {key.removesuffix(".lora_A") for key in tensors if key.endswith(".lora_A")}
-    linears = {key for key, layer in made.module.named_modules() if isinstance(layer, torch.nn.Linear)}
+    linears = {
+        key for key, layer in made.module.named_modules() if isinstance(layer, torch.nn.Linear)
+    }
     assert adapted == linears

@@ -1,4 +1,4 @@
-"""The chunked head against full logits in float64: values, every gradient, every way of having it."""
+"""The chunked head equals full logits in float64, with each way to compute the gradient."""
 
 import itertools
 
@@ -41,14 +41,21 @@ CASES = list(itertools.product([False, True], [False, True], [0, 4], [False, Tru
 
 
 @pytest.mark.parametrize(("trained", "low_rank", "targets", "keep", "with_entropy"), CASES)
-def test_values_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, trained: bool, low_rank: bool, targets: int, keep: bool, with_entropy: bool
+def test_values_and_gradients_equal_float64(
+    monkeypatch: pytest.MonkeyPatch,
+    trained: bool,
+    low_rank: bool,
+    targets: int,
+    keep: bool,
+    with_entropy: bool,
 ):
     monkeypatch.setattr(head, "CHUNK_LOGITS", 5 * V)
     monkeypatch.setattr(head, "KEPT_LOGITS", T * V if keep else 0)
     x = tensors(trained, low_rank, targets)
     segments = [HeadSegment(9, x.get("a"), x.get("b"), 0.7), HeadSegment(T - 9)]
-    leaves = [x[name] for name in ("hidden", "weight", "a", "b") if name in x and x[name].requires_grad]
+    leaves = [
+        x[name] for name in ("hidden", "weight", "a", "b") if name in x and x[name].requires_grad
+    ]
 
     def total(found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         loss = (found[0] * x["of_logprobs"]).sum()
@@ -58,19 +65,30 @@ def test_values_and_gradients(
     wanted = plain(x)
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    for a, b in zip(torch.autograd.grad(total(ours), leaves), torch.autograd.grad(total(wanted), leaves), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(total(ours), leaves),
+        torch.autograd.grad(total(wanted), leaves),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(("trained", "low_rank", "targets", "with_entropy"), [(False, False, 0, False), (True, True, 4, True)])
-def test_what_a_gpu_compiles(monkeypatch: pytest.MonkeyPatch, trained: bool, low_rank: bool, targets: int, with_entropy: bool):
-    """By torch's compiler for the CPU: the same functions, in the same places."""
+@pytest.mark.parametrize(
+    ("trained", "low_rank", "targets", "with_entropy"),
+    [(False, False, 0, False), (True, True, 4, True)],
+)
+def test_the_compiled_math_equals_float64(
+    monkeypatch: pytest.MonkeyPatch, trained: bool, low_rank: bool, targets: int, with_entropy: bool
+):
+    """Compile the functions of the GPU for the CPU, in the same places."""
     monkeypatch.setattr(head, "COMPILED_ON", ("cpu",))
-    test_values_and_gradients(monkeypatch, trained, low_rank, targets, False, with_entropy)
+    test_values_and_gradients_equal_float64(
+        monkeypatch, trained, low_rank, targets, False, with_entropy
+    )
 
 
 @pytest.mark.parametrize("low_rank", [False, True])
-def test_what_does_not_count_has_values_and_no_gradient(low_rank: bool):
+def test_uncounted_tokens_have_values_and_no_gradient(low_rank: bool):
     x = tensors(False, low_rank, 0)
     counted = torch.arange(T) % 3 != 1
     segments = [HeadSegment(9, x.get("a"), x.get("b"), 0.7), HeadSegment(T - 9)]
@@ -81,15 +99,19 @@ def test_what_does_not_count_has_values_and_no_gradient(low_rank: bool):
     leaves = [x[name] for name in ("hidden", "a", "b") if name in x]
     slope = x["of_logprobs"] * counted
     for a, b in zip(
-        torch.autograd.grad((logprobs * slope).sum(), leaves), torch.autograd.grad((wanted * slope).sum(), leaves), strict=True
+        torch.autograd.grad((logprobs * slope).sum(), leaves),
+        torch.autograd.grad((wanted * slope).sum(), leaves),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-    skipped, _ = score(x["hidden"], x["weight"], x["targets"], segments, counted, score_uncounted=False)
+    skipped, _ = score(
+        x["hidden"], x["weight"], x["targets"], segments, counted, score_uncounted=False
+    )
     torch.testing.assert_close(skipped, wanted * counted, rtol=1e-10, atol=1e-12)
 
 
-def test_the_frozen_head_keeps_nothing_as_wide_as_the_vocabulary():
-    """What the backward pass is given, by autograd's own books."""
+def test_the_frozen_head_saves_no_tensor_as_wide_as_the_vocabulary():
+    """Checked on the tensors that autograd saves for the backward pass."""
     x = tensors(False, False, 0)
     sizes: list[int] = []
 
@@ -102,8 +124,11 @@ def test_the_frozen_head_keeps_nothing_as_wide_as_the_vocabulary():
     assert sizes and max(sizes) == T * H
 
 
-def test_a_nearly_certain_token_has_its_gradient_in_bfloat16_too():
-    """1 − p is what is left of it: rounded to bfloat16 before the difference it would be 0, or a fifth too small."""
+def test_a_nearly_certain_token_has_an_exact_gradient_in_bfloat16():
+    """Only 1 − p is left of its gradient.
+
+    Rounded to bfloat16 before the difference, it would be 0, or a fifth too small.
+    """
     torch.manual_seed(0)
     weight = torch.randn(V, H)
     targets = torch.randint(0, V, (T,))
@@ -113,25 +138,37 @@ def test_a_nearly_certain_token_has_its_gradient_in_bfloat16_too():
     assert float(log_p.detach().exp().max()) > 0.99
     (wanted,) = torch.autograd.grad(log_p.sum(), wide)
     low = hidden.bfloat16().requires_grad_()
-    (found,) = torch.autograd.grad(score(low, weight.bfloat16(), targets, [HeadSegment(T)])[0].sum(), low)
+    (found,) = torch.autograd.grad(
+        score(low, weight.bfloat16(), targets, [HeadSegment(T)])[0].sum(), low
+    )
     wide_of_low = low.detach().double().requires_grad_()
-    again, _ = plain({"hidden": wide_of_low, "weight": weight.bfloat16().double(), "targets": targets})
+    again, _ = plain(
+        {"hidden": wide_of_low, "weight": weight.bfloat16().double(), "targets": targets}
+    )
     (rounded,) = torch.autograd.grad(again.sum(), wide_of_low)
     assert float((found.double() - rounded).norm() / rounded.norm()) < 0.01
-    beyond_float32 = again.detach().exp() > 0.9999  # there 1 − p is lost in any precision that is computed with
+    # There 1 − p is lost in any precision of the computation.
+    beyond_float32 = again.detach().exp() > 0.9999
     for row in (~beyond_float32).nonzero()[:, 0].tolist():
-        assert float((found[row].double() - rounded[row]).norm() / rounded[row].norm()) < 0.05, float(again[row].detach().exp())
+        assert float((found[row].double() - rounded[row]).norm() / rounded[row].norm()) < 0.05, (
+            float(again[row].detach().exp())
+        )
     assert wanted.isfinite().all()
 
 
-def test_the_gradient_of_a_trained_head_in_bfloat16_does_not_depend_on_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch):
-    """It is added up in float32: of many chunks it is as near to float64 as of one."""
+def test_the_gradient_of_a_trained_head_in_bfloat16_does_not_depend_on_the_number_of_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It is accumulated in float32, so many chunks are as close to float64 as one chunk."""
     torch.manual_seed(0)
     tokens, width, words = 2048, 32, 1024
-    hidden, weight = torch.randn(tokens, width).bfloat16(), (torch.randn(words, width) * 0.3).bfloat16()
+    hidden, weight = (
+        torch.randn(tokens, width).bfloat16(),
+        (torch.randn(words, width) * 0.3).bfloat16(),
+    )
     targets, slopes = torch.randint(0, words, (tokens,)), torch.randn(tokens)
     monkeypatch.setattr(head, "KEPT_LOGITS", 0)
-    monkeypatch.setattr(head, "PRODUCT_NUMBERS", 300 * width)  # 1024 words are no multiple of it
+    monkeypatch.setattr(head, "PRODUCT_NUMBERS", 300 * width)  # 1024 words are not a multiple of it
 
     def gradient(chunk: int, dtype: torch.dtype) -> torch.Tensor:
         monkeypatch.setattr(head, "CHUNK_LOGITS", chunk * words)
@@ -142,5 +179,8 @@ def test_the_gradient_of_a_trained_head_in_bfloat16_does_not_depend_on_the_numbe
         return found.double()
 
     exact = gradient(tokens, torch.float64)
-    errors = [float((gradient(chunk, torch.bfloat16) - exact).norm() / exact.norm()) for chunk in (tokens, 16)]
+    errors = [
+        float((gradient(chunk, torch.bfloat16) - exact).norm() / exact.norm())
+        for chunk in (tokens, 16)
+    ]
     assert errors[1] < 1.3 * errors[0] < 0.005, errors  # each product is rounded once

@@ -1,4 +1,4 @@
-"""A model whose packed rows reach each other, or differ from each row alone, is refused before it trains."""
+"""A model is refused before training if packed rows affect each other or differ from rows alone."""
 
 import json
 import logging
@@ -27,12 +27,14 @@ def network(folder: Path, dtype: torch.dtype = torch.float32) -> Network:
 
 
 def worker_for(base: Path, **options: Any) -> TorchWorker:
-    return TorchWorker(WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 64, 60.0, **options))
+    return TorchWorker(
+        WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 64, 60.0, **options)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*MODELS, *LONG_WINDOWS])
-def test_models_that_pack_rightly_are_taken(name: str, dtype: torch.dtype, tmp_path: Path):
+def test_models_that_pack_correctly_are_accepted(name: str, dtype: torch.dtype, tmp_path: Path):
     found = isolation.differences(network(make(name, tmp_path / "base"), dtype))
     allowed = isolation.ALLOWED[dtype]
     assert not isolation.faults_in(found, allowed)
@@ -44,26 +46,28 @@ def test_models_that_pack_rightly_are_taken(name: str, dtype: torch.dtype, tmp_p
 def test_models_that_pack_wrongly_are_refused_by_name_at_the_start(name: str, tmp_path: Path):
     base = make(name, tmp_path / "base")
     (architecture,) = json.loads((base / "config.json").read_text())["architectures"]
-    with pytest.raises(ConfigError, match=rf"^{architecture}.* can not be trained here: \w"):
+    with pytest.raises(ConfigError, match=rf"^{architecture}.* cannot be trained here: \w"):
         worker_for(base).setup("127.0.0.1", 0)
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "lfm2", "nemotron-h", "falcon-h1"])
-def test_a_leak_is_found_in_bfloat16_too(name: str, tmp_path: Path):
-    """There rounding is as large as what a short convolution leaks; a gradient that should be zero tells them apart."""
+def test_a_leak_is_found_in_bfloat16(name: str, tmp_path: Path):
+    """Rounding is as large as a short convolution's leak; only a zero gradient separates them."""
     found = isolation.differences(network(make(name, tmp_path / "base"), torch.bfloat16))
     assert isolation.faults_in(found, isolation.ALLOWED[torch.bfloat16])
     assert found.leak > 0
 
 
-def test_a_model_that_is_loaded_with_its_first_adapter_is_refused_then(tmp_path: Path):
+def test_without_preload_a_model_is_refused_with_its_first_adapter(tmp_path: Path):
     worker = worker_for(make("lfm2", tmp_path / "base"), preload=False)
     worker.setup("127.0.0.1", 0)
-    with pytest.raises(InvalidRequest, match=r"Lfm2ForCausalLM can not be trained here: .*another row's tokens"):
+    with pytest.raises(
+        InvalidRequest, match=r"Lfm2ForCausalLM cannot be trained here: .*another row's tokens"
+    ):
         worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
 
 
-def test_attention_that_forgets_where_rows_begin_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_attention_across_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = network(make("qwen3", tmp_path / "base"))
     right = packing.attend_by_blocks
     monkeypatch.setattr(
@@ -71,7 +75,7 @@ def test_attention_that_forgets_where_rows_begin_is_refused(tmp_path: Path, monk
         "attend_by_blocks",
         lambda q, k, v, blocks, *rest: right(q, k, v, (Block(0, 1, q.size(2)),), *rest),
     )
-    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM can not be trained here"):
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM cannot be trained here"):
         isolation.prove_isolated(made, torch.float32)
 
 
@@ -99,36 +103,55 @@ def test_a_layer_that_reads_other_rows_is_refused(leak: Any, text: str, tmp_path
         isolation.prove_isolated(made, torch.float32)
 
 
-def test_a_window_that_is_left_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Although it is longer than the rows of the proof."""
+def test_a_missing_sliding_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The window is found although it is longer than the rows of the check."""
     made = network(make("mistral-4096", tmp_path / "base"))
     right = packing.attend_by_blocks
-    monkeypatch.setattr(packing, "attend_by_blocks", lambda q, k, v, blocks, scale, window: right(q, k, v, blocks, scale, None))
+    monkeypatch.setattr(
+        packing,
+        "attend_by_blocks",
+        lambda q, k, v, blocks, scale, window: right(q, k, v, blocks, scale, None),
+    )
     with pytest.raises(ConfigError, match="differ from the row alone"):
         isolation.prove_isolated(made, torch.float32)
 
 
-def test_the_proof_leaves_the_network_as_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_the_check_leaves_the_network_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     made = network(make("mistral-4096", tmp_path / "base"))
     hooks = len(made.module.get_input_embeddings()._forward_hooks)
     with caplog.at_level(logging.INFO, "skyrl_actors.workers.isolation"):
         logging.getLogger("skyrl_actors").propagate = True
         isolation.prove_isolated(made, torch.float32)
-    assert "computes packed rows as it does each alone (proved in" in caplog.text
-    assert made.config.sliding_window == 4096 and made.config._attn_implementation == packing.ATTENTION
+    assert "computes packed rows as if each were alone (checked in" in caplog.text
+    assert (
+        made.config.sliding_window == 4096 and made.config._attn_implementation == packing.ATTENTION
+    )
     assert len(made.module.get_input_embeddings()._forward_hooks) == hooks
     assert all(parameter.grad is None for parameter in made.module.parameters())
 
 
-def test_rows_stay_within_the_length_from_which_a_long_rope_changes_for_the_whole_pass(tmp_path: Path):
+def test_rows_are_limited_to_the_original_length_of_a_long_rope(
+    tmp_path: Path,
+):
     base = make("phi3-longrope", tmp_path / "base")
     assert worker_for(base).setup("127.0.0.1", 0).max_context_tokens == 32
     made, rows = network(base), (Block(0, 1, 10), Block(10, 1, 40))
-    short, both = (torch.cat([torch.arange(block.length) for block in blocks]) for blocks in (rows[:1], rows))
+    short, both = (
+        torch.cat([torch.arange(block.length) for block in blocks]) for blocks in (rows[:1], rows)
+    )
     tokens = torch.arange(50) % 128
     with torch.no_grad():
         alone, packed = (
-            made.predict(PassInputs(tokens[: len(at)], at, blocks, (Segment(len(at), {}, 1.0),), tokens[: len(at)], None))[0][:10]
+            made.predict(
+                PassInputs(
+                    tokens[: len(at)],
+                    at,
+                    blocks,
+                    (Segment(len(at), {}, 1.0),),
+                    tokens[: len(at)],
+                    None,
+                )
+            )[0][:10]
             for at, blocks in ((short, rows[:1]), (both, rows))
         )
     assert not torch.allclose(alone, packed, atol=1e-3)  # a row of 40 tokens beside it

@@ -1,4 +1,7 @@
-"""Rows of many models in one pass: as if each were alone. Bad input of one leaves the others, and its own state, alone."""
+"""Rows of many models share passes, and each model computes as if it were alone.
+
+Invalid input of one model leaves the other models and its own state unchanged.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import torch
 from skyrl_actors import losses
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
-from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec, Role
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.passes import PassRunner
@@ -20,9 +23,21 @@ from tests.workers.tiny_models import make
 
 TENANTS = (
     (ModelSpec("a", "tiny", lora=LoraSpec(4), seed=1), "ppo", {}),
-    (ModelSpec("b", "tiny", lora=LoraSpec(8, 16.0, train_unembed=False), seed=2), "cross_entropy", {}),
-    (ModelSpec("c", "tiny", lora=LoraSpec(16, train_mlp=False), seed=3), "importance_sampling", {"entropy_coef": 0.01}),
-    (ModelSpec("d", "tiny", lora=LoraSpec(2, train_attn=False, train_unembed=False), seed=4), "cross_entropy", {}),
+    (
+        ModelSpec("b", "tiny", lora=LoraSpec(8, 16.0, train_unembed=False), seed=2),
+        "cross_entropy",
+        {},
+    ),
+    (
+        ModelSpec("c", "tiny", lora=LoraSpec(16, train_mlp=False), seed=3),
+        "importance_sampling",
+        {"entropy_coef": 0.01},
+    ),
+    (
+        ModelSpec("d", "tiny", lora=LoraSpec(2, train_attn=False, train_unembed=False), seed=4),
+        "cross_entropy",
+        {},
+    ),
 )
 LENGTHS = ((9, 4, 17), (5,), (12, 12, 3, 30), (8, 2))
 
@@ -32,16 +47,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
-def worker_for(base: Path, role: str = "policy", **options: Any) -> TorchWorker:
+def worker_for(base: Path, role: Role = "policy", **options: Any) -> TorchWorker:
     budget = options.pop("budget", 64)
-    spec = WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 1, budget, 60.0, **options)  # type: ignore[arg-type]
+    spec = WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 1, budget, 60.0, **options)
     worker = TorchWorker(spec)
     worker.setup("127.0.0.1", 0)
     return worker
 
 
 def part(model_id: str, columns: Columns, name: str, options: dict[str, float]) -> PartCall:
-    return PartCall(model_id, tuple(range(columns.num_rows)), columns, losses.find(name).checked(options))
+    return PartCall(
+        model_id, tuple(range(columns.num_rows)), columns, losses.find(name).checked(options)
+    )
 
 
 def parts_of(step: int) -> list[PartCall]:
@@ -66,13 +83,20 @@ def train(worker: TorchWorker, together: bool) -> list[Any]:
             for some in batches:
                 outputs += worker.forward_backward(some, False)
         for i, (spec, _, _) in enumerate(TENANTS):
-            outputs.append(worker.optim_step(spec.model_id, AdamParams(1e-3 * (i + 1), grad_clip_norm=float(i), eps=1e-5)))
+            outputs.append(
+                worker.optim_step(
+                    spec.model_id, AdamParams(1e-3 * (i + 1), grad_clip_norm=float(i), eps=1e-5)
+                )
+            )
     return outputs
 
 
 @pytest.mark.parametrize("budget", [64, 4096])
-def test_together_is_as_alone(base: Path, budget: int):
-    """Other ranks, targets, losses, steps and clips for each; 64 tokens: passes of two tenants, 4096: one of all."""
+def test_tenants_in_shared_passes_equal_each_alone(base: Path, budget: int):
+    """Tenants differ in ranks, targets, losses, steps and clips.
+
+    With 64 tokens a pass has two tenants, with 4096 all tenants.
+    """
     together, alone = worker_for(base, budget=budget), worker_for(base)
     for worker in (together, alone):
         for spec, _, _ in TENANTS:
@@ -84,17 +108,22 @@ def test_together_is_as_alone(base: Path, budget: int):
         np.testing.assert_allclose(a.values, b.values, atol=1e-5)
         assert a.sums == pytest.approx(b.sums, rel=1e-5, abs=1e-5)
     for spec, _, _ in TENANTS:
-        assert relative(state(together, spec.model_id).weights, state(alone, spec.model_id).weights) < 1e-6
+        assert (
+            relative(state(together, spec.model_id).weights, state(alone, spec.model_id).weights)
+            < 1e-6
+        )
 
 
-def test_gradients_together_are_those_of_each_alone(base: Path):
+def test_gradients_in_shared_passes_equal_each_alone(base: Path):
     worker = worker_for(base, budget=4096)
     for spec, _, _ in TENANTS:
         worker.create_model(spec)
     with torch.no_grad():
-        for spec, _, _ in TENANTS:  # B is zero at the start, and A's gradient with it
+        for spec, _, _ in TENANTS:  # B starts at zero, so A's gradient would be zero
             weights = state(worker, spec.model_id).weights
-            weights.add_(torch.randn(len(weights), generator=torch.Generator().manual_seed(5)) * 0.05)
+            weights.add_(
+                torch.randn(len(weights), generator=torch.Generator().manual_seed(5)) * 0.05
+            )
     found = []
     for together in (True, False):
         parts = parts_of(3)
@@ -109,8 +138,11 @@ def test_gradients_together_are_those_of_each_alone(base: Path):
         assert relative(a, b) < 1e-6
 
 
-def test_critics_share_a_pass_too(base: Path):
-    specs = [ModelSpec(name, "tiny", "critic", LoraSpec(rank), seed) for name, rank, seed in (("x", 4, 1), ("y", 8, 2))]
+def test_critics_share_a_pass(base: Path):
+    specs = [
+        ModelSpec(name, "tiny", "critic", LoraSpec(rank), seed)
+        for name, rank, seed in (("x", 4, 1), ("y", 8, 2))
+    ]
     results = []
     for together in (True, False):
         worker = worker_for(base, "critic")
@@ -118,7 +150,8 @@ def test_critics_share_a_pass_too(base: Path):
             worker.create_model(spec)
             state(worker, spec.model_id).views["value_head.weight"].data.fill_(0.1 * (i + 1))
         parts = [
-            part(s.model_id, batch(i, LENGTHS[i], inputs_of("ppo_critic"), False), "ppo_critic", {}) for i, s in enumerate(specs)
+            part(s.model_id, batch(i, LENGTHS[i], inputs_of("ppo_critic"), False), "ppo_critic", {})
+            for i, s in enumerate(specs)
         ]
         outputs: list[Any] = []
         for some in [tuple(parts)] if together else [(one,) for one in parts]:
@@ -131,15 +164,19 @@ def test_critics_share_a_pass_too(base: Path):
 
 
 def spoiled(columns: Columns, field: str, value: float) -> Columns:
-    """The last token of the second row."""
+    """Set the last token of the second row to this value."""
     array = columns.fields[field].copy()
     array[columns.offsets[2] - 1] = value
     return Columns(columns.tokens, columns.offsets, {**columns.fields, field: array})
 
 
-@pytest.mark.parametrize(("field", "value"), [("advantages", np.inf), ("logprobs", -1e9), ("advantages", np.nan)])
-def test_what_is_not_finite_is_refused_with_its_datum_and_changes_nothing(base: Path, field: str, value: float):
-    """Also in the second pass of a call, and beside a tenant that goes on."""
+@pytest.mark.parametrize(
+    ("field", "value"), [("advantages", np.inf), ("logprobs", -1e9), ("advantages", np.nan)]
+)
+def test_an_input_that_is_not_finite_is_refused_by_datum_and_changes_nothing(
+    base: Path, field: str, value: float
+):
+    """This holds in the second pass of a call too, and beside a tenant with valid input."""
     worker, alone = worker_for(base, budget=20), worker_for(base, budget=20)
     for at in (worker, alone):
         for spec, _, _ in TENANTS[:2]:
@@ -156,10 +193,11 @@ def test_what_is_not_finite_is_refused_with_its_datum_and_changes_nothing(base: 
     assert isinstance(fine, RowOutput)
     assert torch.equal(state(worker, "a").gradients, before)  # type: ignore[arg-type]
     alone.forward_backward((other,), False)
-    assert relative(state(worker, "b").gradients, state(alone, "b").gradients) < 1e-6  # type: ignore[arg-type]
+    found, wanted = state(worker, "b").gradients, state(alone, "b").gradients
+    assert relative(found, wanted) < 1e-6  # type: ignore[arg-type]
 
 
-def test_a_weight_that_is_not_finite_in_one_adapter_stays_in_its_rows(base: Path):
+def test_a_weight_that_is_not_finite_affects_only_rows_of_its_adapter(base: Path):
     worker = worker_for(base, budget=4096)
     for spec, _, _ in TENANTS[:2]:
         worker.create_model(spec)
@@ -167,12 +205,14 @@ def test_a_weight_that_is_not_finite_in_one_adapter_stays_in_its_rows(base: Path
         state(worker, "a").weights[-1] = torch.nan
     refused, fine = worker.forward_backward(tuple(parts_of(1)[:2]), False)
     assert isinstance(refused, Refused) and isinstance(fine, RowOutput)
-    assert np.isfinite(fine.values).all() and bool(torch.isfinite(state(worker, "b").gradients).all())  # type: ignore[arg-type]
+    assert np.isfinite(fine.values).all() and bool(
+        torch.isfinite(state(worker, "b").gradients).all()
+    )  # type: ignore[arg-type]
     assert not state(worker, "a").gradients.any()  # type: ignore[union-attr]
 
 
 class ShortOfMemory:
-    """As if a pass of more than so many tokens did not fit; it breaks in the backward, with gradients half added."""
+    """Fail passes of more than `limit` tokens in the backward, with half of the gradients added."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int):
         whole = PassRunner._backward
@@ -193,7 +233,7 @@ class ShortOfMemory:
         monkeypatch.setattr(PassRunner, "run", counted)
 
 
-def test_out_of_memory_is_tried_again_in_halves(base: Path, monkeypatch: pytest.MonkeyPatch):
+def test_after_out_of_memory_a_pass_runs_in_halves(base: Path, monkeypatch: pytest.MonkeyPatch):
     worker, roomy = worker_for(base, budget=4096), worker_for(base, budget=4096)
     for at in (worker, roomy):
         for spec, _, _ in TENANTS:
@@ -206,17 +246,22 @@ def test_out_of_memory_is_tried_again_in_halves(base: Path, monkeypatch: pytest.
         assert isinstance(a, RowOutput) and isinstance(b, RowOutput)
         assert a.sums == pytest.approx(b.sums, rel=1e-5, abs=1e-5)
     for spec, _, _ in TENANTS:
-        assert relative(state(worker, spec.model_id).gradients, state(roomy, spec.model_id).gradients) < 1e-6  # type: ignore[arg-type]
+        assert (
+            relative(state(worker, spec.model_id).gradients, state(roomy, spec.model_id).gradients)
+            < 1e-6
+        )  # type: ignore[arg-type]
 
 
-def test_out_of_memory_in_halves_too_is_a_clear_error(base: Path, monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_in_halves_is_a_clear_error(base: Path, monkeypatch: pytest.MonkeyPatch):
     worker = worker_for(base, budget=4096)
     worker.create_model(TENANTS[0][0])
     worker.forward_backward((parts_of(1)[0],), False)
     before = state(worker, "a").gradients.clone()  # type: ignore[union-attr]
     ShortOfMemory(monkeypatch, 1)
     (refused,) = worker.forward_backward((parts_of(2)[0],), False)
-    assert isinstance(refused, Refused) and refused.clean and "microbatch_tokens" in str(refused.error)
+    assert (
+        isinstance(refused, Refused) and refused.clean and "microbatch_tokens" in str(refused.error)
+    )
     assert torch.equal(state(worker, "a").gradients, before)  # type: ignore[arg-type]
 
 
@@ -232,21 +277,23 @@ def test_saving_memory_changes_no_number(base: Path, activations: str, lora: Lor
     assert relative(found[1], found[0]) < 1e-6
 
 
-def test_a_tenant_is_made_switched_and_deleted_without_touching_the_base(base: Path):
-    """Its tensors are all that it adds: weights, and after the first call gradients."""
+def test_creating_switching_and_deleting_a_tenant_leaves_the_base_unchanged(base: Path):
+    """A tenant adds only its own tensors: weights, and gradients after the first call."""
     worker = worker_for(base)
     for i in range(20):
         worker.create_model(ModelSpec(f"t{i}", "tiny", lora=LoraSpec(4), seed=i))
     sizes = {state(worker, f"t{i}").weights.untyped_storage().nbytes() for i in range(20)}
     assert sizes == {state(worker, "t0").num_parameters * 4}
     views = state(worker, "t3").views.values()
-    assert {view.untyped_storage().data_ptr() for view in views} == {state(worker, "t3").weights.untyped_storage().data_ptr()}
+    assert {view.untyped_storage().data_ptr() for view in views} == {
+        state(worker, "t3").weights.untyped_storage().data_ptr()
+    }
     worker.delete_model("t3")
     assert "t3" not in worker.models
 
 
-def test_the_entropy_bonus_is_taken_off_the_loss(base: Path):
-    """Against float64: the gradient of −Σ w·log p − c·Σ H over the counted tokens."""
+def test_the_entropy_bonus_is_subtracted_from_the_loss(base: Path):
+    """The reference is float64: the gradient of −Σ w·log p − c·Σ H over the counted tokens."""
     from tests.workers.references import Reference
 
     columns = batch(5, (9, 14), inputs_of("ppo"))
@@ -260,7 +307,10 @@ def test_the_entropy_bonus_is_taken_off_the_loss(base: Path):
     for i in range(2):
         where = columns.positions([i])
         log_p = torch.log_softmax(
-            reference.model(input_ids=torch.tensor(columns.tokens[where][None].astype(np.int64))).logits[0], -1
+            reference.model(
+                input_ids=torch.tensor(columns.tokens[where][None].astype(np.int64))
+            ).logits[0],
+            -1,
         )
         entropy = -(log_p.exp() * log_p).sum(-1)
         bonus = bonus + (entropy * torch.tensor(columns.fields["weights"][where] != 0)).sum()
@@ -273,7 +323,7 @@ def test_the_entropy_bonus_is_taken_off_the_loss(base: Path):
         assert relative(gradient, reference.gradients()[name]) < 1e-5, name
 
 
-def test_metrics_of_entropy_and_kl_are_always_there(base: Path):
+def test_metrics_of_entropy_and_kl_are_always_present(base: Path):
     worker = worker_for(base)
     worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
     columns = batch(5, (9, 14), inputs_of("ppo"))
@@ -281,12 +331,16 @@ def test_metrics_of_entropy_and_kl_are_always_there(base: Path):
     assert isinstance(output, RowOutput)
     counted = columns.fields["weights"] != 0
     difference = output.values.astype(np.float64) - columns.fields["logprobs"]
-    assert output.sums["kl:sum"] == pytest.approx(float(((np.exp(difference) - 1 - difference) * counted).sum()), rel=1e-4)
+    assert output.sums["kl:sum"] == pytest.approx(
+        float(((np.exp(difference) - 1 - difference) * counted).sum()), rel=1e-4
+    )
     assert output.sums["counted_tokens:sum"] == counted.sum()
     assert 0 < output.sums["entropy:sum"] <= counted.sum() * np.log(128) + 1e-3
 
 
-@pytest.mark.parametrize("bad", [LoraSpec(4, train_attn=False, train_mlp=False, train_unembed=False)])
+@pytest.mark.parametrize(
+    "bad", [LoraSpec(4, train_attn=False, train_mlp=False, train_unembed=False)]
+)
 def test_a_lora_that_trains_nothing_is_refused(base: Path, bad: LoraSpec):
     with pytest.raises(InvalidRequest, match="trains nothing"):
         worker_for(base).create_model(ModelSpec("m", "tiny", lora=bad))
@@ -304,7 +358,8 @@ def test_a_forward_that_runs_out_of_memory_leaves_pending_gradients(
     monkeypatch.setattr(PassRunner, "run", _no_memory)
     (refused,) = worker.forward_backward((call,), True)
     assert isinstance(refused, Refused) and refused.clean
-    if lora is None:  # a backward whose share can not be told from what was pending: the model is made anew, from the journal
+    # Added and pending gradients cannot be separated, so the model is rebuilt from the journal.
+    if lora is None:
         with pytest.raises(torch.OutOfMemoryError):
             worker.forward_backward((call,), False)
     assert torch.equal(state(worker, "m").gradients, before)  # type: ignore[arg-type]

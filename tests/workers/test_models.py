@@ -1,4 +1,4 @@
-"""Architectures by tiny random configs: gradients against float64 transformers, exports opened by transformers."""
+"""Architectures as tiny random models: gradients against float64 transformers, and exports."""
 
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,15 @@ def test_gradients_and_export(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     total = reference.backward("cross_entropy", columns)
     state = worker.models["m"].state
     assert isinstance(state, FlatState) and state.gradients is not None
-    np.testing.assert_allclose(output.values, torch.cat(reference.rows(columns)).detach().numpy(), atol=2e-5)
+    np.testing.assert_allclose(
+        output.values, torch.cat(reference.rows(columns)).detach().numpy(), atol=2e-5
+    )
     assert output.sums["loss:sum"] == pytest.approx(total, rel=1e-5)
     wanted = reference.gradients()
     for key, gradient in state.split(state.gradients).items():
         assert relative(gradient, wanted[key]) < 1e-5, key
 
-    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)  # several files, as of a large model
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)  # several files, as for a large model
     worker.optim_step("m", AdamParams(1e-2))
     worker.save_checkpoint("m", str(tmp_path / "saved"), "training", "r1")
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
@@ -67,7 +69,7 @@ def test_gradients_and_export(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_adapter_on_it_merges_into_what_it_computes(name: str, tmp_path: Path):
+def test_a_merged_adapter_gives_the_same_logprobs(name: str, tmp_path: Path):
     base = make(name, tmp_path / "base")
     worker = worker_for(base)
     lora = LoraSpec(4, train_mlp=name != "qwen3-moe", train_unembed=name != "gemma3")
@@ -82,7 +84,10 @@ def test_an_adapter_on_it_merges_into_what_it_computes(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-untied"])
 def test_a_critic_starts_from_a_policy_or_a_reward_model(name: str, tmp_path: Path):
-    """Their trunks; values begin at zero over a policy's, and are a reward model's scores over its."""
+    """Only the trunk is loaded.
+
+    Values start at zero over a policy's trunk, and are the scores of a reward model over its trunk.
+    """
     base = make(name, tmp_path / "base")
     policy = worker_for(base)
     policy.create_model(ModelSpec("m", "tiny"))
@@ -91,7 +96,9 @@ def test_a_critic_starts_from_a_policy_or_a_reward_model(name: str, tmp_path: Pa
     policy.save_checkpoint("m", str(tmp_path / "policy"), "weights", "r1")
     config = AutoConfig.from_pretrained(tmp_path / "policy")
     config.num_labels, config.classifier_dropout, config.pad_token_id = 1, 0.0, 0
-    reward: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy", config=config, dtype=torch.float32)
+    reward: Any = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "policy", config=config, dtype=torch.float32
+    )
     reward.save_pretrained(tmp_path / "reward")
     columns = batch(4, LENGTHS, ("values", "returns"), targets=False)
     call = PartCall("c", tuple(range(4)), columns, None)
@@ -106,8 +113,12 @@ def test_a_critic_starts_from_a_policy_or_a_reward_model(name: str, tmp_path: Pa
             continue
         where = columns.positions([1])
         with torch.no_grad():
-            hidden = reward.model(input_ids=torch.tensor(columns.tokens[where][None].astype(np.int64))).last_hidden_state[0]
-            np.testing.assert_allclose(output.values[where], reward.score(hidden)[:, 0].numpy(), atol=2e-5)
+            hidden = reward.model(
+                input_ids=torch.tensor(columns.tokens[where][None].astype(np.int64))
+            ).last_hidden_state[0]
+            np.testing.assert_allclose(
+                output.values[where], reward.score(hidden)[:, 0].numpy(), atol=2e-5
+            )
     saved = critic.models["c"].state
     assert isinstance(saved, FlatState) and "lm_head.weight" not in saved.shapes
     critic.save_checkpoint("c", str(tmp_path / "critic"), "training", "r1")
@@ -116,7 +127,7 @@ def test_a_critic_starts_from_a_policy_or_a_reward_model(name: str, tmp_path: Pa
     assert isinstance(again, RowOutput) and np.array_equal(again.values, output.values)
 
 
-def test_a_critic_takes_an_adapter_that_has_no_terms_of_the_head(tmp_path: Path):
+def test_a_critic_loads_an_adapter_without_terms_of_the_head(tmp_path: Path):
     base = make("qwen3", tmp_path / "base")
     policy, critic = worker_for(base), worker_for(base)
     policy.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_unembed=False)))
@@ -143,6 +154,6 @@ def test_a_checkpoint_without_its_moments_changes_nothing(tmp_path: Path):
     state = worker.models["m"].state
     assert isinstance(state, FlatState)
     before = state.weights.clone()
-    with pytest.raises(InvalidRequest, match="optimizer state is not this model's"):
+    with pytest.raises(InvalidRequest, match="optimizer state of the checkpoint does not match"):
         worker.load_checkpoint("m", str(tmp_path / "saved"), True)
     assert torch.equal(state.weights, before)

@@ -1,4 +1,4 @@
-"""The norm of a gradient: as in float64, in bounded memory."""
+"""The norm of a gradient equals float64 in bounded memory."""
 
 import numpy as np
 import pytest
@@ -18,16 +18,19 @@ def piece(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**14, 100_003])
-def test_the_sum_of_squares_is_that_of_float64(piece: int, size: int):
-    vector = torch.randn(size, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 6, max(size, 1))[:size]
+def test_the_sum_of_squares_equals_float64(piece: int, size: int):
+    vector = (
+        torch.randn(size, generator=torch.Generator().manual_seed(1))
+        * torch.logspace(-6, 6, max(size, 1))[:size]
+    )
     exact = float((vector.numpy().astype(np.longdouble) ** 2).sum())
     assert float(sum_of_squares(vector)) == pytest.approx(exact, rel=1e-12)
 
 
-def test_a_step_takes_no_memory_that_grows_with_the_model(piece: int):
+def test_the_memory_of_a_step_does_not_grow_with_the_model(piece: int):
     model = FlatState({"w": torch.zeros(50 * piece)}, torch.device("cpu"))
     adam = AdamParams(1e-3, grad_clip_norm=1.0)
     model.ensure_gradients().fill_(1.0)
-    model.step(adam)  # the moments are made in the first
+    model.step(adam)  # the first step creates the moments
     model.ensure_gradients().fill_(1.0)
     assert peak_bytes(lambda: model.step(adam)) < 1.5 * 8 * piece

@@ -1,4 +1,4 @@
-"""One rank against plain PyTorch: losses, gradients, AdamW, LoRA against peft, files against transformers and peft."""
+"""One rank against plain PyTorch: losses, gradients, AdamW, LoRA against peft, and saved files."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_actors import losses
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
-from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec, Role
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
@@ -20,14 +20,19 @@ from skyrl_actors.workers.torch_worker import TorchWorker
 LENGTHS = (5, 17, 9, 17, 30, 3, 9)
 
 
-def worker_for(base: Path, role: str = "policy", budget: int = 40) -> TorchWorker:
-    worker = TorchWorker(WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 2, budget, 60.0))  # type: ignore[arg-type]
+def worker_for(base: Path, role: Role = "policy", budget: int = 40) -> TorchWorker:
+    worker = TorchWorker(WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 2, budget, 60.0))
     worker.setup("127.0.0.1", 0)
     return worker
 
 
 def computed(
-    worker: TorchWorker, rows: tuple[int, ...], model_id: str, columns: Columns, loss: LossCall | None, forward_only: bool
+    worker: TorchWorker,
+    rows: tuple[int, ...],
+    model_id: str,
+    columns: Columns,
+    loss: LossCall | None,
+    forward_only: bool,
 ) -> RowOutput:
     (outcome,) = worker.forward_backward((PartCall(model_id, rows, columns, loss),), forward_only)
     if isinstance(outcome, Refused):
@@ -43,30 +48,40 @@ def batch(seed: int, lengths: tuple[int, ...] = LENGTHS, extra: tuple[str, ...] 
             TARGETS: rng.integers(0, 256, n).astype(np.int32),
             "weights": rng.normal(0.5, 1, n).astype(np.float32),
         }
-        fields |= {name: rng.normal(-5 if name == "logprobs" else 0, 0.5, n).astype(np.float32) for name in extra}
+        fields |= {
+            name: rng.normal(-5 if name == "logprobs" else 0, 0.5, n).astype(np.float32)
+            for name in extra
+        }
         examples.append(Example(rng.integers(0, 256, n).astype(np.int32), fields))
     return columns_from(examples)
 
 
 def reference_logprobs(model: torch.nn.Module, columns: Columns) -> list[torch.Tensor]:
-    """One row at a time through transformers' own attention, no packing."""
+    """Compute one row at a time with transformers' own attention, without packing."""
     rows = []
     for i in range(columns.num_rows):
         where = columns.positions([i])
-        logits = model(input_ids=torch.tensor(columns.tokens[where][None].astype(np.int64)), use_cache=False).logits[0]
+        logits = model(
+            input_ids=torch.tensor(columns.tokens[where][None].astype(np.int64)), use_cache=False
+        ).logits[0]
         targets = torch.tensor(columns.fields[TARGETS][where].astype(np.int64))
         rows.append(F.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0])
     return rows
 
 
 def reference_loss(name: str, logprobs: torch.Tensor, columns: Columns) -> torch.Tensor:
-    f = {k: torch.tensor(v, dtype=logprobs.dtype) for k, v in columns.fields.items() if k != TARGETS}
+    f = {
+        k: torch.tensor(v, dtype=logprobs.dtype) for k, v in columns.fields.items() if k != TARGETS
+    }
     if name == "cross_entropy":
         return -(f["weights"] * logprobs).sum()
     ratio = torch.exp(logprobs - f["logprobs"])
     if name == "importance_sampling":
         return -(f["weights"] * ratio * f["advantages"]).sum()
-    return -(f["weights"] * torch.minimum(ratio * f["advantages"], ratio.clamp(0.8, 1.2) * f["advantages"])).sum()
+    return -(
+        f["weights"]
+        * torch.minimum(ratio * f["advantages"], ratio.clamp(0.8, 1.2) * f["advantages"])
+    ).sum()
 
 
 def assert_same_gradients(worker: TorchWorker, model: torch.nn.Module) -> None:
@@ -88,7 +103,9 @@ def test_full_model_loss_and_gradient_against_float64(random_base: Path, name: s
     columns = batch(1, extra=extra)
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny"))
-    output = computed(worker, tuple(range(len(LENGTHS))), "m", columns, losses.find(name).checked({}), False)
+    output = computed(
+        worker, tuple(range(len(LENGTHS))), "m", columns, losses.find(name).checked({}), False
+    )
 
     model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64)
     logprobs = torch.cat(reference_logprobs(model, columns))
@@ -99,30 +116,42 @@ def test_full_model_loss_and_gradient_against_float64(random_base: Path, name: s
     assert_same_gradients(worker, model)
 
 
-def test_many_targets_a_position_against_float64(random_base: Path):
-    """Rows of 3, 1 and (N,) targets in one request: a teacher's distribution over the likeliest tokens."""
+def test_many_targets_for_each_position_against_float64(random_base: Path):
+    """Rows have 3, 1 and (N,) targets in one request, as from a teacher's distribution."""
     rng = np.random.default_rng(4)
     examples = []
     for n, shape in ((6, (6, 3)), (9, (9, 1)), (4, (4,))):
-        fields: dict = {TARGETS: rng.integers(0, 256, shape), "weights": rng.uniform(0, 1, shape).astype(np.float32)}
+        fields: dict = {
+            TARGETS: rng.integers(0, 256, shape),
+            "weights": rng.uniform(0, 1, shape).astype(np.float32),
+        }
         examples.append(Example(rng.integers(0, 256, n).astype(np.int32), fields))
     columns = columns_from(examples)
     assert columns.widths is not None and columns.widths.tolist() == [3, 1, 0]
     worker = worker_for(random_base, budget=10)
     worker.create_model(ModelSpec("m", "tiny"))
-    output = computed(worker, (0, 1, 2), "m", columns, losses.find("cross_entropy").checked({}), False)
+    output = computed(
+        worker, (0, 1, 2), "m", columns, losses.find("cross_entropy").checked({}), False
+    )
 
     model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64)
     total, rows = torch.zeros((), dtype=torch.float64), []
     for example in examples:
-        logits = model(input_ids=torch.tensor(example.tokens[None].astype(np.int64)), use_cache=False).logits[0]
-        targets, weights = (torch.tensor(example.fields[name]).reshape(len(example.tokens), -1) for name in (TARGETS, "weights"))
+        logits = model(
+            input_ids=torch.tensor(example.tokens[None].astype(np.int64)), use_cache=False
+        ).logits[0]
+        targets, weights = (
+            torch.tensor(example.fields[name]).reshape(len(example.tokens), -1)
+            for name in (TARGETS, "weights")
+        )
         rows.append(F.log_softmax(logits, -1).gather(1, targets.long()))
         total = total - (weights.double() * rows[-1]).sum()
     total.backward()
     where = 0
     for row in rows:
-        np.testing.assert_allclose(output.values[where : where + len(row), : row.shape[1]], row.detach().numpy(), atol=2e-5)
+        np.testing.assert_allclose(
+            output.values[where : where + len(row), : row.shape[1]], row.detach().numpy(), atol=2e-5
+        )
         where += len(row)
     assert output.sums["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-5)
     assert_same_gradients(worker, model)
@@ -130,7 +159,9 @@ def test_many_targets_a_position_against_float64(random_base: Path):
 
 def test_critic_loss_and_gradient_against_float64(random_base: Path):
     columns = batch(2, extra=("values", "returns"))
-    columns = Columns(columns.tokens, columns.offsets, {k: v for k, v in columns.fields.items() if k != TARGETS})
+    columns = Columns(
+        columns.tokens, columns.offsets, {k: v for k, v in columns.fields.items() if k != TARGETS}
+    )
     worker = worker_for(random_base, "critic")
     worker.create_model(ModelSpec("c", "tiny", role="critic"))
     head = torch.nn.Linear(192, 1, dtype=torch.float64)
@@ -138,19 +169,38 @@ def test_critic_loss_and_gradient_against_float64(random_base: Path):
     with torch.no_grad():  # a head that is not zero, so that the trunk has a gradient
         state.views["value_head.weight"].copy_(head.weight)
         state.views["value_head.bias"].copy_(head.bias)
-    output = computed(worker, tuple(range(len(LENGTHS))), "c", columns, LossCall("ppo_critic", {"value_clip": 0.2}), False)
+    output = computed(
+        worker,
+        tuple(range(len(LENGTHS))),
+        "c",
+        columns,
+        LossCall("ppo_critic", {"value_clip": 0.2}),
+        False,
+    )
 
     model = AutoModelForCausalLM.from_pretrained(random_base, dtype=torch.float64).model
     with torch.no_grad():
         head.weight.copy_(head.weight.float())
         head.bias.copy_(head.bias.float())
-    values = torch.cat([
-        head(model(input_ids=torch.tensor(columns.tokens[columns.positions([i])][None].astype(np.int64))).last_hidden_state[0])[:, 0]
-        for i in range(columns.num_rows)
-    ])  # fmt: skip
+    values = torch.cat(
+        [
+            head(
+                model(
+                    input_ids=torch.tensor(
+                        columns.tokens[columns.positions([i])][None].astype(np.int64)
+                    )
+                ).last_hidden_state[0]
+            )[:, 0]
+            for i in range(columns.num_rows)
+        ]
+    )
     f = {k: torch.tensor(v, dtype=torch.float64) for k, v in columns.fields.items()}
     bounded = torch.clamp(values, f["values"] - 0.2, f["values"] + 0.2)
-    total = (0.5 * f["weights"] * torch.maximum((values - f["returns"]) ** 2, (bounded - f["returns"]) ** 2)).sum()
+    total = (
+        0.5
+        * f["weights"]
+        * torch.maximum((values - f["returns"]) ** 2, (bounded - f["returns"]) ** 2)
+    ).sum()
     total.backward()
     np.testing.assert_allclose(output.values, values.detach().numpy(), atol=2e-5)
     assert output.sums["loss:sum"] == pytest.approx(float(total.detach()), rel=1e-5)
@@ -165,15 +215,22 @@ def test_critic_loss_and_gradient_against_float64(random_base: Path):
 
 @pytest.mark.parametrize("clip", [0.0, 3.0])
 def test_adamw_after_accumulated_calls(random_base: Path, clip: float):
-    """Three forward_backward calls, one step; then another with other hyperparameters: as torch.optim.AdamW in float64
-    on the same gradients."""
+    """Run three forward_backward calls and a step, then a step with other hyperparameters.
+
+    The reference is torch.optim.AdamW in float64 on the same gradients.
+    """
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
     state = worker.models["m"].state
     parameter = torch.nn.Parameter(state.weights.double().clone())
     optimizer = torch.optim.AdamW([parameter])
     call = losses.find("cross_entropy").checked({})
-    for step, adam in enumerate([AdamParams(1e-2, 0.9, 0.95, 1e-12, 0.0, clip), AdamParams(3e-3, 0.8, 0.99, 1e-5, 0.1, clip)]):
+    for step, adam in enumerate(
+        [
+            AdamParams(1e-2, 0.9, 0.95, 1e-12, 0.0, clip),
+            AdamParams(3e-3, 0.8, 0.99, 1e-5, 0.1, clip),
+        ]
+    ):
         for k in range(3):
             computed(worker, tuple(range(len(LENGTHS))), "m", batch(10 * step + k), call, False)
         assert state.gradients is not None
@@ -182,12 +239,17 @@ def test_adamw_after_accumulated_calls(random_base: Path, clip: float):
         if clip:
             parameter.grad.mul_(min(1.0, clip / float(norm)))
         optimizer.param_groups[0].update(
-            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
         )
         optimizer.step()
         metrics = worker.optim_step("m", adam)
         assert metrics["skyrl.ai/grad_norm"] == pytest.approx(float(norm), rel=1e-6)
-        np.testing.assert_allclose(state.weights.numpy(), parameter.detach().numpy(), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            state.weights.numpy(), parameter.detach().numpy(), rtol=1e-6, atol=1e-6
+        )
         assert not state.gradients.any()
 
 
@@ -228,7 +290,11 @@ def test_packing_and_budget_change_no_number(random_base: Path):
 def test_forward_gives_the_same_logprobs_and_no_gradient(random_base: Path):
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
-    columns, call, rows = batch(4), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
+    columns, call, rows = (
+        batch(4),
+        losses.find("cross_entropy").checked({}),
+        tuple(range(len(LENGTHS))),
+    )
     forward = computed(worker, rows, "m", columns, call, True)
     assert worker.models["m"].state.gradients is None
     both = computed(worker, rows, "m", columns, call, False)
@@ -236,26 +302,38 @@ def test_forward_gives_the_same_logprobs_and_no_gradient(random_base: Path):
     assert forward.sums == both.sums
 
 
-def test_tenants_do_not_touch_each_other_or_the_base(random_base: Path):
+def test_tenants_do_not_change_each_other_or_the_base(random_base: Path):
     worker = worker_for(random_base)
-    columns, call, rows = batch(5), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
+    columns, call, rows = (
+        batch(5),
+        losses.find("cross_entropy").checked({}),
+        tuple(range(len(LENGTHS))),
+    )
     worker.create_model(ModelSpec("reference", "tiny", lora=LoraSpec(1)))
     start = computed(worker, rows, "reference", columns, call, True).values
     for spec in (ModelSpec("lora", "tiny", lora=LoraSpec(8)), ModelSpec("full", "tiny")):
         worker.create_model(spec)
-        np.testing.assert_allclose(computed(worker, rows, spec.model_id, columns, call, True).values, start, atol=1e-5)
+        np.testing.assert_allclose(
+            computed(worker, rows, spec.model_id, columns, call, True).values, start, atol=1e-5
+        )
         computed(worker, rows, spec.model_id, columns, call, False)
         worker.optim_step(spec.model_id, AdamParams(learning_rate=1e-2))
         moved = computed(worker, rows, spec.model_id, columns, call, True).values
         assert np.abs(moved - start).max() > 0.05
-    np.testing.assert_array_equal(computed(worker, rows, "reference", columns, call, True).values, start)
+    np.testing.assert_array_equal(
+        computed(worker, rows, "reference", columns, call, True).values, start
+    )
 
 
 def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
-    """Gradients equal peft's; our files open in peft and give the same logprobs."""
+    """Gradients equal those of peft, and peft opens our files and gives the same logprobs."""
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(8, 16.0), seed=3))
-    columns, call, rows = batch(6), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
+    columns, call, rows = (
+        batch(6),
+        losses.find("cross_entropy").checked({}),
+        tuple(range(len(LENGTHS))),
+    )
     computed(worker, rows, "m", columns, call, False)
     worker.optim_step("m", AdamParams(learning_rate=1e-2))
     worker.save_checkpoint("m", str(tmp_path / "adapter"), form="weights", mark="r1")
@@ -279,7 +357,7 @@ def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_export_has_the_adapter_merged_in(random_base: Path, tmp_path: Path, tied: bool):
-    """By plain transformers; a head that shares the embedding's weights becomes one of its own."""
+    """Plain transformers opens it. A head that is tied to the embedding becomes a separate head."""
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_unembed=not tied), seed=3))
     columns, rows = batch(5), tuple(range(len(LENGTHS)))
@@ -292,22 +370,30 @@ def test_an_export_has_the_adapter_merged_in(random_base: Path, tmp_path: Path, 
     assert model.config.tie_word_embeddings == tied
     with torch.no_grad():
         expected = torch.cat(reference_logprobs(model, columns)).numpy()
-    np.testing.assert_allclose(computed(worker, rows, "m", columns, call, True).values, expected, atol=5e-5)
+    np.testing.assert_allclose(
+        computed(worker, rows, "m", columns, call, True).values, expected, atol=5e-5
+    )
     assert not (tmp_path / "c" / "adapter_config.json").exists()
 
 
 def test_an_adapter_of_another_shape_is_refused(random_base: Path, tmp_path: Path):
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(random_base), config)
     model.save_pretrained(tmp_path)
     worker = worker_for(random_base)
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, 8.0, train_attn=True, train_mlp=True, train_unembed=False)))
-    with pytest.raises(InvalidRequest, match="tensors are not this model's"):
+    worker.create_model(
+        ModelSpec(
+            "m", "tiny", lora=LoraSpec(4, 8.0, train_attn=True, train_mlp=True, train_unembed=False)
+        )
+    )
+    with pytest.raises(InvalidRequest, match="tensors of the checkpoint do not match"):
         worker.load_checkpoint("m", str(tmp_path), with_optimizer=False)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(4)], ids=["full", "lora"])
-def test_two_checkpoints_are_mixed_by_share(random_base: Path, tmp_path: Path, lora):
+def test_two_checkpoints_are_mixed_by_their_shares(random_base: Path, tmp_path: Path, lora):
     worker = worker_for(random_base)
     rows = tuple(range(len(LENGTHS)))
     call = losses.find("cross_entropy").checked({})
@@ -316,7 +402,8 @@ def test_two_checkpoints_are_mixed_by_share(random_base: Path, tmp_path: Path, l
         computed(worker, rows, model_id, batch(number), call, False)
         worker.optim_step(model_id, AdamParams(0.01 * (number + 1)))
         worker.save_checkpoint(model_id, str(tmp_path / model_id), "training", "r1")
-    a, b = (worker.models[name].state.weights.double() for name in ("a", "b"))  # type: ignore[attr-defined]
+    states = (worker.models[name].state for name in ("a", "b"))
+    a, b = (state.weights.double() for state in states)  # type: ignore[attr-defined]
     assert (a - b).abs().max() > 1e-3
     worker.load_checkpoint("c", str(tmp_path / "a"), False, (str(tmp_path / "b"), 0.01))
     found = worker.models["c"].state.weights.double()  # type: ignore[attr-defined]
@@ -325,14 +412,20 @@ def test_two_checkpoints_are_mixed_by_share(random_base: Path, tmp_path: Path, l
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(4)], ids=["full", "lora"])
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_training_continues_from_a_checkpoint_bit_for_bit(random_base: Path, tmp_path: Path, lora, role: str):
-    """Save after one step, take another; a second model loaded from the file takes the same step."""
+def test_training_continues_from_a_checkpoint_bit_for_bit(
+    random_base: Path, tmp_path: Path, lora, role: Role
+):
+    """Save after one step, then take another. A model loaded from the file takes the same step."""
     extra = ("values", "returns") if role == "critic" else ()
-    call = LossCall("ppo_critic", {"value_clip": 0.2}) if role == "critic" else losses.find("cross_entropy").checked({})
+    call = (
+        LossCall("ppo_critic", {"value_clip": 0.2})
+        if role == "critic"
+        else losses.find("cross_entropy").checked({})
+    )
     worker = worker_for(random_base, role)
     rows = tuple(range(len(LENGTHS)))
     for model_id in ("a", "b"):
-        worker.create_model(ModelSpec(model_id, "tiny", role, lora, seed=ord(model_id)))  # type: ignore[arg-type]
+        worker.create_model(ModelSpec(model_id, "tiny", role, lora, seed=ord(model_id)))
 
     def train(model_id: str, seed: int) -> None:
         computed(worker, rows, model_id, batch(seed, extra=extra), call, False)
@@ -353,18 +446,24 @@ def test_training_continues_from_a_checkpoint_bit_for_bit(random_base: Path, tmp
 def test_full_checkpoint_opens_in_plain_transformers(random_base: Path, tmp_path: Path):
     worker = worker_for(random_base)
     worker.create_model(ModelSpec("m", "tiny"))
-    columns, call, rows = batch(7), losses.find("cross_entropy").checked({}), tuple(range(len(LENGTHS)))
+    columns, call, rows = (
+        batch(7),
+        losses.find("cross_entropy").checked({}),
+        tuple(range(len(LENGTHS))),
+    )
     computed(worker, rows, "m", columns, call, False)
     worker.optim_step("m", AdamParams(learning_rate=1e-2))
     worker.save_checkpoint("m", str(tmp_path / "c"), form="training", mark="r1")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "c")
     with torch.no_grad():
         expected = torch.cat(reference_logprobs(model, columns)).numpy()
-    np.testing.assert_allclose(computed(worker, rows, "m", columns, call, True).values, expected, atol=2e-5)
+    np.testing.assert_allclose(
+        computed(worker, rows, "m", columns, call, True).values, expected, atol=2e-5
+    )
 
 
-def test_gradients_may_leave_before_the_weights_and_come_back_after_them():
-    """The order of the phases: frees gradients, then weights; loads weights, then gradients."""
+def test_gradients_can_leave_before_the_weights_and_return_after_them():
+    """Phases free gradients before weights, and load weights before gradients."""
     state = FlatState({"w": torch.randn(4, 3), "b": torch.randn(3)}, torch.device("cpu"))
     state.ensure_gradients()
     (2 * state.views["w"].sum()).backward()

@@ -1,4 +1,4 @@
-"""Muon and 8-bit AdamW over a flat vector: as their packages on separate tensors, and through checkpoints bit by bit."""
+"""Muon and 8-bit AdamW over a flat vector, against their packages and through checkpoints."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def compute(worker: TorchWorker, seed: int) -> None:
 
 
 def save(worker: TorchWorker, folder: Path) -> Path:
-    """A checkpoint and a snapshot."""
+    """Save a checkpoint and a snapshot."""
     worker.save_checkpoint("m", str(folder / "saved"), "training", "r1")
     (folder / "copied").mkdir()
     worker.write_state(worker.copy_state("m"), str(folder / "copied"))
@@ -50,7 +50,7 @@ def save(worker: TorchWorker, folder: Path) -> Path:
 
 
 def check_goes_on(worker: TorchWorker, again: TorchWorker, spec: ModelSpec, saved: Path) -> None:
-    """`worker` has made one step (the last of ADAMS, batch 2) since it was saved."""
+    """Compare the next step; since the save, `worker` has made one (last of ADAMS, batch 2)."""
     for way in ("saved", "copied"):
         if way == "saved":
             again.create_model(spec)
@@ -63,15 +63,21 @@ def check_goes_on(worker: TorchWorker, again: TorchWorker, spec: ModelSpec, save
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(4)])
-def test_muon_is_torchs(tmp_path: Path, lora: LoraSpec | None):
+def test_muon_equals_torch(tmp_path: Path, lora: LoraSpec | None):
     base = make("qwen3-untied", tmp_path / "base")
     worker, again = worker_for(base), worker_for(base)
     spec = ModelSpec("m", "tiny", lora=lora, optimizer="muon")
     worker.create_model(spec)
     held = state(worker)
     copies = {name: torch.nn.Parameter(view.detach().clone()) for name, view in held.views.items()}
-    hidden = {n for n, p in copies.items() if p.ndim == 2 and not any(part in n for part in ("embed_tokens", "lm_head"))}
-    muon = torch.optim.Muon([copies[n] for n in copies if n in hidden], adjust_lr_fn="match_rms_adamw")
+    hidden = {
+        n
+        for n, p in copies.items()
+        if p.ndim == 2 and not any(part in n for part in ("embed_tokens", "lm_head"))
+    }
+    muon = torch.optim.Muon(
+        [copies[n] for n in copies if n in hidden], adjust_lr_fn="match_rms_adamw"
+    )
     adamw = torch.optim.AdamW([copies[n] for n in copies if n not in hidden])
     for i, adam in enumerate(ADAMS):
         compute(worker, i)
@@ -80,22 +86,29 @@ def test_muon_is_torchs(tmp_path: Path, lora: LoraSpec | None):
         factor = min(1.0, adam.grad_clip_norm / norm) if adam.grad_clip_norm else 1.0
         for name, gradient in held.split(held.gradients * factor).items():
             copies[name].grad = gradient.clone()
-        muon.param_groups[0].update(lr=adam.learning_rate, weight_decay=adam.weight_decay, momentum=adam.beta1)
+        muon.param_groups[0].update(
+            lr=adam.learning_rate, weight_decay=adam.weight_decay, momentum=adam.beta1
+        )
         adamw.param_groups[0].update(
-            lr=adam.learning_rate, weight_decay=adam.weight_decay, betas=(adam.beta1, adam.beta2), eps=adam.eps
+            lr=adam.learning_rate,
+            weight_decay=adam.weight_decay,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
         )
         muon.step(), adamw.step()
         worker.optim_step("m", adam)
         for name, view in held.views.items():
-            torch.testing.assert_close(view.detach(), copies[name].detach(), rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                view.detach(), copies[name].detach(), rtol=1e-5, atol=1e-6, msg=name
+            )
         if i == 1:
             saved = save(worker, tmp_path)
     check_goes_on(worker, again, spec, saved)
 
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(4)])
-def test_8_bit_moments(tmp_path: Path, lora: LoraSpec | None):
-    """As bitsandbytes' own optimizer on one tensor; the first step as AdamW in float64; it goes on bit by bit."""
+def test_8_bit_adamw_equals_bitsandbytes(tmp_path: Path, lora: LoraSpec | None):
+    """The first step equals AdamW in float64, and training resumes bit by bit."""
     base = make("qwen3-untied", tmp_path / "base")
     worker, again = worker_for(base), worker_for(base)
     spec = ModelSpec("m", "tiny", lora=lora, optimizer="adamw8bit")
@@ -110,14 +123,16 @@ def test_8_bit_moments(tmp_path: Path, lora: LoraSpec | None):
         compute(worker, i)
         assert held.gradients is not None
         norm = float(held.gradients.double().norm())
-        gradient = held.gradients * (min(1.0, adam.grad_clip_norm / norm) if adam.grad_clip_norm else 1.0)
+        gradient = held.gradients * (
+            min(1.0, adam.grad_clip_norm / norm) if adam.grad_clip_norm else 1.0
+        )
         for parameter, optimizer in ((theirs, inner), (exact, wide)):
             parameter.grad = gradient.to(parameter.dtype).clone()
             optimizer.param_groups[0].update(adam_group(adam))
             optimizer.step()
         worker.optim_step("m", adam)
         torch.testing.assert_close(held.weights, theirs.detach(), rtol=1e-6, atol=1e-8)
-        if i == 0:  # moments are rounded only behind the step that they are for
+        if i == 0:  # moments are rounded only after their step
             torch.testing.assert_close(held.weights.double(), exact.detach(), rtol=1e-5, atol=1e-7)
         if i == 1:
             saved = save(worker, tmp_path)
@@ -128,14 +143,20 @@ def test_8_bit_moments(tmp_path: Path, lora: LoraSpec | None):
 
 
 @pytest.mark.parametrize("kind", [1, 2])
-def test_codes_are_found_again_bit_by_bit(monkeypatch: pytest.MonkeyPatch, kind: int):
-    """Blocks of every size, of one sign, of zeros; and what was never a code is off by no more than the table is coarse."""
+def test_codes_are_recovered_bit_by_bit(monkeypatch: pytest.MonkeyPatch, kind: int):
+    """Blocks have every scale, one sign, or only zeros.
+
+    Other values are off by at most the step of the table.
+    """
     table = bitsandbytes.functional.create_dynamic_map(signed=kind == 1)
     generator = torch.Generator().manual_seed(kind)
-    codes = torch.randint(0, 256, (2000 * BLOCK + 17,), generator=generator, dtype=torch.int16).to(torch.uint8)
+    codes = torch.randint(0, 256, (2000 * BLOCK + 17,), generator=generator, dtype=torch.int16).to(
+        torch.uint8
+    )
     codes[:BLOCK] = int(table.abs().argmin())
     scales = 10 ** (torch.rand(2001, generator=generator) * 20 - 15)
-    # As of a real block, one value has the largest magnitude: code 255 (1.0), or among the negative ones code 0.
+    # In a real block, one value has the largest magnitude: code 255 (1.0), or code 0 among
+    # negatives.
     largest = torch.where(torch.rand(2001, generator=generator) < 0.5, 255, 0 if kind == 1 else 255)
     for block in range(1, 2001):
         own = codes[block * BLOCK : (block + 1) * BLOCK]
@@ -145,12 +166,20 @@ def test_codes_are_found_again_bit_by_bit(monkeypatch: pytest.MonkeyPatch, kind:
     monkeypatch.setattr(adamw8bit, "AT_ONCE", 700 * BLOCK)
     values = decoded(codes, table, scales)
     assert torch.equal(decoded(*_with(table, encoded(values, table))), values)
-    plain = torch.randn(3000, generator=generator) if kind == 1 else torch.rand(3000, generator=generator)
+    plain = (
+        torch.randn(3000, generator=generator)
+        if kind == 1
+        else torch.rand(3000, generator=generator)
+    )
     found = decoded(*_with(table, encoded(plain, table)))
-    theirs, their_state = bitsandbytes.functional.quantize_blockwise(plain, code=table, blocksize=BLOCK)
+    theirs, their_state = bitsandbytes.functional.quantize_blockwise(
+        plain, code=table, blocksize=BLOCK
+    )
     there = bitsandbytes.functional.dequantize_blockwise(theirs, their_state)
     assert float((found - plain).abs().max()) <= float((there - plain).abs().max()) * 1.01
 
 
-def _with(table: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _with(
+    table: torch.Tensor, found: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return found[0], table, found[1]

@@ -1,4 +1,7 @@
-"""What a rank computes does not depend on what was computed, loaded or saved before: in every strategy, as in float64 on one."""
+"""Results of a rank do not depend on earlier forwards, loads or saves, in every strategy.
+
+The reference is float64 on one rank.
+"""
 
 from pathlib import Path
 
@@ -25,12 +28,22 @@ Logprobs = dict[str, dict[str, list[np.ndarray]]]
 
 
 def logprobs(pool: Ranks, base: Path, strategy: str, folder: Path, **options: str) -> Logprobs:
-    """By kind of model and by order, of each model [tokens]."""
+    """Return logprobs by kind of model and by order, [tokens] for each model."""
     folder.mkdir()
-    found = pool.run(order_runs.orders, str(base), {**STRATEGIES, **KEEPS_LAYERS}[strategy], DATA, str(folder), options)
+    found = pool.run(
+        order_runs.orders,
+        str(base),
+        {**STRATEGIES, **KEEPS_LAYERS}[strategy],
+        DATA,
+        str(folder),
+        options,
+    )
     return {
         kind: {
-            order: [values_in_order(DATA[0], [(*of_rank[kind][order][i], {}) for of_rank in found]) for i in range(len(outputs))]
+            order: [
+                values_in_order(DATA[0], [(*of_rank[kind][order][i], {}) for of_rank in found])
+                for i in range(len(outputs))
+            ]
             for order, outputs in orders.items()
         }
         for kind, orders in found[0].items()
@@ -38,8 +51,12 @@ def logprobs(pool: Ranks, base: Path, strategy: str, folder: Path, **options: st
 
 
 @pytest.fixture(scope="module")
-def exact(ranks: dict[int, Ranks], base: Path, tmp_path_factory: pytest.TempPathFactory) -> Logprobs:
-    return logprobs(ranks[1], base, "replica", tmp_path_factory.mktemp("exact") / "f", dtype="float64")
+def exact(
+    ranks: dict[int, Ranks], base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Logprobs:
+    return logprobs(
+        ranks[1], base, "replica", tmp_path_factory.mktemp("exact") / "f", dtype="float64"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -58,9 +75,13 @@ def test_forwards_loads_and_saves_between_gradient_and_step(
                     assert error.mean() < 0.05, (kind, order)
 
 
-def test_each_order_of_verbs_ends_with_other_weights(exact: Logprobs):
-    """Otherwise the test above would not see weights that are stale."""
+def test_each_order_of_verbs_ends_with_different_weights(exact: Logprobs):
+    """Otherwise the test above would not detect stale weights."""
     for kind, orders in exact.items():
-        for order in ("forward between gradient and step", "step after a reference", "sampler saved between gradient and step"):
+        for order in (
+            "forward between gradient and step",
+            "step after a reference",
+            "sampler saved between gradient and step",
+        ):
             for there, start in zip(orders[order], orders["at the start"], strict=True):
                 assert np.abs(there - start).mean() > 0.3, (kind, order)

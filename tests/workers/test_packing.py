@@ -1,4 +1,4 @@
-"""How rows are cut into passes, and attention over them in one kernel where there is one."""
+"""How rows are cut into passes, and attention over them in one kernel where it exists."""
 
 import numpy as np
 import pytest
@@ -18,20 +18,28 @@ def rows_in(plan: Pass) -> list[tuple[int, int]]:
 
 
 def check(plan: Pass, lengths: list[np.ndarray]) -> None:
-    """Shares and blocks both tell where every row lies, and agree."""
-    starts = [block.start + i * block.length for block in plan.blocks for i in range(block.num_rows)]
+    """Check that shares and blocks give the same location for every row."""
+    starts = [
+        block.start + i * block.length for block in plan.blocks for i in range(block.num_rows)
+    ]
     sizes = [block.length for block in plan.blocks for _ in range(block.num_rows)]
     assert sizes == [int(lengths[part][row]) for part, row in rows_in(plan)]
     assert starts == np.concatenate([[0], np.cumsum(sizes)[:-1]]).tolist()
     assert plan.num_tokens == sum(sizes) == sum(share.num_tokens for share in plan.shares)
-    assert [share.start for share in plan.shares] == np.cumsum([0] + [s.num_tokens for s in plan.shares])[:-1].tolist()
+    assert [share.start for share in plan.shares] == np.cumsum(
+        [0] + [s.num_tokens for s in plan.shares]
+    )[:-1].tolist()
     assert plan.positions().tolist() == [i for size in sizes for i in range(size)]
 
 
 @given(PARTS, st.integers(1, 100))
-def test_every_row_is_in_one_pass_and_passes_keep_the_budget(parts: list[list[int]], budget: int):
+def test_every_row_is_in_one_pass_and_passes_stay_within_the_budget(
+    parts: list[list[int]], budget: int
+):
     lengths = [np.asarray(part, np.int64) for part in parts]
-    plans = plan_passes([(range(len(part)), ls) for part, ls in zip(parts, lengths, strict=True)], budget)
+    plans = plan_passes(
+        [(range(len(part)), ls) for part, ls in zip(parts, lengths, strict=True)], budget
+    )
     assert sorted(row for plan in plans for row in rows_in(plan)) == [
         (p, r) for p, part in enumerate(parts) for r in range(len(part))
     ]
@@ -41,7 +49,7 @@ def test_every_row_is_in_one_pass_and_passes_keep_the_budget(parts: list[list[in
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 5))
-def test_padding_is_a_row_of_its_own(row_lengths: list[int], multiple: int):
+def test_padding_is_a_separate_row(row_lengths: list[int], multiple: int):
     lengths = np.asarray(row_lengths, np.int64)
     (plan,) = plan_passes([(range(len(lengths)), lengths)], 10_000)
     padded = plan.padded_to(multiple)
@@ -55,11 +63,11 @@ def test_bounds_of_rows():
     assert bounds.tolist() == [0, 5, 10, 29] and longest == 19
 
 
-def test_where_the_kernel_is_missing_rows_are_attended_by_blocks():
+def test_without_the_kernel_attention_runs_by_blocks():
     assert not varlen.can_attend(torch.zeros(1))
     assert not varlen.agrees(attend_by_blocks, torch.device("cpu"), torch.bfloat16, 16)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_kernel_agrees_with_blocks():
+def test_the_kernel_equals_attention_by_blocks():
     assert varlen.agrees(attend_by_blocks, torch.device("cuda"), torch.bfloat16, 64)

@@ -1,4 +1,4 @@
-"""Adapters that leave the device while they are idle and return when they are used: the same numbers, bit by bit."""
+"""Adapters leave the device while idle and return when used, with the same numbers bit by bit."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec, OptimizerName
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec, OptimizerName, Role
 from skyrl_actors.workers import adamw8bit, flat, optimizers
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import RowOutput, WorkerSpec
@@ -27,7 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Each move between device and host copies, and ruins what it leaves behind, as if the two were apart on this CPU."""
+    """Record each move, and overwrite its source, as if this CPU had two memories."""
     done: list[int] = []
 
     def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -42,18 +42,21 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return done
 
 
-def worker_for(base: Path, places: int, role: str = "policy") -> TorchWorker:
-    spec = WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 1, 64, 60.0, max_adapters=places)  # type: ignore[arg-type]
+def worker_for(base: Path, places: int, role: Role = "policy") -> TorchWorker:
+    spec = WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 1, 64, 60.0, max_adapters=places)
     worker = TorchWorker(spec)
     worker.setup("127.0.0.1", 0)
     return worker
 
 
 def on_device(worker: TorchWorker) -> list[str]:
-    return [name for name in worker.models if worker._pager.is_on_device(name)]  # type: ignore[reportPrivateUsage]
+    pager = worker._pager  # type: ignore[reportPrivateUsage]
+    return [name for name in worker.models if pager.is_on_device(name)]
 
 
-def computed(worker: TorchWorker, name: str, seed: int, loss: str, forward_only: bool = False) -> RowOutput:
+def computed(
+    worker: TorchWorker, name: str, seed: int, loss: str, forward_only: bool = False
+) -> RowOutput:
     call = part(name, batch(seed, (9, 14), inputs_of(loss), targets=loss != "ppo_critic"), loss, {})
     (output,) = worker.forward_backward((call,), forward_only)
     assert isinstance(output, RowOutput)
@@ -61,18 +64,25 @@ def computed(worker: TorchWorker, name: str, seed: int, loss: str, forward_only:
 
 
 def alternated(worker: TorchWorker, specs: list[ModelSpec], loss: str) -> list[Any]:
-    """Two tenants in turn, with gradients of one pending while the other trains."""
+    """Alternate two tenants, with gradients of one pending while the other trains."""
     found: list[Any] = []
     for spec in specs:
         worker.create_model(spec)
     for step in range(4):
         for accumulated in range(2):
-            found += [computed(worker, spec.model_id, 10 * step + accumulated + i, loss) for i, spec in enumerate(specs)]
+            found += [
+                computed(worker, spec.model_id, 10 * step + accumulated + i, loss)
+                for i, spec in enumerate(specs)
+            ]
         found += [computed(worker, spec.model_id, 99, loss, forward_only=True) for spec in specs]
         for i, spec in enumerate(specs):
-            found.append(worker.optim_step(spec.model_id, AdamParams(1e-2 * (i + 1), weight_decay=0.1, grad_clip_norm=1.0)))
+            found.append(
+                worker.optim_step(
+                    spec.model_id, AdamParams(1e-2 * (i + 1), weight_decay=0.1, grad_clip_norm=1.0)
+                )
+            )
     for i, spec in enumerate(specs):
-        found.append(computed(worker, spec.model_id, 50 + i, loss))  # stays pending
+        found.append(computed(worker, spec.model_id, 50 + i, loss))  # remains pending
     return found
 
 
@@ -92,12 +102,19 @@ def assert_equal(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize(
     ("role", "optimizer", "loss"),
-    [("policy", "adamw", "ppo"), ("policy", "muon", "cross_entropy"), ("critic", "adamw", "ppo_critic")],
+    [
+        ("policy", "adamw", "ppo"),
+        ("policy", "muon", "cross_entropy"),
+        ("critic", "adamw", "ppo_critic"),
+    ],
 )
-def test_two_tenants_in_turn_with_room_for_one_train_bitwise_as_with_room_for_both(
+def test_paging_two_alternating_tenants_changes_no_bit(
     base: Path, moves: list[int], role: Any, optimizer: OptimizerName, loss: str
 ):
-    specs = [ModelSpec(name, "tiny", role, LoraSpec(4 + i), i, optimizer) for i, name in enumerate(NAMES[:2])]
+    specs = [
+        ModelSpec(name, "tiny", role, LoraSpec(4 + i), i, optimizer)
+        for i, name in enumerate(NAMES[:2])
+    ]
     tight, roomy = worker_for(base, 1, role), worker_for(base, 2, role)
     wide = alternated(roomy, specs, loss)
     assert not moves
@@ -109,11 +126,14 @@ def test_two_tenants_in_turn_with_room_for_one_train_bitwise_as_with_room_for_bo
         a, b = whole(tight, spec.model_id), whole(roomy, spec.model_id)
         assert a.keys() == b.keys() and "exp_avg" in a and a["gradients"] is not None
         for name, tensor in a.items():
-            assert tensor is not None and torch.equal(tensor, b[name]), (spec.model_id, name)  # type: ignore[arg-type]
+            assert tensor is not None
+            assert torch.equal(tensor, b[name]), (spec.model_id, name)  # type: ignore[arg-type]
 
 
-def test_an_idle_adapter_is_snapshotted_saved_and_loaded_from_where_it_is(base: Path, moves: list[int], tmp_path: Path):
-    """What only reads does not bring it back to the device."""
+def test_an_idle_adapter_is_snapshotted_saved_and_loaded_in_host_memory(
+    base: Path, moves: list[int], tmp_path: Path
+):
+    """Reads do not bring it back to the device."""
     specs = [ModelSpec(name, "tiny", lora=LoraSpec(4), seed=i) for i, name in enumerate(NAMES[:2])]
     tight, roomy = worker_for(base, 1), worker_for(base, 2)
     for worker, name in ((tight, "tight"), (roomy, "roomy")):
@@ -137,7 +157,9 @@ def test_an_idle_adapter_is_snapshotted_saved_and_loaded_from_where_it_is(base: 
         assert tensor is not None and other is not None and torch.equal(tensor, other), name
 
 
-def test_the_least_recently_used_leaves_and_a_deleted_one_makes_room(base: Path, moves: list[int]):
+def test_the_least_recently_used_adapter_leaves_and_a_deleted_one_frees_its_place(
+    base: Path, moves: list[int]
+):
     worker = worker_for(base, 2)
     for i, name in enumerate(NAMES):
         worker.create_model(ModelSpec(name, "tiny", lora=LoraSpec(4), seed=i))
@@ -153,39 +175,49 @@ def test_the_least_recently_used_leaves_and_a_deleted_one_makes_room(base: Path,
     assert on_device(worker) == ["a", "c"]
 
 
-def test_calls_of_more_adapters_than_fit_are_computed_in_several_batches(base: Path, moves: list[int]):
+def test_a_call_of_more_adapters_than_fit_runs_in_several_batches(base: Path, moves: list[int]):
     tight, roomy = worker_for(base, 2), worker_for(base, 3)
     outputs = []
     for worker in (tight, roomy):
         for i, name in enumerate(NAMES):
             worker.create_model(ModelSpec(name, "tiny", lora=LoraSpec(4), seed=i))
-        calls = tuple(part(name, batch(i, (9, 5)), "cross_entropy", {}) for i, name in enumerate(NAMES))
+        calls = tuple(
+            part(name, batch(i, (9, 5)), "cross_entropy", {}) for i, name in enumerate(NAMES)
+        )
         outputs.append(worker.forward_backward(calls, False))
     for one, other in zip(*outputs, strict=True):
         np.testing.assert_allclose(one.values, other.values, atol=1e-5)
     for name in NAMES:
-        torch.testing.assert_close(state(tight, name).gradients, state(roomy, name).gradients, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            state(tight, name).gradients, state(roomy, name).gradients, rtol=1e-4, atol=1e-6
+        )
 
 
 def tensors_of(held: FlatState) -> list[Tensor]:
     views = [t for view in held.views.values() for t in (view.data, view.grad) if t is not None]
-    return [t for t in (held.weights, held.gradients, *held.optimizer_tensors().values(), *views) if t is not None]
+    return [
+        t
+        for t in (held.weights, held.gradients, *held.optimizer_tensors().values(), *views)
+        if t is not None
+    ]
 
 
-def test_nothing_of_an_idle_adapter_stays_on_the_device(base: Path, moves: list[int]):
+def test_an_idle_adapter_leaves_nothing_on_the_device(base: Path, moves: list[int]):
     worker = worker_for(base, 1)
     worker.create_model(ModelSpec("a", "tiny", lora=LoraSpec(4)))
     computed(worker, "a", 1, "cross_entropy")
     worker.optim_step("a", AdamParams(1e-2))
     computed(worker, "a", 2, "cross_entropy")
-    device = tensors_of(state(worker, "a"))  # kept, so that no new tensor gets their memory
+    device = tensors_of(state(worker, "a"))  # kept, so that no new tensor reuses their memory
     worker.create_model(ModelSpec("b", "tiny", lora=LoraSpec(4)))
     host = tensors_of(state(worker, "a"))
     assert len(host) == len(device) > 10
-    assert not {t.untyped_storage().data_ptr() for t in host} & {t.untyped_storage().data_ptr() for t in device}
+    assert not {t.untyped_storage().data_ptr() for t in host} & {
+        t.untyped_storage().data_ptr() for t in device
+    }
 
 
-def test_without_pending_gradients_an_idle_adapter_holds_none(base: Path):
+def test_an_idle_adapter_without_pending_gradients_has_no_gradient_vector(base: Path):
     worker = worker_for(base, 1)
     worker.create_model(ModelSpec("a", "tiny", lora=LoraSpec(4)))
     computed(worker, "a", 1, "cross_entropy")
@@ -197,7 +229,9 @@ def test_without_pending_gradients_an_idle_adapter_holds_none(base: Path):
     assert state(worker, "a").gradients is not None
 
 
-def test_an_adapter_that_returns_gets_what_the_phase_has_on_the_device(base: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_returning_adapter_brings_only_the_parts_of_the_phase(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+):
     worker = worker_for(base, 1)
     for i, name in enumerate(NAMES[:2]):
         worker.create_model(ModelSpec(name, "tiny", lora=LoraSpec(4), seed=i))

@@ -1,4 +1,4 @@
-"""A model that was snapshotted and restored goes on bit by bit as if nothing had happened."""
+"""A model that is restored from a snapshot continues bit by bit."""
 
 from pathlib import Path
 
@@ -30,13 +30,18 @@ def worker(base: Path) -> TorchWorker:
 def batch(seed: int, critic: bool):
     rng = np.random.default_rng(seed)
     names = ("values", "returns") if critic else ("weights",)
-    return columns_from([
-        Example(rng.integers(0, 256, n).astype(np.int32), {
-            **({} if critic else {TARGETS: rng.integers(0, 256, n).astype(np.int32)}),
-            **{name: rng.normal(0, 1, n).astype(np.float32) for name in names},
-        })
-        for n in (5, 17, 9)
-    ])  # fmt: skip
+    return columns_from(
+        [
+            Example(
+                rng.integers(0, 256, n).astype(np.int32),
+                {
+                    **({} if critic else {TARGETS: rng.integers(0, 256, n).astype(np.int32)}),
+                    **{name: rng.normal(0, 1, n).astype(np.float32) for name in names},
+                },
+            )
+            for n in (5, 17, 9)
+        ]
+    )
 
 
 def computed(at: TorchWorker, columns: Columns, call: LossCall) -> None:
@@ -45,7 +50,7 @@ def computed(at: TorchWorker, columns: Columns, call: LossCall) -> None:
 
 
 def work(at: TorchWorker, spec: ModelSpec, seeds: range) -> None:
-    """Two batches and a step for each seed, and one batch more that stays pending."""
+    """Run two batches and a step for each seed, then a batch that stays pending."""
     call = losses.find("ppo_critic").checked({}) if spec.role == "critic" else CALL
     columns = [batch(seed, spec.role == "critic") for seed in seeds]
     for one in columns:
@@ -56,29 +61,38 @@ def work(at: TorchWorker, spec: ModelSpec, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("spec", KINDS, ids=("lora", "full", "critic"))
-def test_a_restored_model_goes_on_bitwise(random_base: Path, tmp_path: Path, spec: ModelSpec):
+def test_a_restored_model_continues_bit_by_bit(random_base: Path, tmp_path: Path, spec: ModelSpec):
     straight, again = worker(random_base), worker(random_base)
     straight.create_model(spec)
     work(straight, spec, range(3))
     handle = straight.copy_state("m")
-    work(straight, spec, range(3, 6))  # the copy is of the moment before
+    work(straight, spec, range(3, 6))  # the copy holds the state before this
     straight.write_state(handle, str(tmp_path))
     again.restore_state(spec, str(tmp_path))
     work(again, spec, range(3, 6))
     a, b = straight.models["m"].state, again.models["m"].state
     assert torch.equal(a.weights, b.weights)
-    assert a.gradients is not None and b.gradients is not None and torch.equal(a.gradients, b.gradients)
-    assert {k: v.tolist() for k, v in a.optimizer_tensors().items()} == {k: v.tolist() for k, v in b.optimizer_tensors().items()}
+    assert (
+        a.gradients is not None
+        and b.gradients is not None
+        and torch.equal(a.gradients, b.gradients)
+    )
+    assert {k: v.tolist() for k, v in a.optimizer_tensors().items()} == {
+        k: v.tolist() for k, v in b.optimizer_tensors().items()
+    }
 
 
-def test_nothing_pending_writes_no_gradients(random_base: Path, tmp_path: Path):
+def test_without_pending_gradients_none_are_written(random_base: Path, tmp_path: Path):
     made = worker(random_base)
     made.create_model(KINDS[0])
     made.write_state(made.copy_state("m"), str(tmp_path))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["model_spec.json", "state.safetensors"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "model_spec.json",
+        "state.safetensors",
+    ]
 
 
-def test_shares_of_gradients_under_another_number_of_ranks(random_base: Path, tmp_path: Path):
+def test_gradient_shares_load_under_another_number_of_ranks(random_base: Path, tmp_path: Path):
     made = worker(random_base)
     made.create_model(KINDS[0])
     work(made, KINDS[0], range(1))
@@ -89,7 +103,13 @@ def test_shares_of_gradients_under_another_number_of_ranks(random_base: Path, tm
     for rank in range(2):
         copy.gradients = whole * (0.25 + 0.5 * rank)
         copy.write(tmp_path, rank, 2)
-    for rank, world_size, share in ((0, 2, 0.25), (1, 2, 0.75), (0, 1, 1.0), (0, 3, 1.0), (2, 3, 0.0)):
+    for rank, world_size, share in (
+        (0, 2, 0.25),
+        (1, 2, 0.75),
+        (0, 1, 1.0),
+        (0, 3, 1.0),
+        (2, 3, 0.0),
+    ):
         state.drop_gradients()
         snapshot.load(state, tmp_path, rank, world_size)
         torch.testing.assert_close(state.gradients, whole * share, rtol=1e-6, atol=0)

@@ -1,0 +1,185 @@
+"""The backend protocol: the calls with which the controller computes.
+
+A backend keeps models and weights. It keeps no records of requests.
+
+State may be lost at any time, so every call on a model may raise StateLost. The controller then
+waits for `ready`, restores the model, and repeats the call. An `OpPrecondition` names the operation
+and the model state that it expects. A backend applies each operation number once: repeating the
+last number returns the first answer, and a model in another state raises StateLost.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
+from skyrl_actors.messages.precondition import OpPrecondition
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
+from skyrl_actors.messages.weights import SamplerWeights
+
+Mixture = tuple[str, float] | None  # path of another checkpoint, and the weight of the loaded one
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMemory:
+    """Host memory of each rank for all LoRA models of one role together."""
+
+    limit_bytes: int = 2**62
+    bytes_of_rank_1: int = 0  # weights, gradients and moments of a rank-1 LoRA on all layers + head
+
+    def bytes_of(self, lora_rank: int) -> int:
+        return lora_rank * self.bytes_of_rank_1
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the started backend serves."""
+
+    base_model: str
+    base_folder: str
+    vocab_size: int
+    max_context_tokens: int  # of a training row
+    max_sample_tokens: int  # of a sample: prompt and answer
+    roles: tuple[Role, ...]
+    adapts_head: bool = True  # engines take adapters on the output layer
+    adapters: AdapterMemory = AdapterMemory()
+
+
+class Backend(Protocol):
+    """All calls of the controller on the parts that compute."""
+
+    on_lost: Callable[[str], None]  # called with a role whose ranks restarted without any model
+
+    @property
+    def lost(self) -> str | None:
+        """Why the backend must be closed and started again. None if it can repair itself."""
+        ...
+
+    async def start(self, epoch: int) -> Capabilities:
+        """Take over what an earlier controller of this service left, and start what is missing.
+
+        Calls of an earlier epoch are refused from now on.
+        """
+        ...
+
+    async def ready(self, role: str) -> None:
+        """Wait until the ranks of a role run.
+
+        Raises InternalError, with the ranks' last log lines, when they keep dying.
+        """
+        ...
+
+    async def residents(self) -> dict[str, int]:
+        """Return the models that ranks hold, with the last operation number applied to each.
+
+        The number is negative if the model's state is incomplete.
+        """
+        ...
+
+    async def create_model(self, spec: ModelSpec, precondition: OpPrecondition) -> None: ...
+
+    async def delete_model(self, spec: ModelSpec) -> None: ...
+
+    async def forward_backward(
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        columns: Columns,
+        loss: LossCall | None,
+        forward_only: bool,
+    ) -> LossOutput: ...
+
+    async def drop_gradients(self, spec: ModelSpec, precondition: OpPrecondition) -> None: ...
+
+    async def optim_step(
+        self, spec: ModelSpec, precondition: OpPrecondition, adam: AdamParams
+    ) -> dict[str, float]: ...
+
+    async def save_checkpoint(
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        folder: str,
+        form: CheckpointForm,
+        mark: str,
+    ) -> None:
+        """Save a checkpoint. `mark` goes into the folder and identifies this save on a retry."""
+        ...
+
+    async def load_checkpoint(
+        self,
+        spec: ModelSpec,
+        precondition: OpPrecondition,
+        folder: str,
+        with_optimizer: bool,
+        mix: Mixture = None,
+    ) -> None: ...
+
+    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> Any:
+        """Copy weights, moments and pending gradients; return a handle for `write_state`."""
+        ...
+
+    async def write_state(self, spec: ModelSpec, handle: Any, folder: str) -> None:
+        """Write the copy while training continues."""
+        ...
+
+    async def restore(self, spec: ModelSpec, precondition: OpPrecondition, folder: str) -> None:
+        """Create the model from what `write_state` wrote."""
+        ...
+
+    async def renumber(
+        self, spec: ModelSpec, precondition: OpPrecondition, keep_optimizer: bool
+    ) -> None:
+        """End a fork: the state now counts as this operation; pending gradients are dropped."""
+        ...
+
+    async def save_for_sampler(
+        self, spec: ModelSpec, precondition: OpPrecondition, version: str, written: bool = False
+    ) -> SamplerWeights:
+        """Publish the model's current weights as a version for sampling.
+
+        `written`: write the version at once, because it must outlast the live weights.
+        """
+        ...
+
+    async def has_sampler(self, weights: SamplerWeights) -> bool:
+        """Return whether the version that `save_for_sampler` published still exists."""
+        ...
+
+    async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
+        """Open weights for sampling from a checkpoint folder."""
+        ...
+
+    async def drop_sampler(self, weights: SamplerWeights) -> None: ...
+
+    async def sample(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
+    ) -> SampleOutput:
+        """Sample. If an engine dies, the sample runs again with the same seed."""
+        ...
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
+        """Return what came of a running streamed sample after its first `have` tokens."""
+        ...
+
+    def end_stream(self, request_id: str) -> None:
+        """Forget a stream; its client has stopped reading."""
+        ...
+
+    def fault(self) -> str | None:
+        """Return what cannot be served now; None while all parts are alive."""
+        ...
+
+    async def status(self) -> dict[str, Any]: ...
+
+    async def detach(self) -> None:
+        """Stop supervision and restarts; the parts keep running for the next controller."""
+        ...
+
+    async def close(self) -> None: ...

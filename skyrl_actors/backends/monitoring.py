@@ -1,0 +1,162 @@
+"""Health, restarts and host memory of all parts, for `status` and as metrics of the dashboard."""
+
+import asyncio
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+
+from skyrl_actors.backends.exporter import Exporter
+from skyrl_actors.colocation.phase_lock import PhaseLock
+from skyrl_actors.engines.pool import EnginePool
+from skyrl_actors.groups.supervisor import GroupSupervisor
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.observe.counts import COUNTS
+
+log = logging.getLogger(__name__)
+EVERY_S = 15.0
+SHOWN_PHASES = 200
+OF_ENGINES = ("running", "waiting", "kv_usage", "prefix_hit_rate", "weight_version")
+
+
+class Monitoring:
+    """Read the state of groups, engines and phases; export it every EVERY_S seconds."""
+
+    def __init__(
+        self,
+        service: str,
+        groups: list[GroupSupervisor],
+        engines: EnginePool,
+        phase_lock: PhaseLock,
+    ):
+        self._groups = groups
+        self._engines = engines
+        self._phase_lock = phase_lock
+        self._exporter = Exporter(service)
+        self._task = asyncio.create_task(self._report())
+
+    def fault(self) -> str | None:
+        """Return what cannot be served now."""
+        if fault := self._phase_lock.fault():
+            return fault
+        for supervisor in self._groups:
+            if supervisor.down is not None:
+                return f"the {supervisor.role} group restarts: {supervisor.down}"
+        if not self._engines.healthy():
+            return "; ".join(f"{e.name} is {e.health}: {e.reason}" for e in self._engines.engines)
+        return None
+
+    async def status(self) -> dict[str, Any]:
+        phase_lock, engines = self._phase_lock, self._engines
+        return {
+            "phase": phase_lock.phase,
+            "phase_seconds": {name: round(s, 3) for name, s in phase_lock.move_seconds.items()},
+            "failed_moves": phase_lock.failures,
+            "seconds_in_phase": {name: round(s, 3) for name, s in phase_lock.seconds_in().items()},
+            "phase_timeline": [
+                asdict(entered) for entered in list(phase_lock.timeline)[-SHOWN_PHASES:]
+            ],
+            "weight_load_seconds": [round(s, 4) for s in engines.load_seconds[-20:]],
+            "logprob_differences": [
+                float(f"{d:.3g}") for d in list(engines.logprob_check.differences)[-20:]
+            ],
+            **await self.read(),
+        }
+
+    async def read(self) -> dict[str, Any]:
+        groups = {}
+        for supervisor in self._groups:
+            ranks = await self._rss(supervisor)
+            groups[supervisor.role] = {
+                "ranks": len(supervisor.builder.names),
+                "state": supervisor.down or "up",
+                "restarts": supervisor.restarts,
+                "refused": supervisor.refused,
+                "rss_bytes": ranks,
+                "pids": supervisor.group.pids if supervisor.group else [],
+            }
+        engines = []
+        for engine in self._engines.engines:
+            row: dict[str, Any] = {
+                "name": engine.name,
+                "state": engine.health,
+                "restarts": engine.restarts,
+            }
+            if engine.health == "HEALTHY":
+                try:
+                    status = await engine.status()
+                except InternalError as error:
+                    row["state"] = str(error)
+                else:
+                    row |= {
+                        "version": status.loaded_version,
+                        "adapters": len(status.adapters),
+                        "asleep": status.asleep,
+                        "running": status.running,
+                        "waiting": status.waiting,
+                        "rss_bytes": status.rss_bytes,
+                        "kv_usage": round(status.kv_usage, 4),
+                        "prefix_hit_rate": round(
+                            status.prefix_hits / max(status.prefix_queries, 1), 4
+                        ),
+                        "weight_version": number_of(status.loaded_version),
+                    }
+            engines.append(row)
+        return {
+            "groups": groups,
+            "engines": engines,
+            "controller_rss_bytes": psutil.Process().memory_info().rss,
+        }
+
+    @staticmethod
+    async def _rss(supervisor: GroupSupervisor) -> list[int]:
+        if supervisor.group is None or supervisor.down is not None:
+            return []
+        try:
+            return await supervisor.group.vitals()
+        except InternalError:
+            return []
+
+    async def _report(self) -> None:
+        """Export at intervals the values that have no event of their own."""
+        while True:
+            self._export(await self.read())
+            await asyncio.sleep(EVERY_S)
+
+    def _export(self, found: dict[str, Any]) -> None:
+        export = self._exporter
+        export.set("rss_bytes", found["controller_rss_bytes"], actor="controller")
+        for role, group in found["groups"].items():
+            export.set("restarts", group["restarts"], actor=role)
+            export.set("refused_calls", group["refused"], actor=role)
+            for rank, size in enumerate(group["rss_bytes"]):
+                export.set("rss_bytes", size, actor=f"{role}[{rank}]")
+        for engine in found["engines"]:
+            export.set("restarts", engine["restarts"], actor=engine["name"])
+            export.set("rss_bytes", engine.get("rss_bytes", 0), actor=engine["name"])
+            for name in OF_ENGINES:
+                export.set(f"engine_{name}", engine.get(name) or 0, actor=engine["name"])
+        if self._engines.logprob_check.differences:
+            export.set(
+                "logprob_difference", self._engines.logprob_check.differences[-1], actor="engines"
+            )
+        for phase, seconds in self._phase_lock.seconds_in().items():
+            export.total("phase_seconds", seconds, phase=phase)
+        for move, seconds in self._phase_lock.move_seconds.items():
+            export.total("move_seconds", seconds, move=move)
+            export.total("move_bytes", self._phase_lock.move_bytes.get(move, 0), move=move)
+        for move, failures in self._phase_lock.failures.items():
+            export.total("move_failures", failures["total"], move=move)
+        for name, value in COUNTS.levels().items():
+            export.set(name, value)
+        export.totals(COUNTS)
+
+    def close(self) -> None:
+        self._task.cancel()
+
+
+def number_of(version: str | None) -> int:
+    """Return the number of `<model>@<number>`; 0 for the base and for dropped weights."""
+    number = (version or "").rpartition("@")[2]
+    return int(number) if number.isdigit() else 0

@@ -1,0 +1,101 @@
+"""Carry out the moves of the phase lock: load and free memory of groups and engines."""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from skyrl_actors.colocation.healing import MoveHealing
+from skyrl_actors.colocation.parts import PartMoves, Resident
+from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock, PhaseLock, SplitPhaseLock
+from skyrl_actors.colocation.phases import RESIDENT, MemoryPart, Move, Phase
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.engines.pool import EnginePool
+from skyrl_actors.groups.supervisor import GroupSupervisor
+from skyrl_actors.messages.errors import InternalError
+
+LEAST_PAUSE_S = 0.1  # before a failed move is retried
+TRAIN_PARTS = {
+    MemoryPart.TRAIN_WEIGHTS: "weights",
+    MemoryPart.GRADIENTS: "gradients",
+    MemoryPart.OPTIMIZER: "optimizer",
+}
+
+
+class Offloader:
+    """Move device memory. `sharing`: the groups that share their devices with engines."""
+
+    def __init__(self, device: str, sharing: Sequence[GroupSupervisor], engines: EnginePool):
+        self._on_cpu = device == "cpu"
+        self._sharing = sharing
+        self._engines = engines
+        self._groups = PartMoves()
+
+    async def move(self, move: Move, to: Phase) -> int | None:
+        """Carry out one move; return bytes. Restarting parts start in the new phase's state."""
+        memory = self._engines.memory
+        if move.part in TRAIN_PARTS:
+            return await self._move_groups(
+                TRAIN_PARTS[move.part], "device" if move.action == "load" else "host"
+            )
+        if move.action == "load":
+            return await memory.wake(
+                "weights" if move.part is MemoryPart.ENGINE_WEIGHTS else "kv_cache"
+            )
+        if move.part is MemoryPart.ENGINE_WEIGHTS:
+            return await memory.sleep()
+        return await memory.release_kv(MemoryPart.ENGINE_WEIGHTS in RESIDENT[to])
+
+    def remake(self, move: Move, everything: bool, reason: str) -> None:
+        """Restart the parts that did not finish `move`; if unknown, all that share the devices."""
+        moves = self._groups if move.part in TRAIN_PARTS else self._engines.memory.moves
+        parts: Sequence[Resident] = moves.unfinished
+        if everything or not parts:
+            parts = [*self._sharing, *self._engines.living_own()]
+        for part in parts:
+            part.remake(reason)
+
+    async def as_taken_over(self) -> None:
+        """Bring parts that were taken over into the state of the phase TRAIN.
+
+        Engines sleep. Trainers get the memory that TRAIN gives them. Parts that fail restart.
+        """
+        memory = self._engines.memory
+        await self._remake_failed(memory.moves, memory.sleep())
+        await self._remake_failed(self._groups, self._move_groups("weights", "device"))
+        await self._remake_failed(self._groups, self._move_groups("gradients", "device"))
+        await self._remake_failed(self._groups, self._move_groups("optimizer", "host"))
+
+    async def _remake_failed(self, moves: PartMoves, work: Awaitable[int | None]) -> None:
+        try:
+            await work
+        except InternalError as error:
+            for part in moves.unfinished:
+                part.remake(str(error))
+
+    async def _move_groups(self, part: Any, direction: Any) -> int | None:
+        if self._on_cpu:
+            return 0  # host and device are the same memory
+
+        async def one(supervisor: GroupSupervisor) -> int:
+            assert supervisor.group is not None
+            return await supervisor.guarded(supervisor.group.move((part,), direction))
+
+        up = [each for each in self._sharing if each.group is not None and each.down is None]
+        return await self._groups.carry_out(up, one)
+
+
+def offloader_for(
+    config: ClusterConfig, groups: Mapping[str, GroupSupervisor], engines: EnginePool
+) -> Offloader:
+    sharing = [group for role, group in groups.items() if config.placement.shares(role)]
+    return Offloader(config.placement.device, sharing, engines)
+
+
+def phase_lock_for(config: ClusterConfig, offloader: Offloader) -> PhaseLock:
+    """Build the phase lock of the layout; it begins in TRAIN."""
+    if config.placement.layout == "split" or not config.engine.num_engines:
+        return SplitPhaseLock()
+    restart = config.restart
+    healing = MoveHealing(
+        max(restart.backoff_s, LEAST_PAUSE_S), restart.max_backoff_s, max(restart.max_in_a_row, 1)
+    )
+    return ColocatedPhaseLock(offloader, Phase.TRAIN, 2 * config.engine.call_timeout_s, healing)

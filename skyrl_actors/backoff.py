@@ -1,0 +1,44 @@
+"""Limit how often a process may restart, with a pause that doubles (pure)."""
+
+from skyrl_actors.config.cluster import RestartConfig
+
+
+class RestartLimit:
+    """Count deaths in a row. A row ends when a process runs for `cooldown_s`."""
+
+    def __init__(self, config: RestartConfig):
+        self._config = config
+        self.in_a_row = 0
+        self._given_up_at: float | None = None
+        self._died_at: float | None = None
+
+    def died(self, now: float) -> float | None:
+        """Return the seconds to wait before the next try, or None when there is none."""
+        if self._died_at is not None and now - self._died_at > self._longest_row_s():
+            self.in_a_row = 0
+        self._died_at = now
+        if self.in_a_row >= self._config.max_in_a_row:
+            self._given_up_at = now
+            return None
+        self.in_a_row += 1
+        if self.in_a_row == 1:
+            return 0.0
+        return min(self._config.backoff_s * 2 ** (self.in_a_row - 2), self._config.max_backoff_s)
+
+    def _longest_row_s(self) -> float:
+        """Return the seconds between two deaths beyond which a new row begins."""
+        return self._config.start_timeout_s + self._config.max_backoff_s + self._config.cooldown_s
+
+    def succeeded(self) -> None:
+        self.in_a_row = 0
+        self._given_up_at = None
+
+    def may_try_again(self, now: float) -> bool:
+        """Return whether to try again. After `cooldown_s`, a new row of tries is allowed."""
+        if self._given_up_at is None:
+            return True
+        if now - self._given_up_at < self._config.cooldown_s:
+            return False
+        self.in_a_row = 0
+        self._given_up_at = None
+        return True

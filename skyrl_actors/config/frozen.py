@@ -1,0 +1,7 @@
+"""The base class of all config objects: immutable, and unknown keys are refused."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class FrozenConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

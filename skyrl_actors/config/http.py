@@ -1,0 +1,164 @@
+"""The config of the HTTP endpoint and the flags for SDKs."""
+
+import ipaddress
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import Field, field_validator, model_validator
+
+from skyrl_actors.config import keys
+from skyrl_actors.config.frozen import FrozenConfig
+
+
+class SdkFlags(FrozenConfig):
+    """Flags that the service sends to SDKs, under the names of the protocol."""
+
+    parallel_fwdbwd_chunks: bool = Field(
+        default=False,
+        description="SDKs send the chunks of a batch in parallel; this service still computes them "
+        "one after another",
+    )
+    proto_compress_fwdbwd: bool = Field(
+        default=False, description="SDKs compress bodies with zstd; for slow networks"
+    )
+    proto_write_fwdbwd: bool = Field(
+        default=False, description="SDKs 0.22.7 to 0.24 also send protobuf bodies"
+    )
+    fwd_via_fwdbwd: bool = Field(
+        default=False,
+        description="SDKs 0.22.7 to 0.24 send `forward` as a protobuf `forward_backward` without "
+        "gradient; needs proto_write_fwdbwd",
+    )
+    create_model_via_load_weights: bool = Field(
+        default=False,
+        description="SDKs from 0.24.1 create a model from a checkpoint with one request",
+    )
+    sample_use_retrieve_futures: bool = Field(
+        default=False, description="SDKs use one poll for all samples of a sampler"
+    )
+    sample_join_sampling_session: bool = Field(
+        default=False, description="copies of a sampling client request a number of their own"
+    )
+    sample_cancel_enabled: bool = Field(
+        default=True, description="SDKs cancel samples that no caller awaits"
+    )
+    custom_loss_server_side: bool = Field(
+        default=False, description="the workers run losses that `create_custom_loss` traced"
+    )
+    use_pyqwest_transport: bool = Field(
+        default=True, description="SDKs use the HTTP client pyqwest"
+    )
+
+
+class HttpConfig(FrozenConfig):
+    """The HTTP endpoint."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8000, ge=1, le=65535, description="port to listen on")
+    public_url: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$",
+        description="address for clients if it differs from host and port, for example "
+        "https://rl.example.com behind a proxy; links to checkpoints start with it",
+    )
+    replicas: int = Field(
+        default=2,
+        ge=1,
+        description="ingress processes; with two, requests are served while one restarts",
+    )
+    max_replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="upper bound of the ingress processes, which Ray Serve adds under load; "
+        "null = always `replicas`",
+    )
+    long_poll_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=40,
+        description="longest time that one poll for an answer is held open",
+    )
+    api_keys: tuple[str, ...] = Field(
+        default=(),
+        description="accepted X-API-Key values as [name=]key or [name=]sha256:<hex>, kept as "
+        "hashes; empty = every key is accepted",
+    )
+    api_keys_file: Path | None = Field(
+        default=None, description="file with API keys in the same format, one on each line"
+    )
+    tokens: bool = Field(
+        default=False,
+        description="SDKs exchange their key for a token that expires (their flag "
+        "pjwt_auth_enabled)",
+    )
+    open_to_network: bool = Field(
+        default=False, description="allow a host outside this machine although no API keys are set"
+    )
+    tempered_logprobs: bool = Field(
+        default=False,
+        description="return logprobs of samples at the sampling temperature instead of 1; "
+        "a request can override this",
+    )
+    sdk: SdkFlags = SdkFlags()
+    console: bool = Field(
+        default=True,
+        description="serve a read-only page at /; with API keys set, "
+        "unauthenticated visitors see totals only",
+    )
+    runs: Path | None = Field(
+        default=Path("runs"), description="folder of job runs that the console shows; null = none"
+    )
+    haproxy: bool = Field(
+        default=True,
+        description="use HAProxy as the proxy of Ray Serve instead of its Python proxy",
+    )
+
+    @model_validator(mode="after")
+    def _grows(self) -> "HttpConfig":
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
+        if not self.console and self.runs not in (None, Path("runs")):
+            raise ValueError(
+                f"runs {self.runs} is shown by the console alone, and console is false; "
+                "leave out runs, or set console to true"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_keys_of_file(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        content = cast("dict[str, Any]", data)
+        file = content.get("api_keys_file")
+        if file is None:
+            return content
+        try:
+            found = keys.entries_in(Path(file).expanduser().read_text())
+        except OSError as error:
+            raise ValueError(f"api_keys_file {file}: {error.strerror}") from None
+        if not found:
+            raise ValueError(f"api_keys_file {file} has no key; write one [name=]key on each line")
+        return content | {"api_keys": [*(content.get("api_keys") or ()), *found]}
+
+    @field_validator("api_keys")
+    @classmethod
+    def _hashed(cls, entries: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(keys.hashed(entry) for entry in entries))
+
+    @model_validator(mode="after")
+    def _network_needs_keys(self) -> "HttpConfig":
+        if not (_is_loopback(self.host) or self.api_keys or self.open_to_network):
+            raise ValueError(
+                f"host {self.host} is open to the network and api_keys is empty, so anybody could "
+                "use the service; set http.api_keys=[tml-…], http.api_keys_file or "
+                "SKYRL_ACTORS_API_KEYS, or http.open_to_network=true if that is intended"
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,124 @@
+"""Load sessions, models, answers and open requests from the journal into the tables."""
+
+import asyncio
+import logging
+
+from skyrl_actors.controller.completions import EPOCH_BITS
+from skyrl_actors.controller.ledger import Ledger, Op
+from skyrl_actors.controller.replay import Progress, Replayer
+from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable
+from skyrl_actors.journal.entries import JournalState, Operation, SnapshotTaken
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages.errors import Corrupt
+from skyrl_actors.messages.results import Failure
+
+log = logging.getLogger(__name__)
+
+
+async def load_tables(
+    journal_state: JournalState, ledger: Ledger, tenants: TenantTable, replayer: Replayer
+) -> list[Op]:
+    """Fill the tables. Return the operations that were accepted and not answered, in order."""
+    now = tenants.silence.mark_active(asyncio.get_running_loop().time())
+    ledger.next_number = journal_state.next_number
+    for session in journal_state.sessions:
+        tenants.sessions[session.session_id] = TenantSession(
+            session.session_id, now, session.user_metadata
+        )
+    ledger.answered_before = journal_state.recent
+    ledger.recall.begin(journal_state.next_number)
+    snapshots = {snapshot.model_id: snapshot for snapshot in journal_state.snapshots}
+    unanswered = []
+    for header in journal_state.operations:
+        if (
+            header.kind == "CreateModel"
+            and not header.failed
+            and header.session_id in tenants.sessions
+        ):
+            await _model(
+                header,
+                snapshots.get(header.model_id or ""),
+                journal_state.epoch,
+                ledger,
+                tenants,
+                replayer,
+            )
+        if header.answered_at is None:
+            model_id = header.model_id if header.kind != "Sample" else None
+            unanswered.append(ledger.resume(header, model_id))
+            continue
+        if header.model_id in tenants.models:
+            await _history(header, ledger, tenants, replayer)
+    for s in journal_state.samplers:
+        tenants.samplers[s.sampler_id] = Sampler(
+            s.sampler_id,
+            s.base_model,
+            s.model_path,
+            s.weights,
+            s.session_id,
+            s.owner,
+            s.number,
+            last_used=now,
+        )
+    return unanswered
+
+
+async def _model(
+    header: Operation,
+    snapshot: SnapshotTaken | None,
+    epoch: int,
+    ledger: Ledger,
+    tenants: TenantTable,
+    replayer: Replayer,
+) -> None:
+    try:
+        request = await ledger.journal.request(header)
+    except Corrupt as error:
+        log.error("model %s is lost, its creation cannot be read: %s", header.model_id, error)
+        tenants.lost[header.model_id or ""] = str(error)
+        return
+    assert isinstance(request, rq.CreateModel) and header.session_id is not None
+    model = Model(
+        request.spec, header.session_id, request.user_metadata, ready=header.answered_at is not None
+    )
+    # Epochs never repeat, so no version of an earlier controller has the same name.
+    model.versions = epoch << EPOCH_BITS
+    tenants.models[request.model_id] = model
+    progress = replayer.progress[request.model_id] = Progress(header.number)
+    if snapshot is not None:
+        progress.position = progress.snapshot = snapshot.number
+        model.steps = progress.step = snapshot.step
+
+
+async def _history(
+    header: Operation, ledger: Ledger, tenants: TenantTable, replayer: Replayer
+) -> None:
+    """Apply an answered operation of a live model to the tables, as `Lanes` did when it ran."""
+    model_id = header.model_id or ""
+    model, progress = tenants.models[model_id], replayer.progress[model_id]
+    if header.effect != "none" and header.number > progress.position:
+        progress.applied(
+            header.number,
+            header.payload.length if header.payload else 0,
+            asyncio.get_running_loop().time(),
+        )
+    model.steps = progress.step = max(progress.step, header.step or 0)
+    if header.kind == "Unload" and not header.failed:
+        del tenants.models[model_id], replayer.progress[model_id]
+    elif header.kind == "OptimStep" and header.effect != "none":
+        model.incomplete = None
+    elif header.kind == "ForwardBackward" and header.failed:
+        try:
+            request, result = (
+                await ledger.journal.request(header),
+                await ledger.journal.result(header),
+            )
+        except Corrupt as error:
+            model.incomplete = f"the reason is lost: {error}"
+            return
+        if (
+            isinstance(request, rq.ForwardBackward)
+            and not request.forward_only
+            and isinstance(result, Failure)
+        ):
+            model.incomplete = result.message

@@ -1,0 +1,179 @@
+"""An engine that this service does not run: a vLLM server by URL.
+
+It serves the base model and adapters. It manages its own memory.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from skyrl_actors.colocation.state_lock import StateLock
+from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
+from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
+from skyrl_actors.engines.partials import Partials
+from skyrl_actors.engines.replica import EngineReplica
+from skyrl_actors.engines.vllm_server import VllmServer
+from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import PartialSample, SampleOutput
+from skyrl_actors.messages.weights import WeightManifest
+
+
+class ExternalEngine(EngineReplica):
+    """A replica that sends samples and adapters to a vLLM server over HTTP."""
+
+    managed = False
+
+    def __init__(
+        self,
+        name: str,
+        asked: ExternalEngineConfig,
+        api_key: str | None,
+        config: EngineConfig,
+        restart: RestartConfig,
+        say: Callable[[str], None],
+    ):
+        super().__init__(name, restart, say)
+        self.asked = asked
+        self.config = config
+        self.server = VllmServer(asked.url, api_key, config.call_timeout_s)
+        self.lock = StateLock[str](BASE_VERSION, _never)
+        self._model = ""
+        self._adapters: set[str] = set()
+        # Adapters that this service loaded, also before a restart of the server.
+        self._sent_adapters: set[str] = set()
+        self._generation = 0
+        self._adapter_lock = asyncio.Lock()
+        self._running = 0
+        self._partials = Partials()
+
+    async def take_over(self) -> bool:
+        try:
+            await self.start()
+        except ConfigError as error:
+            self._say(f"{self.name}: {error}")
+            return False
+        return True
+
+    async def start(self) -> None:
+        """Become HEALTHY. Raise ConfigError if the server is absent, no vLLM, or too limited."""
+        if self.health == "HEALTHY":
+            return
+        self._model, longest = await self.server.identify(self.asked.model)
+        if longest < self.config.max_model_len:
+            raise ConfigError(
+                f"engine.external {self.asked.url} takes at most {longest} tokens and "
+                f"engine.max_model_len is {self.config.max_model_len}; lower it, or start the "
+                f"server with --max-model-len {self.config.max_model_len}"
+            )
+        self._adapters, self.delivered, self.agreed = set(), {}, {}
+        self._generation += 1
+        self._step("started")
+        self._step("ready")
+
+    async def _come_back(self) -> None:
+        started = time.perf_counter()
+        self._step("again")
+        try:
+            await self.start()
+        except ConfigError as error:
+            raise InternalError(str(error)) from error
+        self.worked()
+        self._say(f"{self.name} answers again ({time.perf_counter() - started:.1f} s)")
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        if self.health == "DEAD":
+            raise StateLost(f"{self.name} is {self.health}: {self.reason}")
+        verbs = {
+            "sample": self._sample,
+            "partial": self._partials.after,
+            "drop_adapters": self._drop_adapters,
+        }
+        generation = self._generation
+        try:
+            return await verbs[method](*arguments)
+        except InternalError as error:
+            # The error may concern one sample or the whole server, so ask the server.
+            # An error that arrives late, from before a restart, does not concern this start.
+            if (
+                not await self.server.alive()
+                and generation == self._generation
+                and self.health == "HEALTHY"
+            ):
+                self.died(str(error))
+            raise
+
+    async def _sample(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        adapter: WeightManifest | None,
+        version: str,
+    ) -> SampleOutput:
+        if adapter is not None:
+            await self._ensure_adapter(adapter)
+        model = adapter.version if adapter else self._model
+        self._running += 1
+        try:
+            if not params.stream or params.prompt_logprobs or params.topk_prompt_logprobs:
+                return await self.server.complete(model, prompt, params, version)
+            async with asyncio.timeout(self.config.call_timeout_s):
+                return await self.server.grow(
+                    model,
+                    prompt,
+                    params,
+                    version,
+                    lambda so_far: self._partials.grow(request_id, so_far),
+                )
+        except TimeoutError:
+            raise InternalError(
+                f"{self.name} did not finish {request_id} within {self.config.call_timeout_s:.0f} s"
+            ) from None
+        except StateLost:
+            if adapter is not None:  # a restarted server has lost its adapters
+                self._adapters.discard(adapter.version)
+            raise
+        finally:
+            self._running -= 1
+            self._partials.end(request_id)
+
+    async def _ensure_adapter(self, adapter: WeightManifest) -> None:
+        async with self._adapter_lock:
+            if adapter.version not in self._adapters:
+                await self.server.load_adapter(adapter.version, adapter.path)
+                self._adapters.add(adapter.version)
+                self._sent_adapters.add(adapter.version)
+
+    async def _drop_adapters(self, versions: tuple[str, ...]) -> None:
+        async with self._adapter_lock:
+            for version in versions:
+                if version in self._sent_adapters:
+                    await self.server.unload_adapter(version)
+                    self._adapters.discard(version)
+                    self._sent_adapters.discard(version)
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
+        return await self._partials.after(request_id, have, timeout_s)
+
+    async def status(self) -> EngineStatus:
+        return EngineStatus(BASE_VERSION, tuple(self._adapters), False, 0, self._running)
+
+    async def detach(self) -> None:
+        await self._stop_restarts()
+
+    async def close(self) -> None:
+        """Stop watching and remove this service's adapters; the server keeps running."""
+        await self.detach()
+        if self.health != "DEAD":
+            try:
+                await self._drop_adapters(tuple(self._sent_adapters))
+            except InternalError as error:
+                self._say(f"{self.name} still holds adapters of this service: {error}")
+        await self.server.close()
+
+
+async def _never(old: str, new: str) -> None:
+    raise InternalError("an engine by URL does not take full weights")

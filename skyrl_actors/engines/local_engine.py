@@ -1,0 +1,309 @@
+"""One engine of the pool in an actor of this cluster.
+
+The pool takes it over or starts it, watches it, and restarts it when the actor or vLLM's process
+below it dies.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_actors import remote
+from skyrl_actors.colocation.healing import LoadRetries
+from skyrl_actors.colocation.state_lock import StateLock
+from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.config.engines import EngineConfig
+from skyrl_actors.engines.interface import (
+    BASE_VERSION,
+    ON_LINE,
+    EngineReport,
+    EngineSpec,
+    EngineStatus,
+)
+from skyrl_actors.engines.replica import EngineReplica
+from skyrl_actors.messages.errors import InternalError, PartDown, StateLost, UserError, WeightsGone
+from skyrl_actors.transfer.transport import EnginePlace
+from skyrl_actors.transport.rpc import Address, RpcClient
+
+VITALS_TIMEOUT_S = 10.0
+DROPPED = ""  # lock state of an engine without weights: no version
+TAIL_LINES = 15
+Loader = Callable[["LocalEngine", str, StateLock[str]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSite:
+    """Where an engine's actor is created, and with which options."""
+
+    spec: EngineSpec
+    name: str
+    reserved: PlacementGroup
+    bundle: int
+    share: float
+    on_gpu: bool  # the actor itself takes a share of one GPU; if several, its slots hold them
+    environment: dict[str, str]
+    detached: bool
+    over_nodes: bool = False
+
+    def make(self) -> ActorHandle:
+        from skyrl_actors.engines.actor import EngineActor
+
+        options: dict[str, Any] = {"lifetime": "detached"} if self.detached else {}
+        actor_class = ray.remote(EngineActor).options(
+            name=self.name,
+            namespace=remote.NAMESPACE,
+            num_cpus=self.share,
+            num_gpus=self.share if self.on_gpu else 0,
+            max_concurrency=10_000,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self.reserved,
+                placement_group_bundle_index=self.bundle,
+                placement_group_capture_child_tasks=self.over_nodes,
+            ),
+            runtime_env={"env_vars": self.environment},
+            **options,
+        )
+        return remote.make_named(actor_class, self.spec)
+
+
+class LocalEngine(EngineReplica):
+    """An engine in an actor of this cluster. `load` brings a version of full weights into it."""
+
+    def __init__(
+        self,
+        site: EngineSite,
+        config: EngineConfig,
+        restart: RestartConfig,
+        epoch: int,
+        load: Loader,
+        say: Callable[[str], None],
+        place: EnginePlace,
+    ):
+        super().__init__(site.spec.name, restart, say)
+        self.site = site
+        self.place = place
+        self.config = config
+        self.epoch = epoch
+        self._load = load
+        self._log_file = ""
+        self._watching: asyncio.Task[None] | None = None
+        self._rpc: RpcClient | None = None
+        self._killed: ActorHandle | None = None  # the last actor killed after a failed move
+        self.lock = self._new_lock(BASE_VERSION)
+
+    def _new_lock(self, version: str) -> StateLock[str]:
+        """Return a lock that loads a version on entry and retries failed loads.
+
+        A load is retried if it fails before it touches the engine. A later failure ends the engine.
+        """
+        retries = LoadRetries(
+            self.restart.backoff_s, self.restart.max_backoff_s, self.restart.attempts
+        )
+
+        async def enter(old: str, new: str) -> None:
+            await self._load(self, new, lock)
+            retries.succeeded(new)
+
+        def retry(version: str, error: Exception) -> float | None:
+            if isinstance(error, (StateLost, WeightsGone, UserError)):
+                return None
+            self._say(f"{self.name} was not given {version}: {error}")
+            return retries.failed(version)
+
+        lock = StateLock[str](version, enter, after_failure=DROPPED, retry=retry)
+        return lock
+
+    async def take_over(self) -> bool:
+        """Attach to an earlier controller's engine if it runs and its spec equals the config's.
+
+        The engine keeps the weights that it holds.
+        """
+        actor = remote.named(self.site.name)
+        report = await self._adopt(actor) if actor else None
+        if actor is None or report is None or report.status is None:
+            return False
+        self._say(f"took over {self.name}")
+        self.actor, self._log_file, self._rpc = actor, report.log_file, self._rpc_to(actor)
+        self.lock = self._new_lock(report.status.loaded_version or DROPPED)
+        self._watch()
+        self._step("started")
+        self._step("ready")
+        return True
+
+    async def start(self) -> None:
+        await remote.end_named([self.site.name])
+        await self._make()
+        self._step("started")
+        self._step("ready")
+
+    async def _adopt(self, actor: ActorHandle) -> EngineReport | None:
+        try:
+            report = await self._ask([actor.adopt.remote(self.epoch)], "take over")
+        except InternalError as error:
+            self._say(f"{self.name} of an earlier controller cannot be taken over: {error}")
+            return None
+        return report if report.ready and report.spec == self.site.spec else None
+
+    async def _make(self) -> None:
+        started = time.perf_counter()
+        actor = self.site.make()
+        self.actor, self._rpc = actor, self._rpc_to(actor)
+        report: EngineReport = await self._ask(
+            [actor.adopt.remote(self.epoch)], "start", self.config.start_timeout_s
+        )
+        self._log_file = report.log_file
+        self._say(
+            f"{self.name}: vLLM is imported ({time.perf_counter() - started:.1f} s), "
+            "loading weights"
+        )
+        await self._ask([actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
+        self._say(f"{self.name}: ready ({time.perf_counter() - started:.1f} s)")
+        self.lock = self._new_lock(BASE_VERSION)
+        self.delivered, self.agreed = {}, {}
+        self._watch()
+
+    def _watch(self) -> None:
+        assert self.actor is not None
+        self._watching = asyncio.create_task(self._await_death(self.actor))
+
+    async def _await_death(self, actor: ActorHandle) -> None:
+        try:
+            await remote.settled(actor.watch.remote())
+        except InternalError as error:
+            self.lost(actor, str(error))
+
+    async def _ask(
+        self, refs: list[ray.ObjectRef], what: str, timeout_s: float | None = None
+    ) -> Any:
+        return (
+            await remote.gather(refs, [self.name], what, timeout_s or self.config.call_timeout_s)
+        )[0]
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        actor, rpc = self.actor, self._rpc
+        if actor is None or rpc is None or self.health == "DEAD":
+            raise PartDown(f"{self.name} is {self.health}: {self.reason}")
+        try:
+            if method in ON_LINE:
+                return await self._call_rpc(rpc, method, *arguments)
+            ref = getattr(actor, method).remote(self.epoch, *arguments)
+            try:
+                return await self._ask([ref], method)
+            except asyncio.CancelledError:
+                ray.cancel(ref)
+                raise
+        except StateLost as error:
+            self.lost(actor, str(error))
+            if actor is self._killed:
+                raise PartDown(f"{self.name} is restarting: {self.reason}") from None
+            raise
+
+    async def _call_rpc(self, rpc: RpcClient, method: str, *arguments: Any) -> Any:
+        """Call the actor over its RPC connection.
+
+        With engine.in_flight=keep the engine itself applies a sample's deadline, because only it
+        knows when the sample was frozen. Here a status call checks that the engine still answers.
+        """
+        call = asyncio.ensure_future(rpc.call(method, self.epoch, *arguments))
+        try:
+            while not (await asyncio.wait((call,), timeout=self.config.call_timeout_s))[0]:
+                if method != "sample" or self.config.in_flight != "keep":
+                    raise remote.Overdue(
+                        f"{method}: no answer within {self.config.call_timeout_s:g} s "
+                        f"from {self.name}"
+                    )
+                await self.status()
+            return call.result()
+        finally:
+            if not call.cancel() and not call.cancelled():
+                call.exception()  # retrieve the error: the caller was cancelled as the call ended
+
+    def _rpc_to(self, actor: ActorHandle) -> RpcClient:
+        async def find() -> Address:
+            return await self._ask(
+                [actor.get_line.remote(self.epoch, remote.node_address())], "line"
+            )
+
+        return RpcClient(find)
+
+    async def status(self) -> EngineStatus:
+        assert self.actor is not None
+        return await self._ask([self.actor.status.remote()], "status", VITALS_TIMEOUT_S)
+
+    def lost(self, actor: ActorHandle, reason: str) -> None:
+        if actor is self.actor:
+            if self._rpc is not None:
+                self._rpc.hang_up()
+            self.died(reason)
+
+    def remake(self, reason: str) -> None:
+        """Kill the actor so that its memory is free at once, then restart it."""
+        if self.actor is not None and self.health != "DEAD":
+            self._killed = self.actor
+            if self._rpc is not None:
+                self._rpc.hang_up()
+            ray.kill(self.actor)
+        super().remake(reason)
+
+    def log_tail(self) -> str:
+        return _last_lines(self._log_file)
+
+    async def _come_back(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        await remote.end_named([self.site.name])
+        self._step("again")
+        await self._start_and_join()
+
+    async def _start_and_join(self) -> None:
+        assert self.joining is not None
+        started = time.perf_counter()
+        if self.site.spec.device == "gpu":  # vLLM needs free device memory when it starts
+            async with self.joining():
+                await self._make()
+                await self._join()
+        else:
+            await self._make()
+            async with self.joining():
+                await self._join()
+        self._say(f"{self.name} runs again ({time.perf_counter() - started:.1f} s)")
+
+    async def _join(self) -> None:
+        if self.health == "DEAD":  # it died while it queued for its phase
+            raise StateLost(f"{self.name} died before it could join: {self.reason}")
+        self._step("started")
+        if self.wanted != self.lock.state:
+            try:
+                async with self.lock.hold(self.wanted):
+                    pass
+            except WeightsGone as error:  # only the version is gone; the next request rebuilds it
+                self._say(f"{self.name} runs without weights: {error}")
+        if self.health == "DEAD":
+            raise StateLost(f"{self.name} died while it joined: {self.reason}")
+        self._step("ready")
+
+    async def detach(self) -> None:
+        await self._stop_restarts()
+        await remote.ended(self._watching)
+        if self._rpc is not None:
+            await self._rpc.close()
+
+    async def close(self) -> None:
+        await self.detach()
+        await remote.end_named([self.site.name])
+
+
+def _last_lines(file: str) -> str:
+    try:
+        lines = Path(file).read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    except OSError:
+        return ""
+    return "\n".join([f"last lines of its log ({file}):", *lines])

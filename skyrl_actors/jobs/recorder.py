@@ -1,0 +1,129 @@
+"""Record a run: metrics.jsonl, TensorBoard events, samples, summary, and the peak memory.
+
+Lines are appended to metrics.jsonl and samples.jsonl. Other files are written under a temporary
+name and renamed.
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from skyrl_actors.jobs.metrics import checked
+from skyrl_actors.jobs.run_folder import RunFolder
+from skyrl_actors.jobs.trackers import TrackerThread
+from skyrl_actors.observe.runs import METRICS, SAMPLES, SUMMARY, rows_in
+
+SAMPLES_KEPT = 20  # of each evaluation
+SAMPLE_KEYS = ("question", "expected", "answer", "reward", "versions")
+
+
+class Recorder:
+    """Writes the metrics of a run into its folder and to the trackers.
+
+    A resumed run keeps the rows up to its checkpoint.
+    """
+
+    def __init__(self, folder: RunFolder, trackers: Sequence[TrackerThread] = ()):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = folder
+        self._followers = trackers
+        self.path = folder.path
+        file = self.path / METRICS
+        self.history: list[dict[str, float]] = rows_in(file)
+        purge = folder.state.step + 1 if folder.state else None
+        self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of a step.
+
+        Raises:
+            KeyError: A metric has no definition.
+        """
+        row = {"step": step, **checked(metrics)}
+        self.history.append(row)
+        with (self.path / METRICS).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        for tracker in self._followers:
+            tracker.log(step, metrics)
+        for key, value in metrics.items():
+            self._events.add_scalar(key, value, step)
+
+    def samples(self, step: int, rows: Sequence[tuple[str, str, str, float, list[str]]]) -> None:
+        """Record the first episodes of an evaluation.
+
+        Each row is (question, expected, answer, reward, versions of the weights).
+        """
+        with (self.path / SAMPLES).open("a") as file:
+            for row in rows[:SAMPLES_KEPT]:
+                file.write(
+                    json.dumps({"step": step, **dict(zip(SAMPLE_KEYS, row, strict=True))}) + "\n"
+                )
+
+    def summary(self, content: dict[str, Any]) -> None:
+        """Write the summary. A run with a summary counts as finished."""
+        self.folder.write(SUMMARY, json.dumps(content, indent=2) + "\n")
+
+    def close(self) -> None:
+        self._events.close()
+        for tracker in self._followers:
+            tracker.close()
+
+
+class MemoryWatch:
+    """Measures the peak of resident memory, in bytes, each second while the context is open.
+
+    The sum is over this process, its children and the Ray processes of this machine. A shared
+    page counts once for each process that maps it, so the figure is an upper bound.
+    """
+
+    PERIOD_S = 1.0
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="memory-watch")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.PERIOD_S):
+            self.peak_bytes = max(self.peak_bytes, self._resident_bytes())
+
+    @staticmethod
+    def _resident_bytes() -> int:
+        roots = [
+            psutil.Process(),
+            *(p for p in psutil.process_iter(["name"]) if p.info["name"] == "raylet"),
+        ]
+        processes = {p.pid: p for root in roots for p in (root, *_children(root))}
+        return sum(_rss(p) for p in processes.values())
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _rss(process: psutil.Process) -> int:
+    try:
+        return process.memory_info().rss
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0

@@ -1,0 +1,89 @@
+"""The journal's interface for the controller: requests, answers and snapshots."""
+
+from pathlib import Path
+from typing import Protocol
+
+from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
+from skyrl_actors.messages.requests import Request
+from skyrl_actors.messages.results import Result
+
+
+class Journal(Protocol):
+    """A durable record of requests, answers and snapshots. One process writes it."""
+
+    async def open(self, holder: str) -> JournalState:
+        """Open the journal for this process.
+
+        Raises ConfigError when another process holds it, and names that process. Also when it is
+        not a journal of this project, or cannot be read or written.
+        """
+        ...
+
+    async def write(self, *entries: Entry) -> None:
+        """Write entries durably: all or none, in the order of the calls.
+
+        Raises Unavailable, or InvalidRequest for entries that can never be written.
+        """
+        ...
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the last write failed, or that a write is slow; None otherwise."""
+        ...
+
+    @property
+    def lost(self) -> str | None:
+        """Why the journal must be opened again: its database lost confirmed commits. Else None."""
+        ...
+
+    async def request(self, operation: Operation) -> Request:
+        """Read a request. Raises Corrupt when its file is missing or changed."""
+        ...
+
+    async def result(self, operation: Operation) -> Result: ...
+
+    async def find(self, request_id: str) -> Operation | None: ...
+
+    async def operations(self, model_id: str, after: int, upto: int) -> list[Operation]:
+        """Return a model's operations with after < number <= upto, in order."""
+        ...
+
+    async def trimmed(self, model_id: str) -> int:
+        """Return the number up to which operations of this model may have been removed.
+
+        0: none was removed. The model's creation is never removed.
+        """
+        ...
+
+    async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+        """Return a stream's newest `limit` answered operations below `before`, in order.
+
+        Only operations with a sequence number are included.
+        """
+        ...
+
+    async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
+        """Return a model's snapshots, newest first."""
+        ...
+
+    async def stage_snapshot(self, model_id: str, number: int) -> Path:
+        """Create a folder for the ranks to write into."""
+        ...
+
+    async def drop_staging(self, staging: Path) -> None: ...
+
+    async def seal_snapshot(
+        self, staging: Path, model_id: str, number: int, step: int
+    ) -> SnapshotTaken:
+        """Complete a snapshot atomically: manifest with checksums, fsync, rename, row."""
+        ...
+
+    async def verified_snapshot(self, snapshot: SnapshotTaken) -> Path:
+        """Return a snapshot's folder. Raises Corrupt when a file is missing or changed."""
+        ...
+
+    async def sweep(self) -> int:
+        """Remove what retention no longer needs, and return the freed bytes."""
+        ...
+
+    async def close(self) -> None: ...

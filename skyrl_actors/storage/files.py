@@ -1,0 +1,34 @@
+"""Write files durably."""
+
+import os
+import uuid
+from pathlib import Path
+
+PARTIAL = ".partial"
+
+
+def fsync(path: Path) -> None:
+    """Flush a file's content, or a folder's entries, to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Replace a file's content atomically and durably. Raises OSError.
+
+    After a power cut the file has the old content or the new one. Of several writers one wins.
+    """
+    staging = file.with_name(f".{file.name}.{uuid.uuid4().hex}{PARTIAL}")
+    try:
+        with staging.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        staging.replace(file)
+    except OSError:
+        staging.unlink(missing_ok=True)
+        raise
+    fsync(file.parent)

@@ -1,0 +1,163 @@
+"""Copy files to remote storage with fsspec: file://, s3://, gs:// and other installed ones."""
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.storage.files import PARTIAL, fsync
+
+WHOLE = "WHOLE"  # a file with the name of the complete part of a folder; written last
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def reachable(url: str) -> str:
+    """Return the URL. Raises ConfigError for an unknown protocol or a missing library."""
+    protocol = url.partition("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        raise ConfigError(
+            f"{url}: the protocol {protocol} is not known; use file, s3 or gs"
+        ) from None
+    except ImportError as error:
+        raise ConfigError(f"{url}: {error}; pip install 'skyrl-actors[{protocol}]'") from None
+    return url
+
+
+def read(url: str) -> bytes:
+    """Read a file. Raises OSError or ConfigError."""
+    reachable(url)
+    with _said(url), fsspec.open(url, "rb") as file:
+        content: Any = file
+        return bytes(content.read())
+
+
+class Mirror:
+    """A copy of the folders below `root` that outlives this machine.
+
+    Every call may be repeated. All raise OSError. A folder is stored as <folder>/<part>/<files>,
+    and <folder>/WHOLE has the part's name. So a new part is complete before the old one is deleted.
+    Only one process may write at a time.
+    """
+
+    def __init__(self, root: Path, url: str, marker: str):
+        """`marker`: a file that every complete local folder contains."""
+        self._root = root
+        self._url = reachable(url).rstrip("/")
+        self._marker = marker
+
+    def put(self, folder: Path) -> None:
+        """Copy all present files of a folder."""
+        target = self._at(folder)
+        with _said(target) as files:
+            old = self._part(files, target)
+            part = uuid.uuid4().hex
+            _make_folder(files, f"{target}/{part}")
+            for file in folder.iterdir():
+                if not file.name.startswith("."):
+                    files.put_file(str(file), f"{target}/{part}/{file.name}")
+            files.pipe_file(f"{target}/{WHOLE}", part.encode())
+            if old is not None:
+                files.rm(f"{target}/{old}", recursive=True)
+
+    def put_file(self, file: Path) -> None:
+        """Copy one file of a mirrored folder, or a file without a folder."""
+        folder = self._at(file.parent)
+        with _said(folder) as files:
+            part = self._part(files, folder)
+            _make_folder(files, folder)
+            files.put_file(
+                str(file), f"{folder}/{part}/{file.name}" if part else f"{folder}/{file.name}"
+            )
+
+    def has(self, folder: Path) -> bool:
+        """Return whether the mirror has a complete copy of the folder."""
+        target = self._at(folder)
+        with _said(target) as files:
+            return self._part(files, target) is not None
+
+    def remove(self, folder: Path) -> None:
+        """Remove the copy of a folder."""
+        target = self._at(folder)
+        with _said(target) as files:
+            if files.exists(f"{target}/{WHOLE}"):
+                files.rm_file(f"{target}/{WHOLE}")
+            if files.exists(target):
+                files.rm(target, recursive=True)
+
+    def pull(self, alone: str) -> int:
+        """Fetch complete folders and files named `alone` that are missing here.
+
+        Returns the number of folders.
+        """
+        fetched = 0
+        with _said(self._url) as files:
+            base = _path(self._url)
+            there = sorted(str(name) for name in files.find(base)) if files.exists(base) else []
+            for name in there:
+                own = self._root / PurePosixPath(name).relative_to(base)
+                if own.name == alone and not own.exists():
+                    _fetch(files, name, own)
+                elif own.name == WHOLE and not (own.parent / self._marker).exists():
+                    part = f"{name.removesuffix(WHOLE)}{files.cat_file(name).decode()}/"
+                    inside = [n for n in there if n.startswith(part)]
+                    for each in sorted(inside, key=lambda n: n.endswith(f"/{self._marker}")):
+                        _fetch(files, each, own.parent / each.removeprefix(part))
+                    fetched += 1
+        return fetched
+
+    def _part(self, files: Any, target: str) -> str | None:
+        return (
+            files.cat_file(f"{target}/{WHOLE}").decode()
+            if files.exists(f"{target}/{WHOLE}")
+            else None
+        )
+
+    def _at(self, path: Path) -> str:
+        return f"{self._url}/{path.relative_to(self._root).as_posix()}"
+
+
+def _fetch(files: Any, name: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
+    files.get_file(name, str(staging))
+    fsync(staging)
+    os.replace(staging, target)
+    fsync(target.parent)
+
+
+def _make_folder(files: Any, target: str) -> None:
+    """Create a local folder.
+
+    Object stores have no folders, and would create a bucket, for example one with a mistyped name.
+    """
+    if isinstance(files, LocalFileSystem):
+        files.makedirs(target, exist_ok=True)
+
+
+def _path(url: str) -> str:
+    return str(url_to_fs(url)[1]).rstrip("/")
+
+
+@contextmanager
+def _said(url: str) -> Iterator[Any]:
+    """Yield the file system of `url`. Errors of its library become OSError with the URL."""
+    try:
+        files = url_to_fs(url)[0]
+        files.invalidate_cache()  # of listings: other processes write there too
+        yield files
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {type(error).__name__}: {str(error)[:300]}") from error

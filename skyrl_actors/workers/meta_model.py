@@ -1,0 +1,82 @@
+"""Build a network without weights, and fill a rank's part from the base model's files."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT
+from skyrl_actors.workers.packing import ATTENTION
+from skyrl_actors.workers.tensor_files import InMemory, Shape, Source, TensorFiles
+
+INSIDE = "causal_lm."  # prefix of a network's names in its `whole` module
+
+
+def shell(folder: str, dtype: torch.dtype) -> Any:
+    """Return the base model's modules. Parameters are on the meta device; buffers are real."""
+    config = AutoConfig.from_pretrained(folder)
+    with init_empty_weights(include_buffers=False):
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION
+        )
+    module.tie_weights()
+    return module
+
+
+def value_head_for(module: Any, is_critic: bool) -> nn.Linear | None:
+    """Return a value head of zeros for a critic, so that first advantages are undisturbed."""
+    if not is_critic:
+        return None
+    if not module.config.tie_word_embeddings:
+        module.lm_head.requires_grad_(False)  # an untied head is not part of the values
+    head = nn.Linear(int(module.config.hidden_size), 1)
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+    return head
+
+
+def trained_names(whole: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trained parameters by name."""
+    return {
+        name: parameter for name, parameter in own_names(whole).items() if parameter.requires_grad
+    }
+
+
+def own_names(whole: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a network's parameters by their names in the base model's files, tied ones once."""
+    return {name.removeprefix(INSIDE): parameter for name, parameter in whole.named_parameters()}
+
+
+@contextmanager
+def weights_of(folder: str, dtype: torch.dtype, shapes: Mapping[str, Shape]) -> Iterator[Source]:
+    """Yield the base model's weights under the names of its modules.
+
+    They come directly from the files, so that a rank reads only its own part. Some models have
+    files in another layout than their modules (for example experts, one by one). Their weights are
+    converted in host memory as a whole.
+
+    Raises ConfigError when weights are missing or have other shapes. The value head is not part of
+    a base model.
+    """
+    wanted = {
+        name: shape for name, shape in shapes.items() if name not in (VALUE_WEIGHT, VALUE_BIAS)
+    }
+    with TensorFiles(Path(folder)) as files:
+        if all(files.shapes.get(name) == shape for name, shape in wanted.items()):
+            yield files
+            return
+    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    source = InMemory(dict(module.named_parameters()))
+    missing = [name for name, shape in wanted.items() if source.shapes.get(name) != shape]
+    if missing:
+        raise ConfigError(
+            f"{Path(folder).name} has no {missing[0]} of shape {wanted[missing[0]]} "
+            f"({len(missing)} such tensors)"
+        )
+    yield source

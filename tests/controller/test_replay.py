@@ -1,0 +1,403 @@
+"""A controller with a real journal and simulated ranks: damaged files, restarts, lost state."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_actors.colocation.healing import MoveHealing
+from skyrl_actors.config.cluster import (
+    ClusterConfig,
+    JournalConfig,
+    LimitsConfig,
+    RestartConfig,
+    TinyBase,
+)
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.journal.entries import Accepted
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.columns import Example, columns_from
+from skyrl_actors.messages.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
+from skyrl_actors.messages.paths import parse_path
+from tests.simulation.backend import Machines, SimBackend
+from tests.simulation.journal import Disk
+
+
+class Service:
+    """Start successive controllers on the same machines and journal."""
+
+    def __init__(self, folder: Path):
+        self.config = ClusterConfig(
+            base_model=TinyBase(name="tiny"),
+            checkpoint_dir=folder / "checkpoints",
+            limits=LimitsConfig(result_ttl_s=0.01),
+            journal=JournalConfig(folder=folder / "journal", snapshot_operations=10**6),
+            restart=RestartConfig(attempts=3),
+        )
+        self.machines = Machines(Disk(), random.Random(0), places=8)
+
+    async def start(self) -> Controller:
+        controller = Controller(
+            self.config, SimBackend(self.machines), SqlJournal(self.config.journal)
+        )
+        await controller.start()
+        return controller
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Service:
+    return Service(tmp_path)
+
+
+async def done(controller: Controller, request_id: str) -> rs.Result:
+    result = await controller.retrieve(request_id, 60)
+    assert result is not None
+    return result
+
+
+async def made(controller: Controller, session: str) -> str:
+    await controller.create_session(session)
+    spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
+    await done(controller, await controller.submit(rq.CreateModel(spec, session)))
+    return spec.model_id
+
+
+def batch(model_id: str, token: int, seq_id: int | None = None) -> rq.ForwardBackward:
+    tokens = np.full(3, token, np.int32)
+    return rq.ForwardBackward(
+        model_id,
+        columns_from([Example(tokens, {"target_tokens": tokens})]),
+        LossCall("cross_entropy", {}),
+        seq_id=seq_id,
+    )
+
+
+async def test_accepted_operations_are_never_answered_with_a_failed_move(service: Service):
+    """A third of the moves fail, and each failure kills the ranks or the engine.
+
+    An operation has one attempt.
+    """
+    service.config = service.config.model_copy(update={"restart": RestartConfig(attempts=1)})
+    controller = await service.start()
+    backend = controller.backend
+    assert isinstance(backend, SimBackend)
+    # Short enough that the rank has sometimes restarted before the next attempt.
+    backend.phase_lock._healing = MoveHealing(0.2, 0.2)
+    backend.phase_lock._timeout_s = 0.1
+    model_id = await made(controller, "s1")
+    service.machines.failing_moves = 0.33
+    for seq_id in range(1, 17, 4):
+        trained = await controller.submit(batch(model_id, seq_id, seq_id))
+        step = await controller.submit(rq.OptimStep(model_id, AdamParams(), seq_id + 1))
+        name = f"s1:sample:{seq_id}"
+        saved = await controller.submit(
+            rq.SaveForSampler(model_id, sampler_id=name, seq_id=seq_id + 2)
+        )
+        assert isinstance(await done(controller, trained), rs.LossOutput)
+        assert isinstance(await done(controller, step), rs.StepDone)
+        assert isinstance(await done(controller, saved), rs.SamplerSaved)
+        sample = rq.Sample(name, (1, 2), rq.SamplingParams(4, seed=1), seq_id=seq_id + 3)
+        assert isinstance(await done(controller, await controller.submit(sample)), rs.SampleOutput)
+    assert sum(f["total"] for f in backend.phase_lock.failures.values()) > 3
+    await controller.close()
+
+
+async def test_a_lost_payload_fails_its_model_and_no_other(service: Service):
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    await done(controller, await controller.submit(batch(one, 1)))
+    request_id = await controller.submit(batch(one, 2))
+    await done(controller, request_id)
+    lost = await controller.journal.find(request_id)
+    answer = await done(controller, await controller.submit(batch(two, 3)))
+    assert isinstance(answer, rs.LossOutput) and lost is not None and lost.payload is not None
+    (service.config.journal.folder / "packs" / lost.payload.pack).unlink()
+    service.machines.kill_rank()
+    failed = await done(controller, await controller.submit(batch(one, 4)))
+    assert (
+        isinstance(failed, rs.Failure)
+        and failed.category == "server"
+        and "is missing" in failed.message
+    )
+    assert isinstance(await done(controller, await controller.submit(batch(two, 4))), rs.LossOutput)
+    await controller.close()
+
+
+async def test_a_lost_creation_fails_its_model_and_no_other(service: Service):
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    (creation,) = await controller.journal.operations(one, 0, 99)
+    assert creation.payload is not None
+    await controller.close()
+    (service.config.journal.folder / "packs" / creation.payload.pack).unlink()
+    controller = await service.start()
+    with pytest.raises(Exception, match=f"model {one} is lost: .* is missing"):
+        await controller.submit(batch(one, 1))
+    assert isinstance(await done(controller, await controller.submit(batch(two, 1))), rs.LossOutput)
+    await controller.close()
+
+
+async def test_the_service_starts_with_swept_or_damaged_records(service: Service):
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    assert service.machines.rank is not None
+    worker = service.machines.rank.worker
+    worker.faulty = 1
+
+    class Again(set):
+        """Make each verb that broke off break off again."""
+
+        def add(self, item: object) -> None:
+            worker.faulty = 1
+
+    worker.broken = Again()
+    failed_id = await controller.submit(batch(one, 1))
+    assert isinstance(await done(controller, failed_id), rs.Failure)
+    worker.broken, worker.faulty = set(), 0
+    header = await controller.journal.find(failed_id)
+    assert header is not None and header.payload is not None and header.result is not None
+    await controller.close()
+    (service.config.journal.folder / "packs" / header.payload.pack).unlink()
+    controller = await service.start()
+    refused = await done(controller, await controller.submit(rq.OptimStep(one, AdamParams())))
+    assert isinstance(refused, rs.Failure) and "the reason is lost" in refused.message
+    assert isinstance(await done(controller, await controller.submit(batch(two, 1))), rs.LossOutput)
+    (service.config.journal.folder / "packs" / header.result.pack).unlink(missing_ok=True)
+    # The client gets a final answer and does not retry forever.
+    lost = await controller.retrieve(failed_id, 0)
+    assert isinstance(lost, rs.Failure) and "is missing" in lost.message
+    await controller.close()
+
+
+async def test_numbers_beyond_64_bits_fail_only_their_own_request(service: Service):
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
+    large = 2**70
+    for request in (
+        batch(one, 1, seq_id=large),
+        batch(one, 1, seq_id=-1),
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, seed=large)),
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, top_k=large)),
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, stop=(large,))),
+    ):
+        with pytest.raises(InvalidRequest):
+            await controller.submit(request)
+    results = await asyncio.gather(
+        controller.journal.write(
+            Accepted(10**6, "bad", "x", None, large, None, None, 0.0, rq.Unload("x"))
+        ),
+        controller.submit(batch(two, 1)),
+        return_exceptions=True,
+    )
+    assert isinstance(results[0], InvalidRequest) and controller.journal.trouble is None
+    assert isinstance(await done(controller, results[1]), rs.LossOutput)  # type: ignore[arg-type]
+    await controller.close()
+
+
+async def test_accepted_requests_and_answers_survive_the_controller(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+    first = await controller.submit(batch(model_id, 1, seq_id=1))
+    answer = await done(controller, first)
+    step = await controller.submit(rq.OptimStep(model_id, AdamParams(), 2), "r-of-the-ingress")
+    await done(controller, step)
+    await controller.close()
+    controller = await service.start()
+    assert controller.epoch == 2
+    again = await controller.retrieve(first, 0)
+    assert isinstance(again, rs.LossOutput) and isinstance(answer, rs.LossOutput)
+    assert again.fields["logprobs"].tolist() == answer.fields["logprobs"].tolist()
+    # A client without the acknowledgement repeats its request, with its number or through the
+    # same ingress.
+    assert await controller.submit(batch(model_id, 1, seq_id=1)) == first
+    assert (
+        await controller.submit(rq.OptimStep(model_id, AdamParams(), 2), "r-of-the-ingress") == step
+    )
+    status = await controller.status()
+    assert [m["steps"] for m in status["models"]] == [1]
+    with pytest.raises(NotFound, match="not known"):
+        await controller.retrieve("r-nobody", 0)
+    await controller.close()
+
+
+async def test_a_finished_session_stays_finished(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+    await controller.finish_session("s1")
+    await controller.close()
+    controller = await service.start()
+    with pytest.raises(NotFound, match="unknown session"):
+        controller.heartbeat("s1")
+    with pytest.raises(NotFound, match="unknown model"):
+        await controller.submit(batch(model_id, 1))
+    await controller.close()
+
+
+async def test_every_call_is_refused_until_the_journal_was_read(service: Service):
+    """NotFound is final for a client, so it is not returned before all ids are known."""
+    controller = Controller(
+        service.config, SimBackend(service.machines), SqlJournal(service.config.journal)
+    )
+    for ask in (
+        lambda: controller.submit(batch("s1:train:0", 1)),
+        lambda: controller.create_session("s1"),
+        lambda: controller.retrieve("r1", 0),
+    ):
+        with pytest.raises(Unavailable, match="still starting"):
+            await ask()
+    with pytest.raises(Unavailable):
+        controller.heartbeat("s1")
+
+
+async def test_only_the_client_of_an_unstorable_request_gets_an_error(service: Service):
+    """The requests have numbers beyond 64 bits, or text that is not Unicode.
+
+    No other request waits, and the service stays healthy.
+    """
+    controller = await service.start()
+    one, two = await made(controller, "s1"), await made(controller, "s2")
+    await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
+    large, broken = 2**70, "a\ud800"
+    for request in (
+        rq.CreateModel(ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4), seed=large), "s1"),
+        rq.CreateModel(ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4)), "s1", {"who": broken}),
+        rq.SaveWeights(one, broken),
+        rq.SaveWeights(one, "c", ttl_seconds=10**15),
+        rq.SaveWeights(one, "c", user_metadata={broken: "x"}),
+        rq.SaveForSampler(one, sampler_id="s1:sample:" + "1" * 500),
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, stop=(broken,))),
+        rq.Sample(
+            "s1:sample:0",
+            (1,),
+            rq.SamplingParams(1, prompt_logprobs=True, prompt_logprobs_last_n=large),
+        ),
+        rq.OptimStep(one, AdamParams(learning_rate=large)),
+    ):
+        alone, beside = await asyncio.gather(
+            controller.submit(request), controller.submit(batch(two, 1)), return_exceptions=True
+        )
+        assert isinstance(alone, InvalidRequest), request
+        str(alone).encode()  # the error can be sent
+        assert isinstance(await done(controller, beside), rs.LossOutput)  # type: ignore[arg-type]
+        assert controller.fault() is None
+    assert isinstance(await done(controller, await controller.submit(batch(one, 1))), rs.LossOutput)
+    await controller.close()
+
+
+async def test_an_answer_that_cannot_be_stored_is_answered_as_a_failure(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+
+    async def strange(*_: object) -> dict[str, float]:
+        return {"norm\ud800": 1.0}
+
+    controller.backend.optim_step = strange  # type: ignore[method-assign]
+    answer = await done(controller, await controller.submit(rq.OptimStep(model_id, AdamParams())))
+    assert (
+        isinstance(answer, rs.Failure)
+        and answer.category == "server"
+        and "cannot be stored" in answer.message
+    )
+    assert controller.fault() is None
+    await controller.close()
+
+
+async def test_samples_from_before_a_restart_are_read_on_the_first_request(service: Service):
+    """A start does not read them. A repeat and the list of answered samples do."""
+    controller = await service.start()
+    await controller.create_session("s1")
+    await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
+    controller.backend.machines.exports[""] = "base"  # type: ignore[attr-defined]
+    requests = [
+        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(2, seed=1), seq_id) for seq_id in range(5)
+    ]
+
+    async def sampled(*_: object) -> rs.SampleOutput:
+        return rs.SampleOutput((), "base")
+
+    controller.backend.sample = sampled  # type: ignore[method-assign]
+    ids = [await controller.submit(request) for request in requests]
+    for request_id in ids:
+        await done(controller, request_id)
+    await controller.close()
+    controller = await service.start()
+    controller.backend.sample = sampled  # type: ignore[method-assign]
+    assert not controller.queue._accepted
+    fresh = await controller.submit(rq.Sample("s1:sample:0", (1,), rq.SamplingParams(2, seed=1), 5))
+    await done(controller, fresh)
+    found, cursor = await controller.completed("s1:sample:0", 0, 0, 5)
+    assert [one.request_id for one in found] == [*ids, fresh]
+    assert await controller.completed("s1:sample:0", 0, cursor, 0) == ([], cursor)
+    assert [await controller.submit(request) for request in requests] == ids
+    with pytest.raises(Conflict):
+        await controller.submit(rq.Sample("s1:sample:0", (2,), rq.SamplingParams(2, seed=1), 0))
+    await controller.close()
+
+
+async def test_versions_of_weights_have_new_names_after_a_restart(service: Service):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+
+    async def saved(number: int) -> str:
+        request = rq.SaveForSampler(model_id, sampler_id=f"s1:sample:{number}")
+        result = await done(controller, await controller.submit(request))
+        assert isinstance(result, rs.SamplerSaved)
+        return result.version
+
+    names = [await saved(0), await saved(1)]
+    await controller.close()
+    controller = await service.start()
+    names += [await saved(2), await saved(3)]
+    assert len(set(names)) == 4
+    await controller.close()
+
+
+async def test_a_state_whose_operations_were_removed_is_not_rebuilt_without_them(
+    service: Service,
+):
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+    for token in range(1, 4):
+        await done(controller, await controller.submit(batch(model_id, token)))
+        await done(
+            controller,
+            await controller.submit(rq.OptimStep(model_id, AdamParams(learning_rate=0.1 * token))),
+        )
+    await controller._replayer.snapshot_now(controller.tenants.models[model_id])
+    journal = controller.journal
+    assert isinstance(journal, SqlJournal)
+    now = journal.wall()
+    journal.wall = lambda: now + service.config.journal.retention_s + 60
+    await done(controller, await controller.submit(batch(model_id, 4)))
+    await journal.sweep()
+    (snapshot,) = await journal.snapshots(model_id)
+    folder = str(journal.folder / "snapshots" / snapshot.folder)
+    service.machines.disk.files[folder] = service.machines.disk.files[f"{folder}.partial"]
+    # The creation, the last step and the operation after it are left.
+    assert len(await journal.operations(model_id, 0, 10**6)) == 3
+    service.machines.kill_rank()
+    assert isinstance(
+        await done(controller, await controller.submit(batch(model_id, 5))), rs.LossOutput
+    )
+    with pytest.raises(NotFound, match="is at step 3; use 0 or 3 to 3; steps before 3 are older"):
+        await controller.checkpoint_spec(parse_path(f"tinker://{model_id}/steps/1"))
+    (journal.folder / "snapshots" / snapshot.folder / "manifest.json").unlink()
+    service.machines.kill_rank()
+    refused = await done(controller, await controller.submit(batch(model_id, 6)))
+    assert (
+        isinstance(refused, rs.Failure)
+        and "were removed, and no whole snapshot covers them" in refused.message
+    )
+    await controller.create_session("s2")
+    path = f"tinker://{model_id}/steps/0"
+    fork = rq.CreateModel(ModelSpec("s2:train:0", ""), "s2", from_path=path)
+    assert isinstance(
+        await done(controller, await controller.submit(fork)), rs.Loaded | rs.ModelCreated
+    )
+    await controller.close()
