@@ -223,11 +223,12 @@ def tenants(
     strategy: StrategyConfig,
     specs: list[ModelSpec],
     data: list[list[Columns]],
+    loss: str,
     options: dict[str, Any],
 ) -> list[dict[str, torch.Tensor]]:
     """Run three calls of all tenants in shared passes, and return the gradients of each."""
     worker = worker_of(rank, world, port, base, strategy, **options)
-    call = losses.find("ppo").checked({})
+    call = losses.find(loss).checked({})
     for spec in specs:
         worker.create_model(spec)
         state: Any = worker.models[spec.model_id].state
