@@ -22,8 +22,9 @@ NAME, PORT = "bench-edge", 8124
 
 
 class AnsweringController(ControllerActor):
-    def _build(self) -> Controller:
-        config, base_folder, _ = self._parts
+    def build_controller(
+        self, config: ClusterConfig, base_folder: Path, detached: bool
+    ) -> Controller:
         return Controller(config, AnsweringBackend(str(base_folder)), build_journal(config.journal))
 
 

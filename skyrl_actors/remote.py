@@ -6,6 +6,7 @@ A missed deadline names the actors that did not answer. The project's own errors
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from skyrl_actors.messages.errors import (
 log = logging.getLogger(__name__)
 NAMESPACE = "skyrl-actors"
 NAME_FREE_S = 20.0
+ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ActorDied(StateLost):
@@ -91,9 +93,18 @@ async def settled(ref: ObjectRef) -> Any:
             raise cause from None
         raise InternalError(f"{type(cause).__name__}: {cause}\n{error}") from None
     except RayActorError as error:
-        raise ActorDied(f"the actor died: {str(error).splitlines()[0]}") from None
+        raise ActorDied(f"the actor died: {cause_of_death(str(error))}") from None
     except RayError as error:
         raise InternalError(f"{type(error).__name__}: {error}") from None
+
+
+def cause_of_death(text: str) -> str:
+    """Return the line of Ray's text that names the cause.
+
+    When a constructor fails, Ray puts the actor's name first and the exception last.
+    """
+    lines = [line for line in ANSI_COLOR.sub("", text).splitlines() if line.strip()]
+    return lines[-1 if "creation task" in lines[0] else 0].strip()
 
 
 def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:

@@ -64,7 +64,7 @@ class ControllerActor:
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("controller")
         self.progress: list[str] = []
         self._arguments = (config, Path(base_folder), detached)
-        self.controller = self._build()
+        self.controller = self.build_controller(*self._arguments)
         self._starting: asyncio.Task[Capabilities] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._rpc = RpcServer(self, CALLS, unsent_bytes=config.limits.result_memory_bytes)
@@ -77,8 +77,10 @@ class ControllerActor:
         self.progress.append(text)
         log.info(text)
 
-    def _build(self) -> Controller:
-        config, base_folder, detached = self._arguments
+    def build_controller(
+        self, config: ClusterConfig, base_folder: Path, detached: bool
+    ) -> Controller:
+        """Return a controller that has not started. A subclass can choose another backend."""
         return Controller(
             config,
             build_backend(config, base_folder, self._report, detached),
@@ -123,7 +125,7 @@ class ControllerActor:
             "the controller was not closed in order", self.controller.close()
         )
         self._starting = None
-        self.controller = self._build()
+        self.controller = self.build_controller(*self._arguments)
         await self.start()
 
     @property
@@ -138,7 +140,7 @@ class ControllerActor:
         await self.controller.abandon()
         await asyncio.sleep(AFTER_FAILURE_S)  # calls during the pause get this failure
         self._starting = None
-        self.controller = self._build()
+        self.controller = self.build_controller(*self._arguments)
 
     async def _ensure_started(self) -> None:
         """Start the controller if needed. Raises Unavailable, so that clients retry."""
