@@ -30,13 +30,13 @@ from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward
 from skyrl_actors.messages.results import LossOutput, Ready
-from skyrl_actors.transport.rpc import Deferred, RpcClient, RpcServer
+from skyrl_actors.transport.rpc import Deferred, RpcClient
+from skyrl_actors.transport.rpc_server import RpcServer
 from tests.api.local import AnsweringBackend
 
 MODEL = "m:train:0"
 ROWS, ROW_TOKENS = 128, 4096  # three arrays of 2 MiB: tokens, targets, weights
 IN_FLIGHT = 8
-CALLS = ("submit", "retrieve", "fetch", "let_go", "create_session")
 WAIT_S = 600.0
 
 
@@ -86,7 +86,7 @@ async def serve(folder: Path, queued_bytes: int) -> None:
     backend = WideBackend(str(folder))
     controller = Controller(config, backend, SqlJournal(config.journal))
     await controller.start()
-    server = RpcServer(Served(controller, backend), CALLS, unsent_bytes=limits.result_memory_bytes)
+    server = RpcServer(Served(controller, backend), Served, unsent_bytes=limits.result_memory_bytes)
     address = await server.address("127.0.0.1")
     (folder / "address.partial").write_bytes(pickle.dumps(address))
     (folder / "address.partial").rename(folder / "address")
@@ -131,43 +131,45 @@ async def measured(
         return address
 
     line = RpcClient(find)
-    session = await line.call("create_session", "m")
+    session = await line.call(Served.create_session, "m")
     made = await line.call(
-        "submit", CreateModel(ModelSpec(MODEL, "Qwen/Qwen3-8B", lora=LoraSpec(4)), session)
+        Served.submit, CreateModel(ModelSpec(MODEL, "Qwen/Qwen3-8B", lora=LoraSpec(4)), session)
     )
-    await line.call("retrieve", made)
+    await line.call(Served.retrieve, made)
     watch = Watch(process)
     calm = watch.take()
 
-    await line.call("let_go", False)
+    await line.call(Served.let_go, False)
     request, ids = six_mib(), []
 
     async def submit_some(count: int) -> None:
         for _ in range(count):
-            ids.append(await line.call("submit", request))
+            ids.append(await line.call(Served.submit, request))
 
     await asyncio.gather(*(submit_some(requests // IN_FLIGHT) for _ in range(IN_FLIGHT)))
     queued = watch.take()
 
-    await line.call("let_go", True)
+    await line.call(Served.let_go, True)
     few = ids[:: max(1, len(ids) // 20)]
     for request_id in [*few, ids[-1]]:  # they run in order, so after the last one all are answered
-        ready = await line.call("retrieve", request_id)
+        ready = await line.call(Served.retrieve, request_id)
         assert isinstance(ready, Ready), ready
-        answer = await line.call("fetch", request_id, ready.num_bytes)
+        answer = await line.call(Served.fetch, request_id, ready.num_bytes)
         assert isinstance(answer, LossOutput), answer
     answered = watch.take()
 
     lines = [RpcClient(find) for _ in range(readers)]
     for one in lines:
         (await one.opened()).stream.transport.pause_reading()
-    sizes = [(await line.call("retrieve", few[i])).num_bytes for i in range(10)]
+    sizes = [(await line.call(Served.retrieve, few[i])).num_bytes for i in range(10)]
     asked = [
-        asyncio.create_task(one.call("fetch", few[i], sizes[i])) for one in lines for i in range(10)
+        asyncio.create_task(one.call(Served.fetch, few[i], sizes[i]))
+        for one in lines
+        for i in range(10)
     ]
     await asyncio.sleep(10)
     unread = watch.take()
-    await asyncio.wait_for(line.call("create_session", "other"), 30)
+    await asyncio.wait_for(line.call(Served.create_session, "other"), 30)
     for task in asked:
         task.cancel()
     mib = 2**20

@@ -3,12 +3,15 @@
 import asyncio
 import time
 import uuid
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
 from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.messages.catalog import CatalogVerb, SessionEntry
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
@@ -22,6 +25,7 @@ from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled
 from skyrl_actors.transport.rpc import RpcClient
 
+P = ParamSpec("P")
 R = TypeVar("R")
 POLL_S = 30.0
 PATIENCE_S = 45.0  # an SDK gives up one attempt after a minute
@@ -41,6 +45,17 @@ def find_controller(name: str) -> ActorHandle:
     return ray.get_actor(actor_name(name), namespace=NAMESPACE)
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a call is repeated while the controller restarts, and how long one may take."""
+
+    patience_s: float
+    timeout_s: float = PATIENCE_S
+
+
+ONCE = Limits(0.0)
+
+
 class ControllerClient:
     """A client of the controller that retries calls.
 
@@ -51,27 +66,34 @@ class ControllerClient:
     def __init__(self, handle: ActorHandle, patience_s: float = PATIENCE_S):
         self.handle = handle
         self.patience_s = patience_s
-        self._line = RpcClient(lambda: settled(handle.get_line.remote(node_address())))
+        self._connection = RpcClient(lambda: settled(handle.get_line.remote(node_address())))
         # A separate connection, so that small calls do not wait behind large ones.
-        self._bulk_line = RpcClient(lambda: settled(handle.get_line.remote(node_address())))
+        self._bulk_connection = RpcClient(lambda: settled(handle.get_line.remote(node_address())))
 
     async def _call(
         self,
-        method: str,
-        *arguments: Any,
-        patience_s: float | None = None,
-        timeout_s: float = PATIENCE_S,
-    ) -> Any:
-        deadline = asyncio.get_running_loop().time() + (
-            self.patience_s if patience_s is None else patience_s
-        )
+        method: Callable[Concatenate[Any, P], Awaitable[R]],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> R:
+        return await self._within(Limits(self.patience_s), method, *arguments, **named)
+
+    async def _within(
+        self,
+        limits: Limits,
+        method: Callable[Concatenate[Any, P], Awaitable[R]],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> R:
+        deadline = asyncio.get_running_loop().time() + limits.patience_s
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return await asyncio.wait_for(self._ask(method, *arguments), timeout_s)
+                return await asyncio.wait_for(self._ask(method, arguments, named), limits.timeout_s)
             except TimeoutError:
                 raise Unavailable(
-                    f"the controller did not answer {method} within {timeout_s:.0f} s"
+                    f"the controller did not answer {method.__name__} within "
+                    f"{limits.timeout_s:.0f} s"
                 ) from None
             except ActorDied as error:
                 if asyncio.get_running_loop().time() + pause_s > deadline:
@@ -81,9 +103,14 @@ class ControllerClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        is_bulk = method == "fetch" or (method == "submit" and size_of(arguments[0]) > BULK_BYTES)
-        return await (self._bulk_line if is_bulk else self._line).call(method, *arguments)
+    async def _ask(
+        self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        is_bulk = method is ControllerCalls.fetch or (
+            method is ControllerCalls.submit and size_of(arguments[0]) > BULK_BYTES
+        )
+        connection = self._bulk_connection if is_bulk else self._connection
+        return await connection.call(method, *arguments, **named)
 
     async def submit(self, request: Request, mark: str = "", request_id: str | None = None) -> str:
         """Submit a request. A repeat with the same `request_id` is the same request.
@@ -92,7 +119,7 @@ class ControllerClient:
         """
         began, request_id = time.time(), request_id or f"r{uuid.uuid4().hex}{mark}"
         named(request_id)
-        accepted: str = await self._call("submit", request, request_id)
+        accepted: str = await self._call(ControllerCalls.submit, request, request_id)
         self._spanned("accept", accepted, began)
         return accepted
 
@@ -112,9 +139,8 @@ class ControllerClient:
         while True:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
-                found = await self._call(
-                    "retrieve", request_id, left_s, patience_s=0.0, timeout_s=left_s + GRACE_S
-                )
+                limits = Limits(0.0, left_s + GRACE_S)
+                found = await self._within(limits, ControllerCalls.retrieve, request_id, left_s)
                 if not isinstance(found, Waiting):
                     self._spanned("deliver", request_id, began)
                 return found
@@ -125,7 +151,8 @@ class ControllerClient:
 
     async def fetch(self, request_id: str, ready: Ready) -> Result:
         """Return a large answer. Raises Unavailable when the controller dies and stays down."""
-        return await self._call("fetch", request_id, ready.num_bytes)
+        found: Any = await self._call(ControllerCalls.fetch, request_id, ready.num_bytes)
+        return found  # loaded: only the server sees the Deferred
 
     async def run(self, request: Request, expected: type[R]) -> R:
         """Submit the request and return its result."""
@@ -151,22 +178,25 @@ class ControllerClient:
                 return result
 
     async def capabilities(self) -> Capabilities:
-        return await self._call("get_capabilities")
+        return await self._call(ControllerCalls.get_capabilities)
 
     async def create_session(
         self, user_metadata: dict[str, str], display_name: str | None = None, mark: str = ""
     ) -> str:
         return await self._call(
-            "create_session", f"s{uuid.uuid4().hex[:16]}{mark}", user_metadata, display_name
+            ControllerCalls.create_session,
+            f"s{uuid.uuid4().hex[:16]}{mark}",
+            user_metadata,
+            display_name,
         )
 
     async def heartbeat(self, session_id: str) -> None:
-        await self._call("heartbeat", session_id)
+        await self._call(ControllerCalls.heartbeat, session_id)
 
     async def finish_session(
         self, session_id: str, how: str | None = None, detail: str | None = None
     ) -> None:
-        await self._call("finish_session", session_id, how, detail)
+        await self._call(ControllerCalls.finish_session, session_id, how, detail)
 
     async def open_sampler(
         self,
@@ -175,51 +205,48 @@ class ControllerClient:
         base_model: str | None,
         path: str | None,
     ) -> Sampler:
-        return await self._call("open_sampler", sampler_id, session_id, base_model, path)
+        return await self._call(
+            ControllerCalls.open_sampler, sampler_id, session_id, base_model, path
+        )
 
     async def get_sampler(self, sampler_id: str) -> Sampler:
-        return await self._call("get_sampler", sampler_id)
+        return await self._call(ControllerCalls.get_sampler, sampler_id)
 
     async def get_model(self, model_id: str) -> Model:
-        return await self._call("get_model", model_id)
+        return await self._call(ControllerCalls.get_model, model_id)
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
-        return await self._call("checkpoint_spec", path)
+        return await self._call(ControllerCalls.checkpoint_spec, path)
 
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
-        return await self._call("catalog", verb, *arguments)
+        return await self._call(ControllerCalls.catalog, verb, *arguments)
 
     async def copy_checkpoint(
         self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None
     ) -> None:
-        await self._call(
-            "catalog", "copy", source, target, session_id, ttl_seconds, timeout_s=COPY_TIMEOUT_S
+        limits = Limits(self.patience_s, COPY_TIMEOUT_S)
+        await self._within(
+            limits, ControllerCalls.catalog, "copy", source, target, session_id, ttl_seconds
         )
 
     async def sessions(self, owner: str | None = None) -> list[SessionEntry]:
-        return await self._call("session_catalog", "sessions", owner)
+        return await self._call(ControllerCalls.session_catalog, "sessions", owner)
 
     async def session(self, session_id: str) -> SessionEntry:
-        return await self._call("session_catalog", "session", session_id)
+        return await self._call(ControllerCalls.session_catalog, "session", session_id)
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
         """Return new tokens of a streamed sample beyond the first `have`, or its result."""
         try:
-            news = await self._call(
-                "partial",
-                request_id,
-                have,
-                timeout_s,
-                patience_s=0.0,
-                timeout_s=timeout_s + GRACE_S,
-            )
+            limits = Limits(0.0, timeout_s + GRACE_S)
+            news = await self._within(limits, ControllerCalls.partial, request_id, have, timeout_s)
             return await self.fetch(request_id, news) if isinstance(news, Ready) else news
         except Unavailable:
             await asyncio.sleep(LONGEST_PAUSE_S)
             return PartialSample()
 
     async def cancel_sample(self, request_id: str) -> None:
-        await self._call("cancel_sample", request_id)
+        await self._call(ControllerCalls.cancel_sample, request_id)
 
     async def completed(
         self, sampler_id: str, clone: int, cursor: int, timeout_s: float
@@ -229,26 +256,21 @@ class ControllerClient:
         There are none after `timeout_s`, or if the controller is down.
         """
         try:
-            return await self._call(
-                "completed",
-                sampler_id,
-                clone,
-                cursor,
-                timeout_s,
-                patience_s=0.0,
-                timeout_s=timeout_s + GRACE_S,
+            limits = Limits(0.0, timeout_s + GRACE_S)
+            return await self._within(
+                limits, ControllerCalls.completed, sampler_id, clone, cursor, timeout_s
             )
         except Unavailable:
             return [], cursor
 
     async def join_sampler(self, sampler_id: str) -> int:
-        return await self._call("join_sampler", sampler_id)
+        return await self._call(ControllerCalls.join_sampler, sampler_id)
 
     async def fault(self) -> str | None:
-        return await self._call("fault", patience_s=0.0)
+        return await self._within(ONCE, ControllerCalls.fault)
 
     async def spans(self) -> list[Span]:
-        return await self._call("spans", patience_s=0.0)
+        return await self._within(ONCE, ControllerCalls.spans)
 
     async def status(self) -> dict[str, Any]:
-        return await self._call("status", patience_s=0.0)
+        return await self._within(ONCE, ControllerCalls.status)

@@ -28,7 +28,8 @@ from skyrl_actors.colocation.in_flight import in_sample_phase
 from skyrl_actors.colocation.phase_lock import PhaseLock, SplitPhaseLock
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.engines.pool import NO_FULL_WEIGHTS, EnginePool, build_pool
+from skyrl_actors.engines.build import build_pool
+from skyrl_actors.engines.pool import NO_FULL_WEIGHTS, EnginePool
 from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
 from skyrl_actors.groups.rank_env import rank_environment
 from skyrl_actors.groups.standby import Standby

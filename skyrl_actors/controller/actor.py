@@ -3,54 +3,32 @@
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_actors import remote
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import housekeeping
+from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.journal.build import build_journal
 from skyrl_actors.messages.catalog import CatalogVerb, SessionVerb
-from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
+from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
 from skyrl_actors.observe.process import Observed
 from skyrl_actors.observe.spans import SPANS, Span
-from skyrl_actors.transport.rpc import Address, Deferred, RpcServer
+from skyrl_actors.transport.rpc import Address, Deferred
+from skyrl_actors.transport.rpc_server import RpcServer
 
 log = logging.getLogger(__name__)
 AFTER_FAILURE_S = 2.0
 POLL_S = 1.0
-CALLS = (
-    "get_capabilities",
-    "create_session",
-    "heartbeat",
-    "finish_session",
-    "submit",
-    "retrieve",
-    "fetch",
-    "open_sampler",
-    "get_sampler",
-    "get_model",
-    "checkpoint_spec",
-    "catalog",
-    "session_catalog",
-    "partial",
-    "cancel_sample",
-    "completed",
-    "join_sampler",
-    "fault",
-    "status",
-    "spans",
-)
-"""Methods that other processes may call by RPC."""
 
 
 class ControllerActor:
@@ -67,7 +45,7 @@ class ControllerActor:
         self.controller = self.build_controller(*self._arguments)
         self._starting: asyncio.Task[Capabilities] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._rpc = RpcServer(self, CALLS, unsent_bytes=config.limits.result_memory_bytes)
+        self._rpc = RpcServer(self, ControllerCalls, unsent_bytes=config.limits.result_memory_bytes)
 
     def __repr__(self) -> str:
         """Return the name that Ray's dashboard and log lines show."""
@@ -187,10 +165,17 @@ class ControllerActor:
             request_id
         )
 
-    async def fetch(self, request_id: str, num_bytes: int) -> Deferred:
+    async def fetch(self, request_id: str, num_bytes: int) -> Deferred[Result]:
         """Return a large answer. `num_bytes` is the size that `retrieve` returned."""
         await self._ensure_started()
-        return Deferred(num_bytes=num_bytes, load=partial(self.controller.retrieve, request_id, 0))
+
+        async def load() -> Result:
+            found = await self.controller.retrieve(request_id, 0)
+            if found is None:
+                raise InternalError(f"request {request_id} is not answered yet")
+            return found
+
+        return Deferred(num_bytes=num_bytes, load=load)
 
     async def open_sampler(
         self,
@@ -265,3 +250,7 @@ class ControllerActor:
         await self.controller.close()
         await self._rpc.close()
         await asyncio.to_thread(SPANS.close)
+
+
+if TYPE_CHECKING:
+    _: type[ControllerCalls] = ControllerActor

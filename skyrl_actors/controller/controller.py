@@ -10,7 +10,7 @@ import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,28 +20,26 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission, bounds, housekeeping, overview, startup
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
-from skyrl_actors.controller.digests import digest_of
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.examine import Examiner
-from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
 from skyrl_actors.controller.model_capacity import ModelCapacity
 from skyrl_actors.controller.named_samplers import NamedSamplers
-from skyrl_actors.controller.replay import Progress, Replayer
+from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.replies import Replies
 from skyrl_actors.controller.session_catalog import SessionCatalog
-from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable
-from skyrl_actors.journal import encoding
+from skyrl_actors.controller.submission import Submission
+from skyrl_actors.controller.tenants import Sampler, TenantSession, TenantTable
+from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import SessionEnded, SessionOpened
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.paths import TinkerPath, checked_id, parse_path
+from skyrl_actors.messages.paths import TinkerPath, checked_id
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Ready, Result, Waiting
-from skyrl_actors.messages.seeds import seeded
 
 log = logging.getLogger(__name__)
 # Subtracted because the SDK multiplies the number of a copy by 10^9 and stores it in 64 bits.
@@ -73,7 +71,9 @@ class Controller:
         self.wall = wall
         self._closing = False
         self._last_joined = 0
-        folders = CheckpointFolders(config.checkpoint_dir, wall, config.checkpoint_mirror)
+        self.folders = folders = CheckpointFolders(
+            config.checkpoint_dir, wall, config.checkpoint_mirror
+        )
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         memory = bounds.payloads_of(config.limits)
         self.completions = Completions()
@@ -88,23 +88,27 @@ class Controller:
         )
         self._disk = Disk()
         self._replayer = Replayer(config, backend, journal, self.tenants, folders, self._disk)
-        self._executor = Executor(
-            config, backend, self.tenants, folders, self._disk, self._replayer.fork
-        )
         self._examiner = Examiner()
         self._capacity = ModelCapacity(
             config, self.tenants, self.finish_session, lambda work: self._lanes.spawn(work)
         )
+        self._context = VerbContext(
+            config=config,
+            backend=backend,
+            tenants=self.tenants,
+            folders=folders,
+            disk=self._disk,
+            capacity=self._capacity,
+            past=self._replayer,
+        )
         self._lanes = Lanes(
-            self._ledger,
-            self.tenants,
-            self._executor,
-            self._replayer,
-            self.completions,
-            self._capacity,
+            self._ledger, self.tenants, self._context, self._replayer, self.completions
         )
         self._named_samplers = NamedSamplers(
-            self.tenants, self._executor, journal, self._lanes.retire
+            self.tenants, self._context, journal, self._lanes.retire
+        )
+        self._submission = Submission(
+            self._context, self._ledger, self._lanes, self._examiner, self._replayer
         )
 
     async def start(self) -> Capabilities:
@@ -112,7 +116,7 @@ class Controller:
         holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
         journal_state = await self.journal.open(holder)
         self.epoch = journal_state.epoch
-        await self._disk.write("whole checkpoints", self._executor.folders.align)
+        await self._disk.write("whole checkpoints", self.folders.align)
         able = await self.backend.start(journal_state.epoch)
         self.completions.begin(journal_state.epoch)
         unanswered = await startup.load_tables(
@@ -127,10 +131,9 @@ class Controller:
             housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s)
         )
         self._lanes.spawn(self._named_samplers.free_unused(timeout_s))
-        folders = self._executor.folders
         self._lanes.spawn(
             housekeeping.sweep(
-                folders, self._sessions, self.journal, keep.sweep_s, keep.retention_s
+                self.folders, self._sessions, self.journal, keep.sweep_s, keep.retention_s
             )
         )
         return able
@@ -262,113 +265,7 @@ class Controller:
         The same `request_id` again is the same request. Raises UserError or Unavailable; then
         nothing was accepted.
         """
-        self.able  # noqa: B018
-        admission.check_seq_id(getattr(request, "seq_id", None))
-        if request_id is not None and self._ledger.knows(request_id):
-            return await self._ledger.accepted_before(request_id)
-        if isinstance(request, rq.Sample):
-            return await self._submit_sample(request, request_id)
-        if isinstance(request, rq.CreateModel):
-            return await self._submit_create(request, request_id)
-        model = self.tenants.model(request.model_id)
-        if isinstance(request, rq.SaveForSampler):
-            self.tenants.policy(request.model_id)
-        self.tenants.mark_active(model.session_id, self._now())
-        request, digest = await self._examiner.examined(request, model.spec, self.config, self.able)
-        model_id, seq_id = request.model_id, getattr(request, "seq_id", None)
-        if (known := await self._ledger.known(model_id, seq_id, digest, request_id)) is not None:
-            return known
-        self.tenants.model(model_id)  # raises if its session has ended since
-        op = await self._ledger.accept(
-            request,
-            model_id,
-            seq_id,
-            model_id,
-            model.session_id,
-            digest=digest,
-            request_id=request_id,
-        )
-        if isinstance(request, rq.Unload):
-            self._capacity.withdraw(
-                model_id, f"model {model_id} was unloaded before there was room for it"
-            )
-        self._lanes.start_next(model_id)
-        return op.request_id
-
-    async def _submit_create(self, request: rq.CreateModel, request_id: str | None) -> str:
-        """Accept a create. The client chooses the model id, so the same id again is a retry."""
-        self.tenants.session(request.session_id)
-        admission.check_metadata(request.user_metadata)
-        encoding.check(request)
-        model_id = checked_id(request.model_id, "model id")
-        digest = digest_of(request)
-        if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
-            return known
-        spec = admission.settled(request.spec, self.able)
-        if request.from_path:
-            spec = replace(
-                await self._saved_spec(request.from_path, request.with_optimizer), model_id=model_id
-            )
-            # The same request may have arrived, or the session may have ended, during the read.
-            if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
-                return known
-            self.tenants.session(request.session_id)
-        admission.check_spec(spec, self.config, self.able)
-        self._capacity.check_key(model_id)
-        request = replace(request, spec=spec)
-        self.tenants.models[model_id] = Model(spec, request.session_id, request.user_metadata)
-        with ExitStack() as undo:
-            undo.callback(self.tenants.models.pop, model_id, None)
-            accepted = self._ledger.accept(
-                request,
-                model_id,
-                0,
-                model_id,
-                request.session_id,
-                digest=digest,
-                request_id=request_id,
-            )
-            op = await accepted
-            undo.pop_all()
-        self._replayer.progress[model_id] = Progress(op.number)
-        self._lanes.start_next(model_id)
-        return op.request_id
-
-    async def _saved_spec(self, path: str, with_optimizer: bool) -> ModelSpec:
-        where = parse_path(path)
-        if with_optimizer and where.kind == "sampler_weights":
-            raise InvalidRequest(
-                f"{path} has no optimizer state; only tinker://<model id>/weights/<name> does"
-            )
-        return await self.checkpoint_spec(where)
-
-    async def _submit_sample(self, request: rq.Sample, request_id: str | None) -> str:
-        request, digest = await self._examiner.examined(request, None, self.config, self.able)
-        if (
-            known := await self._ledger.known(
-                request.sampler_id, request.seq_id, digest, request_id
-            )
-        ) is not None:
-            return known
-        sampler = self.tenants.sampler(request.sampler_id)
-        self.tenants.mark_active(sampler.session_id, self._now())
-        request_id = request_id or f"r{uuid.uuid4().hex}"
-        request = seeded(request, request_id)
-        sampler.users += 1  # keeps the sampler's files while the journal writes the request
-        try:
-            op = await self._ledger.accept(
-                request,
-                request.sampler_id,
-                request.seq_id,
-                None,
-                sampler.session_id,
-                digest=digest,
-                request_id=request_id,
-            )
-            self._lanes.start_sample(op, sampler)
-        finally:
-            await self._lanes.release(sampler)
-        return op.request_id
+        return await self._submission.submit(request, request_id, self.able)
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
         """Return an answer, or None when it is not ready in time.
@@ -476,13 +373,11 @@ class Controller:
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
         """Return the model that a checkpoint or a past step belongs to."""
-        if path.kind == "steps":
-            return await self._replayer.spec_of_step(path)
-        return await self._disk.read(self._executor.folders.spec, path)
+        return await self._submission.checkpoint_spec(path)
 
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
         """Call a method of `CheckpointFolders` on a thread."""
-        return await self._disk.catalog(self._executor.folders, verb, *arguments)
+        return await self._disk.catalog(self.folders, verb, *arguments)
 
     async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
         """Call a method of `SessionCatalog` on a thread."""

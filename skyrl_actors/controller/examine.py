@@ -5,17 +5,15 @@ The threads keep the event loop responsive.
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TypeVar, cast
 
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller import admission
 from skyrl_actors.controller.digests import RequestDigest, digest_of
+from skyrl_actors.controller.verbs import verb_of
 from skyrl_actors.journal import encoding
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.sizes import size_of
 
 R = TypeVar("R", bound=rq.Request)
@@ -32,10 +30,10 @@ class Examiner:
     async def examined(
         self, request: R, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities
     ) -> tuple[R, RequestDigest]:
-        """Return the request with its loss options filled in, and the digest of the sent request.
+        """Return the request with its defaults filled in, and the digest of the sent request.
 
-        `spec` is the spec of its model, None for a sample. Raises InvalidRequest. The check comes
-        first, so that a refused request costs no digest.
+        `spec` is the spec of its model, None for a sample or a new model. Raises InvalidRequest.
+        The check comes first, so that a refused request costs no digest.
         """
 
         def examine() -> tuple[R, RequestDigest]:
@@ -52,27 +50,7 @@ class Examiner:
 def checked(
     request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities
 ) -> rq.Request:
-    """Return the request with its loss options filled in. Raises InvalidRequest."""
-    request = _of_its_kind(request, spec, config, able)
+    """Return the request with its defaults filled in. Raises InvalidRequest."""
+    request = verb_of(request).check(request, spec, config, able)
     encoding.check(request)  # last, because it reads every number of a prompt
-    return request
-
-
-def _of_its_kind(
-    request: rq.Request, spec: ModelSpec | None, config: ClusterConfig, able: Capabilities
-) -> rq.Request:
-    admission.check_save(request)
-    match request:
-        case rq.ForwardBackward() if spec is not None:
-            return replace(request, loss=admission.checked_batch(request, spec, config, able))
-        case rq.OptimStep():
-            admission.check_adam(request.adam)
-        case rq.LoadWeights():
-            parse_path(request.path)
-        case rq.SaveWeights() | rq.SaveForSampler():
-            admission.check_metadata(request.user_metadata)
-        case rq.Sample():
-            admission.check_sample(request, config, able)
-        case _:
-            pass
     return request

@@ -10,17 +10,17 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any
 
 from skyrl_actors.controller.completions import Completions
-from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
-from skyrl_actors.controller.model_capacity import ModelCapacity
+from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.recording import record_metrics, record_span
-from skyrl_actors.controller.replay import Progress, Replayer
+from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.slots import FairSlots
 from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
+from skyrl_actors.controller.verbs import SAMPLE, model_verb, verb_of_model
+from skyrl_actors.controller.verbs.verb import AnsweredOp, ModelTables, VerbContext
 from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import (
@@ -39,8 +39,6 @@ from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS
 
 log = logging.getLogger(__name__)
-# Operations that run again after they raised in ranks that stay alive.
-REPEATED = (rq.ForwardBackward, rq.OptimStep, rq.LoadWeights, rq.Unload)
 FAULTY_ATTEMPTS = 2  # attempts of an operation that raises in ranks that stay alive
 
 
@@ -51,20 +49,20 @@ class Lanes:
         self,
         ledger: Ledger,
         tenants: TenantTable,
-        executor: Executor,
+        context: VerbContext,
         replayer: Replayer,
         completions: Completions,
-        capacity: ModelCapacity,
     ):
         self.ledger = ledger
         self.queue = ledger.queue
         self.tenants = tenants
-        self.executor = executor
+        self.context = context
         self.replayer = replayer
-        self.config = executor.config
+        self.tables = ModelTables(tenants, replayer.progress)
+        self.config = context.config
         self._tasks: set[asyncio.Task[None]] = set()
         self.completions = completions
-        self.capacity = capacity
+        self.capacity = context.capacity
         self._sample_slots = FairSlots(self.config.limits.samples_in_flight)
         self._sampling: dict[str, asyncio.Task[None]] = {}
         # By version: retired samplers that still have unanswered samples.
@@ -101,11 +99,11 @@ class Lanes:
             model = self.tenants.models.get(model_id)
             self._record_metrics(op, outcome)
             if model is not None:
-                self._update_tables(op, outcome, model, progress)
+                self._fold(op, outcome, model)
             await self.ledger.answer(op, outcome, progress.step)
             record_span(SPANS, op, outcome, time.monotonic())
             await self._after(op, outcome, model)
-        if isinstance(op.request, rq.Unload):
+        if op.kind is not None and model_verb(op.kind).ends_model:
             self.queue.forget(model_id)
             self.replayer.progress.pop(model_id, None)
         if model_id not in self.tenants.models:
@@ -115,15 +113,13 @@ class Lanes:
     async def _outcome(self, op: Op, progress: Progress) -> Outcome:
         try:
             request = await self._request(op)
-            if isinstance(request, rq.CreateModel):
-                await self.capacity.take(op.number, op.request_id, request)
+            if await verb_of_model(request).prepare(op, request, self.context):
                 op.begun = time.monotonic()
             return await self._attempts(op, request, progress)
         except Exception as error:  # noqa: BLE001  every fault becomes an answer
             progress.suspect = True
-            if isinstance(op.request, rq.CreateModel) and self.capacity.holds(op.request.model_id):
-                with suppress(InternalError):  # some ranks may hold the model
-                    await self.executor.backend.delete_model(op.request.spec)
+            if op.request is not None:
+                await verb_of_model(op.request).undo(op.request, self.context)
             return self._failed(op, error)
 
     async def _request(self, op: Op) -> rq.Request:
@@ -140,22 +136,14 @@ class Lanes:
 
         Raises the last error; then nothing of the operation was applied.
         """
-        attempts = faults = 0
+        verb, attempts, faults = verb_of_model(request), 0, 0
         while True:
             try:
                 if attempts or faults or progress.suspect:
                     await self._bring_back(op, request, progress)
-                if (
-                    isinstance(request, rq.Unload)
-                    and (model := self.tenants.models.get(request.model_id))
-                    and model.ready
-                ):
-                    await self.replayer.keep_samplers(model)
                 op.after = progress.position
-                outcome = await self.executor.run(op, request)
-                if isinstance(request, rq.LoadWeights) or (
-                    isinstance(request, rq.CreateModel) and request.from_path
-                ):
+                outcome = await verb.execute(op, request, self.context)
+                if verb.reads_files(request):
                     await self._snapshot_loaded(op, progress)
                 return outcome
             except PartDown as error:  # nothing was begun, so this is not an attempt
@@ -176,7 +164,7 @@ class Lanes:
                 log.warning(
                     "operation %d (%s) failed: %s", op.number, type(request).__name__, error
                 )
-                if faults >= FAULTY_ATTEMPTS or not isinstance(request, REPEATED):
+                if faults >= FAULTY_ATTEMPTS or not verb.is_repeatable:
                     raise
 
     async def _snapshot_loaded(self, op: Op, progress: Progress) -> None:
@@ -200,9 +188,10 @@ class Lanes:
     async def _bring_back(self, op: Op, request: rq.Request, progress: Progress) -> None:
         """Restore the model unless the ranks hold its state as the journal records it."""
         model = self.tenants.models.get(op.model_id or "")
-        if isinstance(request, rq.CreateModel):
-            await self.replayer.backend.ready(request.spec.role)
-        elif model is not None and model.ready and not isinstance(request, rq.Unload):
+        needs = verb_of_model(request).needs
+        if needs == "ranks" and model is not None:
+            await self.replayer.backend.ready(model.spec.role)
+        elif needs == "state" and model is not None and model.ready:
             resident = (await self.replayer.backend.residents()).get(model.spec.model_id)
             # They differ when an operation was applied and failed afterwards.
             if resident != progress.position:
@@ -217,31 +206,20 @@ class Lanes:
             {name: model.spec.role for name, model in self.tenants.models.items()},
         )
 
-    def _update_tables(self, op: Op, outcome: Outcome, model: Model, progress: Progress) -> None:
-        """Apply an outcome to the tables of models, before the answer is visible."""
-        request, now = op.request, asyncio.get_running_loop().time()
-        if isinstance(request, rq.CreateModel):
-            if isinstance(outcome.result, Failure):
-                self.tenants.models.pop(model.spec.model_id, None)
-                self.replayer.progress.pop(model.spec.model_id, None)
-            return
-        if outcome.effect != "none":
-            size = request.columns.nbytes if isinstance(request, rq.ForwardBackward) else 0
-            progress.applied(op.number, size, now)
-        if isinstance(request, rq.OptimStep):
-            model.incomplete = None if outcome.effect != "none" else model.incomplete
-            model.steps += outcome.effect == "applied"
-            progress.step = model.steps
-        elif isinstance(request, rq.SaveForSampler):
-            model.versions += 1
-        elif (
-            isinstance(request, rq.ForwardBackward)
-            and not request.forward_only
-            and isinstance(outcome.result, Failure)
-        ):
-            model.incomplete = outcome.result.message
-        elif isinstance(request, rq.Unload):
-            self.tenants.models.pop(model.spec.model_id, None)
+    def _fold(self, op: Op, outcome: Outcome, model: Model) -> None:
+        """Record an outcome in the tables of models, before the answer is visible."""
+        result = outcome.result
+        answered = AnsweredOp(
+            number=op.number,
+            effect=outcome.effect,
+            failed=isinstance(result, Failure),
+            num_bytes=op.num_bytes,
+            request=op.request,
+            failure=result.message if isinstance(result, Failure) else None,
+        )
+        now = asyncio.get_running_loop().time()
+        if op.kind is not None:
+            model_verb(op.kind).fold(model, answered, self.tables, now)
 
     async def _after(self, op: Op, outcome: Outcome, model: Model | None) -> None:
         for entry in outcome.entries:
@@ -333,7 +311,7 @@ class Lanes:
         """Compute a sample. Retry while the checkpoint folder cannot be read."""
         while True:
             try:
-                return await self.executor.sample(op.request_id, request, sampler)
+                return await SAMPLE.execute(op.request_id, request, sampler, self.context)
             except Unavailable as error:
                 log.warning("sample %s waits: %s", op.request_id, error)
                 await asyncio.sleep(LONGEST_PAUSE_S)
@@ -373,7 +351,7 @@ class Lanes:
         # Weights of named checkpoints have no parts: their files stay.
         if sampler.weights.parts and not self._is_shared(sampler.weights.version):
             try:
-                await self.executor.backend.drop_sampler(sampler.weights)
+                await self.context.backend.drop_sampler(sampler.weights)
             except InternalError as error:
                 log.warning("files of sampler %s were not freed: %s", sampler.sampler_id, error)
 

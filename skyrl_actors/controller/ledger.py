@@ -60,6 +60,13 @@ class Op:
     cost: tuple[int, int] = (1, 1)
 
     @property
+    def kind(self) -> str | None:
+        """The name of the request's class, or None when the journal has lost the request."""
+        if self.request is not None:
+            return type(self.request).__name__
+        return self.header.kind if self.header else None
+
+    @property
     def precondition(self) -> OpPrecondition:
         return OpPrecondition(self.number, self.after, self.request_id)
 

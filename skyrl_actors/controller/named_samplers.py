@@ -9,13 +9,14 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from skyrl_actors.controller.execute import Executor
 from skyrl_actors.controller.pinning import change_of, change_text
 from skyrl_actors.controller.tenants import Sampler, TenantTable
+from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import InvalidRequest, SkyrlActorsError
 from skyrl_actors.messages.paths import checked_id, parse_path
+from skyrl_actors.messages.weights import SamplerWeights
 
 log = logging.getLogger(__name__)
 Retire = Callable[[Sampler], Awaitable[None]]
@@ -32,9 +33,11 @@ class NamedSamplers:
     `retire` closes a sampler and frees its weights after its last sample.
     """
 
-    def __init__(self, tenants: TenantTable, executor: Executor, journal: Journal, retire: Retire):
+    def __init__(
+        self, tenants: TenantTable, context: VerbContext, journal: Journal, retire: Retire
+    ):
         self._tenants = tenants
-        self._executor = executor
+        self._context = context
         self._journal = journal
         self._retire = retire
 
@@ -49,7 +52,7 @@ class NamedSamplers:
             version = (
                 "base"
                 if path is None
-                else await self._executor.read(self._executor.folders.version, parse_path(path))
+                else await self._context.disk.read(self._context.folders.version, parse_path(path))
             )
             sampler_id = shared_id(base_model, version)
         known = self._tenants.samplers.get(sampler_id)
@@ -65,7 +68,7 @@ class NamedSamplers:
     ) -> Sampler:
         if session_id is not None:
             self._tenants.session(session_id)
-        sampler = await self._executor.open_sampler(sampler_id, session_id, base_model, path)
+        sampler = await self._pinned(sampler_id, session_id, base_model, path)
         if (
             session_id is None
             and path is not None
@@ -80,6 +83,33 @@ class NamedSamplers:
             SamplerOpened(sampler_id, session_id, base_model, path, sampler.weights)
         )
         return self._tenants.samplers.setdefault(sampler_id, sampler)
+
+    async def _pinned(
+        self, sampler_id: str, session_id: str | None, base_model: str, path: str | None
+    ) -> Sampler:
+        """Return a sampler of the base model or of a saved checkpoint."""
+        weights = SamplerWeights("base")
+        if path is not None:
+            where = parse_path(path)
+            if where.kind != "sampler_weights":
+                raise InvalidRequest(
+                    f"{path} may be overwritten by training; "
+                    "sample from what save_weights_for_sampler saved"
+                )
+            folder, spec, version = await self._context.disk.read(
+                self._context.folders.found, where
+            )
+            if spec.role == "critic":
+                raise InvalidRequest(
+                    f"{path} is a critic: it has values, not tokens, and cannot be sampled"
+                )
+            if spec.base_model != base_model:
+                raise InvalidRequest(
+                    f"{path} belongs to base model {spec.base_model!r}; "
+                    f"this service has {base_model!r}"
+                )
+            weights = await self._context.backend.open_sampler(str(folder), version)
+        return Sampler(sampler_id, base_model, path, weights, session_id)
 
     async def free_unused(self, idle_s: float) -> None:
         """Free unused samplers in an endless loop.
@@ -108,7 +138,7 @@ class NamedSamplers:
             and asyncio.get_running_loop().time() - sampler.last_used > idle_s
         ):
             return True
-        change = await self._executor.read(change_of, self._executor.folders, sampler)
+        change = await self._context.disk.read(change_of, self._context.folders, sampler)
         if change is not None:
             sampler.ended = change_text(sampler, change)
         return change is not None and sampler.sampler_id in self._tenants.samplers

@@ -4,9 +4,9 @@ import re
 import time
 
 from skyrl_actors.controller.ledger import Op, Outcome
-from skyrl_actors.messages import requests as rq
+from skyrl_actors.controller.verbs import verb_of
 from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.results import Failure, SampleOutput
+from skyrl_actors.messages.results import Failure
 from skyrl_actors.observe.counts import Counts
 from skyrl_actors.observe.spans import Span, Spans
 
@@ -27,22 +27,12 @@ def record_metrics(counts: Counts, op: Op, outcome: Outcome, roles: dict[str, st
     begun = op.begun if op.begun is not None else ended
     counts.add("wait_seconds", begun - op.accepted, verb=verb)
     counts.add("run_seconds", ended - begun, verb=verb)
-    if tag != "ok":
+    if tag != "ok" or request is None:
         return
     tenant = owner_of(op.request_id) or NOBODY
-    if isinstance(request, rq.ForwardBackward):
-        counts.add(
-            "trained_tokens",
-            request.columns.num_tokens,
-            role=roles.get(request.model_id, "policy"),
-            tenant=tenant,
-        )
-    elif isinstance(result, SampleOutput):
-        counts.add(
-            "sampled_tokens",
-            sum(len(sequence.tokens) for sequence in result.sequences),
-            tenant=tenant,
-        )
+    for metric, value in verb_of(request).tokens(request, result).items():
+        role = {"role": roles.get(op.model_id, "policy")} if op.model_id else {}
+        counts.add(metric, value, **role, tenant=tenant)
 
 
 def record_span(spans: Spans, op: Op, outcome: Outcome, answered: float) -> None:

@@ -9,18 +9,20 @@ given do not change. This module also takes the snapshots, and rebuilds past ste
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from skyrl_actors.backends.backend import Backend
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.disk import Disk
+from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.tenants import Model, TenantTable
+from skyrl_actors.controller.verbs import model_verb
+from skyrl_actors.controller.verbs.verb import ReplayedOp
 from skyrl_actors.journal.entries import Operation
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import (
     Corrupt,
     InternalError,
@@ -35,37 +37,6 @@ from skyrl_actors.messages.precondition import OpPrecondition
 
 log = logging.getLogger(__name__)
 KEPT_TIMES = 1000  # newest durations that are kept
-
-
-@dataclass(slots=True)
-class Progress:
-    """The position of a model's state in the journal, and the work since its newest snapshot.
-
-    A task that changes the state holds `lock` until the journal has recorded the change.
-    """
-
-    position: int  # the last operation that was applied to the state
-    step: int = 0
-    suspect: bool = False  # an operation failed, so the ranks may not match the journal
-    snapshot: int = -1  # the position of the newest snapshot
-    operations: int = 0  # applied since that snapshot
-    num_bytes: int = 0  # of the payloads of these operations
-    oldest: float | None = None  # loop time of the first of these operations
-    writing: asyncio.Task[None] | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def applied(self, number: int, num_bytes: int, now: float) -> None:
-        self.position = number
-        self.operations += 1
-        self.num_bytes += num_bytes
-        self.oldest = now if self.oldest is None else self.oldest
-
-    def snapshot_due(self, config: JournalConfig, now: float) -> bool:
-        return self.oldest is not None and (
-            self.operations >= config.snapshot_operations
-            or self.num_bytes >= config.snapshot_bytes
-            or now - self.oldest >= config.snapshot_s
-        )
 
 
 class Replayer:
@@ -208,41 +179,19 @@ class Replayer:
         self, spec: ModelSpec, operation: Operation, precondition: OpPrecondition
     ) -> None:
         """Apply an answered operation to the model again. Its recorded answer does not change."""
-        request = await self.journal.request(operation)
         if operation.effect == "dropped":
-            await self.backend.drop_gradients(spec, precondition)
-        elif isinstance(request, rq.ForwardBackward):
-            await self.backend.forward_backward(
-                spec, precondition, request.columns, request.loss, False
-            )
-        elif isinstance(request, rq.OptimStep):
-            await self.backend.optim_step(spec, precondition, request.adam)
-        elif isinstance(request, rq.LoadWeights):
-            path, result = parse_path(request.path), await self.journal.result(operation)
-            if request.mixed_with is not None:
-                raise Corrupt(
-                    f"operation {precondition.number} mixed two checkpoints, which cannot be "
-                    "replayed, and the snapshot after it is lost"
-                )
-            folder = await self.disk.read(self.folders.existing, path)
-            is_same = isinstance(result, rs.Loaded) and await self.disk.read(
-                self.folders.is_version, path, result.version
-            )
-            if not is_same:
-                raise Corrupt(
-                    f"{path} was changed since operation {precondition.number} loaded it, and the "
-                    "snapshot after it is lost"
-                )
-            await self.backend.load_checkpoint(
-                spec, precondition, str(folder), request.with_optimizer
-            )
-        elif isinstance(request, rq.CreateModel):
-            if request.from_path:
-                raise Corrupt(
-                    f"{spec.model_id} was created from {request.from_path}, and the snapshot after "
-                    "that is lost"
-                )
-            await self.backend.create_model(spec, OpPrecondition(precondition.number))
+            return await self.backend.drop_gradients(spec, precondition)
+        replayed = ReplayedOp(
+            spec=spec,
+            precondition=precondition,
+            operation=operation,
+            request=await self.journal.request(operation),
+            backend=self.backend,
+            folders=self.folders,
+            disk=self.disk,
+            journal=self.journal,
+        )
+        await model_verb(operation.kind).replay(replayed)
 
     async def fork(self, spec: ModelSpec, path: str, number: int, with_optimizer: bool) -> None:
         """Fill `spec`'s model with a past step of another model."""

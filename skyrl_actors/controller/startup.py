@@ -5,8 +5,11 @@ import logging
 
 from skyrl_actors.controller.completions import EPOCH_BITS
 from skyrl_actors.controller.ledger import Ledger, Op
-from skyrl_actors.controller.replay import Progress, Replayer
+from skyrl_actors.controller.progress import Progress
+from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable
+from skyrl_actors.controller.verbs import model_verb
+from skyrl_actors.controller.verbs.verb import AnsweredOp, ModelTables
 from skyrl_actors.journal.entries import JournalState, Operation, SnapshotTaken
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import Corrupt
@@ -93,32 +96,26 @@ async def _model(
 async def _history(
     header: Operation, ledger: Ledger, tenants: TenantTable, replayer: Replayer
 ) -> None:
-    """Apply an answered operation of a live model to the tables, as `Lanes` did when it ran."""
-    model_id = header.model_id or ""
-    model, progress = tenants.models[model_id], replayer.progress[model_id]
-    if header.effect != "none" and header.number > progress.position:
-        progress.applied(
-            header.number,
-            header.payload.length if header.payload else 0,
-            asyncio.get_running_loop().time(),
-        )
-    model.steps = progress.step = max(progress.step, header.step or 0)
-    if header.kind == "Unload" and not header.failed:
-        del tenants.models[model_id], replayer.progress[model_id]
-    elif header.kind == "OptimStep" and header.effect != "none":
-        model.incomplete = None
-    elif header.kind == "ForwardBackward" and header.failed:
-        try:
-            request, result = (
-                await ledger.journal.request(header),
-                await ledger.journal.result(header),
-            )
-        except Corrupt as error:
-            model.incomplete = f"the reason is lost: {error}"
-            return
-        if (
-            isinstance(request, rq.ForwardBackward)
-            and not request.forward_only
-            and isinstance(result, Failure)
-        ):
-            model.incomplete = result.message
+    """Record an answered operation of a live model in the tables, as when it ran."""
+    verb, model = model_verb(header.kind), tenants.models[header.model_id or ""]
+    request, failure = None, None
+    if header.failed and verb.failure_matters:
+        request, failure = await _failure(header, ledger)
+    op = AnsweredOp(
+        number=header.number,
+        effect=header.effect or "none",
+        failed=header.failed,
+        num_bytes=header.payload.length if header.payload else 0,
+        request=request,
+        failure=failure,
+    )
+    tables = ModelTables(tenants, replayer.progress)
+    verb.fold(model, op, tables, asyncio.get_running_loop().time())
+
+
+async def _failure(header: Operation, ledger: Ledger) -> tuple[rq.Request | None, str | None]:
+    try:
+        request, result = await ledger.journal.request(header), await ledger.journal.result(header)
+    except Corrupt as error:
+        return None, f"the reason is lost: {error}"
+    return request, result.message if isinstance(result, Failure) else None

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from skyrl_actors.controller.silence import SilenceClock
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
+from skyrl_actors.messages.errors import InternalError, NotFound
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.weights import SamplerWeights
 
@@ -88,15 +88,6 @@ class TenantTable:
                 f"unknown model {model_id!r}: it was never created, or its session has ended"
             )
         return self.models[model_id]
-
-    def policy(self, model_id: str) -> Model:
-        """Return a live model that can be sampled. Raises InvalidRequest for a critic."""
-        model = self.model(model_id)
-        if model.spec.role == "critic":
-            raise InvalidRequest(
-                f"{model_id} is a critic: it has values, not tokens, and cannot be sampled"
-            )
-        return model
 
     def sampler(self, sampler_id: str) -> Sampler:
         """Return an open sampler. Raises NotFound, with the reason if it was retired."""

@@ -13,7 +13,13 @@ import os
 from collections.abc import Awaitable
 from typing import Literal, TypeVar
 
-from skyrl_actors.engines.interface import CHECK, ON_LINE, EngineReport, EngineSpec, EngineStatus
+from skyrl_actors.engines.interface import (
+    CHECK,
+    EngineCalls,
+    EngineReport,
+    EngineSpec,
+    EngineStatus,
+)
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
@@ -21,7 +27,8 @@ from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.process import observed
 from skyrl_actors.observe.spans import SPANS
-from skyrl_actors.transport.rpc import Address, RpcServer
+from skyrl_actors.transport.rpc import Address
+from skyrl_actors.transport.rpc_server import RpcServer
 
 T = TypeVar("T")
 
@@ -39,7 +46,9 @@ class EngineActor:
         self._epoch = 0
         self._samples: set[asyncio.Task] = set()
         self._changes = asyncio.Lock()
-        self._rpc = RpcServer(self, ON_LINE, abandoned=ON_LINE)
+        self._rpc = RpcServer(
+            self, EngineCalls, abandoned=(EngineCalls.sample, EngineCalls.partial)
+        )
 
     def __repr__(self) -> str:
         """Name the actor in Ray's dashboard and in front of its log lines."""

@@ -5,15 +5,15 @@ It serves the base model and adapters. It manages its own memory.
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate
 
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
 from skyrl_actors.engines.partials import Partials
-from skyrl_actors.engines.replica import EngineReplica
+from skyrl_actors.engines.replica import EngineReplica, P, R
 from skyrl_actors.engines.vllm_server import VllmServer
 from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
@@ -83,17 +83,22 @@ class ExternalEngine(EngineReplica):
         self.worked()
         self._say(f"{self.name} answers again ({time.perf_counter() - started:.1f} s)")
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
+    async def ask(
+        self,
+        method: Callable[Concatenate[Any, P], Awaitable[R]],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> R:
         if self.health == "DEAD":
             raise StateLost(f"{self.name} is {self.health}: {self.reason}")
-        verbs = {
+        verbs: dict[str, Callable[..., Awaitable[Any]]] = {
             "sample": self._sample,
             "partial": self._partials.after,
             "drop_adapters": self._drop_adapters,
         }
         generation = self._generation
         try:
-            return await verbs[method](*arguments)
+            return await verbs[method.__name__](*arguments, **named)
         except InternalError as error:
             # The error may concern one sample or the whole server, so ask the server.
             # An error that arrives late, from before a restart, does not concern this start.

@@ -4,15 +4,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import SampleOutput
+from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
 
 BASE_VERSION = "base"
 CHECK = ".check"  # suffix of the request id under which an engine scores the logprob check
 FLAG = "tempered_logprobs"  # in vLLM's extra_args; also the name of the patch
 TEMPERED = 2**31 - 1  # the token id of a tempered logprob; beyond every vocabulary
-# Methods that the pool calls so often that the actor serves them over a direct RPC connection.
-ON_LINE = ("sample", "partial")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,27 @@ class EngineReport:
     log_file: str
 
 
+class EngineCalls(Protocol):
+    """Calls so frequent that the actor serves them over RPC, not through Ray.
+
+    `epoch` is the controller's; the engine refuses an earlier one.
+    """
+
+    async def sample(
+        self,
+        epoch: int,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        adapter: WeightManifest | None,
+        version: str,
+    ) -> SampleOutput: ...
+
+    async def partial(
+        self, epoch: int, request_id: str, have: int, timeout_s: float
+    ) -> PartialSample: ...
+
+
 class EngineProcess(Protocol):
     """The calls that an engine answers; see VllmEngine for their meaning."""
 
@@ -79,6 +98,8 @@ class EngineProcess(Protocol):
         adapter: WeightManifest | None,
         version: str,
     ) -> SampleOutput: ...
+
+    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample: ...
 
     async def load_full(
         self,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import ray
 from ray.actor import ActorHandle
@@ -23,19 +23,20 @@ from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.engines.interface import (
     BASE_VERSION,
-    ON_LINE,
+    EngineCalls,
     EngineReport,
     EngineSpec,
     EngineStatus,
 )
-from skyrl_actors.engines.replica import EngineReplica
+from skyrl_actors.engines.replica import EngineReplica, P, R
 from skyrl_actors.messages.errors import InternalError, PartDown, StateLost, UserError, WeightsGone
 from skyrl_actors.transfer.transport import EnginePlace
-from skyrl_actors.transport.rpc import Address, RpcClient
+from skyrl_actors.transport.rpc import Address, RpcClient, methods_of
 
 VITALS_TIMEOUT_S = 10.0
 DROPPED = ""  # lock state of an engine without weights: no version
 TAIL_LINES = 15
+OVER_RPC = methods_of(EngineCalls)
 Loader = Callable[["LocalEngine", str, StateLock[str]], Awaitable[None]]
 
 
@@ -187,16 +188,22 @@ class LocalEngine(EngineReplica):
             await remote.gather(refs, [self.name], what, timeout_s or self.config.call_timeout_s)
         )[0]
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
+    async def ask(
+        self,
+        method: Callable[Concatenate[Any, P], Awaitable[R]],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> R:
+        name = method.__name__
         actor, rpc = self.actor, self._rpc
         if actor is None or rpc is None or self.health == "DEAD":
             raise PartDown(f"{self.name} is {self.health}: {self.reason}")
         try:
-            if method in ON_LINE:
-                return await self._call_rpc(rpc, method, *arguments)
-            ref = getattr(actor, method).remote(self.epoch, *arguments)
+            if name in OVER_RPC:
+                return await self._call_rpc(rpc, name, *arguments, **named)
+            ref = getattr(actor, name).remote(self.epoch, *arguments, **named)
             try:
-                return await self._ask([ref], method)
+                return await self._ask([ref], name)
             except asyncio.CancelledError:
                 ray.cancel(ref)
                 raise
@@ -206,18 +213,19 @@ class LocalEngine(EngineReplica):
                 raise PartDown(f"{self.name} is restarting: {self.reason}") from None
             raise
 
-    async def _call_rpc(self, rpc: RpcClient, method: str, *arguments: Any) -> Any:
+    async def _call_rpc(self, rpc: RpcClient, name: str, *arguments: Any, **named: Any) -> Any:
         """Call the actor over its RPC connection.
 
         With engine.in_flight=keep the engine itself applies a sample's deadline, because only it
         knows when the sample was frozen. Here a status call checks that the engine still answers.
         """
-        call = asyncio.ensure_future(rpc.call(method, self.epoch, *arguments))
+        method = getattr(EngineCalls, name)
+        call = asyncio.ensure_future(rpc.call(method, self.epoch, *arguments, **named))
         try:
             while not (await asyncio.wait((call,), timeout=self.config.call_timeout_s))[0]:
-                if method != "sample" or self.config.in_flight != "keep":
+                if name != "sample" or self.config.in_flight != "keep":
                     raise remote.Overdue(
-                        f"{method}: no answer within {self.config.call_timeout_s:g} s "
+                        f"{name}: no answer within {self.config.call_timeout_s:g} s "
                         f"from {self.name}"
                     )
                 await self.status()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from skyrl_actors.colocation.parts import PartMoves
-from skyrl_actors.engines.interface import BASE_VERSION
+from skyrl_actors.engines.interface import BASE_VERSION, EngineProcess
 from skyrl_actors.engines.local_engine import DROPPED
 from skyrl_actors.engines.replica import EngineReplica
 
@@ -40,7 +40,7 @@ class EngineMemory:
         if engine.lock.busy:  # frozen samples still need the weights
             level = 1
         async with engine.moving:
-            freed = await engine.ask("sleep", level)
+            freed = await engine.ask(EngineProcess.sleep, level)
             if level == 2:
                 engine.lock.forget(DROPPED)
         return freed
@@ -50,7 +50,7 @@ class EngineMemory:
 
         async def one(engine: EngineReplica) -> int:
             async with engine.moving:
-                return await engine.ask("release_kv", weights_stay)
+                return await engine.ask(EngineProcess.release_kv, weights_stay)
 
         self.have_weights.clear()
         try:
@@ -62,7 +62,7 @@ class EngineMemory:
     async def wake(self, tag: Literal["weights", "kv_cache"]) -> int | None:
         try:
             return await self.moves.carry_out(
-                self._living(), lambda engine: engine.ask("wake", tag)
+                self._living(), lambda engine: engine.ask(EngineProcess.wake, tag)
             )
         finally:
             self.have_weights.set()

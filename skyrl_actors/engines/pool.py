@@ -6,31 +6,30 @@ When an engine dies, its samples raise StateLost and the caller repeats them.
 """
 
 import asyncio
-import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup
 
-from placement.types import Plan
 from skyrl_actors import remote
 from skyrl_actors.colocation.state_lock import StateLock
-from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.engines import EngineConfig
-from skyrl_actors.engines.external_engine import ExternalEngine
-from skyrl_actors.engines.interface import BASE_VERSION, CHECK, EngineSpec, EngineStatus
-from skyrl_actors.engines.local_engine import DROPPED, EngineSite, LocalEngine
+from skyrl_actors.engines.interface import (
+    BASE_VERSION,
+    CHECK,
+    EngineProcess,
+    EngineStatus,
+)
+from skyrl_actors.engines.local_engine import DROPPED, LocalEngine
 from skyrl_actors.engines.logprob_check import SCORING, LogprobCheck
 from skyrl_actors.engines.memory import EngineMemory
 from skyrl_actors.engines.replica import EngineReplica
 from skyrl_actors.engines.routing import EngineLoad, affinity_key, choose
 from skyrl_actors.messages.errors import (
-    ConfigError,
     InternalError,
     InvalidRequest,
     PartDown,
@@ -209,7 +208,7 @@ class EnginePool:
                 self._record_place(request_id, engine)
             asked = replace(params, num_samples=1) if params.is_repeated else params
             output = await engine.ask(
-                "sample", request_id, prompt, asked, weights.adapter, weights.version
+                EngineProcess.sample, request_id, prompt, asked, weights.adapter, weights.version
             )
         engine.worked()
         return (
@@ -232,7 +231,7 @@ class EnginePool:
 
             async def check() -> None:
                 scored = await engine.ask(
-                    "sample",
+                    EngineProcess.sample,
                     request_id + CHECK,
                     self.logprob_check.prompt,
                     SCORING,
@@ -260,7 +259,7 @@ class EnginePool:
         try:
             async with asyncio.timeout(timeout_s):
                 engine, attempt_id = await asyncio.shield(place)
-                return await engine.ask("partial", attempt_id, have, timeout_s)
+                return await engine.ask(EngineProcess.partial, attempt_id, have, timeout_s)
         except TimeoutError:
             if not place.done():
                 self._streams.pop(request_id, None)
@@ -310,7 +309,9 @@ class EnginePool:
             if engine.wanted == weights.version:
                 engine.wanted = BASE_VERSION
         if weights.adapter:
-            await self._each(lambda engine: engine.ask("drop_adapters", (weights.version,)))
+            await self._each(
+                lambda engine: engine.ask(EngineProcess.drop_adapters, (weights.version,))
+            )
 
     async def adapts_head(self) -> bool:
         """Return whether all living engines of this service take adapters on the output layer.
@@ -370,7 +371,7 @@ class EnginePool:
         else:
             parts = self._full[version]
             streams = tuple([await self._ensure_delivered(engine, part) for part in parts])
-        await engine.ask("load_full", version, parts, streams)
+        await engine.ask(EngineProcess.load_full, version, parts, streams)
         self._loaded.add(version)
         took = time.perf_counter() - started
         self.load_seconds = [*self.load_seconds[-99:], took]
@@ -424,100 +425,6 @@ def needs_own(weights: SamplerWeights, params: SamplingParams) -> bool:
 def full_version(weights: SamplerWeights) -> str:
     """Return the full-weight version an engine must hold; an adapter needs the base."""
     return BASE_VERSION if weights.adapter or not weights.parts else weights.version
-
-
-def build_pool(
-    config: ClusterConfig,
-    base_folder: Path,
-    plan: Plan,
-    reserved: PlacementGroup,
-    devices: Mapping[int, str],
-    environment: dict[str, str],
-    deliver: Deliver,
-    epoch: int,
-    detached: bool,
-    say: Callable[[str], None],
-) -> EnginePool:
-    """Build a pool for the planned slots. `devices`: GPU ids by slot, for multi-GPU engines."""
-    engine = config.engine
-    share = config.placement.colocated_share if config.placement.shares("engine") else 1.0
-    logprob_check = LogprobCheck(
-        config.logprob_check, config.logprob_bound, config.policy.dtype, say
-    )
-    pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
-    for index, slots in enumerate(plan.actors_of("engine")):
-        over_nodes = len({slot.node for slot in slots}) > 1
-        ids = (
-            ()
-            if over_nodes
-            else tuple(devices[slot.index] for slot in slots if slot.index in devices)
-        )
-        spec = EngineSpec(
-            f"engine[{index}]",
-            str(base_folder),
-            config.placement.device,
-            engine.dtype,
-            engine.max_model_len,
-            engine.max_num_seqs,
-            engine.max_num_batched_tokens,
-            engine.kv_cache_bytes,
-            engine.max_loras,
-            config.lora.max_rank,
-            config.engine_adapters,
-            engine.enforce_eager,
-            engine.call_timeout_s,
-            engine.tensor_parallel,
-            engine.pipeline_parallel,
-            ids,
-            over_nodes,
-            engine.in_flight == "keep",
-            takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",
-        )
-        own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
-        if over_nodes:  # vLLM creates its workers as Ray actors in these bundles
-            bundles = ",".join(str(slot.index) for slot in slots)
-            own |= {
-                "VLLM_RAY_BUNDLE_INDICES": bundles,
-                "VLLM_RAY_PER_WORKER_GPUS": str(share),
-                "RAY_ADDRESS": "auto",
-            }
-        on_gpu = plan.device == "GPU" and len(slots) == 1
-        site = EngineSite(
-            spec,
-            f"{config.name}:engine:{index}",
-            reserved,
-            slots[0].index,
-            share,
-            on_gpu,
-            own,
-            detached,
-            over_nodes,
-        )
-        beside = [
-            rank
-            for rank, slot in enumerate(plan.slots_of("policy"))
-            if slot.index == slots[0].index
-        ]
-        place = EnginePlace(engine.num_devices, *beside)
-        pool.engines.append(LocalEngine(site, engine, config.restart, epoch, pool.load, say, place))
-    pool.engines += external_members(config, say)
-    return pool
-
-
-def external_members(config: ClusterConfig, say: Callable[[str], None]) -> list[ExternalEngine]:
-    """Build the engines by URL. Raise ConfigError if the variable of an API key is not set."""
-    found = []
-    for number, asked in enumerate(config.engine.external):
-        key = os.environ.get(asked.api_key_env) if asked.api_key_env else None
-        if asked.api_key_env and key is None:
-            raise ConfigError(
-                f"engine.external {asked.url}: the controller has no variable "
-                f"{asked.api_key_env}; set it before `serve`"
-            )
-        found.append(
-            ExternalEngine(f"external[{number}]", asked, key, config.engine, config.restart, say)
-        )
-    return found
 
 
 def _record_transfer(what: str, took: float, num_bytes: int) -> None:

@@ -2,10 +2,10 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from contextvars import Context
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ray.actor import ActorHandle
 
@@ -18,6 +18,9 @@ from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.weights import WeightStream
 from skyrl_actors.transfer.transport import EnginePlace
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class EngineReplica(ABC):
@@ -58,8 +61,13 @@ class EngineReplica(ABC):
         """Start the engine; on return it is HEALTHY with the base's weights."""
 
     @abstractmethod
-    async def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the engine.
+    async def ask(
+        self,
+        method: Callable[Concatenate[Any, P], Awaitable[R]],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> R:
+        """Call a method of `EngineProcess` on the engine.
 
         If it is gone or does not answer in time, begin its restart and raise StateLost.
         """

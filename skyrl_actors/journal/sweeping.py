@@ -18,8 +18,8 @@ from skyrl_actors.journal.entries import SnapshotDropped
 from skyrl_actors.journal.retention import Retention, plan_sweep
 from skyrl_actors.journal.store import Store
 
-STEP_S = 0.02  # target time of a step; the size of chunks adapts to it
-SMALLEST, LARGEST = 20, 300  # rows of a chunk
+STEP_S = 0.01  # target time of a step; the size of chunks adapts to it
+SMALLEST, LARGEST = 20, 100  # rows of a chunk
 OP = t.operations.c
 ANSWERED = OP.answered_at.is_not(None)
 RELEASE = (

@@ -85,3 +85,11 @@ def model_id_for(session_id: str, seq: int) -> str:
 
 def sampler_id_for(session_id: str, seq: int) -> str:
     return f"{session_id}:sample:{seq}"
+
+
+def refuse_export(path: TinkerPath) -> None:
+    """Raise InvalidRequest for a checkpoint that was exported for other tools."""
+    if path.kind == "external_weights":
+        raise InvalidRequest(
+            f"{path} was written for other tools; load from tinker://{path.model_id}/weights/<name>"
+        )

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -124,9 +124,12 @@ class LocalClient(ControllerClient):
         super().__init__(handle)
         self._controller = controller
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        own = getattr(self, f"_local_{method}", None)
-        result = (own or getattr(self._controller, method))(*arguments)
+    async def _ask(
+        self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        name = method.__name__
+        own = getattr(self, f"_local_{name}", None)
+        result = (own or getattr(self._controller, name))(*arguments, **named)
         return await result if inspect.isawaitable(result) else result
 
     async def _local_retrieve(self, request_id: str, timeout_s: float) -> Any:

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages.results import LossOutput, Ready
 from tests.api.local import config_for
 
@@ -34,10 +35,12 @@ class OneAnswer(ControllerClient):
         super().__init__(handle)
         self.fetched = 0
 
-    async def _ask(self, method: str, *arguments: Any) -> Any:
-        if method == "retrieve":
+    async def _ask(
+        self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        if method is ControllerCalls.retrieve:
             return Ready(4 * NUMBERS)
-        assert method == "fetch" and arguments == ("r0", 4 * NUMBERS)
+        assert method is ControllerCalls.fetch and arguments == ("r0", 4 * NUMBERS)
         self.fetched += 1
         return LossOutput(np.array([0, NUMBERS]), {"logprobs": np.zeros(NUMBERS, np.float32)}, {})
 

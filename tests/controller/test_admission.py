@@ -10,7 +10,7 @@ from skyrl_actors.api import translate, wire
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.base_models import check_base
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
-from skyrl_actors.controller.admission import check_fits, check_spec, settled
+from skyrl_actors.controller.verbs.create_model import check_fits, check_spec, settled
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 

@@ -420,7 +420,7 @@ async def test_an_operation_waits_for_a_full_disk_and_is_executed_once(
 ):
     """The disk of the checkpoint folder is full at first. The operation does not fail."""
     monkeypatch.setattr("skyrl_actors.controller.lanes.LONGEST_PAUSE_S", 0.01)
-    folders, failures = controller._executor.folders, {"note_run": 2, "note": 2}
+    folders, failures = controller.folders, {"note_run": 2, "note": 2}
 
     def full_at_first(name: str):
         note = getattr(folders, name)

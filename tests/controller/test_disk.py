@@ -172,7 +172,7 @@ async def test_slow_copies_delay_no_listing_no_journal_read_and_no_session(
     controller: Controller, slow_copies
 ):
     go, _ = slow_copies
-    folders = controller._executor.folders
+    folders = controller.folders
     source = await asyncio.to_thread(saved, folders, ANN, 1)
     mine = await asyncio.to_thread(saved, folders, BOB, 2)
     copies = [
@@ -207,7 +207,7 @@ async def test_a_repeated_copy_waits_for_the_first_even_if_its_caller_was_cancel
     controller: Controller, slow_copies
 ):
     go, copied = slow_copies
-    source = await asyncio.to_thread(saved, controller._executor.folders, ANN, 1)
+    source = await asyncio.to_thread(saved, controller.folders, ANN, 1)
     arguments = (source, TinkerPath(f"s90k{ANN}:train:0", "weights", "one"), "s9", None)
     first = asyncio.ensure_future(controller.catalog("copy", *arguments))
     async with asyncio.timeout(20):

@@ -28,7 +28,7 @@ from skyrl_actors.config.cluster import (
 )
 from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
 from skyrl_actors.config.transfers import GlooTransfer, LogprobCheckConfig, ShmTransfer
-from skyrl_actors.engines.pool import external_members
+from skyrl_actors.engines.build import external_members
 from skyrl_actors.engines.vllm_server import VllmServer
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec

@@ -18,9 +18,10 @@ from skyrl_actors.config.cluster import (
     RestartConfig,
 )
 from skyrl_actors.config.transfers import NcclTransfer
+from skyrl_actors.engines.build import build_pool
 from skyrl_actors.engines.local_engine import LocalEngine
 from skyrl_actors.engines.logprob_check import LogprobCheck
-from skyrl_actors.engines.pool import EnginePool, build_pool
+from skyrl_actors.engines.pool import EnginePool
 from skyrl_actors.engines.vllm_samples import vllm_params
 from skyrl_actors.messages.errors import StateLost
 from skyrl_actors.messages.requests import SamplingParams

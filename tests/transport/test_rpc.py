@@ -9,7 +9,8 @@ import pytest
 
 from skyrl_actors.messages.errors import InternalError, NotFound
 from skyrl_actors.remote import ActorDied
-from skyrl_actors.transport.rpc import Address, RpcClient, RpcServer
+from skyrl_actors.transport.rpc import Address, RpcClient
+from skyrl_actors.transport.rpc_server import RpcServer
 
 
 class Target:
@@ -45,18 +46,16 @@ class Target:
         finally:
             self.ended.set()
 
+
+class Wider(Target):
     async def secret(self) -> str:
         return "not to be called"
 
 
 class Served:
     def __init__(self) -> None:
-        self.target = Target()
-        self.server = RpcServer(
-            self.target,
-            ("add", "echo", "refuse", "break_", "wait", "sample"),
-            abandoned=("sample",),
-        )
+        self.target = Wider()
+        self.server = RpcServer(self.target, Target, abandoned=(Target.sample,))
         self.found = 0
 
     async def find(self) -> Address:
@@ -73,11 +72,11 @@ async def served():
 
 async def test_many_calls_at_once_over_one_connection(served: Served):
     client = RpcClient(served.find)
-    assert await asyncio.gather(*(client.call("add", i, 1) for i in range(500))) == list(
+    assert await asyncio.gather(*(client.call(Target.add, i, 1) for i in range(500))) == list(
         range(1, 501)
     )
     big = np.arange(3_000_000, dtype=np.float32)
-    assert np.array_equal(await client.call("echo", big), big)
+    assert np.array_equal(await client.call(Target.echo, big), big)
     assert served.found == 1
     await client.close()
 
@@ -85,24 +84,27 @@ async def test_many_calls_at_once_over_one_connection(served: Served):
 async def test_errors_arrive_as_they_were_raised(served: Served):
     client = RpcClient(served.find)
     with pytest.raises(NotFound, match="nobody is here"):
-        await client.call("refuse")
+        await client.call(Target.refuse)
     with pytest.raises(InternalError, match="break_: ZeroDivisionError: ours"):
-        await client.call("break_")
-    for method in ("secret", "__class__", "nothing"):
+        await client.call(Target.break_)
+    with pytest.raises(InternalError, match="cannot be called over RPC"):
+        await client.call(Wider.secret)
+    connection = await client.opened()
+    for name in ("secret", "__class__", "nothing"):
         with pytest.raises(InternalError, match="cannot be called over RPC"):
-            await client.call(method)
+            await connection.call(name, (), {})
     await client.close()
 
 
 async def test_a_lost_connection_fails_its_calls_and_is_reopened(served: Served):
     client = RpcClient(served.find)
-    assert await client.call("add", 1, 2) == 3
-    waiting = asyncio.create_task(client.call("wait"))
+    assert await client.call(Target.add, 1, 2) == 3
+    waiting = asyncio.create_task(client.call(Target.wait))
     await asyncio.wait_for(served.target.waits.wait(), 10)
     (await client.opened()).stream.abort()
     with pytest.raises(ActorDied, match="the connection to the actor was lost"):
         await waiting
-    assert await client.call("add", 1, 2) == 3 and served.found == 2
+    assert await client.call(Target.add, 1, 2) == 3 and served.found == 2
     await client.close()
     served.target.hold.set()
     await asyncio.wait_for(served.target.done.wait(), 10)  # a started call runs to its end
@@ -116,7 +118,7 @@ async def test_a_call_to_a_closed_server_raises_actor_died(served: Served):
         return Address(host="127.0.0.1", port=address.port, token=address.token)
 
     with pytest.raises(ActorDied, match="no connection to the actor"):
-        await RpcClient(find).call("add", 1, 2)
+        await RpcClient(find).call(Target.add, 1, 2)
 
 
 async def test_a_connection_without_the_token_is_closed(served: Served):
@@ -130,16 +132,16 @@ async def test_a_connection_without_the_token_is_closed(served: Served):
         return Address(host=address.host, port=address.port, token=b"y" * 32)
 
     with pytest.raises(ActorDied):
-        await RpcClient(find).call("add", 1, 2)
+        await RpcClient(find).call(Target.add, 1, 2)
     gc.collect()
 
 
 async def test_an_abandoned_call_does_not_break_the_connection(served: Served):
     client = RpcClient(served.find)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(client.call("wait"), 0.05)
+        await asyncio.wait_for(client.call(Target.wait), 0.05)
     served.target.hold.set()
-    assert await client.call("add", 2, 2) == 4
+    assert await client.call(Target.add, 2, 2) == 4
     await client.close()
 
 
@@ -147,8 +149,8 @@ async def test_an_abandoned_call_does_not_break_the_connection(served: Served):
 async def test_an_abandoned_call_is_cancelled_in_the_actor(served: Served, how: str):
     """Only calls of the `abandoned` methods are cancelled."""
     client = RpcClient(served.find)
-    call = asyncio.create_task(client.call("sample"))
-    other = asyncio.create_task(client.call("wait"))
+    call = asyncio.create_task(client.call(Target.sample))
+    other = asyncio.create_task(client.call(Target.wait))
     await asyncio.wait_for(served.target.waits.wait(), 10)
     if how == "given up":
         call.cancel()
@@ -168,19 +170,19 @@ async def test_hang_up_fails_running_calls(served: Served):
     """Its machine may not have closed the connection."""
     client = RpcClient(served.find)
     client.hang_up()
-    call = asyncio.create_task(client.call("wait"))
+    call = asyncio.create_task(client.call(Target.wait))
     await asyncio.wait_for(served.target.waits.wait(), 10)
     client.hang_up()
     with pytest.raises(ActorDied):
         await asyncio.wait_for(call, 10)
-    assert await client.call("add", 1, 2) == 3 and served.found == 2
+    assert await client.call(Target.add, 1, 2) == 3 and served.found == 2
     await client.close()
     served.target.hold.set()
 
 
 async def test_a_call_cancelled_in_the_actor_raises_for_its_client(served: Served):
     client = RpcClient(served.find)
-    call = asyncio.create_task(client.call("wait"))
+    call = asyncio.create_task(client.call(Target.wait))
     await asyncio.wait_for(served.target.waits.wait(), 10)
     for running in served.server.calls:
         running.cancel()

@@ -18,7 +18,8 @@ from skyrl_actors.remote import ActorDied
 from skyrl_actors.transport import frames, handshake, rpc
 from skyrl_actors.transport.frames import HEAD, FrameStream
 from skyrl_actors.transport.handshake import Challenge
-from skyrl_actors.transport.rpc import Address, Connection, Deferred, RpcClient, RpcServer
+from skyrl_actors.transport.rpc import Address, Connection, Deferred, RpcClient
+from skyrl_actors.transport.rpc_server import RpcServer
 
 MIB = 2**20
 
@@ -65,9 +66,7 @@ class Target:
 class Served:
     def __init__(self, **options: Any):
         self.target = Target()
-        self.server = RpcServer(
-            self.target, ("large", "later", "echo", "local", "wait"), abandoned=("wait",), **options
-        )
+        self.server = RpcServer(self.target, Target, abandoned=(Target.wait,), **options)
 
     async def find(self) -> Address:
         return await self.server.address("127.0.0.1")
@@ -118,7 +117,9 @@ async def test_large_answers_of_all_connections_share_one_memory_limit():
     for _ in range(8):
         stream = await connected(address)
         stream.transport.pause_reading()
-        stream.transport.write(b"".join(framed((number, "later", (16,))) for number in range(10)))
+        stream.transport.write(
+            b"".join(framed((number, "later", (16,), {})) for number in range(10))
+        )
         streams.append(stream)
     await until(lambda: served.target.loaded == 4)
     await asyncio.sleep(0.5)
@@ -126,7 +127,7 @@ async def test_large_answers_of_all_connections_share_one_memory_limit():
     assert psutil.Process().memory_info().rss - before < 64 * MIB + 8 * 4 * MIB
     client = RpcClient(served.find)
     async with asyncio.timeout(20):  # until the clients that read nothing are disconnected
-        assert await client.call("later", 32) == bytes(32 * MIB)
+        assert await client.call(Target.later, 32) == bytes(32 * MIB)
     await until(lambda: served.server.unsent.taken == 0)
     for stream in streams:
         stream.abort()
@@ -138,9 +139,9 @@ async def test_a_large_answer_that_fails_to_load_is_an_error_and_calls_continue(
     served = Served()
     client = RpcClient(served.find)
     with pytest.raises(InternalError, match="later: ValueError: it was swept"):
-        await client.call("later", 0)
+        await client.call(Target.later, 0)
     assert await asyncio.gather(
-        client.call("later", 2), client.call("echo", 3), client.call("later", 1)
+        client.call(Target.later, 2), client.call(Target.echo, 3), client.call(Target.later, 1)
     ) == [
         bytes(2 * MIB),
         3,
@@ -159,7 +160,9 @@ async def test_clients_that_do_not_read_use_little_memory_and_are_disconnected()
     for _ in range(100):
         stream = await connected(address)
         stream.transport.pause_reading()
-        stream.transport.write(b"".join(framed((number, "large", (1,))) for number in range(200)))
+        stream.transport.write(
+            b"".join(framed((number, "large", (1,), {})) for number in range(200))
+        )
         streams.append(stream)
     await until(lambda: served.target.calls >= 100)
     await asyncio.sleep(0.5)
@@ -183,7 +186,9 @@ async def test_a_client_may_send_calls_directly_after_its_proof():
     challenge = Challenge(nonce, (await stream.receive())[: handshake.NONCE_BYTES])
     proof = challenge.proof(address.token, "caller")
     stream.transport.write(
-        HEAD.pack(len(proof), 0) + proof + b"".join(framed((n, "large", (0,))) for n in range(100))
+        HEAD.pack(len(proof), 0)
+        + proof
+        + b"".join(framed((n, "large", (0,), {})) for n in range(100))
     )
     await until(lambda: served.target.calls == 100)
     stream.abort()
@@ -200,7 +205,7 @@ async def test_a_client_that_reads_slowly_is_served():
         received += len(frames.decoded(body, arrays)[2])
 
     stream.serve(take)
-    stream.transport.write(b"".join(framed((number, "large", (2,))) for number in range(20)))
+    stream.transport.write(b"".join(framed((number, "large", (2,), {})) for number in range(20)))
     while received < 40 * MIB:
         assert not stream.lost.done()
         stream.release()
@@ -216,7 +221,7 @@ async def test_running_calls_of_a_connection_are_limited(monkeypatch: pytest.Mon
     served = Served()
     stream = await connected(await served.find())
     stream.serve(lambda body, arrays: None)
-    stream.transport.write(b"".join(framed((number, "wait", ())) for number in range(50)))
+    stream.transport.write(b"".join(framed((number, "wait", (), {})) for number in range(50)))
     await until(lambda: served.target.running == 10)
     await asyncio.sleep(0.1)
     assert served.target.most == 10
@@ -230,7 +235,7 @@ async def test_bytes_of_running_calls_are_limited(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rpc, "MOST_CALL_BYTES", 4 * MIB)
     served = Served()
     client = RpcClient(served.find)
-    calls = [asyncio.create_task(client.call("wait", bytes(MIB))) for _ in range(12)]
+    calls = [asyncio.create_task(client.call(Target.wait, bytes(MIB))) for _ in range(12)]
     await until(lambda: served.target.running == 4)
     await asyncio.sleep(0.1)
     assert served.target.most == 4
@@ -246,7 +251,7 @@ async def test_a_client_does_not_buffer_calls_that_the_actor_does_not_read():
     _, stream = await asyncio.get_running_loop().create_connection(FrameStream, host, port)
     connection = Connection(stream)
     content = bytes(MIB)
-    calls = [asyncio.create_task(connection.call("echo", (content,))) for _ in range(200)]
+    calls = [asyncio.create_task(connection.call("echo", (content,), {})) for _ in range(200)]
     await asyncio.sleep(0.2)
     assert stream.transport.get_write_buffer_size() <= 3 * MIB
     for call in calls:
@@ -262,9 +267,9 @@ async def test_calls_beyond_the_limit_of_a_connection_wait_and_then_run(
     monkeypatch.setattr(rpc, "MOST_CALLS", 3)
     served = Served()
     client = RpcClient(served.find)
-    first = [asyncio.create_task(client.call("wait")) for _ in range(3)]
+    first = [asyncio.create_task(client.call(Target.wait)) for _ in range(3)]
     await until(lambda: served.target.running == 3)
-    later = asyncio.create_task(client.call("echo", 1))
+    later = asyncio.create_task(client.call(Target.echo, 1))
     await asyncio.sleep(0.05)
     assert not later.done()
     first[0].cancel()  # frees its place
@@ -277,16 +282,16 @@ async def test_calls_beyond_the_limit_of_a_connection_wait_and_then_run(
 async def test_a_large_answer_does_not_delay_other_connections():
     served = Served()
     large, small = RpcClient(served.find), RpcClient(served.find)
-    await small.call("echo", 1)
+    await small.call(Target.echo, 1)
     order: list[str] = []
 
     async def fetch() -> None:
-        await large.call("large", 256)
+        await large.call(Target.large, 256)
         order.append("large")
 
     fetching = asyncio.create_task(fetch())
     await until(lambda: served.target.calls == 1)
-    await small.call("echo", 2)
+    await small.call(Target.echo, 2)
     order.append("small")
     await fetching
     assert order == ["small", "large"]
@@ -304,12 +309,12 @@ async def test_a_message_that_is_too_long_is_refused_and_the_connection_stays(
     with pytest.raises(
         InvalidRequest, match=r"a message has \d+ bytes and at most 1048576 are allowed"
     ):
-        await client.call("echo", bytes(2 * MIB))
+        await client.call(Target.echo, bytes(2 * MIB))
     with pytest.raises(InternalError, match="the answer of large cannot be sent"):
-        await client.call("large", 2)
+        await client.call(Target.large, 2)
     with pytest.raises(InternalError, match="the answer of local cannot be sent"):
-        await client.call("local")
-    assert await client.call("echo", 1) == 1
+        await client.call(Target.local)
+    assert await client.call(Target.echo, 1) == 1
     await client.close()
     await served.close()
 
@@ -328,7 +333,7 @@ async def test_arrays_keep_values_and_shape_and_are_writable():
     for shape in ((10,), (300_000,), (3, 100_000), (0,)):
         array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         sent = {"a": array, "b": [array[..., ::2], "text"], "c": array.T}
-        got = await client.call("echo", sent)
+        got = await client.call(Target.echo, sent)
         assert np.array_equal(got["a"], array) and np.array_equal(got["b"][0], array[..., ::2])
         assert (
             np.array_equal(got["c"], array.T)
@@ -372,7 +377,7 @@ async def test_the_secret_is_not_sent_over_the_connection(monkeypatch: pytest.Mo
         return Address(host="127.0.0.1", port=port, token=address.token)
 
     client = RpcClient(find)
-    assert await client.call("echo", "content") == "content"
+    assert await client.call(Target.echo, "content") == "content"
     assert b"content" in seen and address.token not in seen
     # The recorded bytes do not authenticate a second connection.
     reader, writer = await asyncio.open_connection(address.host, address.port)
@@ -430,7 +435,7 @@ async def test_a_client_unpickles_nothing_from_a_server_without_the_secret(
         )
 
     with pytest.raises(ActorDied, match="does not know its secret"):
-        await RpcClient(find).call("echo", 1)
+        await RpcClient(find).call(Target.echo, 1)
     assert not list(tmp_path.iterdir())
     listening.close()
 
@@ -461,7 +466,7 @@ async def test_unauthenticated_connections_are_limited_and_do_not_block_clients(
             stack.callback(writer.close)
             strangers.append(reader)
         client = RpcClient(served.find)
-        assert await asyncio.wait_for(client.call("echo", 1), 10) == 1
+        assert await asyncio.wait_for(client.call(Target.echo, 1), 10) == 1
         await until(lambda: len(served.server._unknown) <= 8)
         ended = [asyncio.create_task(rest_of(stranger)) for stranger in strangers]
         await until(lambda: sum(task.done() for task in ended) >= 31)

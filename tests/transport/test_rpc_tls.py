@@ -16,7 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.remote import ActorDied
 from skyrl_actors.transport.handshake import RayTls
-from skyrl_actors.transport.rpc import Address, RpcClient, RpcServer
+from skyrl_actors.transport.rpc import Address, RpcClient
+from skyrl_actors.transport.rpc_server import RpcServer
 from tests.transport.test_rpc_bounds import Target, until
 
 ELSEWHERE = "127.0.0.2"  # an address that the server treats as another machine
@@ -109,16 +110,16 @@ async def test_connections_between_machines_are_encrypted_if_ray_uses_tls(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ):
     use(monkeypatch, authority.member("node"))
-    server = RpcServer(Target(), ("echo", "large"))
+    server = RpcServer(Target(), Target)
     outside, inside = await server.address(ELSEWHERE), await server.address("127.0.0.1")
     assert outside.tls and not inside.tls
     seen = bytearray()
     listening = await relay(outside, seen)
     client = through(listening, outside)
     content = b"0123456789" * 300_000
-    assert await client.call("echo", content) == content
-    assert len(await client.call("large", 8)) == 8 * 2**20
-    results = await asyncio.gather(*(client.call("echo", number) for number in range(1000)))
+    assert await client.call(Target.echo, content) == content
+    assert len(await client.call(Target.large, 8)) == 8 * 2**20
+    results = await asyncio.gather(*(client.call(Target.echo, number) for number in range(1000)))
     assert results == list(range(1000))
     assert len(seen) > 2 * len(content) and b"0123456789" not in seen and b"echo" not in seen
     await client.close()
@@ -131,19 +132,19 @@ async def test_a_lost_encrypted_connection_ends_its_calls(
 ):
     use(monkeypatch, authority.member("node"))
     target = Target()
-    server = RpcServer(target, ("echo", "wait"), abandoned=("wait",))
+    server = RpcServer(target, Target, abandoned=(Target.wait,))
 
     async def find() -> Address:
         return await server.address(ELSEWHERE)
 
     client = RpcClient(find)
-    waiting = asyncio.create_task(client.call("wait"))
+    waiting = asyncio.create_task(client.call(Target.wait))
     await until(lambda: target.running == 1)
     client.hang_up()
     with pytest.raises(ActorDied):
         await asyncio.wait_for(waiting, 10)
     await until(lambda: not server.callers and not server.calls)
-    assert await client.call("echo", 1) == 1
+    assert await client.call(Target.echo, 1) == 1
     await client.close()
     await server.close()
 
@@ -152,7 +153,7 @@ async def test_a_client_without_a_certificate_of_the_authority_is_refused(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     use(monkeypatch, authority.member("node"))
-    server = RpcServer(Target(), ("echo",))
+    server = RpcServer(Target(), Target)
     address = await server.address(ELSEWHERE)
 
     async def find() -> Address:
@@ -161,10 +162,10 @@ async def test_a_client_without_a_certificate_of_the_authority_is_refused(
     other = Authority(tmp_path, "other").member("stranger")
     use(monkeypatch, RayTls(certificate=other.certificate, key=other.key, ca=str(authority.file)))
     with pytest.raises(ActorDied):
-        await RpcClient(find).call("echo", 1)
+        await RpcClient(find).call(Target.echo, 1)
     monkeypatch.delenv("RAY_USE_TLS")
     with pytest.raises(InternalError, match="set RAY_USE_TLS for this process too"):
-        await RpcClient(find).call("echo", 1)
+        await RpcClient(find).call(Target.echo, 1)
     await server.close()
 
 
@@ -173,7 +174,7 @@ async def test_a_man_in_the_middle_with_another_certificate_is_refused(
 ):
     """The man in the middle forwards challenges and proofs, which it cannot compute."""
     use(monkeypatch, authority.member("node"))
-    server = RpcServer(Target(), ("echo",))
+    server = RpcServer(Target(), Target)
     address = await server.address(ELSEWHERE)
     middle = authority.member("middle")
 
@@ -193,7 +194,7 @@ async def test_a_man_in_the_middle_with_another_certificate_is_refused(
 
     listening = await asyncio.start_server(pass_on, ELSEWHERE, 0, ssl=middle.context("server"))
     with pytest.raises(ActorDied, match="does not know its secret"):
-        await through(listening, address).call("echo", 1)
+        await through(listening, address).call(Target.echo, 1)
     listening.close()
     await server.close()
 

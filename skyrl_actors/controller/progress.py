@@ -1,0 +1,37 @@
+"""The position of a model's state in the journal (pure, but for its lock)."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from skyrl_actors.config.cluster import JournalConfig
+
+
+@dataclass(slots=True)
+class Progress:
+    """The position of a model's state in the journal, and the work since its newest snapshot.
+
+    A task that changes the state holds `lock` until the journal has recorded the change.
+    """
+
+    position: int  # the last operation that was applied to the state
+    step: int = 0
+    suspect: bool = False  # an operation failed, so the ranks may not match the journal
+    snapshot: int = -1  # the position of the newest snapshot
+    operations: int = 0  # applied since that snapshot
+    num_bytes: int = 0  # of the payloads of these operations
+    oldest: float | None = None  # loop time of the first of these operations
+    writing: asyncio.Task[None] | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def applied(self, number: int, num_bytes: int, now: float) -> None:
+        self.position = number
+        self.operations += 1
+        self.num_bytes += num_bytes
+        self.oldest = now if self.oldest is None else self.oldest
+
+    def snapshot_due(self, config: JournalConfig, now: float) -> bool:
+        return self.oldest is not None and (
+            self.operations >= config.snapshot_operations
+            or self.num_bytes >= config.snapshot_bytes
+            or now - self.oldest >= config.snapshot_s
+        )

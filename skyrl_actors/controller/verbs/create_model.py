@@ -1,0 +1,216 @@
+"""Create a model, optionally from a checkpoint or a past step."""
+
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
+from importlib.util import find_spec
+
+from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller.admission import LARGEST_INT, check_metadata
+from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.tenants import Model
+from skyrl_actors.controller.verbs.verb import (
+    AnsweredOp,
+    ModelTables,
+    ModelVerb,
+    ReplayedOp,
+    VerbContext,
+)
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.model import ROLES, ModelSpec
+from skyrl_actors.messages.paths import checked_id, parse_path, refuse_export
+from skyrl_actors.messages.precondition import OpPrecondition
+from skyrl_actors.messages.requests import CreateModel
+
+
+class CreateModelVerb(ModelVerb[CreateModel]):
+    """Create a model. The client chooses its id."""
+
+    needs = "ranks"
+
+    def check(
+        self,
+        request: CreateModel,
+        spec: ModelSpec | None,
+        config: ClusterConfig,
+        able: Capabilities,
+    ) -> CreateModel:
+        """Check what does not depend on the checkpoint that the model starts from."""
+        check_metadata(request.user_metadata)
+        checked_id(request.model_id, "model id")
+        return replace(request, spec=settled(request.spec, able))
+
+    def reads_files(self, request: CreateModel) -> bool:
+        return request.from_path is not None
+
+    async def prepare(self, op: Op, request: CreateModel, context: VerbContext) -> bool:
+        await context.capacity.take(op.number, op.request_id, request)
+        return True
+
+    async def execute(self, op: Op, request: CreateModel, context: VerbContext) -> Outcome:
+        await context.backend.create_model(
+            request.spec, OpPrecondition(op.number, None, op.request_id)
+        )
+        result: rs.Result = rs.ModelCreated(request.model_id)
+        if request.from_path:
+            result = await _fill(op, request, request.from_path, context)
+        await context.disk.note(
+            request.model_id,
+            context.folders.note_run,
+            request.spec,
+            request.session_id,
+            request.user_metadata,
+        )
+        context.tenants.models[request.model_id].ready = True
+        return Outcome(result, "applied")
+
+    async def undo(self, request: CreateModel, context: VerbContext) -> None:
+        if context.capacity.holds(request.model_id):
+            with suppress(InternalError):  # some ranks may hold the model
+                await context.backend.delete_model(request.spec)
+
+    async def replay(self, op: ReplayedOp[CreateModel]) -> None:
+        if op.request.from_path:
+            raise Corrupt(
+                f"{op.spec.model_id} was created from {op.request.from_path}, and the snapshot "
+                "after that is lost"
+            )
+        await op.backend.create_model(op.spec, OpPrecondition(op.precondition.number))
+
+    def fold(self, model: Model, op: AnsweredOp, tables: ModelTables, now: float) -> None:
+        if op.failed:
+            tables.remove(model.spec.model_id)
+
+
+async def _fill(op: Op, request: CreateModel, path: str, context: VerbContext) -> rs.Loaded:
+    """Load a checkpoint or a past step into a new model. Delete the model if that fails."""
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(context.backend.delete_model, request.spec)
+        try:
+            loaded = await _loaded(op, request, path, context)
+        except StateLost:
+            undo.pop_all()  # the restarted ranks do not hold the model
+            raise
+        undo.pop_all()
+        return loaded
+
+
+async def _loaded(op: Op, request: CreateModel, path: str, context: VerbContext) -> rs.Loaded:
+    spec, with_optimizer, where = request.spec, request.with_optimizer, parse_path(path)
+    if where.kind == "steps":
+        await context.past.fork(spec, path, op.number, with_optimizer)
+        return rs.Loaded(spec.model_id, path)
+    refuse_export(where)
+    folder, saved, version = await context.disk.read(context.folders.found, where)
+    check_fits(spec, saved, path, with_optimizer)
+    precondition = OpPrecondition(op.number, op.number, op.request_id)
+    await context.backend.load_checkpoint(spec, precondition, str(folder), with_optimizer)
+    return rs.Loaded(spec.model_id, path, version)
+
+
+def settled(spec: ModelSpec, capabilities: Capabilities) -> ModelSpec:
+    """Return the spec with `train_unembed` filled in, if the client left it open.
+
+    An adapter covers the output layer, except on a policy whose engines cannot sample that.
+    """
+    if spec.lora is None or spec.lora.train_unembed is not None:
+        return spec
+    reaches = spec.role == "critic" or capabilities.adapts_head
+    return replace(spec, lora=replace(spec.lora, train_unembed=reaches))
+
+
+def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities) -> None:
+    if spec.base_model != capabilities.base_model:
+        raise InvalidRequest(
+            f"unknown base model {spec.base_model!r}; this service has {capabilities.base_model!r}"
+        )
+    if not 0 <= spec.seed <= LARGEST_INT:
+        raise InvalidRequest(f"seed {spec.seed}: use 0 to 2^62")
+    if spec.role not in ROLES:
+        raise InvalidRequest(f"model_role {spec.role!r}: use one of {', '.join(ROLES)}")
+    if spec.role not in capabilities.roles:
+        raise InvalidRequest(f"this service has no {spec.role} group (its config sets it to null)")
+    if spec.optimizer == "adamw8bit" and find_spec("bitsandbytes") is None:
+        raise InvalidRequest(
+            "optimizer adamw8bit needs the package bitsandbytes, "
+            "which is not installed in this service; use adamw"
+        )
+    if spec.optimizer != "adamw" and spec.lora is None:
+        group = config.policy if spec.role == "policy" else config.critic
+        strategy = group.full_strategy_on(config.placement.device).type if group else "replica"
+        if strategy != "replica":
+            raise InvalidRequest(
+                f"optimizer {spec.optimizer} is for weights that are held whole; "
+                f"this service shards full fine-tunes ({strategy}): use adamw or a LoRA"
+            )
+    if spec.lora and not 1 <= spec.lora.rank <= config.lora.max_rank:
+        raise InvalidRequest(
+            f"lora rank {spec.lora.rank}: this service takes 1 to {config.lora.max_rank}, "
+            "or 0 for a full fine-tune"
+        )
+    if (
+        spec.lora
+        and spec.lora.train_unembed
+        and spec.role == "policy"
+        and not capabilities.adapts_head
+    ):
+        raise InvalidRequest(
+            "train_unembed true: vLLM takes no adapter on the output layer of "
+            f"{capabilities.base_model}, so this model could not be sampled; "
+            "set train_unembed=False, train_attn and train_mlp are allowed"
+        )
+    if spec.lora is None and not config.lora.max_full_models:
+        raise InvalidRequest(
+            "this service takes no full fine-tunes (lora.max_full_models is 0); use a LoRA"
+        )
+    memory = capabilities.adapters
+    if spec.lora and memory.bytes_of(spec.lora.rank) > memory.limit_bytes:
+        raise InvalidRequest(
+            f"a LoRA of rank {spec.lora.rank} needs "
+            f"{memory.bytes_of(spec.lora.rank) / 2**30:.3g} GiB of host memory, and all LoRA "
+            f"models together may take {memory.limit_bytes / 2**30:.3g} (lora.max_host_gib); "
+            "use a lower rank"
+        )
+
+
+def check_fits(spec: ModelSpec, saved: ModelSpec, path: str, with_optimizer: bool) -> None:
+    """Raise InvalidRequest when the checkpoint at `path` cannot be loaded into this model.
+
+    A critic can be loaded from a policy: it takes all weights except the output layer.
+    """
+    if saved.base_model != spec.base_model:
+        raise InvalidRequest(
+            f"{path} belongs to base model {saved.base_model!r}; "
+            f"this service has {spec.base_model!r}"
+        )
+    if saved.role != spec.role and spec.role == "policy":
+        raise InvalidRequest(f"{path} is a critic; a policy cannot be made of it")
+    if with_optimizer and saved.role != spec.role:
+        raise InvalidRequest(
+            f"{path} has a {saved.role}'s optimizer state, this model is a {spec.role}; "
+            "load its weights alone"
+        )
+    if with_optimizer and saved.optimizer != spec.optimizer:
+        raise InvalidRequest(
+            f"{path} has the state of optimizer {saved.optimizer}, this model uses "
+            f"{spec.optimizer}; load its weights alone"
+        )
+    if saved.lora is None or spec.lora is None:
+        if saved.lora is not spec.lora:
+            kinds = [
+                "a full fine-tune" if lora is None else f"a LoRA of rank {lora.rank}"
+                for lora in (saved.lora, spec.lora)
+            ]
+            raise InvalidRequest(
+                f"{path} is {kinds[0]}, this model is {kinds[1]}; create one of the same kind"
+            )
+        return
+    differ = [
+        f"{name} is {getattr(saved.lora, name)} there and {getattr(spec.lora, name)} here"
+        for name in ("rank", "alpha", "train_attn", "train_mlp", "train_unembed")
+        if getattr(saved.lora, name) != getattr(spec.lora, name)
+        and not (spec.role == "critic" and name == "train_unembed")
+    ]
+    if differ:
+        raise InvalidRequest(f"{path} cannot be loaded into this adapter: {'; '.join(differ)}")

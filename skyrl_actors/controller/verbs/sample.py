@@ -1,0 +1,137 @@
+"""Generate from one prompt."""
+
+import math
+from collections.abc import Mapping
+
+from skyrl_actors.backends.backend import Capabilities
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller.admission import LARGEST_INT
+from skyrl_actors.controller.ledger import Outcome
+from skyrl_actors.controller.pinning import change_of, change_text
+from skyrl_actors.controller.tenants import Sampler
+from skyrl_actors.controller.verbs.verb import Verb, VerbContext
+from skyrl_actors.messages.errors import InvalidRequest, NotFound
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.requests import Sample
+from skyrl_actors.messages.results import Result, SampleOutput
+from skyrl_actors.messages.seeds import SEEDS
+
+MIN_TEMPERATURE = 0.0
+
+
+class SampleVerb(Verb[Sample]):
+    """Generate with a sampler's fixed weights. Samples have no order."""
+
+    def check(
+        self,
+        request: Sample,
+        spec: ModelSpec | None,
+        config: ClusterConfig,
+        able: Capabilities,
+    ) -> Sample:
+        check_sample(request, config, able)
+        return request
+
+    async def execute(
+        self, request_id: str, request: Sample, sampler: Sampler, context: VerbContext
+    ) -> Outcome:
+        """Compute a sample.
+
+        Raises NotFound when the sampler's checkpoint was deleted or saved again since it was
+        opened.
+        """
+        if (change := await context.disk.read(change_of, context.folders, sampler)) is not None:
+            raise NotFound(change_text(sampler, change))
+        output = await context.backend.sample(
+            request_id, request.prompt, request.params, sampler.weights
+        )
+        # Checked again, because an engine may load the files at any time until it answers.
+        if await context.disk.read(change_of, context.folders, sampler) == "saved again":
+            raise NotFound(change_text(sampler, "saved again"))
+        return Outcome(output)
+
+    def tokens(self, request: Sample, result: Result) -> Mapping[str, int]:
+        if not isinstance(result, SampleOutput):
+            return {}
+        return {"sampled_tokens": sum(len(one.tokens) for one in result.sequences)}
+
+
+def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilities) -> None:
+    params, length = request.params, len(request.prompt)
+    if not length:
+        raise InvalidRequest("the prompt is empty")
+    if not 1 <= params.num_samples <= config.limits.num_samples:
+        raise InvalidRequest(
+            f"num_samples {params.num_samples}: use 1 to {config.limits.num_samples}"
+        )
+    if params.max_tokens < 1 or length + params.max_tokens > capabilities.max_sample_tokens:
+        raise InvalidRequest(
+            f"prompt of {length} + max_tokens {params.max_tokens} tokens; together they may have "
+            f"{capabilities.max_sample_tokens}, and max_tokens at least 1 "
+            "(scoring a prompt samples one token too)"
+        )
+    if min(request.prompt) < 0 or max(request.prompt) >= capabilities.vocab_size:
+        raise InvalidRequest(
+            f"the prompt has a token id outside 0 to {capabilities.vocab_size - 1}"
+        )
+    if not (math.isfinite(params.temperature) and params.temperature >= MIN_TEMPERATURE):
+        raise InvalidRequest(f"temperature {params.temperature}: use 0 (greedy) or more")
+    if not 0 < params.top_p <= 1:
+        raise InvalidRequest(f"top_p {params.top_p}: use more than 0, up to 1")
+    if params.seed is not None and not 0 <= params.seed <= SEEDS - params.num_samples:
+        raise InvalidRequest(f"seed {params.seed}: use 0 to 2^63 - num_samples")
+    for stop in params.stop or ():
+        if isinstance(stop, int) and not 0 <= stop < capabilities.vocab_size:
+            raise InvalidRequest(f"stop token {stop}: use 0 to {capabilities.vocab_size - 1}")
+    if params.top_k > LARGEST_INT:
+        raise InvalidRequest(
+            f"top_k {params.top_k}: use -1 (off) or at most {capabilities.vocab_size}"
+        )
+    if params.top_k != -1 and params.top_k < 1:
+        raise InvalidRequest(f"top_k {params.top_k}: use -1 (off) or at least 1")
+    for name, k in (
+        ("prompt", params.topk_prompt_logprobs),
+        ("sample", params.topk_sample_logprobs),
+    ):
+        if not 0 <= k <= config.engine.max_logprobs:
+            raise InvalidRequest(f"topk_{name}_logprobs {k}: use 0 to {config.engine.max_logprobs}")
+    _check_prompt_scores(request, config, capabilities)
+    if params.prompt_logprobs_last_n is not None:
+        if params.prompt_logprobs_last_n < 1:
+            raise InvalidRequest(
+                f"prompt_logprobs_last_n {params.prompt_logprobs_last_n}: use at least 1"
+            )
+        if not (params.prompt_logprobs or params.topk_prompt_logprobs):
+            raise InvalidRequest(
+                f"prompt_logprobs_last_n {params.prompt_logprobs_last_n} without prompt_logprobs: "
+                "set prompt_logprobs or topk_prompt_logprobs too"
+            )
+
+
+def _check_prompt_scores(
+    request: Sample, config: ClusterConfig, capabilities: Capabilities
+) -> None:
+    params, length = request.params, len(request.prompt)
+    if not 0 <= params.prompt_alternatives <= config.engine.max_logprobs:
+        raise InvalidRequest(
+            f"prompt_alt_tokens_k {params.prompt_alternatives}: "
+            f"use 0 to {config.engine.max_logprobs}"
+        )
+    targets = params.prompt_targets
+    if targets is not None:
+        if targets.shape[0] != length - 1:
+            raise InvalidRequest(
+                f"target_prompt_logprobs has {targets.shape[0]} rows; "
+                f"a prompt of {length} tokens needs {length - 1}"
+            )
+        if targets.ids and (min(targets.ids) < -1 or max(targets.ids) >= capabilities.vocab_size):
+            raise InvalidRequest(
+                f"target_prompt_logprobs has an id outside -1 to {capabilities.vocab_size - 1}"
+            )
+    if params.scores_prompt and length * capabilities.vocab_size > config.engine.max_scored_cells:
+        most = config.engine.max_scored_cells // capabilities.vocab_size
+        raise InvalidRequest(
+            f"target_prompt_logprobs and prompt_alt_tokens_k score the whole vocabulary at each "
+            f"position, for prompts of at most {most} tokens (engine.max_scored_cells); "
+            f"this prompt has {length}"
+        )

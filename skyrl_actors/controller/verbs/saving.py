@@ -1,0 +1,45 @@
+"""What the three kinds of saving have in common: checks, and a folder that is written once."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from skyrl_actors.controller.ledger import Op
+from skyrl_actors.controller.tenants import Model
+from skyrl_actors.controller.verbs.verb import VerbContext
+from skyrl_actors.messages.catalog import LONGEST_TTL_S
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.model import CheckpointForm
+from skyrl_actors.messages.paths import TinkerPath
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    if ttl_seconds is not None and not 1 <= ttl_seconds <= LONGEST_TTL_S:
+        raise InvalidRequest(
+            f"ttl_seconds {ttl_seconds}: use 1 to {LONGEST_TTL_S} (100 years), "
+            "or leave it out to keep the checkpoint"
+        )
+
+
+async def save(
+    op: Op,
+    model: Model,
+    path: TinkerPath,
+    context: VerbContext,
+    *,
+    form: CheckpointForm,
+    overwrite: bool = False,
+    user_metadata: Mapping[str, str],
+    ttl_seconds: int | None,
+) -> Path:
+    """Write a checkpoint, unless this request has written it already. Return its folder."""
+    folder, is_saved = await context.disk.read(
+        context.folders.to_save, path, overwrite, op.request_id
+    )
+    if not is_saved:
+        await context.backend.save_checkpoint(
+            model.spec, op.reading, str(folder), form=form, mark=op.request_id
+        )
+    await context.disk.note(
+        path.model_id, context.folders.note, folder, dict(user_metadata), ttl_seconds
+    )
+    return folder

@@ -1,0 +1,115 @@
+"""Build the pool of engines from the configuration and the placement plan."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ray.util.placement_group import PlacementGroup
+
+from placement.types import Plan
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.engines.external_engine import ExternalEngine
+from skyrl_actors.engines.interface import (
+    EngineSpec,
+)
+from skyrl_actors.engines.local_engine import EngineSite, LocalEngine
+from skyrl_actors.engines.logprob_check import LogprobCheck
+from skyrl_actors.engines.pool import Deliver, EnginePool
+from skyrl_actors.messages.errors import (
+    ConfigError,
+)
+from skyrl_actors.transfer.transport import EnginePlace
+
+
+def build_pool(
+    config: ClusterConfig,
+    base_folder: Path,
+    plan: Plan,
+    reserved: PlacementGroup,
+    devices: Mapping[int, str],
+    environment: dict[str, str],
+    deliver: Deliver,
+    epoch: int,
+    detached: bool,
+    say: Callable[[str], None],
+) -> EnginePool:
+    """Build a pool for the planned slots. `devices`: GPU ids by slot, for multi-GPU engines."""
+    engine = config.engine
+    share = config.placement.colocated_share if config.placement.shares("engine") else 1.0
+    logprob_check = LogprobCheck(
+        config.logprob_check, config.logprob_bound, config.policy.dtype, say
+    )
+    pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
+    for index, slots in enumerate(plan.actors_of("engine")):
+        over_nodes = len({slot.node for slot in slots}) > 1
+        ids = (
+            ()
+            if over_nodes
+            else tuple(devices[slot.index] for slot in slots if slot.index in devices)
+        )
+        spec = EngineSpec(
+            f"engine[{index}]",
+            str(base_folder),
+            config.placement.device,
+            engine.dtype,
+            engine.max_model_len,
+            engine.max_num_seqs,
+            engine.max_num_batched_tokens,
+            engine.kv_cache_bytes,
+            engine.max_loras,
+            config.lora.max_rank,
+            config.engine_adapters,
+            engine.enforce_eager,
+            engine.call_timeout_s,
+            engine.tensor_parallel,
+            engine.pipeline_parallel,
+            ids,
+            over_nodes,
+            engine.in_flight == "keep",
+            takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",
+        )
+        own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
+        if over_nodes:  # vLLM creates its workers as Ray actors in these bundles
+            bundles = ",".join(str(slot.index) for slot in slots)
+            own |= {
+                "VLLM_RAY_BUNDLE_INDICES": bundles,
+                "VLLM_RAY_PER_WORKER_GPUS": str(share),
+                "RAY_ADDRESS": "auto",
+            }
+        on_gpu = plan.device == "GPU" and len(slots) == 1
+        site = EngineSite(
+            spec,
+            f"{config.name}:engine:{index}",
+            reserved,
+            slots[0].index,
+            share,
+            on_gpu,
+            own,
+            detached,
+            over_nodes,
+        )
+        beside = [
+            rank
+            for rank, slot in enumerate(plan.slots_of("policy"))
+            if slot.index == slots[0].index
+        ]
+        place = EnginePlace(engine.num_devices, *beside)
+        pool.engines.append(LocalEngine(site, engine, config.restart, epoch, pool.load, say, place))
+    pool.engines += external_members(config, say)
+    return pool
+
+
+def external_members(config: ClusterConfig, say: Callable[[str], None]) -> list[ExternalEngine]:
+    """Build the engines by URL. Raise ConfigError if the variable of an API key is not set."""
+    found = []
+    for number, asked in enumerate(config.engine.external):
+        key = os.environ.get(asked.api_key_env) if asked.api_key_env else None
+        if asked.api_key_env and key is None:
+            raise ConfigError(
+                f"engine.external {asked.url}: the controller has no variable "
+                f"{asked.api_key_env}; set it before `serve`"
+            )
+        found.append(
+            ExternalEngine(f"external[{number}]", asked, key, config.engine, config.restart, say)
+        )
+    return found
