@@ -1,4 +1,4 @@
-# make demo   set up, then watch PPO learn        make check   ruff and pyright
+# make demo   set up, then watch PPO learn        make check   ruff, vulture, pyright
 # make test   set up, then the tests            make bench   benchmarks, one JSON line each
 # make test-fast  tests without a cluster       make test-slow  what make test leaves out
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
@@ -50,6 +50,7 @@ test-fast: $(READY)
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/vulture
 	$(BIN)/pyright
 
 bench: $(READY)

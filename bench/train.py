@@ -41,7 +41,6 @@ from bench.train_setup import (
 from skyrl_actors.messages.model import ModelSpec
 
 ROUNDS = 5
-LARGE_VOCAB = 151_936
 
 
 def ratio(found: dict[str, list[float]], ours: str, theirs: str) -> float:

@@ -45,10 +45,6 @@ class ModelShape:
         norms = self.hidden * (2 * self.layers + 1) + 2 * self.head_dim * self.layers
         return words + norms + self.layers * (self.attention_parameters + self.mlp_parameters)
 
-    @property
-    def layer_parameters(self) -> int:
-        return self.attention_parameters + self.mlp_parameters
-
     def kv_bytes_per_token(
         self, number_bytes: int, tensor_parallel: int = 1, pipeline_parallel: int = 1
     ) -> int:

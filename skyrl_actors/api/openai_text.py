@@ -85,7 +85,6 @@ class Growing:
         self._stops = tuple(stop for stop in stops if stop)
         self._tokens: list[int] = []
         self._given = 0
-        self.stopped = False
 
     def more(self, tokens: Sequence[int], last: bool = False) -> str:
         """Add tokens and return the text that is new and final; with `last`, all of the rest."""
@@ -93,7 +92,7 @@ class Growing:
         text = self._codec.decode(self._tokens)
         ends = [where for stop in self._stops if (where := text.find(stop)) >= 0]
         if ends:
-            text, self.stopped = text[: min(ends)], True
+            text = text[: min(ends)]
         elif not last:
             text = text[: len(text) - self._unsure(text)]
         new, self._given = text[self._given :], max(self._given, len(text))

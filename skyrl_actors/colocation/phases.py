@@ -57,10 +57,6 @@ class Move:
         return f"{self.action} {self.part}"
 
 
-def plan_moves(current: Phase, wanted: Phase) -> tuple[Move, ...]:
-    return plan_from(RESIDENT[current], wanted)
-
-
 def plan_from(here: frozenset[MemoryPart], wanted: Phase) -> tuple[Move, ...]:
     """Return the moves from the resident parts `here` to a phase; frees come before loads."""
     there = RESIDENT[wanted]

@@ -328,8 +328,3 @@ def _encoded(entries: Sequence[Entry]) -> list[bytes]:
         return [encode(record) for entry in entries if (record := record_of(entry)) is not None]
     except UNENCODABLE as error:
         raise InvalidRequest(f"a value cannot be stored: {error!a}") from None
-
-
-def holder_text(name: str) -> str:
-    """Describe this process for error messages of other services."""
-    return f"service {name!r} (process {os.getpid()} on {os.uname().nodename})"

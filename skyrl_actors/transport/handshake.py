@@ -22,7 +22,7 @@ from typing import Literal
 
 from skyrl_actors.messages.errors import ConfigError
 
-SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+NONCE_BYTES = PROOF_BYTES = 32
 CERTIFICATE_BEGIN, CERTIFICATE_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 Side = Literal["caller", "server"]
 

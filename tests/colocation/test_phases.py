@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from skyrl_actors.colocation.in_flight import InFlight, in_sample_phase
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
-from skyrl_actors.colocation.phases import RESIDENT, MemoryPart, Move, Phase, plan_moves, serves
+from skyrl_actors.colocation.phases import RESIDENT, MemoryPart, Move, Phase, plan_from, serves
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.messages.errors import InternalError, WeightsGone
 
@@ -26,7 +26,7 @@ def test_moves_between_any_two_phases_obey_the_rules(here: Phase, there: Phase):
     resident = set(RESIDENT[here])
     limit = max(sum(BYTES[p] for p in RESIDENT[here]), sum(BYTES[p] for p in RESIDENT[there]))
     touched = []
-    for move in plan_moves(here, there):
+    for move in plan_from(RESIDENT[here], there):
         (resident.remove if move.action == "free" else resident.add)(move.part)
         touched.append(move.part)
         assert sum(BYTES[p] for p in resident) <= limit
