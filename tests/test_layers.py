@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import tokenize
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,7 @@ HEAVY = {
         "engines/vllm_stats.py",
     ),
     "ray": (
+        "api/deployment.py",
         "api/ingress.py",
         "api/client.py",
         "groups/",
@@ -275,6 +277,28 @@ def test_pure_modules_do_not_load_ray():
         ).stdout.strip()
         == "False"
     )
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports inside functions count too."""
+    files = {module_of(path): path for path in modules()}
+    graph = {name: project_imports(path, files) - {name} for name, path in files.items()}
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def project_imports(path: Path, files: dict[str, Path]) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in files else node.module for name in names}
+    return found & files.keys()
 
 
 def tokens_in(text: str) -> int:

@@ -170,7 +170,7 @@ async def _start_controller(config: ClusterConfig, base_folder: Path) -> None:
 
 
 def start_ingress(config: ClusterConfig) -> None:
-    from skyrl_actors.api.ingress import TinkerApi
+    from skyrl_actors.api.deployment import TinkerApi
 
     note("starting the HTTP endpoint (Ray Serve)")
     serve.start(
@@ -239,7 +239,7 @@ def _dashboard() -> str:
 
 def deployed_application(arguments: dict[str, Any]) -> serve.Application:
     """Return the application for `serve deploy`. This function runs inside the cluster."""
-    from skyrl_actors.api.ingress import TinkerApi
+    from skyrl_actors.api.deployment import TinkerApi
 
     named = Path(arguments.get("config", "configs/cpu_tiny.yaml"))
     path = named if named.is_absolute() or named.exists() else PROJECT / named

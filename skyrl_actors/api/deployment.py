@@ -1,0 +1,34 @@
+"""The Ray Serve deployment: stateless HTTP replicas in front of the controller actor."""
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.schema import LoggingConfig
+
+from skyrl_actors.api.app import build_app
+from skyrl_actors.api.client import ControllerClient, find_controller
+from skyrl_actors.api.state import ApiState
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.observe.process import Observed
+
+
+@serve.deployment(
+    name="tinker-api",
+    max_ongoing_requests=4000,
+    ray_actor_options={"num_cpus": 0},
+    # Replicas have no state: a client whose long poll is cut repeats it.
+    graceful_shutdown_wait_loop_s=0.2,
+    graceful_shutdown_timeout_s=2.0,
+    health_check_period_s=1.0,
+    health_check_timeout_s=30.0,
+    # An access log line for each poll would cost more than the poll.
+    logging_config=LoggingConfig(enable_access_log=False),
+)
+@serve.ingress()
+class TinkerApi:
+    def __init__(self, config: ClusterConfig):
+        Observed(config.name, config.observe.otlp, config.observe.log_format).begin("ingress")
+        self.state = ApiState(config, ControllerClient(find_controller(config.name)))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Return the application. Serve calls this in the replica, after the constructor."""
+        return build_app(self.state)
