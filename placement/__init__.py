@@ -1,0 +1,1 @@
+"""Decide which actor gets which device, and whether its memory suffices."""

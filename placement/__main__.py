@@ -23,6 +23,7 @@ from placement.types import Demand, DoesNotFit
 
 
 def main() -> None:
+    """Print the plan for a file of demands, or exit with the reason why there is none."""
     parser = argparse.ArgumentParser(
         prog="python -m placement",
         description=__doc__,

@@ -6,6 +6,7 @@ SHOWN_SLOTS = 64
 
 
 def render(plan: Plan) -> str:
+    """Return a table of the first `SHOWN_SLOTS` slots, and the free devices of each node."""
     width = max(len(slot.node) for slot in plan.slots)
     lines = [f"{'slot':>4}  {'node':<{width}}  {'device':<6}  actors"]
     for slot in plan.slots[:SHOWN_SLOTS]:

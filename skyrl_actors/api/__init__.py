@@ -1,0 +1,1 @@
+"""HTTP: convert requests and results, check API keys, and serve data to the console."""

@@ -25,6 +25,8 @@ from skyrl_actors.observe.process import Observed
 )
 @serve.ingress()
 class TinkerApi:
+    """A stateless HTTP replica. It sends requests to the controller of the configured service."""
+
     def __init__(self, config: ClusterConfig):
         Observed(config.name, config.observe.otlp, config.observe.log_format).begin("ingress")
         self.state = ApiState(config, ControllerClient(find_controller(config.name)))

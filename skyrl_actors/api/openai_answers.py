@@ -37,10 +37,12 @@ class Form:
 
 
 def new_id(prefix: str) -> str:
+    """Return a random id in OpenAI's form, for example `cmpl-` and 24 hexadecimal digits."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached: int = 0) -> dict[str, Any]:
+    """Return OpenAI's usage object. `cached` counts prompt tokens that came from a prefix cache."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

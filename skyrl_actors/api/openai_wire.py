@@ -35,6 +35,8 @@ OFF: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(BaseModel):
+    """Options of a streamed answer. With `include_usage`, a last chunk has the token counts."""
+
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
@@ -42,6 +44,8 @@ class StreamOptions(BaseModel):
 
 
 class OpenAiBody(BaseModel):
+    """Fields of both kinds of completions. Fields that are not served must be off or absent."""
+
     model_config = ConfigDict(extra="forbid")
 
     model: str
@@ -83,17 +87,23 @@ class OpenAiBody(BaseModel):
 
 
 class Completion(OpenAiBody):
+    """A completion request: one or several prompts, each a text or a list of token ids."""
+
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0)
 
 
 class TextPart(BaseModel):
+    """A piece of a message's content. Other kinds, for example images, are refused."""
+
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
+    """A chat message. Its text is `content`, or all parts of `content` joined."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
@@ -114,6 +124,8 @@ class Message(BaseModel):
 
 
 class ChatCompletion(OpenAiBody):
+    """A chat completion request. `max_completion_tokens` takes precedence over `max_tokens`."""
+
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)

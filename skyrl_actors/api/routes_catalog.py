@@ -160,6 +160,7 @@ def _cursor(entries: Sequence[Any], limit: int, offset: int) -> dict[str, int]:
 
 
 def iso(seconds: float) -> str:
+    """Return seconds since the epoch as an ISO 8601 time in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 

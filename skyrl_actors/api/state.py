@@ -63,6 +63,7 @@ class ApiState:
 
 
 def state_of(request: Request) -> ApiState:
+    """Return the state of the application that received this request."""
     return request.app.state.api
 
 

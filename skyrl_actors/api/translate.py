@@ -48,6 +48,7 @@ def load_weights(body: wire.LoadWeights) -> rq.CreateModel | rq.LoadWeights:
 
 
 def optim_step(body: wire.OptimStep) -> rq.OptimStep:
+    """Build the request. Raises InvalidRequest for `optimizer_params`; use `adam_params`."""
     if body.optimizer_params is not None:
         raise InvalidRequest(
             f"optimizer {body.optimizer_params.get('type')!r} is not served; "
@@ -57,6 +58,7 @@ def optim_step(body: wire.OptimStep) -> rq.OptimStep:
 
 
 def save_weights(body: wire.SaveWeights) -> rq.SaveWeights:
+    """Build the request. `path` of the body is the name of the checkpoint."""
     return rq.SaveWeights(
         body.model_id,
         body.path,
@@ -68,6 +70,7 @@ def save_weights(body: wire.SaveWeights) -> rq.SaveWeights:
 
 
 def save_external(body: wire.SaveExternal) -> rq.SaveExternal:
+    """Build the request. Raises InvalidRequest for encryption, which is not served."""
     if body.age_encryption_recipients:
         raise InvalidRequest(
             "age_encryption_recipients is not served: files are not encrypted; leave it out"

@@ -12,6 +12,8 @@ LARGEST_INT = 2**62  # of numbers that are only identifiers
 
 
 class Body(BaseModel):
+    """Base of all JSON bodies. It removes nulls before fields are checked."""
+
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     @model_validator(mode="before")
@@ -25,6 +27,8 @@ class Body(BaseModel):
 
 
 class CreateSession(Body):
+    """A request to open a session. `tags` and `sdk_version` have no effect."""
+
     tags: list[str] = []
     user_metadata: dict[str, Any] = {}
     sdk_version: str = ""
@@ -32,19 +36,27 @@ class CreateSession(Body):
 
 
 class FinishReason(Body):
+    """The outcome of a session, for example success."""
+
     type: str = Field(default="success", max_length=40)
 
 
 class FinishSession(Body):
+    """A request to end a session, with its outcome and an optional explanation."""
+
     reason: FinishReason = FinishReason()
     detail: str | None = Field(default=None, max_length=10_000)
 
 
 class SessionRef(Body):
+    """A heartbeat of a session."""
+
     session_id: str
 
 
 class LoraConfig(Body):
+    """The LoRA of a new model. Rank 0 requests a full fine-tune instead."""
+
     rank: int = Field(default=32, ge=0)
     seed: int | None = None
     train_unembed: bool | None = None  # SDKs always set it
@@ -53,6 +65,8 @@ class LoraConfig(Body):
 
 
 class OptimizerConfig(Body):
+    """The optimizer of a new model, which uses it for all steps."""
+
     type: OptimizerName = "adamw"
 
 
@@ -63,6 +77,8 @@ class CheckpointsOptimizer(Body):
 
 
 class CreateModel(Body):
+    """A request to create a model. Its id consists of `session_id` and `model_seq_id`."""
+
     session_id: str
     model_seq_id: int = Field(ge=0, le=LARGEST_INT)
     base_model: str
@@ -73,10 +89,14 @@ class CreateModel(Body):
 
 
 class ModelRef(Body):
+    """A request that needs only a model's id, to describe or to unload it."""
+
     model_id: str
 
 
 class AdamBody(Body):
+    """The AdamW settings of one step. `grad_clip_norm` 0 means no clipping."""
+
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -86,6 +106,8 @@ class AdamBody(Body):
 
 
 class OptimStep(Body):
+    """A request for an optimizer step. `optimizer_params` is refused; use `adam_params`."""
+
     model_id: str
     adam_params: AdamBody = AdamBody()
     optimizer_params: dict[str, Any] | None = None
@@ -93,10 +115,14 @@ class OptimStep(Body):
 
 
 class Ttl(Body):
+    """A new lifetime of a checkpoint, which begins now. Null keeps the checkpoint."""
+
     ttl_seconds: int | None = Field(default=None, gt=0, le=LONGEST_TTL_S)
 
 
 class SaveWeights(Body):
+    """A request to save a training checkpoint. `path` is its name."""
+
     model_id: str
     path: str
     seq_id: int | None = None
@@ -106,6 +132,8 @@ class SaveWeights(Body):
 
 
 class SaveForSampler(Body):
+    """A request to save weights, either as `path` (a name) or for a new sampling session."""
+
     model_id: str
     path: str | None = None
     sampling_session_seq_id: int | None = Field(default=None, ge=0, le=LARGEST_INT)
@@ -116,6 +144,8 @@ class SaveForSampler(Body):
 
 
 class SaveExternal(Body):
+    """A request to export weights for other tools. `path` is the name of the export."""
+
     model_id: str
     path: str
     seq_id: int | None = None
@@ -124,6 +154,11 @@ class SaveExternal(Body):
 
 
 class CopyWeights(Body):
+    """A request to copy a checkpoint.
+
+    The target is `session_id` with `model_seq_id`, or `destination_project_id`.
+    """
+
     source_path: str
     session_id: str | None = None
     model_seq_id: int | None = Field(default=None, ge=0, le=LARGEST_INT)
@@ -133,6 +168,11 @@ class CopyWeights(Body):
 
 
 class LoadWeights(Body):
+    """A request to load a checkpoint.
+
+    It is loaded into `model_id`, or into a new model of `session_id` and `model_seq_id`.
+    """
+
     path: str
     model_id: str | None = None
     session_id: str | None = None
@@ -145,10 +185,14 @@ class LoadWeights(Body):
 
 
 class TinkerPathRef(Body):
+    """A request that needs only the path of a checkpoint, to describe it."""
+
     tinker_path: str
 
 
 class CreateSamplingSession(Body):
+    """A request to open a sampler of `model_path`, or else of `base_model`."""
+
     session_id: str
     sampling_session_seq_id: int = Field(ge=0, le=LARGEST_INT)
     base_model: str | None = None
@@ -156,6 +200,8 @@ class CreateSamplingSession(Body):
 
 
 class SamplingParamsBody(Body):
+    """How to sample. Without `max_tokens`, an answer can fill the rest of the context."""
+
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
@@ -165,10 +211,14 @@ class SamplingParamsBody(Body):
 
 
 class PromptBody(Body):
+    """A prompt in chunks. Only chunks of text tokens are served."""
+
     chunks: list[dict[str, Any]]
 
 
 class Asample(Body):
+    """A request to sample with a sampling session, or directly from a checkpoint or base model."""
+
     prompt: PromptBody
     sampling_params: SamplingParamsBody = SamplingParamsBody()
     num_samples: int = 1
@@ -187,19 +237,27 @@ class Asample(Body):
 
 
 class SamplerRef(Body):
+    """A sampler that one more copy of a sampling client joins."""
+
     sampling_session_id: str
 
 
 class RequestRef(Body):
+    """The id of a sample request to cancel."""
+
     request_id: str
 
 
 class FuturesTarget(Body):
+    """A sampler, and the number of the client's copy that sent the samples."""
+
     sampling_session_id: str
     cloned_sampler_id: int = Field(default=0, ge=0, le=LARGEST_INT)
 
 
 class RetrieveFutures(Body):
+    """A request to list samples answered since a cursor. `retrieved_request_ids` has no effect."""
+
     target: FuturesTarget
     prev_cursor: int = 0
     timeout: float | None = Field(default=None, ge=0)
@@ -207,11 +265,15 @@ class RetrieveFutures(Body):
 
 
 class SearchCursor(Body):
+    """The last session of a page of results. The next page begins after it."""
+
     last_created_at: datetime
     last_session_id: str
 
 
 class SearchSessions(Body):
+    """The filters of a session search. An absent filter matches every session."""
+
     session_id: str | None = None
     display_name: str | None = Field(default=None, min_length=1)
     user_metadata: dict[str, str] = {}
@@ -221,11 +283,15 @@ class SearchSessions(Body):
 
 
 class LossInput(Body):
+    """An input of a custom loss: its name and its number of dimensions."""
+
     name: str
     rank: int
 
 
 class CreateCustomLoss(Body):
+    """A request to register a loss that the SDK has traced to a graph."""
+
     session_id: str
     custom_loss_seq_id: int = Field(default=0, ge=0, le=LARGEST_INT)
     name: str = Field(max_length=200)
@@ -234,5 +300,7 @@ class CreateCustomLoss(Body):
 
 
 class RetrieveFuture(Body):
+    """A request for the result of a future. `allow_metadata_only` has no effect."""
+
     request_id: str
     allow_metadata_only: bool = False

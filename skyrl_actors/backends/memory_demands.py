@@ -36,6 +36,7 @@ Change = Callable[[ClusterConfig], ClusterConfig]
 
 
 def shape_in(folder: Path) -> ModelShape:
+    """Read a model's shape from its config.json. Raises ConfigError if that is not possible."""
     try:
         return shape_of(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError, DoesNotFit) as error:
@@ -59,6 +60,7 @@ def adapter_memory(
 def memory_plan(
     config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]
 ) -> MemoryPlan:
+    """Return all memory on each kind of device, and the sizes of the smallest device."""
     on_gpu = config.placement.device == "gpu"
     engine = config.engine
     groups: dict[str, list[MemoryItem]] = {}

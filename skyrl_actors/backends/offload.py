@@ -86,6 +86,7 @@ class Offloader:
 def offloader_for(
     config: ClusterConfig, groups: Mapping[str, GroupSupervisor], engines: EnginePool
 ) -> Offloader:
+    """Return an offloader of the engines and of the groups that share devices with others."""
     sharing = [group for role, group in groups.items() if config.placement.shares(role)]
     return Offloader(config.placement.device, sharing, engines)
 

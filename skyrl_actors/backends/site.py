@@ -16,6 +16,7 @@ from skyrl_actors.messages.errors import ConfigError
 
 
 def adapters_of(config: ClusterConfig, base_folder: Path, plan: Plan) -> AdapterMemory:
+    """Return the host memory of each rank for LoRA models. Raises ConfigError."""
     return adapter_memory(config, shape_in(base_folder), plan, cluster_nodes())
 
 

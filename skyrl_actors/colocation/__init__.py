@@ -1,0 +1,1 @@
+"""Phases of devices that policy, critic and engines share, and the locks that change them."""

@@ -13,6 +13,8 @@ from typing import Literal
 
 
 class MemoryPart(StrEnum):
+    """A part of device memory that is loaded and freed as a whole."""
+
     TRAIN_WEIGHTS = "train weights"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer state"
@@ -21,6 +23,8 @@ class MemoryPart(StrEnum):
 
 
 class Phase(StrEnum):
+    """A state of the shared devices. `RESIDENT` lists the memory of each phase."""
+
     IDLE = "IDLE"
     TRAIN = "TRAIN"
     STEP = "STEP"

@@ -171,6 +171,7 @@ def ray_folder() -> str:
 
 
 def forget_ray_address() -> None:
+    """Remove this machine's record of a Ray cluster that no longer runs."""
     reset_ray_address()
 
 
@@ -229,6 +230,7 @@ async def wait_until_started(controller: ActorHandle) -> None:
 
 
 async def close_controller(controller: ActorHandle) -> None:
+    """Close the controller, then kill its actor even if closing failed or timed out."""
     try:
         await asyncio.wait_for(settled(controller.close.remote()), STOP_TIMEOUT_S)
     finally:
@@ -251,6 +253,7 @@ def remove_scratch(config: ClusterConfig) -> None:
 
 
 def remove_folder(folder: Path) -> None:
+    """Remove a folder with its contents. Errors are ignored, also if the folder is absent."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -22,6 +22,8 @@ PROJECT = Path(__file__).parent.parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """The result of a check. `cure` is printed if it is not `good`."""
+
     good: bool
     what: str
     cure: str = ""

@@ -28,6 +28,7 @@ def folder(name: str) -> Path:
 
 
 def environment(config: ClusterConfig) -> dict[str, str]:
+    """Return the variables that Ray needs. Without `http.haproxy` none concerns HAProxy."""
     common = {
         "RAY_worker_niceness": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",

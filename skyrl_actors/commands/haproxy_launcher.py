@@ -24,6 +24,7 @@ LIVED_S, SHORT_LIVES = 2.0, 5
 
 
 def main() -> None:
+    """Run as HAProxy. With a config (`-f`), first correct it and fork a watcher."""
     binary, *arguments = sys.argv[1:]
     if "-f" in arguments:
         config = Path(arguments[arguments.index("-f") + 1])

@@ -16,6 +16,10 @@ from skyrl_actors.messages.errors import NotFound
 def run(
     config_path: Path, overrides: Sequence[str], model_id: str | None, last: int, as_json: bool
 ) -> None:
+    """Print the models of a journal, or the `last` operations of one model.
+
+    Raises NotFound if the journal does not contain `model_id`.
+    """
     config = load(config_path, overrides)
     with reading(config.journal) as store:
         if model_id is None:

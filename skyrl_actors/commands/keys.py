@@ -8,6 +8,7 @@ from skyrl_actors.messages.errors import ConfigError
 
 
 def make(name: str) -> None:
+    """Print a new key and its hashed entry. Raises ConfigError if the name is not allowed."""
     made = f"tml-{secrets.token_hex(24)}"
     try:
         line = hashed(f"{name}={made}" if name else made)

@@ -22,6 +22,10 @@ from skyrl_actors.messages.errors import ConfigError
 def run(
     config_path: Path, overrides: Sequence[str], nodes_file: Path | None, model: Path | None
 ) -> None:
+    """Print placement and memory. Raises ConfigError if a plan is refused.
+
+    Without `nodes_file`, the plan is for this machine. `model` replaces the configured base model.
+    """
     config = _cluster_of(config_path, overrides)
     try:
         nodes = nodes_from_cluster_file(nodes_file) if nodes_file else [_this_machine()]

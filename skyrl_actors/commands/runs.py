@@ -9,6 +9,7 @@ from skyrl_actors.observe.runs import listed
 
 
 def show(folder: Path, as_json: bool) -> None:
+    """Print a summary of each run in a folder, as a table or as JSON."""
     rows = listed(folder)
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -17,5 +18,6 @@ def show(folder: Path, as_json: bool) -> None:
 
 
 def report(run: Path) -> None:
+    """Write the report of a run into its folder, as HTML and PNG."""
     page = write_page(run).resolve()
     note(f"wrote {page} and {page.with_suffix('.png').name} in the same folder")

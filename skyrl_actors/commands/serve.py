@@ -36,6 +36,7 @@ PROJECT = Path(__file__).parent.parent.parent
 
 
 def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
+    """Start a service, and with `block` run until Ctrl-C. A failed start is undone."""
     config = with_absolute_paths(load(config_path, overrides))
     _check_port(config)
     SqlJournal(config.journal).check()
@@ -170,6 +171,7 @@ async def _start_controller(config: ClusterConfig, base_folder: Path) -> None:
 
 
 def start_ingress(config: ClusterConfig) -> None:
+    """Start the HTTP proxy on the head node, and deploy the HTTP replicas."""
     from skyrl_actors.api.deployment import TinkerApi
 
     note("starting the HTTP endpoint (Ray Serve)")
@@ -215,6 +217,7 @@ def _wait_until_healthy(config: ClusterConfig) -> None:
 
 
 def url(config: ClusterConfig) -> str:
+    """Return the base URL of the service."""
     return f"http://{config.http.host}:{config.http.port}"
 
 
@@ -298,6 +301,7 @@ def read_spans(name: str) -> list[Span]:
 
 
 def status(name: str, as_json: bool) -> None:
+    """Print the status of a service, as tables or JSON. Raises ConfigError if it does not run."""
     content = read_status(name)
     if as_json:
         print(json.dumps(content, indent=2))
@@ -323,6 +327,7 @@ async def _status(name: str) -> dict[str, Any]:
 
 
 def join(name: str) -> None:
+    """Connect to Ray if necessary, and raise ConfigError if the service does not run."""
     try:
         if not ray.is_initialized():
             cluster.join_ray()

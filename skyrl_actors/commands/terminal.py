@@ -54,6 +54,7 @@ ALWAYS = ("step", "eval/accuracy")
 
 
 def note(text: str) -> None:
+    """Print one line on the progress of a command. The text can contain Rich markup."""
     console.print(f"[dim]·[/dim] {text}")
 
 
@@ -155,6 +156,7 @@ class RunView:
 def closing_table(
     outcome: RunOutcome, seconds: float, peak_rss_gib: float, folder: Recorder
 ) -> None:
+    """Print the metric before and after the run, the resources used, and the run's folder."""
     table = Table(
         title=f"{outcome.metric}: {REGISTRY[outcome.metric].definition}", title_justify="left"
     )

@@ -11,6 +11,7 @@ from skyrl_actors.observe.trace import events_of, rows_of
 
 
 def run(name: str, target: Path) -> None:
+    """Write a trace file of a service. Raises ConfigError if there is nothing to show."""
     timeline, spans = read_status(name).get("phase_timeline", []), read_spans(name)
     if not timeline and not spans:
         raise ConfigError(

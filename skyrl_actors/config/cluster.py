@@ -62,6 +62,8 @@ BaseModelConfig = Annotated[TinyBase | PretrainedBase, Field(discriminator="type
 
 
 class PlacementConfig(FrozenConfig):
+    """How ranks and engines are placed on devices, and how their memory is checked."""
+
     device: Literal["cpu", "gpu"] = Field(default="cpu", description="device of ranks and engines")
     layout: Literal["colocated", "split", "mixed"] = Field(
         default="colocated",

@@ -35,6 +35,7 @@ This page lists every key of a service config (`skyrl-actors serve FILE`) and of
 
 
 def markdown() -> str:
+    """Return the reference page."""
     service, job = (
         _sections("", ClusterConfig, {}),
         _sections("", JobConfig, {}, leave=("cluster",)),

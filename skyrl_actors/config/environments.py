@@ -58,6 +58,8 @@ class EnvLimits(FrozenConfig):
 
 
 class OneTurn(EnvLimits):
+    """Base of environments whose episodes are one answer. Other `max_turns` are refused."""
+
     @model_validator(mode="after")
     def _one(self) -> "OneTurn":
         if self.max_turns != 1:

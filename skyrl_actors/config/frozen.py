@@ -4,4 +4,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class FrozenConfig(BaseModel):
+    """Base of all config classes. Keys that begin with `model_` are allowed."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

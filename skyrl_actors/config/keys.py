@@ -19,6 +19,8 @@ OWNER_DIGITS = 10
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
+    """An API key that the service accepts, by owner and hash."""
+
     owner: str  # hexadecimal; part of the id of everything that this owner creates
     digest: str
 
@@ -29,6 +31,7 @@ def masked(text: str) -> str:
 
 
 def digest_of(key: str) -> str:
+    """Return the hash of a key as config entries have it: `sha256:<hex>`."""
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -8,6 +8,8 @@ from skyrl_actors.config.frozen import FrozenConfig
 
 
 class ObserveConfig(FrozenConfig):
+    """Traces and log lines of the service. Metrics are always exported through Ray."""
+
     otlp: str | None = Field(
         default=None,
         pattern=r"^https?://",

@@ -6,6 +6,8 @@ from skyrl_actors.config.frozen import FrozenConfig
 
 
 class AdamFields(FrozenConfig):
+    """The AdamW keys that all kinds of jobs have."""
+
     final_lr_share: float = Field(
         default=0.1,
         ge=0,

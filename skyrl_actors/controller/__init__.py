@@ -1,0 +1,1 @@
+"""Accept a request, order it, run it, restore models, and expire sessions."""

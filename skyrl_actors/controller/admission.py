@@ -13,11 +13,13 @@ LARGEST_INT = 2**62  # limit for numbers that only identify something
 
 
 def check_seq_id(seq_id: int | None) -> None:
+    """Check that a sequence number is in range. None is allowed."""
     if seq_id is not None and not 0 <= seq_id <= LARGEST_INT:
         raise InvalidRequest(f"seq_id {seq_id}: use 0 to 2^62")
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Check that all keys and values together have at most `METADATA_BYTES` bytes."""
     num_bytes = sum(
         len(text.encode(errors="surrogatepass")) for pair in metadata.items() for text in pair
     )

@@ -10,6 +10,7 @@ ALWAYS_OPEN = 16  # open requests that each key may have, whatever other keys ha
 
 
 def queue_of(limits: LimitsConfig) -> RequestQueue:
+    """Return an empty queue that bounds open requests and their bytes."""
     requests = Shares(
         limit=limits.open_requests, per_key=limits.open_requests_per_key, floor=ALWAYS_OPEN
     )
@@ -20,8 +21,10 @@ def queue_of(limits: LimitsConfig) -> RequestQueue:
 
 
 def results_of(limits: LimitsConfig) -> ResultTable:
+    """Return an empty table that bounds answers in memory by age and bytes."""
     return ResultTable(limits.result_ttl_s, limits.result_memory_bytes)
 
 
 def payloads_of(limits: LimitsConfig) -> PayloadMemory:
+    """Return the object that bounds the bytes of payloads in memory."""
     return PayloadMemory(limits.payload_memory_bytes)

@@ -131,8 +131,7 @@ class Ledger:
         request_id: str | None = None,
         bounded: bool = True,
     ) -> Op:
-        """Accept a request durably, or raise CapacityError, Unavailable, or InvalidRequest
-        (for a value that the database refuses)."""
+        """Accept a request durably, or raise CapacityError, Unavailable or InvalidRequest."""
         op = Op(
             self.next_number,
             request_id or f"r{uuid.uuid4().hex}",
@@ -164,7 +163,7 @@ class Ledger:
                 )
             )
             refused = None
-        except (Unavailable, InvalidRequest) as error:
+        except (Unavailable, InvalidRequest) as error:  # the database can refuse a value
             refused = error
             raise
         finally:

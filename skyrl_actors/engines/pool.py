@@ -127,7 +127,6 @@ class EnginePool:
 
     def join_with(self, joining: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         """Set the context for restarted engines that join: a phase with engines awake."""
-
         for engine in self.engines:
             engine.joining = joining
 

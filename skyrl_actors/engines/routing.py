@@ -31,6 +31,7 @@ class EngineLoad:
 
 
 def affinity_key(version: str, prompt: Sequence[int]) -> bytes:
+    """Return a key that is equal for prompts of one version with the same first tokens."""
     return f"{version}:{list(prompt[:PREFIX_TOKENS])}".encode()
 
 

@@ -48,6 +48,7 @@ def repack_tied_heads(model: nn.Module) -> int:
 
 
 def weight_of(module: nn.Module) -> Tensor:
+    """Return a layer's weight with its type, which `nn.Module` does not declare."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight

@@ -20,6 +20,7 @@ LEAST_TEMPERATURE = 0.01  # vLLM raises smaller temperatures to this
 
 
 def vllm_params(params: SamplingParams) -> VllmSamplingParams:
+    """Return vLLM's parameters. It decodes text only when stop texts need it."""
     stop = params.stop
     texts = [s for s in stop or () if isinstance(s, str)]
     ids = [s for s in stop or () if isinstance(s, int)]
@@ -47,6 +48,7 @@ def vllm_params(params: SamplingParams) -> VllmSamplingParams:
 
 
 def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput:
+    """Convert an output of vLLM. Raises InternalError unless samples ended by stop or length."""
     sequences = []
     for choice in output.outputs:
         if choice.finish_reason not in ("stop", "length"):
@@ -164,7 +166,7 @@ def dense(row: Any) -> NDArray[np.float32]:
 
 
 def prompt_scores(logprobs: NDArray[np.float32], params: SamplingParams) -> dict[str, Any]:
-    """Compute the requested scores from [P - 1, V] distributions over prompt tokens 1, 2, …"""
+    """Compute the requested scores from [P - 1, V] distributions over prompt tokens 1 to P - 1."""
     fields: dict[str, Any] = {}
     targets = params.prompt_targets
     if targets is not None:

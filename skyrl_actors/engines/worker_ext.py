@@ -32,11 +32,13 @@ BACKEND = "skyrl_actors_file"
 
 @dataclass
 class FileInit(WeightTransferInitInfo):
-    pass
+    """The settings before the first update. There are none."""
 
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):
+    """One version of the weights: a file to map, or a stream to receive."""
+
     path: str
     num_bytes: int
     tensors: list[list[Any]]  # fields of TensorEntry, in its order
@@ -45,6 +47,8 @@ class FileUpdate(WeightTransferUpdateInfo):
 
 
 class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
+    """A loader of full weights into vLLM's model. An update that leaves out a layer fails."""
+
     init_info_cls = FileInit
     update_info_cls = FileUpdate
 

@@ -1,0 +1,1 @@
+"""Durable requests, answers and snapshots, with group commit and retention."""

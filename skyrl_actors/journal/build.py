@@ -6,4 +6,5 @@ from skyrl_actors.journal.protocol import Journal
 
 
 def build_journal(config: JournalConfig) -> Journal:
+    """Return the journal, which is not open yet."""
     return SqlJournal(config)

@@ -59,6 +59,7 @@ UNENCODABLE = (OverflowError, UnicodeError, TypeError, ValueError, RecursionErro
 
 
 def encode(message: Any) -> bytes:
+    """Encode a message, with its arrays, as bytes for `decode`."""
     return _encoder.encode(_plain(message))
 
 
@@ -92,6 +93,7 @@ def to_json(message: Any) -> str:
 
 
 def from_json(text: str) -> Any:
+    """Decode a text of `to_json`. Raises Corrupt for other texts."""
     try:
         return _built(msgspec.json.decode(text))
     except (msgspec.DecodeError, TypeError, ValueError, KeyError) as error:

@@ -53,6 +53,8 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
+    """A session that a client opened. Its time is in seconds since the epoch."""
+
     session_id: str
     user_metadata: dict[str, str]
     opened_at: float
@@ -60,6 +62,8 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
+    """A session that has ended. Its time is in seconds since the epoch."""
+
     session_id: str
     ended_at: float
 
@@ -101,6 +105,8 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotDropped:
+    """A snapshot that retention removes. Its row goes first, then its folder."""
+
     model_id: str
     number: int
 

@@ -95,6 +95,7 @@ def _creations(connection: sa.Connection) -> list[Operation]:
 
 
 def newest_snapshot(connection: sa.Connection, model_id: str) -> SnapshotTaken | None:
+    """Return the snapshot of a model's newest operation, or None if there is no snapshot."""
     column = t.snapshots.c
     query = (
         sa.select(t.snapshots)

@@ -108,6 +108,7 @@ def last_epoch(folder: Path) -> int:
 
 
 def note_epoch(folder: Path, epoch: int) -> None:
+    """Record an epoch in the folder, so that a restored older database is detected."""
     write_durably(folder / EPOCH, str(epoch))
 
 

@@ -55,6 +55,7 @@ def record_of(entry: Entry) -> Any:
 
 
 def accepted_row(entry: Accepted, blob: Blob) -> dict[str, Any]:
+    """Return the new row of a request. `blob` is the place of its payload."""
     names = (
         "number",
         "request_id",
@@ -77,6 +78,7 @@ def accepted_row(entry: Accepted, blob: Blob) -> dict[str, Any]:
 
 
 def answered_row(entry: Answered, blob: Blob) -> dict[str, Any]:
+    """Return the values that an answer adds to its row. `blob` is the place of the result."""
     return {
         "of": entry.number,
         "answered_at": entry.answered_at,
@@ -129,6 +131,8 @@ def _statements(entry: Entry) -> list[Any]:
 
 
 def operation_of(row: Any) -> Operation:
+    """Convert a row of the table of operations, without reading payload and result."""
+
     def blob(name: str) -> Blob | None:
         pack = getattr(row, f"{name}_pack")
         if pack is None:

@@ -17,6 +17,7 @@ def cispo(
     clip_low_threshold: float = 0.0,
     clip_high_threshold: float = 4.0,
 ) -> LossTerms:
+    """Return the loss of each token, and the number of tokens with a bounded weight."""
     ratio = ops.detach(ops.exp(logprobs - inputs["logprobs"]))
     weight = ops.clip(ratio, clip_low_threshold, clip_high_threshold)
     sums = {

@@ -12,4 +12,5 @@ from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
 
 @loss("cross_entropy", role="policy", required=(), optional={"weights": 1.0}, many_targets=True)
 def cross_entropy(ops: Ops, logprobs: Array, inputs: Mapping[str, Array]) -> LossTerms:
+    """Return the loss of each target, in the shape of the targets."""
     return LossTerms(-inputs["weights"] * logprobs, {})

@@ -15,5 +15,6 @@ from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
 def custom(
     ops: Ops, logprobs: Array, inputs: Mapping[str, Array], *, loss_id: str = ""
 ) -> LossTerms:
+    """Run the user's graph on each datum. Raises InvalidRequest for an invalid id."""
     graph = graph_of(loss_id)
     return LossTerms(*ops.each_row(graph, logprobs, {name: inputs[name] for name in graph.inputs}))

@@ -1,5 +1,4 @@
-"""DPPO with the binary total variation (Qi et al., 2026, arXiv:2602.04879):
-−Σ M·r·A, r = exp(p − q).
+"""DPPO with binary total variation (Qi et al., 2026, arXiv:2602.04879): −Σ M·r·A, r = exp(p − q).
 
 M is 0 where the update would move further out of the trust region: A > 0 and
 e^p − e^q > delta_high, or A < 0 and e^q − e^p > delta_low. Otherwise M is 1. The bound applies
@@ -20,6 +19,7 @@ def dppo(
     delta_low: float = 0.15,
     delta_high: float = 0.15,
 ) -> LossTerms:
+    """Return the loss of each token, and the number of tokens with M = 0."""
     advantages = inputs["advantages"]
     moved = ops.detach(ops.exp(logprobs)) - ops.exp(inputs["logprobs"])
     outside = ((advantages > 0) & (moved > delta_high)) | ((advantages < 0) & (moved < -delta_low))

@@ -1,5 +1,4 @@
-"""GSPO, token variant (Zheng et al., 2025, arXiv:2507.18071):
-−Σ min(s·A, clip(s, low, high)·A).
+"""GSPO, token variant (Zheng et al., 2025, arXiv:2507.18071): −Σ min(s·A, clip(s, low, high)·A).
 
 s is the ratio of whole sequences, exp(mean of p − q over a datum's masked tokens). It is the same
 number for each token of the datum, but its gradient is that of the token. `sequence_ratio_mask` is
@@ -25,6 +24,7 @@ def gspo(
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
 ) -> LossTerms:
+    """Return the loss of each token, and the number of clipped tokens."""
     mask, advantages = inputs["sequence_ratio_mask"], inputs["advantages"]
     drift = ops.row_mean(ops.detach(logprobs) - inputs["logprobs"], mask)
     ratio = ops.exp(drift + logprobs - ops.detach(logprobs))

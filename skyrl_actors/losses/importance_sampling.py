@@ -15,5 +15,6 @@ from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
     optional={"weights": 1.0},
 )
 def importance_sampling(ops: Ops, logprobs: Array, inputs: Mapping[str, Array]) -> LossTerms:
+    """Return the loss of each token. The ratio is not bounded."""
     ratio = ops.exp(logprobs - inputs["logprobs"])
     return LossTerms(-ratio * inputs["advantages"] * inputs["weights"], {})

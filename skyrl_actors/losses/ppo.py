@@ -1,7 +1,7 @@
-"""The clipped surrogate of PPO (Schulman et al., 2017, eq. 7):
-−Σ min(r·A, clip(r, low, high)·A), r = exp(p − q).
+"""The clipped surrogate of PPO: −Σ min(r·A, clip(r, low, high)·A), r = exp(p − q).
 
-The thresholds bound the ratio itself: 0.8 and 1.2 are 1 − ε and 1 + ε with ε = 0.2.
+This is eq. 7 of Schulman et al., 2017. The thresholds bound the ratio itself: 0.8 and 1.2 are
+1 − ε and 1 + ε with ε = 0.2.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ def ppo(
     clip_low_threshold: float = 0.8,
     clip_high_threshold: float = 1.2,
 ) -> LossTerms:
+    """Return the loss of each token, and the number of clipped tokens."""
     advantages, weights = inputs["advantages"], inputs["weights"]
     ratio = ops.exp(logprobs - inputs["logprobs"])
     plain = ratio * advantages

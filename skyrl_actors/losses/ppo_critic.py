@@ -1,7 +1,6 @@
-"""The clipped value loss: Σ ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²),
-as in the PPO reference code.
+"""The clipped value loss: Σ ½·max((V − R)², (clip(V, V_old ± value_clip) − R)²).
 
-Positions with weight 0 (prompts) do not count.
+The PPO reference code has the same loss. Positions with weight 0 (prompts) do not count.
 """
 
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
 def ppo_critic(
     ops: Ops, values: Array, inputs: Mapping[str, Array], *, value_clip: float = 0.2
 ) -> LossTerms:
+    """Return the loss of each value, the number of clipped ones, and the sum of (V − R)²."""
     returns, weights = inputs["returns"], inputs["weights"]
     bounded = ops.clip_around(values, inputs["values"], value_clip)
     plain, clipped = (values - returns) ** 2, (bounded - returns) ** 2

@@ -1,0 +1,1 @@
+"""Frozen types that cross a process boundary; errors, ids and paths."""

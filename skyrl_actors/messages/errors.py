@@ -36,41 +36,53 @@ class SkyrlActorsError(Exception):
 
 
 class UserError(SkyrlActorsError):
+    """The request cannot be served as it is."""
+
     category: Category = "user"
     status = 400
 
 
 class InvalidRequest(UserError):
+    """A field is missing, mismatched, out of range or unknown."""
+
     status = 422
 
 
 class NotFound(UserError):
+    """An id or a tinker path does not exist."""
+
     status = 404
 
 
 class Conflict(UserError):
+    """A sequence number was used with another body, or a name is taken."""
+
     status = 409
 
 
 class CapacityError(UserError):
+    """A limit is reached. The request can succeed after something is freed."""
+
     status = 429
 
 
 class ConfigError(SkyrlActorsError):
+    """A config, its base model or an argument of a command cannot be used."""
+
     category: Category = "user"
     status = 400
 
 
 class InternalError(SkyrlActorsError):
-    pass
+    """A fault of the service or the machine. The request itself was valid."""
 
 
 class StateLost(InternalError):
-    pass
+    """Processes died, hang or stopped halfway. The state that they held must be restored."""
 
 
 class CollectiveFailed(StateLost):
-    pass
+    """Ranks cannot communicate any more. Their group must restart."""
 
 
 class PartDown(StateLost):
@@ -78,12 +90,14 @@ class PartDown(StateLost):
 
 
 class WeightsGone(InternalError):
-    pass
+    """An unwritten version no longer equals the live weights. It must be recomputed."""
 
 
 class Unavailable(InternalError):
+    """A temporary fault. The same request succeeds later."""
+
     status = 503
 
 
 class Corrupt(InternalError):
-    pass
+    """A file is missing, or has changed since it was written."""

@@ -80,10 +80,12 @@ def owner_of(text: str) -> str:
 
 
 def model_id_for(session_id: str, seq: int) -> str:
+    """Return the id of the model with this number in a session."""
     return f"{session_id}:train:{seq}"
 
 
 def sampler_id_for(session_id: str, seq: int) -> str:
+    """Return the id of the sampler with this number in a session."""
     return f"{session_id}:sample:{seq}"
 
 

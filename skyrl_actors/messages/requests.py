@@ -97,6 +97,8 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
+    """Delete a model. Its samplers keep their weights."""
+
     model_id: str
 
 

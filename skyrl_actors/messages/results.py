@@ -12,6 +12,8 @@ from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ModelCreated:
+    """The new model can be trained."""
+
     model_id: str
 
 
@@ -31,11 +33,15 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
+    """An optimizer step was made."""
+
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
+    """A checkpoint or an export was saved. `path` is its tinker path."""
+
     path: str
     folder: str  # where the files are, for clients on the same machine (jobs)
     num_bytes: int | None = None  # of an export
@@ -43,6 +49,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SamplerSaved:
+    """Weights were saved for `sampler_id`, or as the tinker path `path`; the other is None."""
+
     sampler_id: str | None
     path: str | None
     version: str
@@ -52,6 +60,8 @@ class SamplerSaved:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
+    """A checkpoint was loaded into a new or existing model."""
+
     model_id: str
     path: str
     version: str = ""  # of the loaded files
@@ -59,6 +69,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Unloaded:
+    """The model was deleted."""
+
     model_id: str
 
 

@@ -10,6 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Create all tables of the first version, with their indexes."""
     op.create_table(
         "journal_info",
         sa.Column("key", sa.String(64), primary_key=True),

@@ -10,6 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Add the column, and fill it for operations with an answer."""
     op.add_column("operations", sa.Column("step", sa.Integer()))
     # For answered operations, count the model's optim_steps that were applied up to there.
     op.execute(

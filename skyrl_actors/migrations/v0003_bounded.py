@@ -10,6 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Create the tables, count the records of existing packs, and create the indexes."""
     op.create_table(
         "packs",
         sa.Column("name", sa.String(64), primary_key=True),

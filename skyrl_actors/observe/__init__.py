@@ -1,0 +1,1 @@
+"""Metric registry, counters, spans, logs, and the Grafana dashboard."""

@@ -1,0 +1,1 @@
+"""Durable files, private folders, and the remote mirror of checkpoints."""

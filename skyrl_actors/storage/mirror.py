@@ -18,6 +18,7 @@ WHOLE = "WHOLE"  # a file with the name of the complete part of a folder; writte
 
 
 def is_url(path: str) -> bool:
+    """Return whether this is a URL for fsspec, and not a local path."""
     return "://" in path
 
 

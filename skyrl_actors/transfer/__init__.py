@@ -1,0 +1,1 @@
+"""Bring versions of weights from trainers to engines."""

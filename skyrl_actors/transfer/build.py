@@ -10,6 +10,7 @@ from skyrl_actors.transfer.transport import Transfer
 
 
 def build_transfer(config: ClusterConfig) -> Transfer:
+    """Return the configured transfer, with a folder of this service's own."""
     asked = config.transfer
     folder = asked.folder / config.name
     if isinstance(asked, GlooTransfer | NcclTransfer):

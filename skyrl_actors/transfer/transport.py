@@ -61,4 +61,5 @@ class Transfer(Protocol):
 
 
 def export_path(folder: Path, version: str) -> str:
+    """Return the path of an exported version, in which underscores replace colons."""
     return str(folder / version.replace(":", "_"))

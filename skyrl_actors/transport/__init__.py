@@ -1,0 +1,1 @@
+"""Calls over an authenticated socket, bounded frames, weight streams, shared device memory."""

@@ -45,6 +45,7 @@ class Challenge:
 
 
 def new_nonce() -> bytes:
+    """Return unpredictable random bytes, for use as a challenge or a secret."""
     return secrets.token_bytes(NONCE_BYTES)
 
 

@@ -1,0 +1,1 @@
+"""What one rank computes: packed passes, optimizers, checkpoints and sharding strategies."""

@@ -20,7 +20,10 @@ class ChunkMath(Protocol):
     """The math of one chunk of logits."""
 
     def summarise(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """logits [c, V], targets [c, K] -> log p(target) [c, K], entropy [c], logsumexp [c]."""
+        """Return log p(target) [c, K], entropy [c] and logsumexp [c].
+
+        logits [c, V], targets [c, K].
+        """
         ...
 
     def pre_gradient(self, targets: Tensor) -> Tensor:

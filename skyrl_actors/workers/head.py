@@ -222,7 +222,7 @@ class _Score(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, slope: Tensor, h: Tensor) -> None:
-    """total [V, H] += slope [c, V]ᵀ · h [c, H].
+    """Add slope [c, V]ᵀ · h [c, H] to total [V, H].
 
     A product in a lower precision is computed a few rows at a time.
     """

@@ -101,6 +101,8 @@ class RankStatus:
 
 
 class TrainWorker(Protocol):
+    """One rank of a training group."""
+
     def rendezvous(self) -> int:
         """Return a free port on this rank's machine, for the process group."""
         ...

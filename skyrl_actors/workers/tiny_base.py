@@ -53,6 +53,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int, vocab_size: int, end_id: int) -> Qwen3ForCausalLM:
+    """Return a model with random weights, for at least `vocab_size` tokens."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=-(-vocab_size // 64) * 64,
@@ -128,6 +129,7 @@ def make(folder: Path, chats: Path, steps: int, seed: int) -> None:
 
 
 def main() -> None:
+    """Create the model that the command line describes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -68,6 +68,7 @@ _engine_class._do_optimizer_sanity_check = _same_class_for_every_dtype
 
 
 def settings(strategy: DeepSpeedStrategy, dtype: torch.dtype, trained: bool) -> dict[str, Any]:
+    """Return DeepSpeed's config. Without `trained`, the weights are a frozen base."""
     sharding: dict[str, Any] = {"stage": strategy.stage, "overlap_comm": False}
     if strategy.offload_optimizer and trained:
         sharding["offload_optimizer"] = {"device": "cpu"}
@@ -138,6 +139,7 @@ def zero_network(
 
 
 def full_shape(parameter: Any) -> Shape:
+    """Return the shape of a parameter before sharding. A shard in stage 3 has another one."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

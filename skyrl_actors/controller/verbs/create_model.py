@@ -121,6 +121,7 @@ def settled(spec: ModelSpec, capabilities: Capabilities) -> ModelSpec:
 
 
 def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities) -> None:
+    """Raise InvalidRequest when this service cannot build such a model."""
     if spec.base_model != capabilities.base_model:
         raise InvalidRequest(
             f"unknown base model {spec.base_model!r}; this service has {capabilities.base_model!r}"

@@ -66,6 +66,7 @@ class OptimStepVerb(ModelVerb[OptimStep]):
 
 
 def check_adam(adam: AdamParams) -> None:
+    """Raise InvalidRequest for an AdamW setting that is not finite or is out of range."""
     for name, value, good in (
         ("learning_rate", adam.learning_rate, adam.learning_rate >= 0),
         ("beta1", adam.beta1, 0 <= adam.beta1 < 1),

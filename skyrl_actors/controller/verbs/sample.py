@@ -57,6 +57,7 @@ class SampleVerb(Verb[Sample]):
 
 
 def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilities) -> None:
+    """Raise InvalidRequest when the engines cannot serve this prompt with these options."""
     params, length = request.params, len(request.prompt)
     if not length:
         raise InvalidRequest("the prompt is empty")

@@ -13,6 +13,7 @@ from skyrl_actors.messages.paths import TinkerPath
 
 
 def check_ttl(ttl_seconds: int | None) -> None:
+    """Raise InvalidRequest for a lifetime out of range. None is allowed."""
     if ttl_seconds is not None and not 1 <= ttl_seconds <= LONGEST_TTL_S:
         raise InvalidRequest(
             f"ttl_seconds {ttl_seconds}: use 1 to {LONGEST_TTL_S} (100 years), "
