@@ -1,6 +1,6 @@
 import asyncio
 import itertools
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -40,7 +40,7 @@ class Silent(EngineReplica):
         self._step("started")
         self._step("ready")
 
-    async def ask(self, method: str, *arguments: object) -> None: ...
+    async def ask(self, method: Any, *arguments: Any, **named: Any) -> Any: ...
     async def status(self) -> EngineStatus:
         return EngineStatus("base", (), False, 0, 0)
 

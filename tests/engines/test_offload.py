@@ -27,15 +27,15 @@ class Moving(Silent):
         self.failing: dict[str, int] = {}  # how often each call fails
         self.torn = False
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
+    async def ask(self, method: Any, *arguments: Any, **named: Any) -> Any:
         await asyncio.sleep(0)
         assert not self.torn
-        what = " ".join((method, *(str(a) for a in arguments)))
+        what = " ".join((method.__name__, *(str(a) for a in arguments)))
         if self.failing.get(what):
             self.failing[what] -= 1
             self.torn = True
             raise InternalError("CUDA out of memory")
-        match method:
+        match method.__name__:
             case "sleep":
                 self.on_device.clear()
             case "release_kv":

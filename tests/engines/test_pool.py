@@ -93,7 +93,7 @@ class Answering(Silent):
         self.go = asyncio.Event()
         self.lock = LocalEngine._new_lock(self, "base")  # type: ignore[arg-type]
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
+    async def ask(self, method: Any, *arguments: Any, **named: Any) -> Any:
         self.given.append(arguments[0])
         self.asked.set()
         await self.go.wait()
@@ -102,7 +102,7 @@ class Answering(Silent):
 class Sampling(Answering):
     """Answer with as many sequences as vLLM would."""
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
+    async def ask(self, method: Any, *arguments: Any, **named: Any) -> Any:
         params: SamplingParams = arguments[2]
         asked = vllm_params(params)
         self.given.append(f"{asked.n}")
