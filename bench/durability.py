@@ -51,7 +51,7 @@ class NoJournal(SqlJournal):
     """A journal that writes nothing, to measure the rest of the controller."""
 
     async def open(self, holder: str) -> JournalState:
-        return JournalState(1, 1)
+        return JournalState(epoch=1, next_number=1)
 
     async def write(self, *entries: Entry) -> None:
         pass
@@ -76,20 +76,25 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) ->
     for model_id in models:
         await controller.retrieve(
             await controller.submit(
-                CreateModel(ModelSpec(model_id, "tiny", lora=LoraSpec(1)), session)
+                CreateModel(
+                    spec=ModelSpec(model_id=model_id, base_model="tiny", lora=LoraSpec(rank=1)),
+                    session_id=session,
+                )
             ),
             30,
         )
     tokens = np.ones(PAYLOAD_TOKENS, np.int32)
     columns = Columns(
-        tokens,
-        np.array([0, PAYLOAD_TOKENS]),
-        {"target_tokens": tokens, "weights": np.ones(PAYLOAD_TOKENS, np.float32)},
+        tokens=tokens,
+        offsets=np.array([0, PAYLOAD_TOKENS]),
+        fields={"target_tokens": tokens, "weights": np.ones(PAYLOAD_TOKENS, np.float32)},
     )
     waits: list[float] = []
 
     async def submit(index: int, due: float) -> str:
-        request = ForwardBackward(models[index % MODELS], columns, LossCall("cross_entropy", {}))
+        request = ForwardBackward(
+            model_id=models[index % MODELS], columns=columns, loss=LossCall("cross_entropy", {})
+        )
         request_id = await controller.submit(request)
         waits.append(1e3 * (time.perf_counter() - due))
         return request_id
@@ -161,16 +166,28 @@ def snapshots() -> dict[str, Any]:
     from skyrl_actors.workers.torch_worker import TorchWorker
 
     worker = TorchWorker(
-        WorkerSpec("policy", 0, 1, str(base_folder()), "float32", "cpu", 1, 4096, 60.0)
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=str(base_folder()),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            microbatch_tokens=4096,
+            collective_timeout_s=60.0,
+        )
     )
     worker.setup("127.0.0.1", 0)
     tokens = np.arange(64, dtype=np.int32)
     columns = Columns(
-        tokens, np.array([0, 64]), {"target_tokens": tokens, "weights": np.ones(64, np.float32)}
+        tokens=tokens,
+        offsets=np.array([0, 64]),
+        fields={"target_tokens": tokens, "weights": np.ones(64, np.float32)},
     )
     found: dict[str, Any] = {}
-    for kind, lora in (("lora_rank_32", LoraSpec(32)), ("full_fine_tune", None)):
-        worker.create_model(ModelSpec("m", "tiny", lora=lora))
+    for kind, lora in (("lora_rank_32", LoraSpec(rank=32)), ("full_fine_tune", None)):
+        worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora))
         worker.forward_backward((0,), "m", columns, LossCall("cross_entropy", {}), False)
         worker.optim_step("m", AdamParams())
         copies, writes, size = [], [], 0

@@ -57,14 +57,22 @@ def config_of(folder: Path) -> ClusterConfig:
 
 def sample(session: int, seq_id: int) -> Sample:
     prompt = tuple(range(1, 33))
-    return Sample(f"s{session}:sample:0", prompt, SamplingParams(32, seed=seq_id), seq_id)
+    return Sample(
+        sampler_id=f"s{session}:sample:0",
+        prompt=prompt,
+        params=SamplingParams(max_tokens=32, seed=seq_id),
+        seq_id=seq_id,
+    )
 
 
 def pairs(first: int, count: int) -> Iterator[tuple[Accepted, Answered]]:
     """Yield samples, each with its answer. The sessions alternate."""
     tokens, logprobs = np.arange(32, dtype=np.int32), np.zeros(32, np.float32)
     result, now = (
-        SampleOutput((Sequence(tokens, logprobs, "length"),), "base"),
+        SampleOutput(
+            sequences=(Sequence(tokens=tokens, logprobs=logprobs, stop_reason="length"),),
+            version="base",
+        ),
         time.time() - HOUR_S,
     )
     for number in range(first, first + count):
@@ -73,8 +81,24 @@ def pairs(first: int, count: int) -> Iterator[tuple[Accepted, Answered]]:
         digest = digest_of(request)
         stream, session_id = f"s{session}:sample:0", f"s{session}"
         yield (
-            Accepted(number, request_id, stream, seq_id, digest, None, session_id, now, request),
-            Answered(number, request_id, result, "none", now + number * 1e-4),
+            Accepted(
+                number=number,
+                request_id=request_id,
+                stream=stream,
+                seq_id=seq_id,
+                digest=digest,
+                model_id=None,
+                session_id=session_id,
+                accepted_at=now,
+                request=request,
+            ),
+            Answered(
+                number=number,
+                request_id=request_id,
+                result=result,
+                effect="none",
+                answered_at=now + number * 1e-4,
+            ),
         )
 
 
@@ -83,7 +107,13 @@ async def fill(folder: Path, samples: int) -> None:
     await journal.open("bench")
     for session in range(SESSIONS):
         name = f"s{session}"
-        opened = SamplerOpened(f"{name}:sample:0", name, "tiny", None, SamplerWeights("base"))
+        opened = SamplerOpened(
+            sampler_id=f"{name}:sample:0",
+            session_id=name,
+            base_model="tiny",
+            model_path=None,
+            weights=SamplerWeights(version="base"),
+        )
         await journal.write(SessionOpened(name, {}, time.time()), opened)
     packs = folder / "journal" / "packs"
     for first in range(1, samples + 1, 100 * COMMIT):
@@ -160,15 +190,15 @@ async def sweep(folder: Path, ahead_s: float) -> dict[str, float]:
         began = time.perf_counter()
         await journal.write(
             Accepted(
-                number,
-                f"w{number}",
-                "w",
-                None,
-                0,
-                None,
-                "s0",
-                time.time() + ahead_s,
-                sample(0, number),
+                number=number,
+                request_id=f"w{number}",
+                stream="w",
+                seq_id=None,
+                digest=0,
+                model_id=None,
+                session_id="s0",
+                accepted_at=time.time() + ahead_s,
+                request=sample(0, number),
             )
         )
         number += 1

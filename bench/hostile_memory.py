@@ -96,8 +96,8 @@ async def serve(folder: Path, queued_bytes: int) -> None:
 def six_mib() -> ForwardBackward:
     tokens = np.ones(ROWS * ROW_TOKENS, np.int32)
     fields: dict[str, Any] = {TARGETS: tokens, "weights": np.ones(len(tokens), np.float32)}
-    columns = Columns(tokens, offsets_of([ROW_TOKENS] * ROWS), fields)
-    return ForwardBackward(MODEL, columns, LossCall("cross_entropy", {}))
+    columns = Columns(tokens=tokens, offsets=offsets_of([ROW_TOKENS] * ROWS), fields=fields)
+    return ForwardBackward(model_id=MODEL, columns=columns, loss=LossCall("cross_entropy", {}))
 
 
 class Watch:
@@ -133,7 +133,11 @@ async def measured(
     line = RpcClient(find)
     session = await line.call(Served.create_session, "m")
     made = await line.call(
-        Served.submit, CreateModel(ModelSpec(MODEL, "Qwen/Qwen3-8B", lora=LoraSpec(4)), session)
+        Served.submit,
+        CreateModel(
+            spec=ModelSpec(model_id=MODEL, base_model="Qwen/Qwen3-8B", lora=LoraSpec(rank=4)),
+            session_id=session,
+        ),
     )
     await line.call(Served.retrieve, made)
     watch = Watch(process)

@@ -17,7 +17,10 @@ ROUNDS = 5
 
 
 def nodes_of(gpus: int) -> list[Node]:
-    return [Node(f"n{i}", 96, 8, {"rack": f"r{i // 16}"}) for i in range(gpus // 8)]
+    return [
+        Node(name=f"n{i}", cpus=96, gpus=8, labels={"rack": f"r{i // 16}"})
+        for i in range(gpus // 8)
+    ]
 
 
 def groups_of(gpus: int, colocated: bool) -> list[list[Demand]]:
@@ -25,15 +28,15 @@ def groups_of(gpus: int, colocated: bool) -> list[list[Demand]]:
         share = 0.3
         return [
             [
-                Demand("policy", gpus, share),
-                Demand("critic", gpus, share),
-                Demand("engine", gpus, share, 8, 8),
+                Demand(kind="policy", count=gpus, share=share),
+                Demand(kind="critic", count=gpus, share=share),
+                Demand(kind="engine", count=gpus, share=share, width=8, block=8),
             ]
         ]
     return [
-        [Demand("policy", gpus // 4)],
-        [Demand("critic", gpus // 4)],
-        [Demand("engine", gpus // 2, 1.0, 8, 8)],
+        [Demand(kind="policy", count=gpus // 4)],
+        [Demand(kind="critic", count=gpus // 4)],
+        [Demand(kind="engine", count=gpus // 2, share=1.0, width=8, block=8)],
     ]
 
 

@@ -61,7 +61,7 @@ def same(a: float, b: float) -> None:
 def _full_model(lengths_of: Callable[[int], Sequence[int]], name: str) -> dict[str, Any]:
     with base_of() as base:
         plain, worker = plain_model(base), worker_of(base)
-        worker.create_model(ModelSpec("full", "m50"))
+        worker.create_model(ModelSpec(model_id="full", base_model="m50"))
         data = [rows_of(i, lengths_of(7)) for i in range(ROUNDS + 1)]
         columns = [columns_of(rows) for rows in data]
         same(compute(worker, [("full", columns[0])]), plain_loop(plain, data[0], 4))

@@ -42,7 +42,7 @@ def head(way: str) -> Work:
         if way == "full":
             loss = F.cross_entropy(F.linear(hidden, weight), targets, reduction="sum")
         else:
-            loss = -score(hidden, weight, targets, [HeadSegment(TOKENS)])[0].sum()
+            loss = -score(hidden, weight, targets, [HeadSegment(num_tokens=TOKENS)])[0].sum()
         loss.backward()
         return {"seconds": time.perf_counter() - started, "loss": loss.item()}
 

@@ -131,15 +131,15 @@ def plain_loop(
 
 def worker_of(base: Path, budget: int = 1024, **options: Any) -> TorchWorker:
     spec = WorkerSpec(
-        "policy",
-        0,
-        1,
-        str(base),
-        options.pop("dtype", "float32"),
-        "cpu",
-        THREADS,
-        budget,
-        600.0,
+        role="policy",
+        rank=0,
+        world_size=1,
+        base_folder=str(base),
+        dtype=options.pop("dtype", "float32"),
+        device="cpu",
+        num_threads=THREADS,
+        microbatch_tokens=budget,
+        collective_timeout_s=600.0,
         **options,
     )
     worker = TorchWorker(spec)
@@ -151,14 +151,22 @@ def tenants(worker: TorchWorker, count: int, unembed: bool = False) -> list[str]
     names = [f"t{i}" for i in range(count)]
     for i, name in enumerate(names):
         worker.create_model(
-            ModelSpec(name, "m50", lora=LoraSpec(8, 16.0, train_unembed=unembed), seed=i)
+            ModelSpec(
+                model_id=name,
+                base_model="m50",
+                lora=LoraSpec(rank=8, alpha=16.0, train_unembed=unembed),
+                seed=i,
+            )
         )
     return names
 
 
 def compute(worker: TorchWorker, parts: Sequence[tuple[str, Columns]]) -> float:
     """Run one call with all rows. Return the sum of the losses."""
-    calls = tuple(PartCall(name, tuple(range(c.num_rows)), c, CALL) for name, c in parts)
+    calls = tuple(
+        PartCall(model_id=name, rows=tuple(range(c.num_rows)), columns=c, loss=CALL)
+        for name, c in parts
+    )
     outputs = worker.forward_backward(calls, False)
     assert all(isinstance(output, RowOutput) for output in outputs), outputs
     return sum(output.sums["loss:sum"] for output in outputs if isinstance(output, RowOutput))

@@ -40,7 +40,7 @@ def compare(base: Path, rounds: int) -> dict[str, Any]:
     for rows in data:
         started = time.perf_counter()
         compute(worker, [(name, columns_of(rows))])
-        worker.optim_step(name, AdamParams(1e-4))
+        worker.optim_step(name, AdamParams(learning_rate=1e-4))
         ours.append(time.perf_counter() - started)
     tokens = tokens_in(data[0])
     rates = {

@@ -79,12 +79,40 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
     from skyrl_actors.workers.interface import WorkerSpec
     from skyrl_actors.workers.torch_worker import TorchWorker
 
-    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 512, 60.0))
+    worker = TorchWorker(
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=str(base),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            microbatch_tokens=512,
+            collective_timeout_s=60.0,
+        )
+    )
     worker.setup("127.0.0.1", 0)
-    worker.create_model(ModelSpec("full", "b"))
-    worker.create_model(ModelSpec("lora", "b", lora=LoraSpec(16, train_unembed=False)))
+    worker.create_model(ModelSpec(model_id="full", base_model="b"))
+    worker.create_model(
+        ModelSpec(model_id="lora", base_model="b", lora=LoraSpec(rank=16, train_unembed=False))
+    )
     engine = VllmEngine(
-        EngineSpec("e", str(base), "cpu", "float32", 256, 8, 512, 64 * 2**20, 2, 16, 8, True, 120.0)
+        EngineSpec(
+            name="e",
+            base_folder=str(base),
+            device="cpu",
+            dtype="float32",
+            max_model_len=256,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            kv_cache_bytes=64 * 2**20,
+            max_loras=2,
+            max_lora_rank=16,
+            max_adapters=8,
+            enforce_eager=True,
+            call_timeout_s=120.0,
+        )
     )
     await engine.start()
 

@@ -7,6 +7,7 @@ estimates. The reserve covers fragmentation. This module is pure.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from placement.shape import ModelShape
 
@@ -20,7 +21,7 @@ HEAD_CHUNK_LOGITS = 32 * 2**20  # logits that workers/head computes at once
 ADAPTER_BYTES = 16  # for one float32 weight of an adapter: the weight, its gradient, two moments
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerAsk:
     """The properties of a group of training ranks that determine its memory."""
 
@@ -41,7 +42,7 @@ class TrainerAsk:
     one_memory: bool = False  # the device is a CPU, so device and host share one memory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAsk:
     """The properties of an engine that determine its memory."""
 
@@ -59,7 +60,7 @@ class EngineAsk:
     one_memory: bool = False  # the device is a CPU, so device and host share one memory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryItem:
     """One row of the memory plan, for example the weights of the policy."""
 
@@ -71,7 +72,7 @@ class MemoryItem:
     kept: bool = False  # it is in host memory while it is not on the device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """The memory of each kind of device, for example "policy & engine" or "critic".
 
@@ -122,12 +123,7 @@ def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[MemoryItem]:
 
     def add(what: str, size: float, phases: frozenset[str], *settings: str) -> None:
         if size > 0:
-            named = tuple(f"{ask.kind}.{s}" if s[0] != "*" else s[1:] for s in settings)
-            parts.append(
-                MemoryItem(
-                    ask.kind, what, int(size), phases, named, kept=what not in MADE_IN_A_PASS
-                )
-            )
+            parts.append(_trainer_item(ask.kind, what, int(size), phases, settings))
 
     resident = TRAINED if ask.moves else ALL
     gradients = frozenset({"TRAIN", "STEP"}) if ask.moves else ALL
@@ -191,6 +187,20 @@ def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[MemoryItem]:
     return parts
 
 
+def _trainer_item(
+    kind: str, what: str, size: int, phases: frozenset[str], settings: tuple[str, ...]
+) -> MemoryItem:
+    """Return an item. `settings` are keys of the group; those with a star are of the root."""
+    return MemoryItem(
+        who=kind,
+        what=what,
+        bytes=size,
+        phases=phases,
+        settings=tuple(f"{kind}.{s}" if s[0] != "*" else s[1:] for s in settings),
+        kept=what not in MADE_IN_A_PASS,
+    )
+
+
 def head_gradient_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
     """Return the bytes of a trained head's gradient in one pass.
 
@@ -221,59 +231,63 @@ def engine_parts(ask: EngineAsk, shape: ModelShape) -> list[MemoryItem]:
     sampling = frozenset({"SAMPLE"}) if ask.moves else ALL
     b = ask.weight_bytes
     adapters = ask.adapters * shape.lora_parameters(ask.lora_rank) * b / ask.devices
-    workspace = (
-        ask.batched_tokens
-        * (shape.hidden * 6 + shape.intermediate * shape.active_experts * 3)
-        * b
-        / ask.devices
-    )
-    logits = ask.max_seqs * shape.vocab * 8
+    item = partial(MemoryItem, who="engine")
     parts = [
-        MemoryItem(
-            "engine",
-            "weights",
-            int(shape.num_parameters * b / ask.devices),
-            resident,
-            ("engine.tensor_parallel",),
+        item(
+            what="weights",
+            bytes=int(shape.num_parameters * b / ask.devices),
+            phases=resident,
+            settings=("engine.tensor_parallel",),
             kept=True,
         ),
-        MemoryItem(
-            "engine",
-            "adapters",
-            int(adapters),
-            resident,
-            ("engine.max_loras", "lora.max_rank"),
+        item(
+            what="adapters",
+            bytes=int(adapters),
+            phases=resident,
+            settings=("engine.max_loras", "lora.max_rank"),
             kept=True,
         ),
-        MemoryItem("engine", "KV cache", ask.kv_bytes, sampling, ("engine.kv_cache_bytes",)),
-        MemoryItem(
-            "engine",
-            "workspace",
-            int(workspace + logits),
-            sampling,
-            ("engine.max_num_batched_tokens", "engine.max_num_seqs"),
+        item(
+            what="KV cache",
+            bytes=ask.kv_bytes,
+            phases=sampling,
+            settings=("engine.kv_cache_bytes",),
+        ),
+        item(
+            what="workspace",
+            bytes=_workspace_bytes(ask, shape),
+            phases=sampling,
+            settings=("engine.max_num_batched_tokens", "engine.max_num_seqs"),
         ),
     ]
     if ask.host_adapters:  # the process of each device keeps complete adapters
         where = frozenset(ALL) if ask.one_memory else frozenset[str]()
         size = ask.host_adapters * shape.lora_parameters(ask.lora_rank) * b
         parts.append(
-            MemoryItem(
-                "engine",
-                "idle adapters",
-                size,
-                where,
-                ("lora.max_adapters", "lora.max_rank"),
+            item(
+                what="idle adapters",
+                bytes=size,
+                phases=where,
+                settings=("lora.max_adapters", "lora.max_rank"),
                 kept=True,
             )
         )
     if ask.graphs:
         parts.append(
-            MemoryItem(
-                "engine", "CUDA graphs", GRAPHS_BYTES, sampling, ("engine.enforce_eager=true",)
+            item(
+                what="CUDA graphs",
+                bytes=GRAPHS_BYTES,
+                phases=sampling,
+                settings=("engine.enforce_eager=true",),
             )
         )
     return parts
+
+
+def _workspace_bytes(ask: EngineAsk, shape: ModelShape) -> int:
+    width = shape.hidden * 6 + shape.intermediate * shape.active_experts * 3
+    logits = ask.max_seqs * shape.vocab * 8
+    return int(ask.batched_tokens * width * ask.weight_bytes / ask.devices + logits)
 
 
 def bucket_part(who: str, bucket_bytes: int, shape: ModelShape, number_bytes: int) -> MemoryItem:
@@ -283,7 +297,11 @@ def bucket_part(who: str, bucket_bytes: int, shape: ModelShape, number_bytes: in
     """
     size = max(bucket_bytes, shape.vocab * shape.hidden * number_bytes)
     return MemoryItem(
-        who, "transfer bucket", size, frozenset({"SYNC", "SAMPLE"}), ("transfer.bucket_bytes",)
+        who=who,
+        what="transfer bucket",
+        bytes=size,
+        phases=frozenset({"SYNC", "SAMPLE"}),
+        settings=("transfer.bucket_bytes",),
     )
 
 
@@ -292,7 +310,11 @@ def context_part(who: Iterable[str], on_gpu: bool) -> list[MemoryItem]:
 
     They exist in every phase, because a sleeping process keeps its context.
     """
-    return [MemoryItem(name, "context", CONTEXT_BYTES, ALL) for name in who] if on_gpu else []
+    return (
+        [MemoryItem(who=name, what="context", bytes=CONTEXT_BYTES, phases=ALL) for name in who]
+        if on_gpu
+        else []
+    )
 
 
 def render(plan: MemoryPlan, found: Sequence[str] = ()) -> str:

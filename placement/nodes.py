@@ -61,12 +61,12 @@ def nodes_from_cluster_file(path: Path) -> list[Node]:
             cpus, gpus = float(resources.get("CPU", 0)), float(resources.get("GPU", 0))
             nodes.append(
                 Node(
-                    label,
-                    cpus,
-                    gpus,
-                    labels,
-                    device_bytes_of(resources),
-                    int(memory) if memory else None,
+                    name=label,
+                    cpus=cpus,
+                    gpus=gpus,
+                    labels=labels,
+                    device_bytes=device_bytes_of(resources),
+                    host_bytes=int(memory) if memory else None,
                 )
             )
     return nodes

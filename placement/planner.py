@@ -35,14 +35,21 @@ def plan(groups: Sequence[Sequence[Demand]], nodes: Sequence[Node], device: str)
     for index, group in enumerate(groups):
         for rank, node in enumerate(chosen[index]):
             holds = tuple((demand.kind, rank, demand.share) for demand in group)
-            slots.append(Slot(len(slots), node, _resources(group[0].device or device), holds))
+            slots.append(
+                Slot(
+                    index=len(slots),
+                    node=node,
+                    resources=_resources(group[0].device or device),
+                    holds=holds,
+                )
+            )
     everybody = [demand for group in groups for demand in group]
     return Plan(
-        device,
-        tuple(slots),
-        {node.name: float(room.capacity(node.name, _resources(device))) for node in nodes},
-        {demand.kind: demand.width for demand in everybody},
-        {demand.kind: demand.block for demand in everybody},
+        device=device,
+        slots=tuple(slots),
+        free={node.name: float(room.capacity(node.name, _resources(device))) for node in nodes},
+        widths={demand.kind: demand.width for demand in everybody},
+        blocks={demand.kind: demand.block for demand in everybody},
     )
 
 

@@ -36,13 +36,13 @@ def cluster_nodes(free: bool = False) -> list[Node]:
             name = f"{name}/{n['NodeID'][:8]}" if name in found else name
             has = available.get(n["NodeID"], {}) if free else total
             found[name] = Node(
-                name,
-                has.get("CPU", 0.0),
-                has.get("GPU", 0.0),
-                n.get("Labels") or {},
-                device_bytes_of(total),
-                int(total["memory"]) if "memory" in total else None,
-                n["NodeID"],
+                name=name,
+                cpus=has.get("CPU", 0.0),
+                gpus=has.get("GPU", 0.0),
+                labels=n.get("Labels") or {},
+                device_bytes=device_bytes_of(total),
+                host_bytes=int(total["memory"]) if "memory" in total else None,
+                ray_id=n["NodeID"],
             )
     return list(found.values())
 

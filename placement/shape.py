@@ -10,7 +10,7 @@ from typing import Any
 from placement.types import DoesNotFit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder of gated blocks with grouped-query attention: Llama, Mistral, Qwen, Gemma.
 
@@ -93,16 +93,16 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
             else text["intermediate_size"]
         )
         return ModelShape(
-            hidden,
-            int(text["num_hidden_layers"]),
-            heads,
-            int(text.get("num_key_value_heads") or heads),
-            int(text.get("head_dim") or hidden // heads),
-            int(intermediate),
-            int(text["vocab_size"]),
-            bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-            experts,
-            int(text.get("num_experts_per_tok") or 1),
+            hidden=hidden,
+            layers=int(text["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            intermediate=int(intermediate),
+            vocab=int(text["vocab_size"]),
+            tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            experts=experts,
+            active_experts=int(text.get("num_experts_per_tok") or 1),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DoesNotFit(

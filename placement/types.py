@@ -8,7 +8,7 @@ class DoesNotFit(Exception):
     """The demands cannot be placed on these nodes. The message contains the arithmetic."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """Devices for actors of one kind.
 
@@ -26,7 +26,7 @@ class Demand:
     device: str | None = None  # None: the device of the plan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A machine and its resources. The planner treats all of them as free."""
 
@@ -39,7 +39,7 @@ class Node:
     ray_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """One placement-group bundle: a GPU with its CPU, or a CPU where there is no GPU."""
 
@@ -49,7 +49,7 @@ class Slot:
     holds: tuple[tuple[str, int, float], ...]  # (kind, rank, share)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The slots and the actors in them."""
 

@@ -46,7 +46,13 @@ class FakeBackend:
 
     async def start(self, epoch: int) -> Capabilities:
         return Capabilities(
-            "tiny", "/models/tiny", 320, 512, 512, ("policy", "critic"), adapters=self.adapters
+            base_model="tiny",
+            base_folder="/models/tiny",
+            vocab_size=320,
+            max_context_tokens=512,
+            max_sample_tokens=512,
+            roles=("policy", "critic"),
+            adapters=self.adapters,
         )
 
     async def ready(self, role: str) -> None:
@@ -77,9 +83,9 @@ class FakeBackend:
             raise InternalError("forward_backward broke")
         await self._call(f"forward_backward {int(columns.tokens[0])}", spec.model_id)
         return LossOutput(
-            columns.offsets,
-            {"logprobs": np.zeros(columns.num_tokens, np.float32)},
-            {"loss:sum": 0.0},
+            offsets=columns.offsets,
+            fields={"logprobs": np.zeros(columns.num_tokens, np.float32)},
+            metrics={"loss:sum": 0.0},
         )
 
     async def drop_gradients(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
@@ -134,13 +140,20 @@ class FakeBackend:
         self, spec: ModelSpec, precondition: OpPrecondition, version: str, written: bool = False
     ) -> SamplerWeights:
         await self._call(f"save_for_sampler {version}", spec.model_id)
-        return SamplerWeights(version, (WeightManifest(version, "lora", f"/dev/shm/{version}", 1),))
+        return SamplerWeights(
+            version=version,
+            parts=(
+                WeightManifest(
+                    version=version, kind="lora", path=f"/dev/shm/{version}", num_bytes=1
+                ),
+            ),
+        )
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:
         return True
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
-        return SamplerWeights(version)
+        return SamplerWeights(version=version)
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         self.calls.append(("drop_sampler", weights.version))
@@ -153,8 +166,12 @@ class FakeBackend:
         weights: SamplerWeights,
     ) -> SampleOutput:
         await self._call("sample", weights.version)
-        one = Sequence(np.asarray([1], np.int32), np.asarray([-1.0], np.float32), "length")
-        return SampleOutput((one,) * params.num_samples, weights.version)
+        one = Sequence(
+            tokens=np.asarray([1], np.int32),
+            logprobs=np.asarray([-1.0], np.float32),
+            stop_reason="length",
+        )
+        return SampleOutput(sequences=(one,) * params.num_samples, version=weights.version)
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
         await asyncio.sleep(timeout_s)

@@ -161,7 +161,9 @@ class Bench:
         entries = tuple(
             TensorEntry(str(i), (size // 4,), "float32", i * size, size) for i in range(64)
         )
-        manifest = WeightManifest("m@1", "full", "not written", self.bytes, entries)
+        manifest = WeightManifest(
+            version="m@1", kind="full", path="not written", num_bytes=self.bytes, tensors=entries
+        )
 
         def once() -> None:
             asked = WeightStream("127.0.0.1", 0, 2, "ipc", max(self.bytes // 16, size), 120.0)
@@ -243,14 +245,39 @@ async def engine(name: str, bench: Bench, work: Path) -> dict[str, Any]:
     make_base(name, base, getattr(torch, dtype))
     kv_bytes = 8 * 2**30 if bench.on_gpu else 64 * 2**20
     served = VllmEngine(
-        EngineSpec("e", str(base), kind, dtype, 512, 16, 2048, kv_bytes, 2, 16, 8, True, 600.0)
+        EngineSpec(
+            name="e",
+            base_folder=str(base),
+            device=kind,
+            dtype=dtype,
+            max_model_len=512,
+            max_num_seqs=16,
+            max_num_batched_tokens=2048,
+            kv_cache_bytes=kv_bytes,
+            max_loras=2,
+            max_lora_rank=16,
+            max_adapters=8,
+            enforce_eager=True,
+            call_timeout_s=600.0,
+        )
     )  # type: ignore[arg-type]
     await served.start()
     worker = TorchWorker(
-        WorkerSpec("policy", 0, 1, str(base), dtype, kind, 2, 2048, 600.0, preload=False)
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=str(base),
+            dtype=dtype,
+            device=kind,
+            num_threads=2,
+            microbatch_tokens=2048,
+            collective_timeout_s=600.0,
+            preload=False,
+        )
     )  # type: ignore[arg-type]
     worker.setup("127.0.0.1", 0)
-    worker.create_model(ModelSpec("full", "b"))
+    worker.create_model(ModelSpec(model_id="full", base_model="b"))
     tokens = np.random.default_rng(0).integers(0, 512, 64).astype(np.int32)
     row = columns_from([Example(tokens[:-1], {TARGETS: tokens[1:]})])
     found: dict[str, list[float]] = {}
@@ -267,7 +294,12 @@ async def engine(name: str, bench: Bench, work: Path) -> dict[str, Any]:
         worker.move(("weights", "gradients"), "device")
         note("onload_s", started)
         (output,) = worker.forward_backward(
-            (PartCall("full", (0,), row, LossCall("cross_entropy", {})),), True
+            (
+                PartCall(
+                    model_id="full", rows=(0,), columns=row, loss=LossCall("cross_entropy", {})
+                ),
+            ),
+            True,
         )
         assert isinstance(output, RowOutput)
         started = time.perf_counter()
@@ -295,7 +327,7 @@ async def engine(name: str, bench: Bench, work: Path) -> dict[str, Any]:
         await served.wake("kv_cache")
         note("offload_and_wake_kv_s", started)
         worker.discard_export(manifest.path)
-        params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
         sampled = await served.sample(
             f"r{number}", tuple(tokens.tolist()), params, None, manifest.version
         )
@@ -325,7 +357,9 @@ async def lora_switches(
     from skyrl_actors.messages.requests import SamplingParams
     from skyrl_actors.transfer.folders import full_manifests
 
-    worker.create_model(ModelSpec("lora", "b", lora=LoraSpec(16, train_unembed=False)))
+    worker.create_model(
+        ModelSpec(model_id="lora", base_model="b", lora=LoraSpec(rank=16, train_unembed=False))
+    )
     await served.load_full(
         BASE_VERSION, full_manifests(Path(worker.spec.base_folder), BASE_VERSION)
     )
@@ -351,7 +385,7 @@ async def lora_switches(
         await served.sample(
             f"lora{number}",
             tuple(prompt),
-            SamplingParams(1, temperature=0.0),
+            SamplingParams(max_tokens=1, temperature=0.0),
             manifest,
             manifest.version,
         )

@@ -80,7 +80,18 @@ class Bench:
     def worker(self, folder: Any, budget: int, **options: Any) -> TorchWorker:
         dtype = options.pop("dtype", self.dtype)
         worker = TorchWorker(
-            WorkerSpec("policy", 0, 1, str(folder), dtype, self.device, 2, budget, 600.0, **options)
+            WorkerSpec(
+                role="policy",
+                rank=0,
+                world_size=1,
+                base_folder=str(folder),
+                dtype=dtype,
+                device=self.device,
+                num_threads=2,
+                microbatch_tokens=budget,
+                collective_timeout_s=600.0,
+                **options,
+            )
         )  # type: ignore[arg-type]
         worker.setup("127.0.0.1", 29_555)
         return worker
@@ -120,7 +131,12 @@ class Bench:
             names = [f"t{i}" for i in range(8)]
             for i, name in enumerate(names):
                 worker.create_model(
-                    ModelSpec(name, "b", lora=LoraSpec(32, train_unembed=False), seed=i)
+                    ModelSpec(
+                        model_id=name,
+                        base_model="b",
+                        lora=LoraSpec(rank=32, train_unembed=False),
+                        seed=i,
+                    )
                 )
             vocab = worker.model_factory.base.vocab_size
             columns = columns_of(rows_of(0, [512] * (2 if self.tiny else 32), vocab))
@@ -153,12 +169,12 @@ class Bench:
             torch.bfloat16 if self.device == "gpu" else torch.float32,
         ) as folder:
             worker = self.worker(folder, 4096, activations="recompute", preload=False)
-            worker.create_model(ModelSpec("full", "b"))
+            worker.create_model(ModelSpec(model_id="full", base_model="b"))
             found["created"] = self.gib()
             vocab = worker.models["full"].network.vocab_size
             compute(worker, [("full", columns_of(rows_of(0, [512] * 8, vocab)))])
             found["forward_backward"] = self.gib(peak=True)
-            worker.optim_step("full", AdamParams(1e-5))
+            worker.optim_step("full", AdamParams(learning_rate=1e-5))
             found["stepped"] = self.gib()
             worker.move(("gradients", "optimizer", "weights"), "host")
             found["offloaded"] = self.gib()
@@ -182,7 +198,9 @@ class Bench:
         weight = torch.randn(vocab, width, device=device, dtype=dtype) * 0.02
         targets = torch.randint(0, vocab, (tokens,), device=device)
         ours = self.seconds(
-            lambda: score(hidden, weight, targets, [HeadSegment(tokens)])[0].sum().backward()
+            lambda: (
+                score(hidden, weight, targets, [HeadSegment(num_tokens=tokens)])[0].sum().backward()
+            )
         )
         full = self.seconds(
             lambda: F.cross_entropy(
@@ -191,14 +209,19 @@ class Bench:
         )
         compiled, head.COMPILED_ON = head.COMPILED_ON, ()
         plain = self.seconds(
-            lambda: score(hidden, weight, targets, [HeadSegment(tokens)])[0].sum().backward()
+            lambda: (
+                score(hidden, weight, targets, [HeadSegment(num_tokens=tokens)])[0].sum().backward()
+            )
         )
         head.COMPILED_ON = compiled
         return {"head_ratio": round(full / ours, 3), "fused_head_ratio": round(plain / ours, 3)}
 
 
 def compute(worker: TorchWorker, parts: Sequence[tuple[str, Columns]]) -> None:
-    calls = tuple(PartCall(name, tuple(range(c.num_rows)), c, CALL) for name, c in parts)
+    calls = tuple(
+        PartCall(model_id=name, rows=tuple(range(c.num_rows)), columns=c, loss=CALL)
+        for name, c in parts
+    )
     outputs = worker.forward_backward(calls, False)
     assert all(
         isinstance(output, RowOutput) and np.isfinite(output.values).all() for output in outputs

@@ -126,7 +126,15 @@ class ControllerClient:
     @staticmethod
     def _spanned(name: str, request_id: str, began: float) -> None:
         if SPANS.sends:
-            SPANS.send(Span(name, "ingress", began, time.time() - began, request_id))
+            SPANS.send(
+                Span(
+                    name=name,
+                    row="ingress",
+                    began=began,
+                    seconds=time.time() - began,
+                    request_id=request_id,
+                )
+            )
 
     async def retrieve(self, request_id: str, timeout_s: float) -> Result | Ready | Waiting:
         """Return the result, or Waiting after `timeout_s`, even if the controller is down.

@@ -59,11 +59,11 @@ def forward_backward_from_proto(body: bytes, limit: int = 2**31) -> ForwardBackw
         for key, v in message.loss_fn_config_v2.items()
     }
     return ForwardBackward(
-        message.model_id,
-        columns_from(examples, limit),
-        LossCall(message.loss_fn, config),
-        message.forward_only,
-        message.seq_id or None,
+        model_id=message.model_id,
+        columns=columns_from(examples, limit),
+        loss=LossCall(message.loss_fn, config),
+        forward_only=message.forward_only,
+        seq_id=message.seq_id or None,
     )
 
 
@@ -175,11 +175,11 @@ def forward_backward_from_json(
     ):
         raise InvalidRequest("loss_fn_config must be an object, and seq_id a whole number")
     return ForwardBackward(
-        body["model_id"],
-        columns_from(examples, limit),
-        LossCall(content["loss_fn"], dict(config)),
-        forward_only,
-        seq_id,
+        model_id=body["model_id"],
+        columns=columns_from(examples, limit),
+        loss=LossCall(content["loss_fn"], dict(config)),
+        forward_only=forward_only,
+        seq_id=seq_id,
     )
 
 

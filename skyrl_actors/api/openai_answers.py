@@ -10,7 +10,7 @@ from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.results import Sequence as Sampled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """The constant parts of the answers to one request."""
 

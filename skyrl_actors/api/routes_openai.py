@@ -65,12 +65,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     prompts = await run_in_thread(_prompts, body.prompt, codec, able.max_sample_tokens)
     params = await _params(request, body, body.max_tokens, body.logprobs)
     form = Form(
-        answers.new_id("cmpl"),
-        "text_completion",
-        body.model,
-        int(time.time()),
-        codec,
-        body.logprobs is not None,
+        id=answers.new_id("cmpl"),
+        kind="text_completion",
+        model=body.model,
+        created=int(time.time()),
+        codec=codec,
+        with_logprobs=body.logprobs is not None,
     )
     return await _answered(request, body, form, prompts, params)
 
@@ -91,12 +91,12 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     )
     params = await _params(request, body, room, body.top_logprobs if body.logprobs else None)
     form = Form(
-        answers.new_id("chatcmpl"),
-        "chat.completion",
-        body.model,
-        int(time.time()),
-        codec,
-        body.logprobs,
+        id=answers.new_id("chatcmpl"),
+        kind="chat.completion",
+        model=body.model,
+        created=int(time.time()),
+        codec=codec,
+        with_logprobs=body.logprobs,
     )
     return await _answered(request, body, form, [prompt], params)
 
@@ -126,13 +126,13 @@ async def _params(
             "omit top_logprobs (for completions, use logprobs=0)"
         )
     return SamplingParams(
-        max_tokens,
-        body.n,
-        body.temperature,
-        body.top_k or -1,
-        body.top_p,
-        body.seed,
-        body.stops or None,
+        max_tokens=max_tokens,
+        num_samples=body.n,
+        temperature=body.temperature,
+        top_k=body.top_k or -1,
+        top_p=body.top_p,
+        seed=body.seed,
+        stop=body.stops or None,
         topk_sample_logprobs=topk or 0,
         stop_at_end_too=True,
         stream=body.stream,
@@ -158,7 +158,12 @@ async def _answered(
     try:
         for i, prompt in enumerate(prompts):
             asked = await samples.submit(
-                Sample(sampler_id, tuple(prompt), replace(params, seed=_seed(params, i)), None)
+                Sample(
+                    sampler_id=sampler_id,
+                    prompt=tuple(prompt),
+                    params=replace(params, seed=_seed(params, i)),
+                    seq_id=None,
+                )
             )
         if body.stream:
             wants_usage = body.stream_options is not None and body.stream_options.include_usage

@@ -18,7 +18,13 @@ def create_model(body: wire.CreateModel, alpha: float) -> rq.CreateModel:
     role: Any = body.model_role or body.user_metadata.get("model_role") or "policy"
     config = body.lora_config
     lora = (
-        LoraSpec(config.rank, alpha, config.train_attn, config.train_mlp, config.train_unembed)
+        LoraSpec(
+            rank=config.rank,
+            alpha=alpha,
+            train_attn=config.train_attn,
+            train_mlp=config.train_mlp,
+            train_unembed=config.train_unembed,
+        )
         if config.rank
         else None
     )
@@ -26,8 +32,17 @@ def create_model(body: wire.CreateModel, alpha: float) -> rq.CreateModel:
     # The default seed is as random as the session's id, and the same when the request is repeated.
     drawn = int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:4]) >> 1
     seed = drawn if config.seed is None else config.seed
-    spec = ModelSpec(model_id, body.base_model, role, lora, seed, body.optimizer_config.type)
-    return rq.CreateModel(spec, body.session_id, _strings(body.user_metadata))
+    spec = ModelSpec(
+        model_id=model_id,
+        base_model=body.base_model,
+        role=role,
+        lora=lora,
+        seed=seed,
+        optimizer=body.optimizer_config.type,
+    )
+    return rq.CreateModel(
+        spec=spec, session_id=body.session_id, user_metadata=_strings(body.user_metadata)
+    )
 
 
 def load_weights(body: wire.LoadWeights) -> rq.CreateModel | rq.LoadWeights:
@@ -36,14 +51,23 @@ def load_weights(body: wire.LoadWeights) -> rq.CreateModel | rq.LoadWeights:
     The new model's id consists of session_id and model_seq_id.
     """
     if body.model_id is not None:
-        return rq.LoadWeights(body.model_id, body.path, body.optimizer, body.seq_id)
+        return rq.LoadWeights(
+            model_id=body.model_id,
+            path=body.path,
+            with_optimizer=body.optimizer,
+            seq_id=body.seq_id,
+        )
     if body.session_id is None or body.model_seq_id is None:
         raise InvalidRequest("load_weights needs model_id, or session_id and model_seq_id")
     model_id = model_id_for(checked_id(body.session_id, "session id"), body.model_seq_id)
     # The controller replaces this spec with the one saved in the checkpoint.
-    spec = ModelSpec(model_id, "")
+    spec = ModelSpec(model_id=model_id, base_model="")
     return rq.CreateModel(
-        spec, body.session_id, _strings(body.user_metadata), body.path, body.optimizer
+        spec=spec,
+        session_id=body.session_id,
+        user_metadata=_strings(body.user_metadata),
+        from_path=body.path,
+        with_optimizer=body.optimizer,
     )
 
 
@@ -60,12 +84,12 @@ def optim_step(body: wire.OptimStep) -> rq.OptimStep:
 def save_weights(body: wire.SaveWeights) -> rq.SaveWeights:
     """Build the request. `path` of the body is the name of the checkpoint."""
     return rq.SaveWeights(
-        body.model_id,
-        body.path,
-        body.overwrite,
-        body.seq_id,
-        _strings(body.user_metadata),
-        body.ttl_seconds,
+        model_id=body.model_id,
+        name=body.path,
+        overwrite=body.overwrite,
+        seq_id=body.seq_id,
+        user_metadata=_strings(body.user_metadata),
+        ttl_seconds=body.ttl_seconds,
     )
 
 
@@ -75,7 +99,9 @@ def save_external(body: wire.SaveExternal) -> rq.SaveExternal:
         raise InvalidRequest(
             "age_encryption_recipients is not served: files are not encrypted; leave it out"
         )
-    return rq.SaveExternal(body.model_id, body.path, body.seq_id, body.ttl_seconds)
+    return rq.SaveExternal(
+        model_id=body.model_id, name=body.path, seq_id=body.seq_id, ttl_seconds=body.ttl_seconds
+    )
 
 
 def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
@@ -87,8 +113,8 @@ def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
     if body.path is not None:
         metadata = _strings(body.user_metadata)
         return rq.SaveForSampler(
-            body.model_id,
-            body.path,
+            model_id=body.model_id,
+            name=body.path,
             seq_id=body.seq_id,
             user_metadata=metadata,
             ttl_seconds=body.ttl_seconds,
@@ -96,7 +122,7 @@ def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
     assert body.sampling_session_seq_id is not None
     session_id = body.model_id.split(":train:")[0]
     sampler_id = sampler_id_for(session_id, body.sampling_session_seq_id)
-    return rq.SaveForSampler(body.model_id, sampler_id=sampler_id, seq_id=body.seq_id)
+    return rq.SaveForSampler(model_id=body.model_id, sampler_id=sampler_id, seq_id=body.seq_id)
 
 
 def sample(
@@ -136,7 +162,12 @@ def sample(
         tempered_logprobs=tempered if body.tempered_logprobs is None else body.tempered_logprobs,
     )
     # Without a sampling session there are no sequence numbers that identify a retry.
-    return rq.Sample(sampler_id, prompt, params, body.seq_id if body.sampling_session_id else None)
+    return rq.Sample(
+        sampler_id=sampler_id,
+        prompt=prompt,
+        params=params,
+        seq_id=body.seq_id if body.sampling_session_id else None,
+    )
 
 
 def result_body(result: rs.Result, accept: str) -> tuple[bytes, str] | dict[str, Any]:

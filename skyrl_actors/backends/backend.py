@@ -33,7 +33,7 @@ class AdapterMemory:
         return lora_rank * self.bytes_of_rank_1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What the started backend serves."""
 

@@ -17,11 +17,18 @@ def demands_of(config: ClusterConfig) -> list[list[Demand]]:
     together: list[Demand] = []
     apart: list[list[Demand]] = []
     for kind, count in counts.items():
-        widths = (engine.num_devices, engine.tensor_parallel) if kind == "engine" else (1, 1)
-        if count and config.placement.shares(kind):
-            together.append(Demand(kind, count, config.placement.colocated_share, *widths))
+        shared = config.placement.shares(kind)
+        demand = Demand(
+            kind=kind,
+            count=count,
+            share=config.placement.colocated_share if shared else 1.0,
+            width=engine.num_devices if kind == "engine" else 1,
+            block=engine.tensor_parallel if kind == "engine" else 1,
+        )
+        if count and shared:
+            together.append(demand)
         elif count:
-            apart.append([Demand(kind, count, 1.0, *widths)])
+            apart.append([demand])
     return [together, *apart] if together else apart
 
 

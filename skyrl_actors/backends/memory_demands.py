@@ -72,18 +72,18 @@ def memory_plan(
                 trainer_parts(_trainer(role, group, config, adapters), shape)
             )
     ask = EngineAsk(
-        engine.num_devices,
-        NUMBER_BYTES[engine.dtype],
-        engine.kv_cache_bytes,
-        max(engine.max_num_batched_tokens, engine.max_model_len),
-        engine.max_num_seqs,
-        engine.max_loras,
-        config.lora.max_rank,
-        on_gpu and not engine.enforce_eager,
-        config.placement.shares("engine"),
-        on_gpu and config.placement.shares("engine"),
-        config.engine_adapters,
-        not on_gpu,
+        devices=engine.num_devices,
+        weight_bytes=NUMBER_BYTES[engine.dtype],
+        kv_bytes=engine.kv_cache_bytes,
+        batched_tokens=max(engine.max_num_batched_tokens, engine.max_model_len),
+        max_seqs=engine.max_num_seqs,
+        adapters=engine.max_loras,
+        lora_rank=config.lora.max_rank,
+        graphs=on_gpu and not engine.enforce_eager,
+        moves=config.placement.shares("engine"),
+        weights_move=on_gpu and config.placement.shares("engine"),
+        host_adapters=config.engine_adapters,
+        one_memory=not on_gpu,
     )
     own = groups.setdefault("shared" if config.placement.shares("engine") else "engine", [])
     own.extend(engine_parts(ask, shape) if engine.num_engines else ())
@@ -99,7 +99,10 @@ def memory_plan(
     for parts in groups.values():
         who = list(dict.fromkeys(part.who for part in parts))
         named[" & ".join(who)] = (*parts, *context_part(who, on_gpu))
-    return MemoryPlan(named, *_sizes(config, plan, nodes))
+    device_bytes, reserve, host_bytes = _sizes(config, plan, nodes)
+    return MemoryPlan(
+        parts=named, device_bytes=device_bytes, reserve=reserve, host_bytes=host_bytes
+    )
 
 
 def _trainer(
@@ -110,20 +113,22 @@ def _trainer(
         if config.lora.max_full_models
         else group.strategy
     )
+    full_bytes, is_offloaded = _full_bytes(full, group)
     return TrainerAsk(
-        role,
-        group.num_ranks,
-        NUMBER_BYTES[group.dtype],
-        _base_shards(group),
-        config.lora.max_adapters,
-        config.lora.max_rank,
-        config.lora.max_full_models,
-        *_full_bytes(full, group),
-        group.microbatch_tokens // group.sequence_parallel,
-        group.activations,
-        config.placement.device == "gpu" and config.placement.shares(role),
-        adapters_bytes,
-        config.placement.device == "cpu",
+        kind=role,
+        ranks=group.num_ranks,
+        compute_bytes=NUMBER_BYTES[group.dtype],
+        base_shards=_base_shards(group),
+        adapters=config.lora.max_adapters,
+        lora_rank=config.lora.max_rank,
+        full_models=config.lora.max_full_models,
+        full_bytes=full_bytes,
+        offloaded=is_offloaded,
+        microbatch_tokens=group.microbatch_tokens // group.sequence_parallel,
+        activations=group.activations,
+        moves=config.placement.device == "gpu" and config.placement.shares(role),
+        all_adapters_bytes=adapters_bytes,
+        one_memory=config.placement.device == "cpu",
     )
 
 
@@ -164,7 +169,6 @@ def _sizes(
 
     A node's host memory is divided by the largest number of devices that one kind uses on it.
     Kinds on separate devices of a node may need very different amounts, so they are not summed.
-
     """
     alike = Counter((slot.node, slot.holds[0][0]) for slot in plan.slots)
     used = {

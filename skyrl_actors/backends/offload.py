@@ -97,6 +97,8 @@ def phase_lock_for(config: ClusterConfig, offloader: Offloader) -> PhaseLock:
         return SplitPhaseLock()
     restart = config.restart
     healing = MoveHealing(
-        max(restart.backoff_s, LEAST_PAUSE_S), restart.max_backoff_s, max(restart.max_in_a_row, 1)
+        first_pause_s=max(restart.backoff_s, LEAST_PAUSE_S),
+        longest_pause_s=restart.max_backoff_s,
+        advise_after=max(restart.max_in_a_row, 1),
     )
     return ColocatedPhaseLock(offloader, Phase.TRAIN, 2 * config.engine.call_timeout_s, healing)

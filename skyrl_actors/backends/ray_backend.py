@@ -144,14 +144,14 @@ class RayBackend:
         assert info is not None
         self._engines.logprob_check.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
         return Capabilities(
-            self.config.base_model.name,
-            str(self.base_folder),
-            info.vocab_size,
-            info.max_context_tokens,
-            min(config.engine.max_model_len, info.max_context_tokens),
-            self._roles,
-            await self.engines.adapts_head(),
-            adapters_of(config, self.base_folder, plan),
+            base_model=self.config.base_model.name,
+            base_folder=str(self.base_folder),
+            vocab_size=info.vocab_size,
+            max_context_tokens=info.max_context_tokens,
+            max_sample_tokens=min(config.engine.max_model_len, info.max_context_tokens),
+            roles=self._roles,
+            adapts_head=await self.engines.adapts_head(),
+            adapters=adapters_of(config, self.base_folder, plan),
         )
 
     @property
@@ -458,7 +458,9 @@ class RayBackend:
             made = await self._transfer.publish(group, spec.model_id, precondition, version)
             if written:
                 await group.write_versions(spec.model_id, ())
-            return self.engines.logprob_check.attach(SamplerWeights(version, (made,)), scored)
+            return self.engines.logprob_check.attach(
+                SamplerWeights(version=version, parts=(made,)), scored
+            )
 
         return await self._on(spec, Phase.TRAIN, work)
 
@@ -470,7 +472,7 @@ class RayBackend:
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
         def opened() -> SamplerWeights:
-            weights = SamplerWeights(version, manifests(Path(folder), version))
+            weights = SamplerWeights(version=version, parts=manifests(Path(folder), version))
             return self.engines.logprob_check.load(weights, Path(folder))
 
         return await asyncio.to_thread(opened)

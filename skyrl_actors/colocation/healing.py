@@ -27,7 +27,7 @@ def pause_after(in_a_row: int, first_s: float, longest_s: float) -> float:
     return min(first_s * 2 ** min(in_a_row - 1, 60), longest_s)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class MoveHealing:
     """Retry a failed move without end. The pause doubles up to `longest_pause_s`.
 
@@ -67,7 +67,7 @@ class MoveHealing:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class LoadRetries:
     """Try to load a version `attempts` times; a fault that remains belongs to the version."""
 

@@ -50,7 +50,7 @@ class MoveFailed(InternalError):
         self.pause_s = pause_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
     """One change of phase."""
 
@@ -173,7 +173,9 @@ class ColocatedPhaseLock:
         finally:
             self._since = time.perf_counter()
         self._failed = False
-        self.timeline.append(Entered(at, str(wanted), self._since - began, tuple(moves)))
+        self.timeline.append(
+            Entered(at=at, phase=str(wanted), seconds=self._since - began, moves=tuple(moves))
+        )
 
     async def _carry_out(self, move: Move, to: Phase) -> int:
         try:

@@ -44,7 +44,10 @@ def run(
 
 def _this_machine() -> Node:
     return Node(
-        "this machine", float(os.cpu_count() or 1), 0.0, host_bytes=psutil.virtual_memory().total
+        name="this machine",
+        cpus=float(os.cpu_count() or 1),
+        gpus=0.0,
+        host_bytes=psutil.virtual_memory().total,
     )
 
 

@@ -260,7 +260,12 @@ class CheckpointFolders:
             rank = spec.lora.rank if spec.lora else None
             entry = asdict(
                 RunEntry(
-                    spec.model_id, session_id, spec.base_model, rank, self._wall(), user_metadata
+                    run_id=spec.model_id,
+                    session_id=session_id,
+                    base_model=spec.base_model,
+                    lora_rank=rank,
+                    created_at=self._wall(),
+                    user_metadata=user_metadata,
                 )
             )
             del entry["checkpoints"]
@@ -341,7 +346,12 @@ class CheckpointFolders:
         )
         saved = (folder / SPEC_FILE).stat().st_mtime
         return CheckpointEntry(
-            run_id, folder.parent.name, folder.name, saved, size, **_about(folder)
+            run_id=run_id,
+            kind=folder.parent.name,
+            name=folder.name,
+            time=saved,
+            num_bytes=size,
+            **_about(folder),
         )
 
     def _end_of(self, ttl_seconds: int | None) -> float | None:

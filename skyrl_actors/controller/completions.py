@@ -36,7 +36,11 @@ class Completions:
         if seq_id is None:  # the SDK polls only for numbered samples
             return
         done = self._done.setdefault(stream, deque(maxlen=KEPT_PER_STREAM))
-        done.append(Completion(self._next, request_id, failed, seq_id // CLONE))
+        done.append(
+            Completion(
+                number=self._next, request_id=request_id, failed=failed, clone=seq_id // CLONE
+            )
+        )
         self._next += 1
         if stream in self._changed:
             self._changed.pop(stream).set()

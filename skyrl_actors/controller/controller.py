@@ -144,7 +144,9 @@ class Controller:
         for model_id in residents.keys() - self.tenants.models.keys():
             for role in self.able.roles:
                 with suppress(InternalError):  # restarted ranks do not hold it
-                    await self.backend.delete_model(ModelSpec(model_id, self.able.base_model, role))
+                    await self.backend.delete_model(
+                        ModelSpec(model_id=model_id, base_model=self.able.base_model, role=role)
+                    )
         self._capacity.begin(self.able, residents)
         for sampler in list(self.tenants.samplers.values()):
             if sampler.session_id is not None and sampler.session_id not in self.tenants.sessions:
@@ -197,7 +199,12 @@ class Controller:
                 self.tenants.sessions, session_id, self.config.limits.sessions_per_key, "sessions"
             )
             admission.check_metadata(user_metadata or {})
-            note = SessionNote(session_id, self.wall(), dict(user_metadata or {}), display_name)
+            note = SessionNote(
+                session_id=session_id,
+                created_at=self.wall(),
+                user_metadata=dict(user_metadata or {}),
+                display_name=display_name,
+            )
             await self._disk.write("few files", self._sessions.opened, note)
             await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))
             self.tenants.sessions[session_id] = TenantSession(

@@ -90,7 +90,7 @@ class Lanes:
 
     async def _run(self, op: Op, model_id: str) -> None:
         named(op.request_id, model_id)
-        progress = self.replayer.progress.setdefault(model_id, Progress(op.number))
+        progress = self.replayer.progress.setdefault(model_id, Progress(position=op.number))
         # Before the lock: a sample that holds memory may wait for the lock to replay lost weights.
         await self.ledger.memory.start(op)
         async with progress.lock:
@@ -236,13 +236,13 @@ class Lanes:
     async def add_sampler(self, entry: SamplerOpened) -> None:
         """Add a sampler, and retire the oldest ones of its model beyond the configured number."""
         sampler = Sampler(
-            entry.sampler_id,
-            entry.base_model,
-            entry.model_path,
-            entry.weights,
-            entry.session_id,
-            entry.owner,
-            entry.number,
+            sampler_id=entry.sampler_id,
+            base_model=entry.base_model,
+            model_path=entry.model_path,
+            weights=entry.weights,
+            session_id=entry.session_id,
+            owner=entry.owner,
+            number=entry.number,
         )
         limits = self.config.limits
         keep = (

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Op:
     """An accepted request that is not answered.
 
@@ -133,11 +133,11 @@ class Ledger:
     ) -> Op:
         """Accept a request durably, or raise CapacityError, Unavailable or InvalidRequest."""
         op = Op(
-            self.next_number,
-            request_id or f"r{uuid.uuid4().hex}",
-            stream,
-            model_id,
-            request,
+            number=self.next_number,
+            request_id=request_id or f"r{uuid.uuid4().hex}",
+            stream=stream,
+            model_id=model_id,
+            request=request,
             seq_id=seq_id,
             num_bytes=size_of(request),
             cost=cost_of(request),
@@ -151,15 +151,15 @@ class Ledger:
         try:
             await self.journal.write(
                 Accepted(
-                    op.number,
-                    op.request_id,
-                    stream,
-                    seq_id,
-                    int(digest),
-                    model_id,
-                    session_id,
-                    self.wall(),
-                    request,
+                    number=op.number,
+                    request_id=op.request_id,
+                    stream=stream,
+                    seq_id=seq_id,
+                    digest=int(digest),
+                    model_id=model_id,
+                    session_id=session_id,
+                    accepted_at=self.wall(),
+                    request=request,
                 )
             )
             refused = None
@@ -211,12 +211,12 @@ class Ledger:
         """Queue an operation that was accepted before a restart and not answered."""
         num_bytes = header.payload.length if header.payload else 0
         op = Op(
-            header.number,
-            header.request_id,
-            header.stream,
-            model_id,
-            None,
-            header,
+            number=header.number,
+            request_id=header.request_id,
+            stream=header.stream,
+            model_id=model_id,
+            request=None,
+            header=header,
             seq_id=header.seq_id,
             num_bytes=num_bytes,
         )
@@ -245,7 +245,12 @@ class Ledger:
         """Make an answer durable, then visible. Waits while the journal cannot write."""
         outcome = _storable(outcome)
         answered = Answered(
-            op.number, op.request_id, outcome.result, outcome.effect, self.wall(), step
+            number=op.number,
+            request_id=op.request_id,
+            result=outcome.result,
+            effect=outcome.effect,
+            answered_at=self.wall(),
+            step=step,
         )
         await self.insist(answered, *outcome.entries)
         del self.ops[op.request_id]

@@ -80,7 +80,13 @@ class NamedSamplers:
         if session_id is not None:
             self._tenants.session(session_id)  # raises if it ended since
         await self._journal.write(
-            SamplerOpened(sampler_id, session_id, base_model, path, sampler.weights)
+            SamplerOpened(
+                sampler_id=sampler_id,
+                session_id=session_id,
+                base_model=base_model,
+                model_path=path,
+                weights=sampler.weights,
+            )
         )
         return self._tenants.samplers.setdefault(sampler_id, sampler)
 
@@ -88,7 +94,7 @@ class NamedSamplers:
         self, sampler_id: str, session_id: str | None, base_model: str, path: str | None
     ) -> Sampler:
         """Return a sampler of the base model or of a saved checkpoint."""
-        weights = SamplerWeights("base")
+        weights = SamplerWeights(version="base")
         if path is not None:
             where = parse_path(path)
             if where.kind != "sampler_weights":
@@ -109,7 +115,13 @@ class NamedSamplers:
                     f"this service has {base_model!r}"
                 )
             weights = await self._context.backend.open_sampler(str(folder), version)
-        return Sampler(sampler_id, base_model, path, weights, session_id)
+        return Sampler(
+            sampler_id=sampler_id,
+            base_model=base_model,
+            model_path=path,
+            weights=weights,
+            session_id=session_id,
+        )
 
     async def free_unused(self, idle_s: float) -> None:
         """Free unused samplers in an endless loop.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from skyrl_actors.config.cluster import JournalConfig
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Progress:
     """The position of a model's state in the journal, and the work since its newest snapshot.
 

@@ -50,7 +50,12 @@ def record_span(spans: Spans, op: Op, outcome: Outcome, answered: float) -> None
 
     def span(name: str, began: float, ended: float, **more: str | int | float) -> Span:
         return Span(
-            name, row, to_wall + began, max(ended - began, 0.0), op.request_id, {**named, **more}
+            name=name,
+            row=row,
+            began=to_wall + began,
+            seconds=max(ended - began, 0.0),
+            request_id=op.request_id,
+            attributes={**named, **more},
         )
 
     spans.send(span(f"request {verb}", op.accepted, answered), first=True)

@@ -71,11 +71,17 @@ class SessionCatalog:
         found = {note.session_id: note for file in self._files(owner) if (note := self._note(file))}
         for session_id, of_it in runs.items():
             found.setdefault(
-                session_id, SessionNote(session_id, min(run.created_at for run in of_it))
+                session_id,
+                SessionNote(session_id=session_id, created_at=min(run.created_at for run in of_it)),
             )
         for session_id, session in list(self._tenants.sessions.items()):
             found.setdefault(
-                session_id, SessionNote(session_id, self._wall(), session.user_metadata)
+                session_id,
+                SessionNote(
+                    session_id=session_id,
+                    created_at=self._wall(),
+                    user_metadata=session.user_metadata,
+                ),
             )
         notes = [
             note for note in found.values() if owner is None or owner_of(note.session_id) == owner
@@ -96,7 +102,12 @@ class SessionCatalog:
         size = sum(checkpoint.num_bytes for checkpoint in checkpoints)
         samplers = tuple(s.sampler_id for s in self._tenants.samplers_of(note.session_id))
         return SessionEntry(
-            note, status, tuple(run.run_id for run in runs), samplers, len(checkpoints), size
+            note=note,
+            status=status,
+            run_ids=tuple(run.run_id for run in runs),
+            sampler_ids=samplers,
+            num_checkpoints=len(checkpoints),
+            num_bytes=size,
         )
 
     def session(self, session_id: str) -> SessionEntry:
@@ -111,7 +122,12 @@ class SessionCatalog:
         if note is None and known is None and not runs:
             raise NotFound(f"unknown session {session_id!r}")
         return self._entry(
-            note or SessionNote(session_id, self._wall(), known.user_metadata if known else {}),
+            note
+            or SessionNote(
+                session_id=session_id,
+                created_at=self._wall(),
+                user_metadata=known.user_metadata if known else {},
+            ),
             runs,
         )
 

@@ -54,13 +54,13 @@ async def load_tables(
             await _history(header, ledger, tenants, replayer)
     for s in journal_state.samplers:
         tenants.samplers[s.sampler_id] = Sampler(
-            s.sampler_id,
-            s.base_model,
-            s.model_path,
-            s.weights,
-            s.session_id,
-            s.owner,
-            s.number,
+            sampler_id=s.sampler_id,
+            base_model=s.base_model,
+            model_path=s.model_path,
+            weights=s.weights,
+            session_id=s.session_id,
+            owner=s.owner,
+            number=s.number,
             last_used=now,
         )
     return unanswered
@@ -82,12 +82,15 @@ async def _model(
         return
     assert isinstance(request, rq.CreateModel) and header.session_id is not None
     model = Model(
-        request.spec, header.session_id, request.user_metadata, ready=header.answered_at is not None
+        spec=request.spec,
+        session_id=header.session_id,
+        user_metadata=request.user_metadata,
+        ready=header.answered_at is not None,
     )
     # Epochs never repeat, so no version of an earlier controller has the same name.
     model.versions = epoch << EPOCH_BITS
     tenants.models[request.model_id] = model
-    progress = replayer.progress[request.model_id] = Progress(header.number)
+    progress = replayer.progress[request.model_id] = Progress(position=header.number)
     if snapshot is not None:
         progress.position = progress.snapshot = snapshot.number
         model.steps = progress.step = snapshot.step

@@ -99,7 +99,7 @@ class Submission:
         check_spec(request.spec, self._config, able)
         self._context.capacity.check_key(model_id)
         self._tenants.models[model_id] = Model(
-            request.spec, request.session_id, request.user_metadata
+            spec=request.spec, session_id=request.session_id, user_metadata=request.user_metadata
         )
         with ExitStack() as undo:
             undo.callback(self._tenants.models.pop, model_id, None)
@@ -113,7 +113,7 @@ class Submission:
                 request_id=request_id,
             )
             undo.pop_all()
-        self._replayer.progress[model_id] = Progress(op.number)
+        self._replayer.progress[model_id] = Progress(position=op.number)
         self._lanes.start_next(model_id)
         return op.request_id
 

@@ -23,7 +23,7 @@ class TenantSession:
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Model:
     """A model of a live session. `ready` becomes true when its creation was done."""
 
@@ -36,7 +36,7 @@ class Model:
     incomplete: str | None = None  # why a forward_backward since the last step failed
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Sampler:
     """An open sampler: fixed weights of the base model, of a checkpoint or of a live model."""
 

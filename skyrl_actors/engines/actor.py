@@ -64,7 +64,9 @@ class EngineActor:
         async with self._changes:
             ready = self._started and not self.engine.dead.is_set()
             status = await self.engine.status() if ready else None
-        return EngineReport(self.engine.spec, ready, status, self._log_file)
+        return EngineReport(
+            spec=self.engine.spec, ready=ready, status=status, log_file=self._log_file
+        )
 
     async def get_line(self, epoch: int, caller: str) -> Address:
         """Return the address at which a process on the caller's machine requests samples."""

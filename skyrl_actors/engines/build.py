@@ -48,24 +48,24 @@ def build_pool(
             else tuple(devices[slot.index] for slot in slots if slot.index in devices)
         )
         spec = EngineSpec(
-            f"engine[{index}]",
-            str(base_folder),
-            config.placement.device,
-            engine.dtype,
-            engine.max_model_len,
-            engine.max_num_seqs,
-            engine.max_num_batched_tokens,
-            engine.kv_cache_bytes,
-            engine.max_loras,
-            config.lora.max_rank,
-            config.engine_adapters,
-            engine.enforce_eager,
-            engine.call_timeout_s,
-            engine.tensor_parallel,
-            engine.pipeline_parallel,
-            ids,
-            over_nodes,
-            engine.in_flight == "keep",
+            name=f"engine[{index}]",
+            base_folder=str(base_folder),
+            device=config.placement.device,
+            dtype=engine.dtype,
+            max_model_len=engine.max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            kv_cache_bytes=engine.kv_cache_bytes,
+            max_loras=engine.max_loras,
+            max_lora_rank=config.lora.max_rank,
+            max_adapters=config.engine_adapters,
+            enforce_eager=engine.enforce_eager,
+            call_timeout_s=engine.call_timeout_s,
+            tensor_parallel=engine.tensor_parallel,
+            pipeline_parallel=engine.pipeline_parallel,
+            device_ids=ids,
+            over_nodes=over_nodes,
+            keeps_in_flight=engine.in_flight == "keep",
             takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",
         )
         own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
@@ -78,15 +78,15 @@ def build_pool(
             }
         on_gpu = plan.device == "GPU" and len(slots) == 1
         site = EngineSite(
-            spec,
-            f"{config.name}:engine:{index}",
-            reserved,
-            slots[0].index,
-            share,
-            on_gpu,
-            own,
-            detached,
-            over_nodes,
+            spec=spec,
+            name=f"{config.name}:engine:{index}",
+            reserved=reserved,
+            bundle=slots[0].index,
+            share=share,
+            on_gpu=on_gpu,
+            environment=own,
+            detached=detached,
+            over_nodes=over_nodes,
         )
         beside = [
             rank

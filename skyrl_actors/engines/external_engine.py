@@ -164,7 +164,13 @@ class ExternalEngine(EngineReplica):
         return await self._partials.after(request_id, have, timeout_s)
 
     async def status(self) -> EngineStatus:
-        return EngineStatus(BASE_VERSION, tuple(self._adapters), False, 0, self._running)
+        return EngineStatus(
+            loaded_version=BASE_VERSION,
+            adapters=tuple(self._adapters),
+            asleep=False,
+            rss_bytes=0,
+            running=self._running,
+        )
 
     async def detach(self) -> None:
         await self._stop_restarts()

@@ -13,7 +13,7 @@ FLAG = "tempered_logprobs"  # in vLLM's extra_args; also the name of the patch
 TEMPERED = 2**31 - 1  # the token id of a tempered logprob; beyond every vocabulary
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """Everything an engine actor needs to start."""
 
@@ -38,7 +38,7 @@ class EngineSpec:
     takes_full_weights: bool = True  # live updates; the engine proves them at its start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     """One engine's weights, load, memory and cache use, as it reports them."""
 
@@ -54,7 +54,7 @@ class EngineStatus:
     adapts_head: bool = True  # accepts adapters on the output layer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
     """An engine's state, reported to a controller that takes it over."""
 

@@ -40,7 +40,7 @@ OVER_RPC = methods_of(EngineCalls)
 Loader = Callable[["LocalEngine", str, StateLock[str]], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSite:
     """Where an engine's actor is created, and with which options."""
 
@@ -106,7 +106,9 @@ class LocalEngine(EngineReplica):
         A load is retried if it fails before it touches the engine. A later failure ends the engine.
         """
         retries = LoadRetries(
-            self.restart.backoff_s, self.restart.max_backoff_s, self.restart.attempts
+            first_pause_s=self.restart.backoff_s,
+            longest_pause_s=self.restart.max_backoff_s,
+            attempts=self.restart.attempts,
         )
 
         async def enter(old: str, new: str) -> None:

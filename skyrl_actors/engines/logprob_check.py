@@ -28,7 +28,7 @@ from skyrl_actors.messages.weights import SCORED_FILE, SamplerWeights
 PROMPT_TOKENS = 32
 KEPT = 100
 FAR = 10  # times the bound: beyond it the weights are wrong; rounding does not explain it
-SCORING = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
+SCORING = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
 
 
 def fixed_prompt(vocab_size: int, max_model_len: int) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class LogprobCheck:
 
     def notes(self, logprobs: NDArray[np.float32] | None) -> dict[str, str]:
         """Return the files for a checkpoint's folder: text by file name."""
-        said = self.attach(SamplerWeights(""), logprobs)
+        said = self.attach(SamplerWeights(version=""), logprobs)
         kept = {"prompt": self.prompt, "logprobs": said.scored, "dtype": said.scored_in}
         return {SCORED_FILE: json.dumps(kept)} if said.scored else {}
 

@@ -170,11 +170,11 @@ class EnginePool:
         adapter = weights.adapter.version if weights.adapter else None
         loads = [
             EngineLoad(
-                e.name,
-                e.lock.num_holders,
-                e.lock.num_waiting,
-                e.lock.state == wanted,
-                adapter is None or adapter in e.delivered,
+                name=e.name,
+                in_flight=e.lock.num_holders,
+                waiting=e.lock.num_waiting,
+                holds_version=e.lock.state == wanted,
+                holds_adapter=adapter is None or adapter in e.delivered,
             )
             for e in living
         ]
@@ -427,7 +427,15 @@ def full_version(weights: SamplerWeights) -> str:
 
 
 def _record_transfer(what: str, took: float, num_bytes: int) -> None:
-    SPANS.add(Span(what, "transfers", time.time() - took, took, attributes={"bytes": num_bytes}))
+    SPANS.add(
+        Span(
+            name=what,
+            row="transfers",
+            began=time.time() - took,
+            seconds=took,
+            attributes={"bytes": num_bytes},
+        )
+    )
     COUNTS.add("transfers")
     COUNTS.add("transfer_seconds", took)
     COUNTS.add("transfer_bytes", num_bytes)

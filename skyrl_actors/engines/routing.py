@@ -15,7 +15,7 @@ PREFIX_TOKENS = 64  # samples with this many equal first prompt tokens share a k
 BOUND = 1.25  # times the mean load
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """What routing needs to know of one engine."""
 

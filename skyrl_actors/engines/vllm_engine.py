@@ -348,16 +348,16 @@ class VllmEngine:
         rss = sum(_rss(p) for p in [process, *process.children(recursive=True)])
         stats = self._stats
         return EngineStatus(
-            self._loaded,
-            tuple(self._adapters),
-            self.asleep,
-            rss,
-            self._running,
-            stats.waiting,
-            stats.kv_usage,
-            stats.prefix_queries,
-            stats.prefix_hits,
-            self._adapts_head,
+            loaded_version=self._loaded,
+            adapters=tuple(self._adapters),
+            asleep=self.asleep,
+            rss_bytes=rss,
+            running=self._running,
+            waiting=stats.waiting,
+            kv_usage=stats.kv_usage,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            adapts_head=self._adapts_head,
         )
 
     async def stop(self) -> None:

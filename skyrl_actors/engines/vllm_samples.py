@@ -66,7 +66,16 @@ def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput
                 best = best[0], _at_temperature(best[1], logprobs, tempered, params.temperature)
         if params.tempered_logprobs and tempered is None:
             tempered = logprobs
-        sequences.append(Sequence(tokens, logprobs, choice.finish_reason, *best, tempered=tempered))
+        sequences.append(
+            Sequence(
+                tokens=tokens,
+                logprobs=logprobs,
+                stop_reason=choice.finish_reason,
+                topk_ids=best[0],
+                topk_logprobs=best[1],
+                tempered=tempered,
+            )
+        )
     of_prompt: dict[str, Any] = {}
     if output.prompt_logprobs is not None:
         kept = (
@@ -85,7 +94,10 @@ def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput
                 np.asarray([dense(row) for row in output.prompt_logprobs[1:]]), params
             )
     return SampleOutput(
-        tuple(sequences), version, cached_tokens=output.num_cached_tokens or 0, **of_prompt
+        sequences=tuple(sequences),
+        version=version,
+        cached_tokens=output.num_cached_tokens or 0,
+        **of_prompt,
     )
 
 

@@ -67,7 +67,7 @@ class VllmServer:
                 f"and not {model or 'a model'}"
             )
         name = model or bases[0]
-        probe = SamplingParams(1, temperature=0.0)
+        probe = SamplingParams(max_tokens=1, temperature=0.0)
         try:
             await self.complete(name, (0,), probe, "probe", SHORT_S)
         except (InvalidRequest, InternalError) as error:
@@ -297,10 +297,20 @@ def sample_output(body: dict[str, Any], version: str, params: SamplingParams) ->
         logprobs = np.asarray(of_tokens["token_logprobs"], np.float32)
         tempered = logprobs if params.tempered_logprobs else None
         sequences.append(
-            Sequence(np.asarray(tokens, np.int32), logprobs, reason, *best, tempered=tempered)
+            Sequence(
+                tokens=np.asarray(tokens, np.int32),
+                logprobs=logprobs,
+                stop_reason=reason,
+                topk_ids=best[0],
+                topk_logprobs=best[1],
+                tempered=tempered,
+            )
         )
     return SampleOutput(
-        tuple(sequences), version, **_of_prompt(body, params), cached_tokens=_cached(body)
+        sequences=tuple(sequences),
+        version=version,
+        **_of_prompt(body, params),
+        cached_tokens=_cached(body),
     )
 
 

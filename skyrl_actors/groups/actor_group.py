@@ -179,7 +179,15 @@ class ActorGroup:
         Calls that arrive during a computation form the next batch. Small calls of a batch share a
         pass through the network.
         """
-        return await self._batcher.run(Call(model_id, precondition, columns, loss, forward_only))
+        return await self._batcher.run(
+            Call(
+                model_id=model_id,
+                precondition=precondition,
+                columns=columns,
+                loss=loss,
+                forward_only=forward_only,
+            )
+        )
 
     async def _compute(self, calls: Sequence[Call]) -> list[LossOutput | BaseException]:
         ranks = len(self.actors) // self.config.sequence_parallel
@@ -323,7 +331,9 @@ def merge_rows(columns: Columns, outputs: Sequence[RowOutput], loss: LossCall | 
     fields = {field: predicted}
     if loss is not None:
         fields["elementwise_loss"] = elementwise
-    return LossOutput(columns.offsets, fields, metrics, columns.widths)
+    return LossOutput(
+        offsets=columns.offsets, fields=fields, metrics=metrics, widths=columns.widths
+    )
 
 
 class GroupBuilder:
@@ -356,23 +366,23 @@ class GroupBuilder:
         )
         self.specs = [
             WorkerSpec(
-                role,
-                rank,
-                group_config.num_ranks,
-                base_folder,
-                group_config.dtype,
-                config.placement.device,
-                group_config.num_threads,
-                group_config.microbatch_tokens,
-                group_config.collective_timeout_s,
-                group_config.strategy,
-                full_strategy,
-                group_config.activations,
-                group_config.sequence_parallel,
-                group_config.score_uncounted,
-                group_config.preload,
-                config.engine.dtype,
-                config.lora.max_adapters,
+                role=role,
+                rank=rank,
+                world_size=group_config.num_ranks,
+                base_folder=base_folder,
+                dtype=group_config.dtype,
+                device=config.placement.device,
+                num_threads=group_config.num_threads,
+                microbatch_tokens=group_config.microbatch_tokens,
+                collective_timeout_s=group_config.collective_timeout_s,
+                strategy=group_config.strategy,
+                full_strategy=full_strategy,
+                activations=group_config.activations,
+                sequence_parallel=group_config.sequence_parallel,
+                score_uncounted=group_config.score_uncounted,
+                preload=group_config.preload,
+                export_dtype=config.engine.dtype,
+                max_adapters=config.lora.max_adapters,
             )
             for rank in range(len(self.slots))
         ]

@@ -12,7 +12,7 @@ from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.results import LossOutput
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of a model, with its input and its loss."""
 

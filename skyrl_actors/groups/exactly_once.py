@@ -19,7 +19,7 @@ FORWARD_BACKWARD = "forward_backward"
 CLEAN_FAILURES = ("optim_step",)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
     """The last operation that was applied to a model."""
 
@@ -127,7 +127,9 @@ class ExactlyOnce:
             outcomes[i] = result.error if isinstance(result, Refused) else result
             if number is not None:
                 if not isinstance(result, Refused):
-                    self._applied[model_id] = Applied(number, FORWARD_BACKWARD, result)
+                    self._applied[model_id] = Applied(
+                        number=number, method=FORWARD_BACKWARD, result=result
+                    )
                 elif result.clean:
                     self._applied[model_id] = before[i]
         return outcomes
@@ -139,9 +141,11 @@ class ExactlyOnce:
             result = getattr(self.worker, method)(*args)
         except UserError as error:
             if method in CLEAN_FAILURES:
-                self._applied[model_id] = Applied(number, method, None, error)
+                self._applied[model_id] = Applied(
+                    number=number, method=method, result=None, error=error
+                )
             raise
-        self._applied[model_id] = Applied(number, method, result)
+        self._applied[model_id] = Applied(number=number, method=method, result=result)
         return result
 
     def _check_state(self, model_id: str, precondition: OpPrecondition) -> None:

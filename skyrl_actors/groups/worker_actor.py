@@ -58,7 +58,11 @@ class TrainWorkerActor:
         """
         applied = self._once.adopt(epoch)
         return RankStatus(
-            self.spec, self._info, applied, os.getpid(), os.path.realpath("/proc/self/fd/2")
+            spec=self.spec,
+            info=self._info,
+            applied=applied,
+            pid=os.getpid(),
+            log_file=os.path.realpath("/proc/self/fd/2"),
         )
 
     def node_address(self) -> str:
@@ -106,7 +110,7 @@ class TrainWorkerActor:
     ) -> list[Any]:
         """Run parts of several models. Each part is applied exactly once."""
         calls = [
-            PartCall(model_id, rows, columns, loss)
+            PartCall(model_id=model_id, rows=rows, columns=columns, loss=loss)
             for (model_id, _, rows, loss), columns in zip(parts, data, strict=True)
         ]
         preconditions, began = [precondition for _, precondition, _, _ in parts], time.time()
@@ -151,12 +155,12 @@ class TrainWorkerActor:
             }
             SPANS.send(
                 Span(
-                    f"{self!r} {what}",
-                    repr(self),
-                    began,
-                    time.time() - began,
-                    precondition.request_id,
-                    about,
+                    name=f"{self!r} {what}",
+                    row=repr(self),
+                    began=began,
+                    seconds=time.time() - began,
+                    request_id=precondition.request_id,
+                    attributes=about,
                 )
             )
 

@@ -21,7 +21,7 @@ Floats = NDArray[np.floating]
 EPS = 1e-8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     """The input of the estimators: each list holds one array [R] for each of N answers."""
 

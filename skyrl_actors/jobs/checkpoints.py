@@ -28,7 +28,7 @@ class Checkpoints:
         self._folder = folder
         self._config = config
         self._watcher = watcher
-        self.state = folder.state or State(0, {}, {})
+        self.state = folder.state or State(step=0, models={}, job={})
 
     @property
     def resumed(self) -> bool:
@@ -53,7 +53,9 @@ class Checkpoints:
                 kept[: -self._config.keep_checkpoints],
                 kept[-self._config.keep_checkpoints :],
             )
-            state = State(step, paths, job, self.state.best, newest)
+            state = State(
+                step=step, models=paths, job=job, best=self.state.best, checkpoints=newest
+            )
             self._folder.keep(state)
         except (InternalError, OSError) as error:
             self._watcher.warned(

@@ -145,7 +145,7 @@ class GymEpisode:
             await in_thread(self._env.close)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetTask:
     """A task made from one row."""
 
@@ -196,7 +196,10 @@ def reward_tasks(config: RewardEnv, seed: int) -> DatasetTasks:
         messages = messages_of(row[config.prompt_column], f"column {config.prompt_column}")
         answer = str(row[config.answer_column]) if config.answer_column else ""
         return DatasetTask(
-            messages[-1]["content"], answer, row, lambda row: RewardEpisode(messages, row, reward)
+            question=messages[-1]["content"],
+            answer=answer,
+            row=row,
+            episode=lambda row: RewardEpisode(messages, row, reward),
         )
 
     return _task_set(config, needed, task, seed)
@@ -215,7 +218,10 @@ def gym_tasks(config: GymEnv, seed: int) -> DatasetTasks:
         spec = row.get("reward_spec")
         answer = str(spec.get("ground_truth", "")) if isinstance(spec, Mapping) else ""
         return DatasetTask(
-            messages[-1]["content"], answer, row, lambda row: GymEpisode(make, messages, row)
+            question=messages[-1]["content"],
+            answer=answer,
+            row=row,
+            episode=lambda row: GymEpisode(make, messages, row),
         )
 
     tasks = _task_set(config, [config.prompt_column], task, seed)

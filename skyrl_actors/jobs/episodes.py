@@ -34,7 +34,7 @@ class EpisodeFailed(Exception):
     """The environment of an episode failed."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Rollouts:
     """The rollouts of a batch of tasks, and the counts of episodes that have none."""
 
@@ -73,7 +73,7 @@ class Rollouts:
             )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Answer:
     """The sampled tokens of one turn. An answer can consist of several slices."""
 
@@ -91,7 +91,7 @@ class Answer:
         self.pieces.append(Piece(version, weights.iteration, len(sequence.tokens)))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Transcript:
     """An unfinished episode: all tokens and texts after its first prompt."""
 
@@ -288,7 +288,9 @@ class EpisodeRunner:
         answers: list[Answer],
     ) -> None:
         asked = weights()
-        output = await self._client.run(Sample(asked.sampler_id, prompt, params), SampleOutput)
+        output = await self._client.run(
+            Sample(sampler_id=asked.sampler_id, prompt=prompt, params=params), SampleOutput
+        )
         for answer, sequence in zip(answers, output.sequences, strict=True):
             answer.add(sequence, output.version, asked)
 
@@ -332,19 +334,21 @@ class EpisodeRunner:
             later = replace(params, seed=derived_seed(params.seed or 0, turn, draw))
             answer = await self._sample(weights, (*prompt, *transcript.tokens), later, 0)
         return Rollout(
-            task,
-            group,
-            prompt,
-            np.asarray(transcript.tokens, np.int32),
-            np.asarray(transcript.sampled, bool),
-            np.asarray(transcript.logprobs, np.float32),
-            np.asarray(transcript.rewards, np.float64),
-            "\n".join(transcript.texts),
-            transcript.cut,
-            turn,
-            tuple(transcript.pieces),
-            transcript.overlong,
-            np.asarray(transcript.tempered, np.float32) if params.tempered_logprobs else None,
+            task=task,
+            group=group,
+            prompt=prompt,
+            answer=np.asarray(transcript.tokens, np.int32),
+            sampled=np.asarray(transcript.sampled, bool),
+            logprobs=np.asarray(transcript.logprobs, np.float32),
+            rewards=np.asarray(transcript.rewards, np.float64),
+            text="\n".join(transcript.texts),
+            cut=transcript.cut,
+            turns=turn,
+            pieces=tuple(transcript.pieces),
+            overlong=transcript.overlong,
+            tempered=np.asarray(transcript.tempered, np.float32)
+            if params.tempered_logprobs
+            else None,
         )
 
     async def _step(self, environment: Environment, text: str, cut: bool) -> Step:

@@ -14,7 +14,7 @@ TOKENS, EPISODES, MINIBATCHES, ONCE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """The definition of one metric."""
 
@@ -26,203 +26,262 @@ class Metric:
 
 _ALL = (
     Metric(
-        "eval/accuracy",
-        "reward of greedy answers to held-out prompts; for tasks with one right answer, "
-        "the share of exact matches",
-        "reward",
-        "mean over prompts",
+        name="eval/accuracy",
+        definition="reward of greedy answers to held-out prompts; for tasks with one right "
+        "answer, the share of exact matches",
+        unit="reward",
+        reduction="mean over prompts",
     ),
     Metric(
-        "eval/nll",
-        "−log p of the tokens of held-out answers",
-        "nats per token",
-        "mean over answer tokens",
-    ),
-    Metric("eval/loss", "the job's loss on held-out pairs", "nats", "mean over pairs"),
-    Metric(
-        "eval/pair_accuracy",
-        "held-out pairs in which the chosen answer has the larger margin; ties count half",
-        "share",
-        "mean over pairs",
+        name="eval/nll",
+        definition="−log p of the tokens of held-out answers",
+        unit="nats per token",
+        reduction="mean over answer tokens",
     ),
     Metric(
-        "eval/margin",
-        "margin of held-out pairs, defined as for `margin`",
-        "nats (dpo), reward (reward_model)",
-        "mean over pairs",
+        name="eval/loss",
+        definition="the job's loss on held-out pairs",
+        unit="nats",
+        reduction="mean over pairs",
     ),
     Metric(
-        "reward",
-        "reward of an episode, with all turns and the overlong penalty, "
-        "without the KL penalty; over all sampled episodes",
-        "reward",
-        EPISODES,
+        name="eval/pair_accuracy",
+        definition="held-out pairs in which the chosen answer has the larger margin; ties count "
+        "half",
+        unit="share",
+        reduction="mean over pairs",
     ),
     Metric(
-        "kl",
-        "k3 estimate of KL(policy ‖ reference), before this step's updates",
-        "nats per token",
-        TOKENS,
-    ),
-    Metric("kl_coef", "coefficient of the divergence in this step", "1", ONCE),
-    Metric(
-        "entropy",
-        "entropy of the policy's distribution during updates",
-        "nats per token",
-        "mean over counted tokens",
+        name="eval/margin",
+        definition="margin of held-out pairs, defined as for `margin`",
+        unit="nats (dpo), reward (reward_model)",
+        reduction="mean over pairs",
     ),
     Metric(
-        "explained_variance",
-        "1 − Var(return − value) / Var(return)",
-        "1",
-        "over sampled tokens",
+        name="reward",
+        definition="reward of an episode, with all turns and the overlong penalty, without the "
+        "KL penalty; over all sampled episodes",
+        unit="reward",
+        reduction=EPISODES,
     ),
     Metric(
-        "logprob_mismatch",
-        "|log p of the engine − log p of the trainer|, for the same weights and tokens, "
-        "both at temperature 1; left out if all samples are from older weights",
-        "nats per token",
-        "mean over tokens sampled with the weights that learn",
+        name="kl",
+        definition="k3 estimate of KL(policy ‖ reference), before this step's updates",
+        unit="nats per token",
+        reduction=TOKENS,
     ),
     Metric(
-        "logprob_mismatch_max",
-        "largest value of `logprob_mismatch`",
-        "nats per token",
-        "maximum over the same tokens",
+        name="kl_coef",
+        definition="coefficient of the divergence in this step",
+        unit="1",
+        reduction=ONCE,
     ),
     Metric(
-        "staleness",
-        "iterations between the weights that sampled a token and the weights that train on it; "
-        "0 on policy",
-        "iterations",
-        TOKENS,
+        name="entropy",
+        definition="entropy of the policy's distribution during updates",
+        unit="nats per token",
+        reduction="mean over counted tokens",
     ),
     Metric(
-        "staleness_max", "largest value of `staleness`", "iterations", "maximum over sampled tokens"
+        name="explained_variance",
+        definition="1 − Var(return − value) / Var(return)",
+        unit="1",
+        reduction="over sampled tokens",
     ),
     Metric(
-        "policy_drift",
-        "|log p of the engine when it sampled − log p of the trainer now| "
-        "of tokens sampled with older weights, both at temperature 1",
-        "nats per token",
-        "mean over those tokens",
-    ),
-    Metric("answer_tokens", "tokens of an episode that the model sampled", "tokens", EPISODES),
-    Metric(
-        "cut_share",
-        "episodes whose last answer ended at max_tokens or at the end of the context",
-        "share",
-        EPISODES,
-    ),
-    Metric("turns", "number of answers in an episode", "1", EPISODES),
-    Metric(
-        "episodes_failed",
-        "dropped episodes: the environment raised an error, timed out or returned a reward "
-        "that is not finite",
-        "episodes",
-        "sum",
+        name="logprob_mismatch",
+        definition="|log p of the engine − log p of the trainer|, for the same weights and "
+        "tokens, both at temperature 1; left out if all samples are from older weights",
+        unit="nats per token",
+        reduction="mean over tokens sampled with the weights that learn",
     ),
     Metric(
-        "prompts_too_long",
-        "prompts beyond env.max_prompt_tokens, which are left out",
-        "prompts",
-        "sum",
+        name="logprob_mismatch_max",
+        definition="largest value of `logprob_mismatch`",
+        unit="nats per token",
+        reduction="maximum over the same tokens",
     ),
     Metric(
-        "prompts_without_spread",
-        "prompts that the filter left out because all their answers had the same reward",
-        "prompts",
-        "sum",
-    ),
-    Metric("batches_drawn", "batches of prompts sampled for this iteration", "batches", "sum"),
-    Metric(
-        "sampled_tokens",
-        "sampled tokens, including those of prompts that were left out",
-        "tokens",
-        "sum",
+        name="staleness",
+        definition="iterations between the weights that sampled a token and the weights that "
+        "train on it; 0 on policy",
+        unit="iterations",
+        reduction=TOKENS,
     ),
     Metric(
-        "policy_loss",
-        "loss of the policy, reduced as `reduction` defines, with divergence and entropy terms",
-        "1",
-        MINIBATCHES,
+        name="staleness_max",
+        definition="largest value of `staleness`",
+        unit="iterations",
+        reduction="maximum over sampled tokens",
     ),
     Metric(
-        "clip_fraction",
-        "trained tokens whose ratio was clipped",
-        "share",
-        "over the tokens of all epochs",
+        name="policy_drift",
+        definition="|log p of the engine when it sampled − log p of the trainer now| of tokens "
+        "sampled with older weights, both at temperature 1",
+        unit="nats per token",
+        reduction="mean over those tokens",
     ),
     Metric(
-        "policy_grad_norm", "L2 norm of the policy's gradient before clipping", "1", MINIBATCHES
-    ),
-    Metric("value_loss", "(value − return)²", "reward²", "mean over the tokens of all epochs"),
-    Metric(
-        "value_clip_fraction",
-        "tokens whose value was clipped",
-        "share",
-        "over the tokens of all epochs",
+        name="answer_tokens",
+        definition="tokens of an episode that the model sampled",
+        unit="tokens",
+        reduction=EPISODES,
     ),
     Metric(
-        "critic_grad_norm", "L2 norm of the critic's gradient before clipping", "1", MINIBATCHES
+        name="cut_share",
+        definition="episodes whose last answer ended at max_tokens or at the end of the context",
+        unit="share",
+        reduction=EPISODES,
     ),
     Metric(
-        "nll",
-        "−log p of the answer tokens of a batch, before its step",
-        "nats per token",
-        "mean over answer tokens",
-    ),
-    Metric("loss", "the job's loss on a batch, before its step", "nats", "mean over pairs"),
-    Metric(
-        "pair_accuracy",
-        "pairs in which the chosen answer has the larger margin, before the step; ties count half",
-        "share",
-        "mean over pairs",
+        name="turns", definition="number of answers in an episode", unit="1", reduction=EPISODES
     ),
     Metric(
-        "margin",
-        "dpo: β·(gain of chosen − gain of rejected), where gain is log p − log p of the "
-        "reference; reward_model: V(chosen) − V(rejected)",
-        "nats (dpo), reward (reward_model)",
-        "mean over pairs",
-    ),
-    Metric("learning_rate", "learning rate of this step", "1", ONCE),
-    Metric(
-        "sample_tokens_per_s",
-        "`sampled_tokens` divided by `seconds/sample`; if sampling runs during training, "
-        "divided by the seconds since the last batch",
-        "tokens/s",
-        ONCE,
+        name="episodes_failed",
+        definition="dropped episodes: the environment raised an error, timed out or returned a "
+        "reward that is not finite",
+        unit="episodes",
+        reduction="sum",
     ),
     Metric(
-        "train_tokens_per_s",
-        "prompt and answer tokens through forward and backward passes, of each role and epoch, "
-        "divided by `seconds/update`",
-        "tokens/s",
-        ONCE,
+        name="prompts_too_long",
+        definition="prompts beyond env.max_prompt_tokens, which are left out",
+        unit="prompts",
+        reduction="sum",
     ),
     Metric(
-        "seconds/sample",
-        "sampling, environments and waking the engines; if sampling runs during training, "
-        "the wait for samples",
-        "s",
-        ONCE,
+        name="prompts_without_spread",
+        definition="prompts that the filter left out because all their answers had the same reward",
+        unit="prompts",
+        reduction="sum",
     ),
     Metric(
-        "seconds/values_and_reference",
-        "computation of logprobs, values and logprobs of the reference",
-        "s",
-        ONCE,
+        name="batches_drawn",
+        definition="batches of prompts sampled for this iteration",
+        unit="batches",
+        reduction="sum",
     ),
-    Metric("seconds/advantages", "computation of rewards, advantages and returns", "s", ONCE),
-    Metric("seconds/update", "all minibatches and optimizer steps of all epochs", "s", ONCE),
     Metric(
-        "seconds/transfer",
-        "publication of the new weights as a version; engines load it when they sample",
-        "s",
-        ONCE,
+        name="sampled_tokens",
+        definition="sampled tokens, including those of prompts that were left out",
+        unit="tokens",
+        reduction="sum",
     ),
-    Metric("seconds/iteration", "the whole step without evaluation", "s", ONCE),
+    Metric(
+        name="policy_loss",
+        definition="loss of the policy, reduced as `reduction` defines, with divergence and "
+        "entropy terms",
+        unit="1",
+        reduction=MINIBATCHES,
+    ),
+    Metric(
+        name="clip_fraction",
+        definition="trained tokens whose ratio was clipped",
+        unit="share",
+        reduction="over the tokens of all epochs",
+    ),
+    Metric(
+        name="policy_grad_norm",
+        definition="L2 norm of the policy's gradient before clipping",
+        unit="1",
+        reduction=MINIBATCHES,
+    ),
+    Metric(
+        name="value_loss",
+        definition="(value − return)²",
+        unit="reward²",
+        reduction="mean over the tokens of all epochs",
+    ),
+    Metric(
+        name="value_clip_fraction",
+        definition="tokens whose value was clipped",
+        unit="share",
+        reduction="over the tokens of all epochs",
+    ),
+    Metric(
+        name="critic_grad_norm",
+        definition="L2 norm of the critic's gradient before clipping",
+        unit="1",
+        reduction=MINIBATCHES,
+    ),
+    Metric(
+        name="nll",
+        definition="−log p of the answer tokens of a batch, before its step",
+        unit="nats per token",
+        reduction="mean over answer tokens",
+    ),
+    Metric(
+        name="loss",
+        definition="the job's loss on a batch, before its step",
+        unit="nats",
+        reduction="mean over pairs",
+    ),
+    Metric(
+        name="pair_accuracy",
+        definition="pairs in which the chosen answer has the larger margin, before the step; "
+        "ties count half",
+        unit="share",
+        reduction="mean over pairs",
+    ),
+    Metric(
+        name="margin",
+        definition="dpo: β·(gain of chosen − gain of rejected), where gain is log p − log p of "
+        "the reference; reward_model: V(chosen) − V(rejected)",
+        unit="nats (dpo), reward (reward_model)",
+        reduction="mean over pairs",
+    ),
+    Metric(name="learning_rate", definition="learning rate of this step", unit="1", reduction=ONCE),
+    Metric(
+        name="sample_tokens_per_s",
+        definition="`sampled_tokens` divided by `seconds/sample`; if sampling runs during "
+        "training, divided by the seconds since the last batch",
+        unit="tokens/s",
+        reduction=ONCE,
+    ),
+    Metric(
+        name="train_tokens_per_s",
+        definition="prompt and answer tokens through forward and backward passes, of each role "
+        "and epoch, divided by `seconds/update`",
+        unit="tokens/s",
+        reduction=ONCE,
+    ),
+    Metric(
+        name="seconds/sample",
+        definition="sampling, environments and waking the engines; if sampling runs during "
+        "training, the wait for samples",
+        unit="s",
+        reduction=ONCE,
+    ),
+    Metric(
+        name="seconds/values_and_reference",
+        definition="computation of logprobs, values and logprobs of the reference",
+        unit="s",
+        reduction=ONCE,
+    ),
+    Metric(
+        name="seconds/advantages",
+        definition="computation of rewards, advantages and returns",
+        unit="s",
+        reduction=ONCE,
+    ),
+    Metric(
+        name="seconds/update",
+        definition="all minibatches and optimizer steps of all epochs",
+        unit="s",
+        reduction=ONCE,
+    ),
+    Metric(
+        name="seconds/transfer",
+        definition="publication of the new weights as a version; engines load it when they sample",
+        unit="s",
+        reduction=ONCE,
+    ),
+    Metric(
+        name="seconds/iteration",
+        definition="the whole step without evaluation",
+        unit="s",
+        reduction=ONCE,
+    ),
 )
 REGISTRY = {metric.name: metric for metric in _ALL}
 

@@ -55,7 +55,7 @@ class DpoJob(SupervisedJob[DpoConfig, Pair]):
     async def prepare(self) -> None:
         # An adapter that is never trained is equal to the base model.
         self._reference = await self.session.create(
-            "policy", LoraSpec(1, train_mlp=False, train_unembed=False)
+            "policy", LoraSpec(rank=1, train_mlp=False, train_unembed=False)
         )
 
     async def learn(self, items: Sequence[Pair], adam: AdamParams) -> dict[str, float]:

@@ -113,7 +113,7 @@ class RlJob:
             # An adapter that is never trained is equal to the base model. Such a reference needs
             # no second copy of the weights.
             self._reference = await session.create(
-                "policy", LoraSpec(1, train_mlp=False, train_unembed=False)
+                "policy", LoraSpec(rank=1, train_mlp=False, train_unembed=False)
             )
         elif config.reference.type == "checkpoint":
             self._reference = await session.create_from(str(config.reference.path))
@@ -121,7 +121,7 @@ class RlJob:
             lora = (
                 None
                 if config.lora_rank is None
-                else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
+                else LoraSpec(rank=config.lora_rank, alpha=self.lora_alpha, train_unembed=None)
             )
             self._reference = await session.create("policy", lora, config.seed)
 
@@ -130,7 +130,7 @@ class RlJob:
         lora = (
             None
             if config.lora_rank is None
-            else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
+            else LoraSpec(rank=config.lora_rank, alpha=self.lora_alpha, train_unembed=None)
         )
         self._policy = await session.create("policy", lora, config.seed)
         if config.uses_critic:
@@ -154,7 +154,14 @@ class RlJob:
         finally:
             await self._schedule.close()
         saved = await self._session.save(self._policy, "final")
-        return RunOutcome(METRIC, before, accuracy, step, saved.folder, self.checkpoints.state.best)
+        return RunOutcome(
+            metric=METRIC,
+            before=before,
+            after=accuracy,
+            steps=step,
+            checkpoint=saved.folder,
+            best=self.checkpoints.state.best,
+        )
 
     async def _iterations(self, step: int, before: float, accuracy: float) -> tuple[int, float]:
         config = self.config
@@ -270,7 +277,12 @@ class RlJob:
         if self._reference:
             wanted["reference"] = read(self._reference, CROSS_ENTROPY, "logprobs")
         found = dict(zip(wanted, await asyncio.gather(*wanted.values()), strict=True))
-        return Batch(rollouts, found["logprobs"], found.get("values"), found.get("reference"))
+        return Batch(
+            rollouts=rollouts,
+            logprobs=found["logprobs"],
+            values=found.get("values"),
+            reference=found.get("reference"),
+        )
 
     def _advantages(self, batch: Batch) -> dict[str, float]:
         term = self.config.kl
@@ -294,12 +306,12 @@ class RlJob:
         found = adv.estimate(
             self.config.advantage,
             adv.Scored(
-                rewards,
-                batch.groups,
-                batch.sampled(),
-                batch.values,
-                batch.logprobs,
-                batch.reference,
+                rewards=rewards,
+                groups=batch.groups,
+                sampled=batch.sampled(),
+                values=batch.values,
+                logprobs=batch.logprobs,
+                reference=batch.reference,
             ),
         )
         batch.advantages, batch.returns = found.advantages, found.returns

@@ -27,7 +27,7 @@ class Piece:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """A finished episode: a prompt of P tokens, and R tokens after it.
 

@@ -39,9 +39,9 @@ def params_of(config: RlConfig, num_samples: int, temperature: float) -> Samplin
     therefore also needs logprobs at the sampling temperature.
     """
     return SamplingParams(
-        config.max_tokens,
-        num_samples,
-        temperature,
+        max_tokens=config.max_tokens,
+        num_samples=num_samples,
+        temperature=temperature,
         stop=config.stop or None,
         stop_at_end_too=bool(config.stop),
         tempered_logprobs=config.correction.type != "none" and temperature > 0,

@@ -41,7 +41,7 @@ PACKAGES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """The state that a run resumes from."""
 

@@ -37,7 +37,10 @@ class ServiceSession:
 
     async def create(self, role: Role, lora: LoraSpec | None, seed: int = 0) -> str:
         """Create a model, and return its id."""
-        return await self._create(ModelSpec("", self.base_model, role, lora, seed), None)
+        return await self._create(
+            ModelSpec(model_id="", base_model=self.base_model, role=role, lora=lora, seed=seed),
+            None,
+        )
 
     async def create_from(self, path: str, with_optimizer: bool = False) -> str:
         """Create a model from a checkpoint, and return its id."""
@@ -48,9 +51,16 @@ class ServiceSession:
     async def _create(self, spec: ModelSpec, path: str | None, with_optimizer: bool = False) -> str:
         model_id = model_id_for(self.session_id, self._models)
         self._models += 1
-        own = ModelSpec(model_id, spec.base_model, spec.role, spec.lora, spec.seed, spec.optimizer)
+        own = ModelSpec(
+            model_id=model_id,
+            base_model=spec.base_model,
+            role=spec.role,
+            lora=spec.lora,
+            seed=spec.seed,
+            optimizer=spec.optimizer,
+        )
         request = rq.CreateModel(
-            own, self.session_id, from_path=path, with_optimizer=with_optimizer
+            spec=own, session_id=self.session_id, from_path=path, with_optimizer=with_optimizer
         )
         await self.run(request, rs.Loaded if path else rs.ModelCreated)
         return model_id
@@ -78,7 +88,9 @@ class ServiceSession:
     ) -> rs.LossOutput:
         """Compute a loss and its per-token outputs, without gradients."""
         ids = [
-            await self.submit(rq.ForwardBackward(model_id, part, loss, forward_only=True))
+            await self.submit(
+                rq.ForwardBackward(model_id=model_id, columns=part, loss=loss, forward_only=True)
+            )
             for part in split(rows)
         ]
         return joined([await self.client.result(request_id, rs.LossOutput) for request_id in ids])
@@ -90,7 +102,10 @@ class ServiceSession:
 
         The step is sent after the batch was accepted, so their order is certain.
         """
-        ids = [await self.submit(rq.ForwardBackward(model_id, part, loss)) for part in split(rows)]
+        ids = [
+            await self.submit(rq.ForwardBackward(model_id=model_id, columns=part, loss=loss))
+            for part in split(rows)
+        ]
         step_id = await self.submit(rq.OptimStep(model_id, adam))
         outputs = [await self.client.result(request_id, rs.LossOutput) for request_id in ids]
         return joined(outputs), await self.client.result(step_id, rs.StepDone)
@@ -99,12 +114,14 @@ class ServiceSession:
         """Publish the current weights, and return the id of a sampler pinned to them."""
         sampler_id = sampler_id_for(self.session_id, self._samplers)
         self._samplers += 1
-        await self.run(rq.SaveForSampler(model_id, sampler_id=sampler_id), rs.SamplerSaved)
+        await self.run(rq.SaveForSampler(model_id=model_id, sampler_id=sampler_id), rs.SamplerSaved)
         return sampler_id
 
     async def save(self, model_id: str, name: str) -> rs.Saved:
         """Save a checkpoint with this name. An older one of that name is overwritten."""
-        return await self.run(rq.SaveWeights(model_id, name, overwrite=True), rs.Saved)
+        return await self.run(
+            rq.SaveWeights(model_id=model_id, name=name, overwrite=True), rs.Saved
+        )
 
     async def load(
         self, model_id: str, path: str, mixed_with: str | None = None, share: float = 1.0
@@ -116,7 +133,11 @@ class ServiceSession:
         """
         await self.run(
             rq.LoadWeights(
-                model_id, path, with_optimizer=False, mixed_with=mixed_with, share=share
+                model_id=model_id,
+                path=path,
+                with_optimizer=False,
+                mixed_with=mixed_with,
+                share=share,
             ),
             rs.Loaded,
         )
@@ -138,7 +159,7 @@ def split(rows: Columns) -> list[Columns]:
 def _only(rows: Columns, part: list[int]) -> Columns:
     where = rows.positions(part)
     fields = {name: array[where] for name, array in rows.fields.items()}
-    return Columns(rows.tokens[where], offsets_of(rows.lengths[part]), fields)
+    return Columns(tokens=rows.tokens[where], offsets=offsets_of(rows.lengths[part]), fields=fields)
 
 
 def joined(outputs: list[rs.LossOutput]) -> rs.LossOutput:
@@ -154,7 +175,7 @@ def joined(outputs: list[rs.LossOutput]) -> rs.LossOutput:
     for output in outputs:
         for name, value in output.metrics.items():
             sums[name] = sums.get(name, 0.0) + value  # jobs only read metrics that are sums
-    return rs.LossOutput(offsets_of(lengths.tolist()), fields, sums)
+    return rs.LossOutput(offsets=offsets_of(lengths.tolist()), fields=fields, metrics=sums)
 
 
 @asynccontextmanager

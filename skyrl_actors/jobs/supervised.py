@@ -60,7 +60,7 @@ class SupervisedJob(ABC, Generic[C, T]):
             lora = (
                 None
                 if config.lora_rank is None
-                else LoraSpec(config.lora_rank, self.lora_alpha, train_unembed=None)
+                else LoraSpec(rank=config.lora_rank, alpha=self.lora_alpha, train_unembed=None)
             )
             if self.checkpoints.resumed:
                 self.model = await session.create_from(
@@ -113,12 +113,12 @@ class SupervisedJob(ABC, Generic[C, T]):
             )
         saved = await self.session.save(self.model, "final")
         return RunOutcome(
-            self.metric,
-            before[self.metric],
-            latest[self.metric],
-            step,
-            saved.folder,
-            self.checkpoints.state.best,
+            metric=self.metric,
+            before=before[self.metric],
+            after=latest[self.metric],
+            steps=step,
+            checkpoint=saved.folder,
+            best=self.checkpoints.state.best,
         )
 
     async def _evaluate(self, step: int) -> dict[str, float]:
@@ -165,10 +165,10 @@ class SupervisedJob(ABC, Generic[C, T]):
             )
             share = 1 - (1 - config.final_lr_share) * progress
         return AdamParams(
-            share * config.learning_rate,
-            config.beta1,
-            config.beta2,
-            config.eps,
-            config.weight_decay,
-            config.grad_clip_norm,
+            learning_rate=share * config.learning_rate,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            grad_clip_norm=config.grad_clip_norm,
         )

@@ -17,7 +17,7 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import AdamParams, LossCall, Role
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Batch:
     """Rollouts with the inputs of the updates. Lists hold one array [R] for each rollout."""
 
@@ -146,7 +146,12 @@ def adam_of(config: RlConfig, role: Role, iteration: int) -> AdamParams:
     share = 1 - (1 - config.final_lr_share) * (iteration - 1) / max(1, config.iterations - 1)
     rate = share * (config.policy_lr if role == "policy" else config.critic_lr)
     return AdamParams(
-        rate, config.beta1, config.beta2, config.eps, config.weight_decay, config.grad_clip_norm
+        learning_rate=rate,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        grad_clip_norm=config.grad_clip_norm,
     )
 
 

@@ -19,7 +19,7 @@ class Watcher(Protocol):
     def warned(self, text: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
     """The result of a run: its metric before and after training, and its weights."""
 

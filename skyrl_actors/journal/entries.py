@@ -17,7 +17,7 @@ applied: repeat the operation. dropped: drop the pending gradients. none: do not
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     """An accepted request.
 
@@ -35,7 +35,7 @@ class Accepted:
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
     """The result of a request, and its effect on the model."""
 
@@ -68,7 +68,7 @@ class SessionEnded:
     ended_at: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOpened:
     """A sampler with its weights.
 
@@ -91,7 +91,7 @@ class SamplerRetired:
     sampler_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotTaken:
     """The whole state of a model after operation `number`."""
 
@@ -123,7 +123,7 @@ Entry = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Blob:
     """Bytes in a pack file. `digest` is their SHA-256."""
 
@@ -133,7 +133,7 @@ class Blob:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """The header of an operation. Payload and result are read when they are needed."""
 
@@ -154,7 +154,7 @@ class Operation:
     result: Blob | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JournalState:
     """The state from which a controller resumes.
 

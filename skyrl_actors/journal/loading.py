@@ -50,26 +50,26 @@ def load(connection: sa.Connection, epoch: int) -> JournalState:
         since = _since(connection, str(creation.model_id), snapshot)
         operations |= {op.number: op for op in _changes(connection, str(creation.model_id), since)}
     return JournalState(
-        epoch,
-        max(last, int(marked or 0)) + 1,
-        tuple(
+        epoch=epoch,
+        next_number=max(last, int(marked or 0)) + 1,
+        sessions=tuple(
             SessionOpened(s.session_id, json.loads(s.user_metadata), s.opened_at) for s in sessions
         ),
-        tuple(
+        samplers=tuple(
             SamplerOpened(
-                s.sampler_id,
-                s.session_id,
-                s.base_model,
-                s.model_path,
-                from_json(s.weights),
-                s.owner,
-                s.number,
+                sampler_id=s.sampler_id,
+                session_id=s.session_id,
+                base_model=s.base_model,
+                model_path=s.model_path,
+                weights=from_json(s.weights),
+                owner=s.owner,
+                number=s.number,
             )
             for s in samplers
         ),
-        tuple(operations[number] for number in sorted(operations)),
-        tuple(snapshots),
-        frozenset(
+        operations=tuple(operations[number] for number in sorted(operations)),
+        snapshots=tuple(snapshots),
+        recent=frozenset(
             row.request_id for row in connection.execute(recent) if row.answered_at is not None
         ),
     )

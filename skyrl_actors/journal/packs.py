@@ -31,7 +31,12 @@ class Pack:
     def blobs(self) -> Iterator[Blob]:
         offset = 0
         for record in self.records:
-            yield Blob(self.name, offset, len(record), hashlib.sha256(record).hexdigest())
+            yield Blob(
+                pack=self.name,
+                offset=offset,
+                length=len(record),
+                digest=hashlib.sha256(record).hexdigest(),
+            )
             offset += len(record)
 
 

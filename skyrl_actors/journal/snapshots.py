@@ -53,7 +53,14 @@ class SnapshotFolders:
             fsync(self.root)
             undo.pop_all()
         size = sum(int(entry["bytes"]) for entry in files.values())
-        return SnapshotTaken(model_id, number, step, folder.name, size, self._wall())
+        return SnapshotTaken(
+            model_id=model_id,
+            number=number,
+            step=step,
+            folder=folder.name,
+            num_bytes=size,
+            taken_at=self._wall(),
+        )
 
     def verify(self, snapshot: SnapshotTaken) -> Path:
         """Return the folder. Raises Corrupt when a file is missing or changed."""

@@ -140,7 +140,7 @@ FUNCTIONS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """One node of a torch.fx graph."""
 
@@ -151,7 +151,7 @@ class Node:
     kwargs: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """A checked graph.
 
@@ -227,11 +227,17 @@ def _graph(content: Mapping[str, Any]) -> Graph:
             f"{content['graph'].get('format')}; it must have 1 to {MAX_NODES} nodes and format 1"
         )
     made = tuple(
-        Node(n["op"], n["name"], n["target"], tuple(n.get("args", ())), dict(n.get("kwargs", {})))
+        Node(
+            op=n["op"],
+            name=n["name"],
+            target=n["target"],
+            args=tuple(n.get("args", ())),
+            kwargs=dict(n.get("kwargs", {})),
+        )
         for n in nodes
     )
     _check(name, made, names)
-    return Graph(name, names[1:], ranks, made)
+    return Graph(name=name, inputs=names[1:], ranks=ranks, nodes=made)
 
 
 def _check(name: str, nodes: Sequence[Node], inputs: Sequence[str]) -> None:

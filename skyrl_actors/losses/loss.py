@@ -67,7 +67,7 @@ class LossTerms:
 LossFunction = Callable[..., LossTerms]  # (ops, predicted [T], inputs by name, **options)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """A registered loss."""
 
@@ -165,7 +165,14 @@ def loss(
         if "advantages" in required:
             options |= {ENTROPY_COEF: 0.0, **kl.OPTIONS}
         REGISTRY[name] = Loss(
-            name, role, required, dict(optional or {}), options, function, many_targets, any_inputs
+            name=name,
+            role=role,
+            required=required,
+            optional=dict(optional or {}),
+            options=options,
+            function=function,
+            many_targets=many_targets,
+            any_inputs=any_inputs,
         )
         return function
 

@@ -18,7 +18,7 @@ CatalogVerb = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointEntry:
     """A saved checkpoint. Times are seconds since the epoch.
 
@@ -40,7 +40,7 @@ class CheckpointEntry:
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEntry:
     """A training run, which is a model: its id is the model's."""
 
@@ -62,7 +62,7 @@ class RunEntry:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionNote:
     """The data that a client gave for its session, and how the session ended."""
 
@@ -75,7 +75,7 @@ class SessionNote:
     detail: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEntry:
     """A session with its runs, open samplers and checkpoints."""
 

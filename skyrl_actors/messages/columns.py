@@ -36,7 +36,7 @@ class Example:
     fields: dict[str, NDArray[np.generic]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
     """A batch of N examples with ΣT tokens together."""
 
@@ -128,7 +128,12 @@ def columns_from(examples: Sequence[Example], limit_bytes: int = 2**31) -> Colum
             fields[name] = np.concatenate(arrays).astype(
                 np.int32 if name == TARGETS else np.float32, copy=False
             )
-    return Columns(tokens, offsets, fields, np.asarray(widths, np.int64) if widest else None)
+    return Columns(
+        tokens=tokens,
+        offsets=offsets,
+        fields=fields,
+        widths=np.asarray(widths, np.int64) if widest else None,
+    )
 
 
 def _checked_width(index: int, example: Example, names: Collection[str]) -> int:

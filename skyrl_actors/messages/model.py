@@ -14,7 +14,7 @@ one model.
 ROLES: tuple[Role, ...] = ("policy", "critic")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
     """A low-rank adapter, W + (alpha / rank) · B A, on the linear layers selected by the switches.
 
@@ -30,7 +30,7 @@ class LoraSpec:
     train_unembed: bool | None = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model to build. `lora` None means a full fine-tune: all base weights are trained."""
 
@@ -47,7 +47,7 @@ class ModelSpec:
         return self.role, self.lora is not None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
     """AdamW with decoupled weight decay (Loshchilov & Hutter, 2019).
 

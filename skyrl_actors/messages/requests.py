@@ -7,7 +7,7 @@ from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
 from skyrl_actors.messages.sampling import PromptTargets
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CreateModel:
     """Create a model, optionally from a checkpoint."""
 
@@ -22,7 +22,7 @@ class CreateModel:
         return self.spec.model_id
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackward:
     """Compute a loss, and add its gradient unless `forward_only`."""
 
@@ -42,7 +42,7 @@ class OptimStep:
     seq_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveWeights:
     """Save a training checkpoint (weights, optimizer) as tinker://<model_id>/weights/<name>."""
 
@@ -54,7 +54,7 @@ class SaveWeights:
     ttl_seconds: int | None = None  # None: it is kept
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveForSampler:
     """Save weights for sampling.
 
@@ -70,7 +70,7 @@ class SaveForSampler:
     ttl_seconds: int | None = None  # with a name only
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveExternal:
     """Save weights in Hugging Face's or peft's format for other tools.
 
@@ -83,7 +83,7 @@ class SaveExternal:
     ttl_seconds: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights:
     """Load a checkpoint. With `mixed_with`, mix (1 − share) of that one and share of `path`."""
 
@@ -102,7 +102,7 @@ class Unload:
     model_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample.
 
@@ -147,7 +147,7 @@ class SamplingParams:
         return self.prompt_targets is not None or self.prompt_alternatives > 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Generate from one prompt with the weights of `sampler_id`."""
 

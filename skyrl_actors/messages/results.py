@@ -17,7 +17,7 @@ class ModelCreated:
     model_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
     """Per-token outputs of a forward or forward_backward, in the caller's row order.
 
@@ -47,7 +47,7 @@ class Saved:
     num_bytes: int | None = None  # of an export
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSaved:
     """Weights were saved for `sampler_id`, or as the tinker path `path`; the other is None."""
 
@@ -74,7 +74,7 @@ class Unloaded:
     model_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
     """One sampled answer of R tokens."""
 
@@ -93,7 +93,7 @@ class Sequence:
         return self.logprobs if self.tempered is None else self.tempered
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
     """The sequences of one sample, and scores of its prompt of P tokens."""
 
@@ -134,7 +134,7 @@ class Failure:
         return Failure(text, category, type(error).__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A sample that was answered. `clone` numbers the copies of a sampling client."""
 

@@ -22,7 +22,7 @@ class TensorEntry:
     checksum: int | None = None  # crc32 of its bytes, where the transfer asks for them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
     """One version of a policy's weights, complete and immutable.
 
@@ -75,7 +75,7 @@ def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerWeights:
     """The weights that a sampler is pinned to.
 

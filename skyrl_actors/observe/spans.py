@@ -21,7 +21,7 @@ LOG_EVERY_S = 300.0
 NANOSECONDS = 10**9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One timed operation.
 
@@ -82,12 +82,12 @@ class Spans:
             if self.sends and request_id:
                 self.send(
                     Span(
-                        name,
-                        row,
-                        began,
-                        time.time() - began,
-                        request_id,
-                        {"outcome": outcome, **attributes},
+                        name=name,
+                        row=row,
+                        began=began,
+                        seconds=time.time() - began,
+                        request_id=request_id,
+                        attributes={"outcome": outcome, **attributes},
                     )
                 )
 

@@ -18,7 +18,7 @@ def manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:
     if not (folder / "adapter_config.json").exists():
         return full_manifests(folder, version)
     size = sum(file.stat().st_size for file in folder.iterdir())
-    return (WeightManifest(version, "lora", str(folder), size),)
+    return (WeightManifest(version=version, kind="lora", path=str(folder), num_bytes=size),)
 
 
 def full_manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:
@@ -46,4 +46,10 @@ def _manifest_of(file: Path, version: str) -> WeightManifest:
                     end - start,
                 )
             )
-    return WeightManifest(version, "full", str(file), file.stat().st_size, tuple(tensors))
+    return WeightManifest(
+        version=version,
+        kind="full",
+        path=str(file),
+        num_bytes=file.stat().st_size,
+        tensors=tuple(tensors),
+    )

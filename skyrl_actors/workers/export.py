@@ -52,7 +52,14 @@ def export(
     checkpoint.save(model, base, path, "weights")
     size = sum(file.stat().st_size for file in path.iterdir())
     entries = (_whole_file(path / ADAPTER_FILE),) if checksums else ()
-    return WeightManifest(version, "lora", str(path), size, entries, time.perf_counter() - started)
+    return WeightManifest(
+        version=version,
+        kind="lora",
+        path=str(path),
+        num_bytes=size,
+        tensors=entries,
+        write_s=time.perf_counter() - started,
+    )
 
 
 def _whole_file(file: Path) -> TensorEntry:
@@ -70,7 +77,9 @@ def described(
         num_bytes = math.prod(shape) * dtype.itemsize
         entries.append(TensorEntry(name, tuple(shape), _named(dtype), size, num_bytes))
         size += num_bytes
-    return WeightManifest(version, "full", str(path), size, tuple(entries))
+    return WeightManifest(
+        version=version, kind="full", path=str(path), num_bytes=size, tensors=tuple(entries)
+    )
 
 
 def export_flat(
@@ -109,7 +118,14 @@ def export_flat(
             staging.unlink(missing_ok=True)
     found = tuple(entry for entry in entries if entry is not None)
     size = sum(entry.num_bytes for entry in found)
-    return WeightManifest(version, "full", str(path), size, found, time.perf_counter() - started)
+    return WeightManifest(
+        version=version,
+        kind="full",
+        path=str(path),
+        num_bytes=size,
+        tensors=found,
+        write_s=time.perf_counter() - started,
+    )
 
 
 def _written(

@@ -26,7 +26,7 @@ PRODUCT_NUMBERS = 4 * 2**20
 COMPILED_ON: tuple[str, ...] = ("cuda",)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadSegment:
     """Adjacent tokens of one model; `a` [r, H] and `b` [V, r] are low-rank terms of the head."""
 
@@ -83,7 +83,10 @@ def score(
 
 
 def _resized(segments: Sequence[HeadSegment], sizes: Sequence[int]) -> list[HeadSegment]:
-    return [HeadSegment(size, s.a, s.b, s.scale) for s, size in zip(segments, sizes, strict=True)]
+    return [
+        HeadSegment(num_tokens=size, a=s.a, b=s.b, scale=s.scale)
+        for s, size in zip(segments, sizes, strict=True)
+    ]
 
 
 def _scored(

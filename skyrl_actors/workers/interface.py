@@ -22,7 +22,7 @@ MemoryPart = Literal["weights", "gradients", "optimizer"]
 Activations = Literal["keep", "recompute", "offload"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """All that a rank needs to start."""
 
@@ -45,7 +45,7 @@ class WorkerSpec:
     max_adapters: int = 8  # on the device at once
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModelInfo:
     """Facts about the base model that come from its files."""
 
@@ -55,7 +55,7 @@ class BaseModelInfo:
     hidden_size: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartCall:
     """One model's share of a forward_backward on one rank."""
 
@@ -73,7 +73,7 @@ class Refused:
     clean: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowOutput:
     """The results of one rank for its rows.
 
@@ -89,7 +89,7 @@ class RowOutput:
     compute_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
     """What a rank reports to a controller that attaches to it."""
 

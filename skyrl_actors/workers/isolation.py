@@ -186,7 +186,14 @@ def _computed(
 ) -> LogprobsAndGradient:
     tokens, positions, targets, counted = row
     segments = (Segment(len(tokens), {}, 1.0),)
-    inputs = PassInputs(tokens, positions, blocks, segments, targets, None)
+    inputs = PassInputs(
+        tokens=tokens,
+        positions=positions,
+        blocks=blocks,
+        segments=segments,
+        targets=targets,
+        counted=None,
+    )
     with network.in_use(segments), _embeddings(network) as seen, torch.enable_grad():
         logprobs, _ = network.predict(inputs)
         (gradient,) = torch.autograd.grad((logprobs * counted).sum(), seen)

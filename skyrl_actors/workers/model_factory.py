@@ -30,7 +30,12 @@ def info_of(folder: str) -> BaseModelInfo:
     config: Any = AutoConfig.from_pretrained(folder)
     with TensorFiles(Path(folder)) as files:
         size = sum(torch.Size(shape).numel() for shape in files.shapes.values())
-    return BaseModelInfo(size, int(config.vocab_size), longest_row(config), int(config.hidden_size))
+    return BaseModelInfo(
+        num_parameters=size,
+        vocab_size=int(config.vocab_size),
+        max_context_tokens=longest_row(config),
+        hidden_size=int(config.hidden_size),
+    )
 
 
 def longest_row(config: Any) -> int:

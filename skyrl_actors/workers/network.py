@@ -40,7 +40,7 @@ class Segment:
     scale: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PassInputs:
     """The inputs of one pass: [T] tokens of this rank; `blocks` cover the whole sequence group."""
 
@@ -191,10 +191,10 @@ class Network:
                 return self._values(hidden), None
             segments = [
                 HeadSegment(
-                    s.num_tokens,
-                    s.views.get(f"{UNEMBED}.lora_A"),
-                    s.views.get(f"{UNEMBED}.lora_B"),
-                    s.scale,
+                    num_tokens=s.num_tokens,
+                    a=s.views.get(f"{UNEMBED}.lora_A"),
+                    b=s.views.get(f"{UNEMBED}.lora_B"),
+                    scale=s.scale,
                 )
                 for s in inputs.segments
             ]

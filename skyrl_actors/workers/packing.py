@@ -22,7 +22,7 @@ from skyrl_actors.workers.sequence import SequenceGroup
 ATTENTION = "skyrl_actors_packed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Share:
     """The rows of one part (a model's request) in a pass. They are adjacent in the packed axis."""
 
@@ -36,7 +36,7 @@ class Share:
         return slice(self.start, self.start + self.num_tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pass:
     """The plan of one pass: its rows in packed order."""
 
@@ -57,10 +57,10 @@ class Pass:
         if not padding:
             return self
         return Pass(
-            self.shares,
-            (*self.blocks, Block(self.num_tokens, 1, padding)),
-            self.num_tokens,
-            padding,
+            shares=self.shares,
+            blocks=(*self.blocks, Block(self.num_tokens, 1, padding)),
+            num_tokens=self.num_tokens,
+            padding=padding,
         )
 
 
@@ -100,11 +100,16 @@ def _as_pass(items: list[Item]) -> Pass:
             blocks.append(Block(start, 1, length))
         if shares and shares[-1].part == part:
             last = shares[-1]
-            shares[-1] = Share(part, (*last.rows, row), last.start, last.num_tokens + length)
+            shares[-1] = Share(
+                part=part,
+                rows=(*last.rows, row),
+                start=last.start,
+                num_tokens=last.num_tokens + length,
+            )
         else:
-            shares.append(Share(part, (row,), start, length))
+            shares.append(Share(part=part, rows=(row,), start=start, num_tokens=length))
         start += length
-    return Pass(tuple(shares), tuple(blocks), start)
+    return Pass(shares=tuple(shares), blocks=tuple(blocks), num_tokens=start)
 
 
 def packed_attention(

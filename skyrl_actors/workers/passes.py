@@ -27,7 +27,7 @@ from skyrl_actors.workers.packing import Pass, Share
 SAMPLED_LOGPROBS = "logprobs"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PassPart:
     """One model's rows in a call, and their results."""
 
@@ -82,7 +82,7 @@ class PassPart:
 
 def empty_pass(num_tokens: int) -> Pass:
     """Return a pass for a rank without rows, which takes part while weights are gathered."""
-    return Pass((), (Block(0, 1, num_tokens),), 0, num_tokens)
+    return Pass(shares=(), blocks=(Block(0, 1, num_tokens),), num_tokens=0, padding=num_tokens)
 
 
 class PassRunner:
@@ -139,13 +139,13 @@ class PassRunner:
                 wide = given[:, None] if width and given.ndim == 1 else given
                 targets[(share.span, slice(0, wide.shape[1])) if width else share.span] = wide
         return PassInputs(
-            self._tensor(tokens[stretch]),
-            plan.positions()[stretch].to(self.device),
-            plan.blocks,
-            tuple(_segments(parts, plan, stretch)),
-            None if targets is None else self._tensor(targets[stretch]),
-            None if counted.all() else self._tensor(counted[stretch]),
-            any(part.entropy_coef for part in parts) and not self.forward_only,
+            tokens=self._tensor(tokens[stretch]),
+            positions=plan.positions()[stretch].to(self.device),
+            blocks=plan.blocks,
+            segments=tuple(_segments(parts, plan, stretch)),
+            targets=None if targets is None else self._tensor(targets[stretch]),
+            counted=None if counted.all() else self._tensor(counted[stretch]),
+            entropy_gradient=any(part.entropy_coef for part in parts) and not self.forward_only,
         )
 
     def _losses(

@@ -129,7 +129,13 @@ class TorchWorker:
     ) -> list[RowOutput | Refused]:
         started = time.perf_counter()
         parts = [
-            Rows(self._model(call.model_id), call.columns, call.rows, call.loss) for call in calls
+            Rows(
+                model=self._model(call.model_id),
+                columns=call.columns,
+                rows=call.rows,
+                loss=call.loss,
+            )
+            for call in calls
         ]
         together = [part for part in parts if part.model.shares_network]
         refused: dict[int, Refused] = {}
@@ -157,8 +163,16 @@ class TorchWorker:
         # The ranks of a sequence group have the same results; the first one reports them.
         speaks = self.spec.rank % self.spec.sequence_parallel == 0
         if not speaks:
-            part = Rows(part.model, part.columns, (), part.loss)
-        return RowOutput(part.rows, field, *part.in_row_order(), part.sums, seconds)
+            part = Rows(model=part.model, columns=part.columns, rows=(), loss=part.loss)
+        values, elementwise = part.in_row_order()
+        return RowOutput(
+            rows=part.rows,
+            field=field,
+            values=values,
+            elementwise=elementwise,
+            sums=part.sums,
+            compute_s=seconds,
+        )
 
     def _run(self, parts: list[Rows], forward_only: bool) -> dict[int, Refused]:
         """Run parts that share passes.

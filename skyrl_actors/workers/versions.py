@@ -12,7 +12,7 @@ from skyrl_actors.messages.errors import CollectiveFailed
 from skyrl_actors.workers.gather_queue import GatherQueue
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class LiveVersions:
     """The live versions of one model, and their readers."""
 

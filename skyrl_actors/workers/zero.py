@@ -202,12 +202,12 @@ class ZeroState:
         token = torch.zeros(1, dtype=torch.int64, device=place)
         is_critic = hasattr(network.whole, "value_head")
         inputs = PassInputs(
-            token,
-            token,
-            (Block(0, 1, 1),),
-            (Segment(1, {}, 1.0),),
-            None if is_critic else token,
-            None,
+            tokens=token,
+            positions=token,
+            blocks=(Block(0, 1, 1),),
+            segments=(Segment(1, {}, 1.0),),
+            targets=None if is_critic else token,
+            counted=None,
         )
         with network.in_use(inputs.segments):
             self.backward((network.predict(inputs)[0] * 0.0).sum())

@@ -68,7 +68,10 @@ class AnsweringBackend(FakeBackend):
         if loss is not None:
             fields["elementwise_loss"] = ones
         return LossOutput(
-            columns.offsets, fields, {"loss:sum": float(columns.num_tokens)}, columns.widths
+            offsets=columns.offsets,
+            fields=fields,
+            metrics={"loss:sum": float(columns.num_tokens)},
+            widths=columns.widths,
         )
 
     async def sample(
@@ -82,7 +85,11 @@ class AnsweringBackend(FakeBackend):
         await asyncio.sleep(self.sample_s)
         self.sampled.append(request_id)
         length = params.max_tokens
-        one = Sequence(np.full(length, 7, np.int32), np.full(length, -1.0, np.float32), "length")
+        one = Sequence(
+            tokens=np.full(length, 7, np.int32),
+            logprobs=np.full(length, -1.0, np.float32),
+            stop_reason="length",
+        )
         if params.tempered_logprobs:
             one = replace(
                 one, tempered=np.full(length, -2.0 if params.tempers else -1.0, np.float32)
@@ -101,11 +108,11 @@ class AnsweringBackend(FakeBackend):
                 topk_logprobs=np.full((length, top), -1.0, np.float32),
             )
         return SampleOutput(
-            (one,) * params.num_samples,
-            weights.version,
-            logprobs if params.prompt_logprobs else None,
-            np.full((len(prompt), k), 7, np.int32) if k else None,
-            np.full((len(prompt), k), -1.0, np.float32) if k else None,
+            sequences=(one,) * params.num_samples,
+            version=weights.version,
+            prompt_logprobs=logprobs if params.prompt_logprobs else None,
+            topk_prompt_ids=np.full((len(prompt), k), 7, np.int32) if k else None,
+            topk_prompt_logprobs=np.full((len(prompt), k), -1.0, np.float32) if k else None,
             targets=targets
             and TargetLogprobs(
                 np.full(len(targets.ids), -1.0, np.float32), targets.shape, targets.layout

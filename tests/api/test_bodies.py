@@ -34,7 +34,14 @@ LIMITS = LimitsConfig()
     ],
 )
 def test_the_body_limit_of_a_route_depends_on_the_model(path: str, most: int):
-    able = Capabilities("tiny", "/m", 320, 1000, 1000, ("policy",))
+    able = Capabilities(
+        base_model="tiny",
+        base_folder="/m",
+        vocab_size=320,
+        max_context_tokens=1000,
+        max_sample_tokens=1000,
+        roles=("policy",),
+    )
     assert limit_of(path, LIMITS, able) == most
 
 

@@ -63,7 +63,7 @@ def test_requests_of_the_sdk_are_decoded(rows: list[list[int]], forward_only: bo
 def test_the_sdk_decodes_loss_outputs(lengths: list[int]):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     values = np.arange(offsets[-1], dtype=np.float32) - 1.5
-    output = LossOutput(offsets, {"logprobs": values}, {"loss:sum": 2.5})
+    output = LossOutput(offsets=offsets, fields={"logprobs": values}, metrics={"loss:sum": 2.5})
     message = sdk.ForwardBackwardOutput.FromString(answers.loss_output_to_proto(output))
     assert dict(message.metrics) == {"loss:sum": 2.5}
     record = message.loss_fn_outputs[0]
@@ -82,15 +82,17 @@ def test_the_sdk_decodes_loss_outputs(lengths: list[int]):
 
 def test_the_sdk_decodes_a_sample():
     sequence = Sequence(
-        np.asarray([5, 9], np.int32), np.asarray([-0.5, -1.0], np.float32), "length"
+        tokens=np.asarray([5, 9], np.int32),
+        logprobs=np.asarray([-0.5, -1.0], np.float32),
+        stop_reason="length",
     )
     output = SampleOutput(
-        (sequence,),
-        "v",
-        np.asarray([np.nan, -2.0], np.float32),
-        np.asarray([[0, 0], [7, 8]], np.int32),
-        np.asarray([[-99999, -99999], [-0.1, -3]], np.float32),
-        4,
+        sequences=(sequence,),
+        version="v",
+        prompt_logprobs=np.asarray([np.nan, -2.0], np.float32),
+        topk_prompt_ids=np.asarray([[0, 0], [7, 8]], np.int32),
+        topk_prompt_logprobs=np.asarray([[-99999, -99999], [-0.1, -3]], np.float32),
+        cached_tokens=4,
     )
     message = sdk.SampleResponse.FromString(answers.sample_to_proto(output))
     assert message.sequences[0].stop_reason == sdk.STOP_REASON_LENGTH

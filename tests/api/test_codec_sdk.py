@@ -106,7 +106,12 @@ def test_the_sdk_decodes_any_loss_output(shapes: list[tuple[int, int | None]], d
             )
         else:
             flat[start : start + len(row)] = row
-    output = LossOutput(offsets, {"logprobs": flat}, {"loss:sum": 1.5}, widths if widest else None)
+    output = LossOutput(
+        offsets=offsets,
+        fields={"logprobs": flat},
+        metrics={"loss:sum": 1.5},
+        widths=widths if widest else None,
+    )
     decoded = deserialize_forward_backward_output(answers.loss_output_to_proto(output))
     assert decoded.metrics == {"loss:sum": 1.5} and len(decoded.loss_fn_outputs) == len(rows)
     for fields, row in zip(decoded.loss_fn_outputs, rows, strict=True):
@@ -138,23 +143,23 @@ def test_the_sdk_decodes_any_sample(length: int, topk: int, alternatives: int, d
     )
     layout = SparseLayout((0, *range(1, length + 1)), (0,) * length)
     output = SampleOutput(
-        (
+        sequences=(
             Sequence(
-                np.arange(length, dtype=np.int32),
-                own,
-                "stop",
-                ids if topk else None,
-                tops if topk else None,
+                tokens=np.arange(length, dtype=np.int32),
+                logprobs=own,
+                stop_reason="stop",
+                topk_ids=ids if topk else None,
+                topk_logprobs=tops if topk else None,
             ),
         )
         * 2,
-        "v",
-        prompt,
-        ids if topk else None,
-        tops if topk else None,
-        3,
-        TargetLogprobs(own, (length, 1), layout),
-        alts if alternatives else None,
+        version="v",
+        prompt_logprobs=prompt,
+        topk_prompt_ids=ids if topk else None,
+        topk_prompt_logprobs=tops if topk else None,
+        cached_tokens=3,
+        targets=TargetLogprobs(own, (length, 1), layout),
+        alternatives=alts if alternatives else None,
     )
     decoded = deserialize_sample_response(answers.sample_to_proto(output))
     np.testing.assert_array_equal(decoded.sequences[1].logprobs_np, own)

@@ -297,9 +297,13 @@ class Drawing(AnsweringBackend):
         for draw in range(params.num_samples):
             tokens = np.random.default_rng(params.seed + draw).integers(0, 256, params.max_tokens)
             drawn.append(
-                Sequence(tokens.astype(np.int32), np.zeros(params.max_tokens, np.float32), "length")
+                Sequence(
+                    tokens=tokens.astype(np.int32),
+                    logprobs=np.zeros(params.max_tokens, np.float32),
+                    stop_reason="length",
+                )
             )
-        return SampleOutput(tuple(drawn), weights.version)
+        return SampleOutput(sequences=tuple(drawn), version=weights.version)
 
 
 @pytest.mark.parametrize("keys", [(), (f"alice={ALICE}", BOB)])

@@ -42,7 +42,11 @@ class OneAnswer(ControllerClient):
             return Ready(4 * NUMBERS)
         assert method is ControllerCalls.fetch and arguments == ("r0", 4 * NUMBERS)
         self.fetched += 1
-        return LossOutput(np.array([0, NUMBERS]), {"logprobs": np.zeros(NUMBERS, np.float32)}, {})
+        return LossOutput(
+            offsets=np.array([0, NUMBERS]),
+            fields={"logprobs": np.zeros(NUMBERS, np.float32)},
+            metrics={},
+        )
 
 
 @asynccontextmanager

@@ -29,7 +29,10 @@ class Serving(AnsweringBackend):
         return [version for verb, version in self.calls if verb == "drop_sampler"]
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
-        return SamplerWeights(version, (WeightManifest(version, "lora", folder, 1),))
+        return SamplerWeights(
+            version=version,
+            parts=(WeightManifest(version=version, kind="lora", path=folder, num_bytes=1),),
+        )
 
     async def sample(
         self,

@@ -119,7 +119,10 @@ def test_a_failed_move_is_retried_until_the_waiting_requests_are_served(
 def test_a_move_that_keeps_failing_is_retried_ever_more_rarely_and_other_phases_go_on():
     devices = Devices("load KV cache", [InternalError("out of memory") for _ in range(100_000)])
     phase_lock = ColocatedPhaseLock(
-        devices, Phase.TRAIN, 60, MoveHealing(0.5, 30.0, advise_after=5)
+        devices,
+        Phase.TRAIN,
+        60,
+        MoveHealing(first_pause_s=0.5, longest_pause_s=30.0, advise_after=5),
     )
     trained = 0
 
@@ -247,7 +250,7 @@ def test_a_lock_whose_changes_fail_mixes_no_states_and_serves_every_request(
 
 
 def test_a_version_that_cannot_be_loaded_is_retried_while_others_are_served():
-    retries = LoadRetries(1.0, 30.0, attempts=3)
+    retries = LoadRetries(first_pause_s=1.0, longest_pause_s=30.0, attempts=3)
     tries: list[str] = []
     errors = {"flaky": 1, "bad": 10**6}
 

@@ -14,9 +14,9 @@ from skyrl_actors.controller.verbs.create_model import check_fits, check_spec, s
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 
-LORA = ModelSpec("m", "tiny", lora=LoraSpec(8))
-FULL = ModelSpec("m", "tiny")
-CRITIC = ModelSpec("c", "tiny", "critic", LoraSpec(8))
+LORA = ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=8))
+FULL = ModelSpec(model_id="m", base_model="tiny")
+CRITIC = ModelSpec(model_id="c", base_model="tiny", role="critic", lora=LoraSpec(rank=8))
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,15 @@ CRITIC = ModelSpec("c", "tiny", "critic", LoraSpec(8))
             replace(LORA, base_model="other"),
             "belongs to base model 'other'; this service has 'tiny'",
         ),
-        (LORA, replace(LORA, lora=LoraSpec(4)), "rank is 4 there and 8 here"),
-        (LORA, replace(LORA, lora=LoraSpec(8, 16.0)), "alpha is 16.0 there and 32.0 here"),
+        (LORA, replace(LORA, lora=LoraSpec(rank=4)), "rank is 4 there and 8 here"),
         (
             LORA,
-            replace(LORA, lora=LoraSpec(8, train_mlp=False)),
+            replace(LORA, lora=LoraSpec(rank=8, alpha=16.0)),
+            "alpha is 16.0 there and 32.0 here",
+        ),
+        (
+            LORA,
+            replace(LORA, lora=LoraSpec(rank=8, train_mlp=False)),
             "train_mlp is False there and True here",
         ),
         (FULL, LORA, "is a LoRA of rank 8, this model is a full fine-tune"),
@@ -61,7 +65,7 @@ def test_loading_a_checkpoint_of_another_kind_is_refused(
         (LORA, LORA),
         (FULL, FULL),
         (CRITIC, LORA),
-        (CRITIC, replace(LORA, lora=LoraSpec(8, train_unembed=False))),
+        (CRITIC, replace(LORA, lora=LoraSpec(rank=8, train_unembed=False))),
     ],
 )
 def test_loading_a_checkpoint_of_the_same_kind_is_accepted(spec: ModelSpec, saved: ModelSpec):
@@ -101,7 +105,14 @@ def test_a_base_model_that_does_not_match_the_config_is_refused(random_base: Pat
 def test_muon_is_refused_for_sharded_full_fine_tunes():
     from skyrl_actors.config.strategies import Fsdp2Strategy
 
-    able = Capabilities("tiny", "", 320, 512, 512, ("policy",))
+    able = Capabilities(
+        base_model="tiny",
+        base_folder="",
+        vocab_size=320,
+        max_context_tokens=512,
+        max_sample_tokens=512,
+        roles=("policy",),
+    )
     config = ClusterConfig(policy=GroupConfig(full_strategy=Fsdp2Strategy()), critic=None)
     check_spec(replace(LORA, optimizer="muon"), config, able)
     check_spec(replace(FULL, optimizer="muon"), ClusterConfig(critic=None), able)
@@ -113,7 +124,15 @@ def test_muon_is_refused_for_sharded_full_fine_tunes():
         check_spec(replace(FULL, optimizer="muon"), config, able)
 
 
-HEADLESS = Capabilities("tiny", "", 320, 512, 512, ("policy", "critic"), adapts_head=False)
+HEADLESS = Capabilities(
+    base_model="tiny",
+    base_folder="",
+    vocab_size=320,
+    max_context_tokens=512,
+    max_sample_tokens=512,
+    roles=("policy", "critic"),
+    adapts_head=False,
+)
 
 
 def test_creating_an_adapter_on_an_output_layer_that_engines_cannot_adapt_is_refused():
@@ -123,7 +142,7 @@ def test_creating_an_adapter_on_an_output_layer_that_engines_cannot_adapt_is_ref
     )
     with pytest.raises(InvalidRequest, match=message):
         check_spec(LORA, ClusterConfig(), HEADLESS)
-    without = replace(LORA, lora=LoraSpec(8, train_unembed=False))
+    without = replace(LORA, lora=LoraSpec(rank=8, train_unembed=False))
     for spec in (without, FULL, replace(LORA, role="critic")):  # the last is not sampled
         check_spec(spec, ClusterConfig(), HEADLESS)
     check_spec(LORA, ClusterConfig(), replace(HEADLESS, adapts_head=True))
@@ -136,8 +155,8 @@ def test_an_adapter_covers_the_output_layer_by_default_if_it_can_be_sampled(adap
         {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
     )
     spec = settled(translate.create_model(body, 32.0).spec, able)
-    assert spec.lora == LoraSpec(8, train_unembed=adapts_head)
+    assert spec.lora == LoraSpec(rank=8, train_unembed=adapts_head)
     check_spec(spec, ClusterConfig(), able)
-    critic = settled(replace(LORA, role="critic", lora=LoraSpec(8, train_unembed=None)), able)
-    assert critic.lora == LoraSpec(8)
+    critic = settled(replace(LORA, role="critic", lora=LoraSpec(rank=8, train_unembed=None)), able)
+    assert critic.lora == LoraSpec(rank=8)
     assert settled(LORA, able) == LORA and settled(FULL, able) == FULL

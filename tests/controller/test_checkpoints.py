@@ -17,7 +17,7 @@ from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.storage.files import write_durably
 
-SPEC = ModelSpec("s:train:0", "tiny", lora=LoraSpec(4))
+SPEC = ModelSpec(model_id="s:train:0", base_model="tiny", lora=LoraSpec(rank=4))
 
 
 class Clock:
@@ -191,10 +191,12 @@ def test_a_damaged_session_record_hides_only_itself(
 ):
     catalog = SessionCatalog(TenantTable(), folders, clock)
     for session_id in ("s1", "s2"):
-        catalog.opened(SessionNote(session_id, clock.now, {"who": "me"}))
+        catalog.opened(
+            SessionNote(session_id=session_id, created_at=clock.now, user_metadata={"who": "me"})
+        )
     (tmp_path / ".sessions" / "s1.json").write_text("")
     assert [entry.note.session_id for entry in catalog.sessions()] == ["s2", "s"]
-    catalog.opened(SessionNote("s1", clock.now))
+    catalog.opened(SessionNote(session_id="s1", created_at=clock.now))
     assert {entry.note.session_id for entry in catalog.sessions()} == {"s1", "s2", "s"}
     (tmp_path / ".sessions" / "s1.json").write_text("{")
     clock.now += 1000

@@ -35,8 +35,10 @@ async def controller(tmp_path: Path):
 
 async def model_in(controller: Controller, number: int = 0, **fields) -> tuple[str, str]:
     session = await controller.create_session()
-    spec = ModelSpec(f"{session}:train:{number}", "tiny", lora=LoraSpec(4), **fields)
-    await done(controller, await controller.submit(rq.CreateModel(spec, session)))
+    spec = ModelSpec(
+        model_id=f"{session}:train:{number}", base_model="tiny", lora=LoraSpec(rank=4), **fields
+    )
+    await done(controller, await controller.submit(rq.CreateModel(spec=spec, session_id=session)))
     return session, spec.model_id
 
 
@@ -53,7 +55,10 @@ def rows(first_token: int = 5, length: int = 3, count: int = 1, **fields):
 
 def batch(model_id: str, seq_id: int | None = None, first_token: int = 5) -> rq.ForwardBackward:
     return rq.ForwardBackward(
-        model_id, rows(first_token), LossCall("cross_entropy", {}), seq_id=seq_id
+        model_id=model_id,
+        columns=rows(first_token),
+        loss=LossCall("cross_entropy", {}),
+        seq_id=seq_id,
     )
 
 
@@ -92,7 +97,10 @@ async def test_a_retry_is_the_same_request(controller: Controller):
 async def test_creating_the_same_model_again_is_a_retry(controller: Controller):
     session = await controller.create_session()
     request = rq.CreateModel(
-        ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4), seed=3), session
+        spec=ModelSpec(
+            model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4), seed=3
+        ),
+        session_id=session,
     )
     first = await controller.submit(request)
     assert await controller.submit(request) == first
@@ -135,9 +143,12 @@ async def test_a_failed_create_leaves_no_model(controller: Controller):
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("create_model")
     session = await controller.create_session()
-    spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
+    spec = ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4))
     assert isinstance(
-        await done(controller, await controller.submit(rq.CreateModel(spec, session))), rs.Failure
+        await done(
+            controller, await controller.submit(rq.CreateModel(spec=spec, session_id=session))
+        ),
+        rs.Failure,
     )
     assert not controller.tenants.models
 
@@ -146,7 +157,10 @@ async def test_finishing_a_session_frees_its_models_and_samplers(controller: Con
     session, model_id = await model_in(controller)
     _, other = await model_in(controller)
     sampler = f"{session}:sample:0"
-    await done(controller, await controller.submit(rq.SaveForSampler(model_id, sampler_id=sampler)))
+    await done(
+        controller,
+        await controller.submit(rq.SaveForSampler(model_id=model_id, sampler_id=sampler)),
+    )
     await controller.finish_session(session)
     await controller.finish_session(session)
     assert list(controller.tenants.models) == [other]
@@ -165,20 +179,33 @@ async def test_only_the_newest_sampler_versions_are_kept(controller: Controller)
         await done(
             controller,
             await controller.submit(
-                rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:{i}")
+                rq.SaveForSampler(model_id=model_id, sampler_id=f"{session}:sample:{i}")
             ),
         )
-    sample = rq.Sample(f"{session}:sample:2", (1, 2), rq.SamplingParams(4))
+    sample = rq.Sample(
+        sampler_id=f"{session}:sample:2", prompt=(1, 2), params=rq.SamplingParams(max_tokens=4)
+    )
     result = await done(controller, await controller.submit(sample))
     assert isinstance(result, rs.SampleOutput) and result.version == f"{model_id}@3"
     with pytest.raises(NotFound, match="was dropped: only the newest unnamed versions"):
-        await controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4)))
+        await controller.submit(
+            rq.Sample(
+                sampler_id=f"{session}:sample:0",
+                prompt=(1, 2),
+                params=rq.SamplingParams(max_tokens=4),
+            )
+        )
 
 
 async def test_a_sample_retry_is_the_same_request(controller: Controller):
     session, _ = await model_in(controller)
     await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
-    sample = rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4), seq_id=7)
+    sample = rq.Sample(
+        sampler_id=f"{session}:sample:0",
+        prompt=(1, 2),
+        params=rq.SamplingParams(max_tokens=4),
+        seq_id=7,
+    )
     first = await controller.submit(sample)
     assert await controller.submit(sample) == first
     await done(controller, first)
@@ -188,18 +215,18 @@ async def test_a_sample_retry_is_the_same_request(controller: Controller):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (rq.SamplingParams(600), r"prompt of 2 \+ max_tokens 600"),
-        (rq.SamplingParams(0), "max_tokens at least 1"),
-        (rq.SamplingParams(4, num_samples=0), "num_samples 0"),
-        (rq.SamplingParams(4, temperature=-1), "temperature -1"),
-        (rq.SamplingParams(4, top_p=0), "top_p 0"),
-        (rq.SamplingParams(4, seed=-1), r"seed -1: use 0 to 2\^63"),
+        (rq.SamplingParams(max_tokens=600), r"prompt of 2 \+ max_tokens 600"),
+        (rq.SamplingParams(max_tokens=0), "max_tokens at least 1"),
+        (rq.SamplingParams(max_tokens=4, num_samples=0), "num_samples 0"),
+        (rq.SamplingParams(max_tokens=4, temperature=-1), "temperature -1"),
+        (rq.SamplingParams(max_tokens=4, top_p=0), "top_p 0"),
+        (rq.SamplingParams(max_tokens=4, seed=-1), r"seed -1: use 0 to 2\^63"),
         (
-            rq.SamplingParams(4, num_samples=2, seed=2**63 - 1),
+            rq.SamplingParams(max_tokens=4, num_samples=2, seed=2**63 - 1),
             r"seed 9223372036854775807: use 0 to 2\^63 - num_samples",
         ),
-        (rq.SamplingParams(4, top_k=0), "top_k 0"),
-        (rq.SamplingParams(4, topk_prompt_logprobs=21), "topk_prompt_logprobs 21"),
+        (rq.SamplingParams(max_tokens=4, top_k=0), "top_k 0"),
+        (rq.SamplingParams(max_tokens=4, topk_prompt_logprobs=21), "topk_prompt_logprobs 21"),
     ],
 )
 async def test_bad_sampling_parameters_are_refused(
@@ -208,7 +235,9 @@ async def test_bad_sampling_parameters_are_refused(
     session = await controller.create_session()
     await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
     with pytest.raises(InvalidRequest, match=message):
-        await controller.submit(rq.Sample(f"{session}:sample:0", (1, 2), params))
+        await controller.submit(
+            rq.Sample(sampler_id=f"{session}:sample:0", prompt=(1, 2), params=params)
+        )
 
 
 async def test_bad_batches_are_refused_at_once(controller: Controller):
@@ -229,7 +258,9 @@ async def test_bad_batches_are_refused_at_once(controller: Controller):
         (rows(), LossCall("ppo", {}), "missing: logprobs, advantages"),
     ):
         with pytest.raises(InvalidRequest, match=message):
-            await controller.submit(rq.ForwardBackward(model_id, columns, loss))
+            await controller.submit(
+                rq.ForwardBackward(model_id=model_id, columns=columns, loss=loss)
+            )
     with pytest.raises(InvalidRequest, match=r"beta1 is 1.0"):
         await controller.submit(rq.OptimStep(model_id, AdamParams(beta1=1.0)))
     assert controller.queue.num_open == 0
@@ -239,37 +270,49 @@ async def test_bad_models_are_refused_at_once(controller: Controller):
     session = await controller.create_session()
     for spec, message in (
         (
-            ModelSpec(f"{session}:train:0", "other", lora=LoraSpec(4)),
+            ModelSpec(model_id=f"{session}:train:0", base_model="other", lora=LoraSpec(rank=4)),
             "unknown base model 'other'; this service has 'tiny'",
         ),
         (
-            ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(64)),
+            ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=64)),
             "lora rank 64: this service takes 1 to 32",
         ),
         (
-            ModelSpec(f"{session}:train:0", "tiny", "judge", LoraSpec(4)),  # type: ignore[arg-type]
+            ModelSpec(
+                model_id=f"{session}:train:0",
+                base_model="tiny",
+                role="judge",
+                lora=LoraSpec(rank=4),
+            ),  # type: ignore[arg-type]
             "model_role 'judge': use one of policy, critic",
         ),
     ):
         with pytest.raises(InvalidRequest, match=message):
-            await controller.submit(rq.CreateModel(spec, session))
+            await controller.submit(rq.CreateModel(spec=spec, session_id=session))
     with pytest.raises(NotFound, match="unknown session"):
         await controller.submit(
-            rq.CreateModel(ModelSpec("x:train:0", "tiny", lora=LoraSpec(4)), "x")
+            rq.CreateModel(
+                spec=ModelSpec(model_id="x:train:0", base_model="tiny", lora=LoraSpec(rank=4)),
+                session_id="x",
+            )
         )
 
 
 async def test_a_critic_is_not_sampled(controller: Controller):
     session, critic = await model_in(controller, role="critic")
     with pytest.raises(InvalidRequest, match="is a critic: it has values, not tokens"):
-        await controller.submit(rq.SaveForSampler(critic, sampler_id=f"{session}:sample:0"))
+        await controller.submit(
+            rq.SaveForSampler(model_id=critic, sampler_id=f"{session}:sample:0")
+        )
 
 
 async def test_ppo_means_ppo_critic_on_a_critic(controller: Controller):
     _, critic = await model_in(controller, role="critic")
     values = np.zeros(3, np.float32)
     request = rq.ForwardBackward(
-        critic, rows(values=values, returns=values), LossCall("ppo", {"value_clip": 0.3})
+        model_id=critic,
+        columns=rows(values=values, returns=values),
+        loss=LossCall("ppo", {"value_clip": 0.3}),
     )
     assert isinstance(await done(controller, await controller.submit(request)), rs.LossOutput)
 
@@ -290,13 +333,20 @@ async def test_unknown_checkpoints_are_refused(controller: Controller):
     with pytest.raises(NotFound, match="no checkpoint tinker://a/weights/b"):
         await controller.submit(
             rq.CreateModel(
-                ModelSpec(f"{session}:train:1", ""), session, from_path="tinker://a/weights/b"
+                spec=ModelSpec(model_id=f"{session}:train:1", base_model=""),
+                session_id=session,
+                from_path="tinker://a/weights/b",
             )
         )
     with pytest.raises(InvalidRequest, match="not a tinker path"):
-        await controller.submit(rq.LoadWeights(model_id, "tinker://a/../b", True))
+        await controller.submit(
+            rq.LoadWeights(model_id=model_id, path="tinker://a/../b", with_optimizer=True)
+        )
     result = await done(
-        controller, await controller.submit(rq.LoadWeights(model_id, "tinker://a/weights/b", True))
+        controller,
+        await controller.submit(
+            rq.LoadWeights(model_id=model_id, path="tinker://a/weights/b", with_optimizer=True)
+        ),
     )
     assert (
         isinstance(result, rs.Failure)
@@ -334,11 +384,15 @@ async def test_weights_stay_until_the_last_accepted_sample_is_answered(controlle
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     await done(
         controller,
-        await controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0")),
+        await controller.submit(
+            rq.SaveForSampler(model_id=model_id, sampler_id=f"{session}:sample:0")
+        ),
     )
     backend.go.clear()
     sample_id = await controller.submit(
-        rq.Sample(f"{session}:sample:0", (1, 2), rq.SamplingParams(4))
+        rq.Sample(
+            sampler_id=f"{session}:sample:0", prompt=(1, 2), params=rq.SamplingParams(max_tokens=4)
+        )
     )
     finishing = asyncio.create_task(controller.finish_session(session))
     await asyncio.sleep(0.01)
@@ -358,7 +412,9 @@ async def test_finishing_a_session_frees_a_sampler_that_is_being_saved(controlle
     session, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()
-    saving = await controller.submit(rq.SaveForSampler(model_id, sampler_id=f"{session}:sample:0"))
+    saving = await controller.submit(
+        rq.SaveForSampler(model_id=model_id, sampler_id=f"{session}:sample:0")
+    )
     queued = await controller.submit(rq.OptimStep(model_id, AdamParams()))
     finishing = asyncio.create_task(controller.finish_session(session))
     await asyncio.sleep(0)
@@ -376,11 +432,17 @@ async def test_finishing_a_session_frees_a_sampler_that_is_being_saved(controlle
 
 async def test_a_new_model_is_deleted_when_its_checkpoint_does_not_load(controller: Controller):
     session, model_id = await model_in(controller)
-    saved = await done(controller, await controller.submit(rq.SaveWeights(model_id, "c")))
+    saved = await done(
+        controller, await controller.submit(rq.SaveWeights(model_id=model_id, name="c"))
+    )
     assert isinstance(saved, rs.Saved)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.failing.add("load_checkpoint")
-    request = rq.CreateModel(ModelSpec(f"{session}:train:1", ""), session, from_path=saved.path)
+    request = rq.CreateModel(
+        spec=ModelSpec(model_id=f"{session}:train:1", base_model=""),
+        session_id=session,
+        from_path=saved.path,
+    )
     assert isinstance(await done(controller, await controller.submit(request)), rs.Failure)
     assert list(backend.models) == [model_id] == list(controller.tenants.models)
 
@@ -395,7 +457,9 @@ async def test_a_model_is_created_without_an_output_layer_that_engines_cannot_sa
         wire.CreateModel.model_validate({**body, "model_seq_id": 0}), 32.0
     )
     first = await controller.submit(request)
-    assert controller.tenants.models[request.model_id].spec.lora == LoraSpec(4, train_unembed=False)
+    assert controller.tenants.models[request.model_id].spec.lora == LoraSpec(
+        rank=4, train_unembed=False
+    )
     assert await controller.submit(request) == first  # a retry
     named = {**body, "model_seq_id": 1, "lora_config": {"rank": 4, "train_unembed": True}}
     with pytest.raises(
@@ -437,7 +501,10 @@ async def test_an_operation_waits_for_a_full_disk_and_is_executed_once(
         monkeypatch.setattr(folders, name, full_at_first(name))
     _, model_id = await model_in(controller)
     saved = await done(
-        controller, await controller.submit(rq.SaveWeights(model_id, "c", user_metadata={"a": "b"}))
+        controller,
+        await controller.submit(
+            rq.SaveWeights(model_id=model_id, name="c", user_metadata={"a": "b"})
+        ),
     )
     assert isinstance(saved, rs.Saved) and failures == {"note_run": 0, "note": 0}
     (entry,) = (await controller.catalog("run", model_id)).checkpoints
@@ -461,7 +528,9 @@ async def test_requests_whose_payloads_left_memory_run(
     controller.capabilities = replace(controller.able, max_context_tokens=2**20)
     ids = [
         await controller.submit(
-            rq.ForwardBackward(model_id, wide, LossCall("cross_entropy", {}), seq_id=i)
+            rq.ForwardBackward(
+                model_id=model_id, columns=wide, loss=LossCall("cross_entropy", {}), seq_id=i
+            )
         )
         for i in range(1, 9)
     ]

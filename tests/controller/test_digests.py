@@ -13,28 +13,37 @@ from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpe
 from skyrl_actors.messages.sampling import PromptTargets, SparseLayout
 
 COLUMNS = Columns(
-    np.arange(4, dtype=np.int32),
-    np.array([0, 4]),
-    {"target_tokens": np.arange(4, dtype=np.int32), "weights": np.ones(4, np.float32)},
+    tokens=np.arange(4, dtype=np.int32),
+    offsets=np.array([0, 4]),
+    fields={"target_tokens": np.arange(4, dtype=np.int32), "weights": np.ones(4, np.float32)},
 )
 REQUESTS: dict[str, rq.Request] = {
-    "create": rq.CreateModel(ModelSpec("s:train:0", "tiny", lora=LoraSpec(8)), "s", {"a": "b"}),
+    "create": rq.CreateModel(
+        spec=ModelSpec(model_id="s:train:0", base_model="tiny", lora=LoraSpec(rank=8)),
+        session_id="s",
+        user_metadata={"a": "b"},
+    ),
     "forward_backward": rq.ForwardBackward(
-        "s:train:0", COLUMNS, LossCall("cross_entropy", {}), seq_id=3
+        model_id="s:train:0", columns=COLUMNS, loss=LossCall("cross_entropy", {}), seq_id=3
     ),
     "optim": rq.OptimStep("s:train:0", AdamParams(learning_rate=1e-3), seq_id=4),
-    "save": rq.SaveWeights("s:train:0", "step-1", seq_id=5, ttl_seconds=60),
-    "sampler": rq.SaveForSampler("s:train:0", sampler_id="x", seq_id=6),
-    "external": rq.SaveExternal("s:train:0", "out", seq_id=7),
-    "load": rq.LoadWeights("s:train:0", "tinker://a/weights/b", True, seq_id=8),
+    "save": rq.SaveWeights(model_id="s:train:0", name="step-1", seq_id=5, ttl_seconds=60),
+    "sampler": rq.SaveForSampler(model_id="s:train:0", sampler_id="x", seq_id=6),
+    "external": rq.SaveExternal(model_id="s:train:0", name="out", seq_id=7),
+    "load": rq.LoadWeights(
+        model_id="s:train:0", path="tinker://a/weights/b", with_optimizer=True, seq_id=8
+    ),
     "unload": rq.Unload("s:train:0"),
     "sample": rq.Sample(
-        "x", (1, 2, 3), rq.SamplingParams(16, temperature=0.7, stop=("end",)), seq_id=9
+        sampler_id="x",
+        prompt=(1, 2, 3),
+        params=rq.SamplingParams(max_tokens=16, temperature=0.7, stop=("end",)),
+        seq_id=9,
     ),
     "scores": rq.Sample(
-        "x",
-        (1, 2, 3),
-        rq.SamplingParams(1, prompt_targets=PromptTargets((1, 2), (2, 1))),
+        sampler_id="x",
+        prompt=(1, 2, 3),
+        params=rq.SamplingParams(max_tokens=1, prompt_targets=PromptTargets((1, 2), (2, 1))),
         seq_id=10,
     ),
 }
@@ -112,7 +121,9 @@ def test_an_added_field_of_a_nested_value_changes_no_digest():
 
 
 def test_each_field_changes_the_digest():
-    base = rq.Sample("x", (1, 2, 3), rq.SamplingParams(16), seq_id=1)
+    base = rq.Sample(
+        sampler_id="x", prompt=(1, 2, 3), params=rq.SamplingParams(max_tokens=16), seq_id=1
+    )
     params = [
         {"num_samples": 2},
         {"temperature": 0.5},
@@ -156,13 +167,17 @@ def test_each_field_changes_the_digest():
 
 def test_equal_numbers_and_reordered_keys_have_equal_digests():
     def sample(**options: Any) -> int:
-        return digest_of(rq.Sample("x", (1,), rq.SamplingParams(16, **options)))
+        return digest_of(
+            rq.Sample(
+                sampler_id="x", prompt=(1,), params=rq.SamplingParams(max_tokens=16, **options)
+            )
+        )
 
     assert sample(temperature=1) == sample(temperature=1.0) == sample()
     assert sample(temperature=2) == sample(temperature=2.0)
 
     def saved(metadata: dict[str, str]) -> int:
-        return digest_of(rq.SaveWeights("m", "n", user_metadata=metadata))
+        return digest_of(rq.SaveWeights(model_id="m", name="n", user_metadata=metadata))
 
     assert saved({"a": "1", "b": "2"}) == saved({"b": "2", "a": "1"}) != saved({"a": "2", "b": "1"})
 
@@ -180,10 +195,10 @@ def test_the_table_of_earlier_fields_contains_only_existing_fields():
 def _classes() -> list[type]:
     parts: list[Any] = [
         *REQUESTS.values(),
-        ModelSpec("", ""),
-        LoraSpec(1),
+        ModelSpec(model_id="", base_model=""),
+        LoraSpec(rank=1),
         AdamParams(),
-        rq.SamplingParams(1),
+        rq.SamplingParams(max_tokens=1),
     ]
     return [*(type(part) for part in parts), PromptTargets, SparseLayout]
 

@@ -72,7 +72,7 @@ OPENED = Opened()
 
 def saved(folders: CheckpointFolders, owner: str, number: int, kind: str = "weights") -> TinkerPath:
     session = f"s{number:07x}0k{owner}"
-    spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
+    spec = ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4))
     folders.note_run(spec, session, {})
     path = TinkerPath(spec.model_id, kind, "one")  # type: ignore[arg-type]
     folder = folders.folder(path)
@@ -120,19 +120,24 @@ async def test_no_checkpoint_file_is_touched_on_the_event_loop(
     root = controller.config.checkpoint_dir
     with OPENED.below(root) as seen:
         session = await controller.create_session("s1", {"a": "b"}, "name")
-        spec = ModelSpec("s1:train:0", "tiny", lora=LoraSpec(4))
-        await done(controller, rq.CreateModel(spec, session))
-        await done(controller, rq.SaveWeights(spec.model_id, "one"))
-        await done(controller, rq.SaveWeights(spec.model_id, "one", overwrite=True))
-        await done(controller, rq.SaveForSampler(spec.model_id, name="two"))
-        await done(controller, rq.SaveExternal(spec.model_id, "three"))
+        spec = ModelSpec(model_id="s1:train:0", base_model="tiny", lora=LoraSpec(rank=4))
+        await done(controller, rq.CreateModel(spec=spec, session_id=session))
+        await done(controller, rq.SaveWeights(model_id=spec.model_id, name="one"))
+        await done(controller, rq.SaveWeights(model_id=spec.model_id, name="one", overwrite=True))
+        await done(controller, rq.SaveForSampler(model_id=spec.model_id, name="two"))
+        await done(controller, rq.SaveExternal(model_id=spec.model_id, name="three"))
         path = f"tinker://{spec.model_id}/weights/one"
-        await done(controller, rq.LoadWeights(spec.model_id, path, True))
         await done(
-            controller, rq.LoadWeights(spec.model_id, path, False, mixed_with=path, share=0.5)
+            controller, rq.LoadWeights(model_id=spec.model_id, path=path, with_optimizer=True)
         )
-        other = ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4))
-        await done(controller, rq.CreateModel(other, session, from_path=path))
+        await done(
+            controller,
+            rq.LoadWeights(
+                model_id=spec.model_id, path=path, with_optimizer=False, mixed_with=path, share=0.5
+            ),
+        )
+        other = ModelSpec(model_id="s1:train:1", base_model="tiny", lora=LoraSpec(rank=4))
+        await done(controller, rq.CreateModel(spec=other, session_id=session, from_path=path))
         await controller.open_sampler(
             "s1:sample:9", session, "tiny", f"tinker://{spec.model_id}/sampler_weights/two"
         )
@@ -193,9 +198,11 @@ async def test_slow_copies_delay_no_listing_no_journal_read_and_no_session(
             session = await controller.create_session()
             assert await controller.session_catalog("session", session)
             assert await controller.journal.operations("nobody", 0, 9) == []
-            spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
-            await done(controller, rq.CreateModel(spec, session))
-            await done(controller, rq.SaveWeights(spec.model_id, "one"))
+            spec = ModelSpec(
+                model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4)
+            )
+            await done(controller, rq.CreateModel(spec=spec, session_id=session))
+            await done(controller, rq.SaveWeights(model_id=spec.model_id, name="one"))
         assert not any(copy.done() for copy in copies)
     finally:
         go.set()
@@ -249,7 +256,9 @@ def test_a_listing_opens_only_files_of_the_owner(tmp_path: Path):
     for number in range(40):
         owner = ANN if number < 3 else f"{number:010x}"
         path = saved(folders, owner, number)
-        catalog.opened(SessionNote(path.model_id.partition(":")[0], float(number)))
+        catalog.opened(
+            SessionNote(session_id=path.model_id.partition(":")[0], created_at=float(number))
+        )
     hidden = saved(folders, BOB, 99)
     folders.set_public(hidden, True)
     with OPENED.below(tmp_path) as seen:

@@ -120,14 +120,30 @@ async def test_setting_the_wall_clock_does_not_change_lifetimes_and_retention(tm
     config = JournalConfig(folder=tmp_path / "journal", retention_s=3600.0)
     journal = SqlJournal(config, now)
     await journal.open("x")
-    sample = Sample("s:sample:0", (1,), SamplingParams(1))
-    await journal.write(Accepted(1, "r1", "s:sample:0", 1, 7, None, "s", now(), sample))
-    await journal.write(Answered(1, "r1", Loaded("m", "p"), "none", now()))
+    sample = Sample(sampler_id="s:sample:0", prompt=(1,), params=SamplingParams(max_tokens=1))
+    await journal.write(
+        Accepted(
+            number=1,
+            request_id="r1",
+            stream="s:sample:0",
+            seq_id=1,
+            digest=7,
+            model_id=None,
+            session_id="s",
+            accepted_at=now(),
+            request=sample,
+        )
+    )
+    await journal.write(
+        Answered(
+            number=1, request_id="r1", result=Loaded("m", "p"), effect="none", answered_at=now()
+        )
+    )
     folders = CheckpointFolders(tmp_path / "checkpoints", now)
     folder = folders.folder(TinkerPath("s:train:0", "weights", "a"))
     folder.mkdir(parents=True)
     (folder / SPEC_FILE).write_text("{}")
-    folders.note_run(ModelSpec("s:train:0", "tiny"), "s", {})
+    folders.note_run(ModelSpec(model_id="s:train:0", base_model="tiny"), "s", {})
     folders.note(folder, {}, 3600)
     for jump in (1e9, -2e9):
         wall[0] += jump

@@ -43,16 +43,23 @@ async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
     columns = columns_from([Example(tokens, {TARGETS: tokens})])
 
     async def tenant(index: int, first: int, last: int) -> None:
-        spec = ModelSpec(f"{session}:train:{index}", "tiny", lora=LoraSpec(2))
+        spec = ModelSpec(
+            model_id=f"{session}:train:{index}", base_model="tiny", lora=LoraSpec(rank=2)
+        )
         if first == 1:
-            await controller.retrieve(await controller.submit(CreateModel(spec, session)), 30)
+            await controller.retrieve(
+                await controller.submit(CreateModel(spec=spec, session_id=session)), 30
+            )
         for number in range(first, last):
             step = number % 4 == 0
             request = (
                 OptimStep(spec.model_id, AdamParams(), number)
                 if step
                 else ForwardBackward(
-                    spec.model_id, columns, LossCall("cross_entropy", {}), seq_id=number
+                    model_id=spec.model_id,
+                    columns=columns,
+                    loss=LossCall("cross_entropy", {}),
+                    seq_id=number,
                 )
             )
             request_id = await controller.submit(request)
@@ -75,14 +82,30 @@ async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
 
 def test_the_memory_of_a_rank_stays_flat(random_base: Path):
     worker = TorchWorker(
-        WorkerSpec("policy", 0, 1, str(random_base), "float32", "cpu", 1, 256, 30.0)
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=str(random_base),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            microbatch_tokens=256,
+            collective_timeout_s=30.0,
+        )
     )
     worker.setup("127.0.0.1", 0)
     once = ExactlyOnce(worker)
-    once.apply(1, "m", OpPrecondition(1), "create_model", ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    once.apply(
+        1,
+        "m",
+        OpPrecondition(1),
+        "create_model",
+        ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)),
+    )
     tokens = np.arange(16, dtype=np.int32)
     columns = columns_from([Example(tokens, {TARGETS: tokens})])
-    call = PartCall("m", (0,), columns, LossCall("cross_entropy", {}))
+    call = PartCall(model_id="m", rows=(0,), columns=columns, loss=LossCall("cross_entropy", {}))
     after_warm = 0
     for number in range(2, 1202, 2):
         (output,) = once.forward_backward(1, [OpPrecondition(number, number - 1)], [call], False)

@@ -26,7 +26,7 @@ from skyrl_actors.storage.mirror import WHOLE
 from tests.api.local import MODEL, config_for, edge, posted
 from tests.conftest import free_port
 
-SPEC = ModelSpec("s1:train:0", "tiny", lora=LoraSpec(4))
+SPEC = ModelSpec(model_id="s1:train:0", base_model="tiny", lora=LoraSpec(rank=4))
 ONE, TWO = TinkerPath("s1:train:0", "weights", "one"), TinkerPath("s1:train:0", "weights", "two")
 
 

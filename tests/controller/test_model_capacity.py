@@ -80,7 +80,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_in(session: str, number: int = 0, rank: int | None = RANK) -> ModelSpec:
-    return ModelSpec(f"{session}:train:{number}", "tiny", lora=LoraSpec(rank) if rank else None)
+    return ModelSpec(
+        model_id=f"{session}:train:{number}",
+        base_model="tiny",
+        lora=LoraSpec(rank=rank) if rank else None,
+    )
 
 
 async def asked(
@@ -88,7 +92,9 @@ async def asked(
 ) -> str:
     """Submit a create and return its request id."""
     await controller.create_session(session)
-    return await controller.submit(rq.CreateModel(spec_in(session, number, rank), session))
+    return await controller.submit(
+        rq.CreateModel(spec=spec_in(session, number, rank), session_id=session)
+    )
 
 
 async def done(controller: Controller, request_id: str) -> rs.Result:

@@ -62,17 +62,17 @@ async def done(controller: Controller, request_id: str) -> rs.Result:
 
 async def made(controller: Controller, session: str) -> str:
     await controller.create_session(session)
-    spec = ModelSpec(f"{session}:train:0", "tiny", lora=LoraSpec(4))
-    await done(controller, await controller.submit(rq.CreateModel(spec, session)))
+    spec = ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4))
+    await done(controller, await controller.submit(rq.CreateModel(spec=spec, session_id=session)))
     return spec.model_id
 
 
 def batch(model_id: str, token: int, seq_id: int | None = None) -> rq.ForwardBackward:
     tokens = np.full(3, token, np.int32)
     return rq.ForwardBackward(
-        model_id,
-        columns_from([Example(tokens, {"target_tokens": tokens})]),
-        LossCall("cross_entropy", {}),
+        model_id=model_id,
+        columns=columns_from([Example(tokens, {"target_tokens": tokens})]),
+        loss=LossCall("cross_entropy", {}),
         seq_id=seq_id,
     )
 
@@ -87,7 +87,7 @@ async def test_accepted_operations_are_never_answered_with_a_failed_move(service
     backend = controller.backend
     assert isinstance(backend, SimBackend)
     # Short enough that the rank has sometimes restarted before the next attempt.
-    backend.phase_lock._healing = MoveHealing(0.2, 0.2)
+    backend.phase_lock._healing = MoveHealing(first_pause_s=0.2, longest_pause_s=0.2)
     backend.phase_lock._timeout_s = 0.1
     model_id = await made(controller, "s1")
     service.machines.failing_moves = 0.33
@@ -96,12 +96,17 @@ async def test_accepted_operations_are_never_answered_with_a_failed_move(service
         step = await controller.submit(rq.OptimStep(model_id, AdamParams(), seq_id + 1))
         name = f"s1:sample:{seq_id}"
         saved = await controller.submit(
-            rq.SaveForSampler(model_id, sampler_id=name, seq_id=seq_id + 2)
+            rq.SaveForSampler(model_id=model_id, sampler_id=name, seq_id=seq_id + 2)
         )
         assert isinstance(await done(controller, trained), rs.LossOutput)
         assert isinstance(await done(controller, step), rs.StepDone)
         assert isinstance(await done(controller, saved), rs.SamplerSaved)
-        sample = rq.Sample(name, (1, 2), rq.SamplingParams(4, seed=1), seq_id=seq_id + 3)
+        sample = rq.Sample(
+            sampler_id=name,
+            prompt=(1, 2),
+            params=rq.SamplingParams(max_tokens=4, seed=1),
+            seq_id=seq_id + 3,
+        )
         assert isinstance(await done(controller, await controller.submit(sample)), rs.SampleOutput)
     assert sum(f["total"] for f in backend.phase_lock.failures.values()) > 3
     await controller.close()
@@ -182,15 +187,37 @@ async def test_numbers_beyond_64_bits_fail_only_their_own_request(service: Servi
     for request in (
         batch(one, 1, seq_id=large),
         batch(one, 1, seq_id=-1),
-        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, seed=large)),
-        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, top_k=large)),
-        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, stop=(large,))),
+        rq.Sample(
+            sampler_id="s1:sample:0",
+            prompt=(1,),
+            params=rq.SamplingParams(max_tokens=1, seed=large),
+        ),
+        rq.Sample(
+            sampler_id="s1:sample:0",
+            prompt=(1,),
+            params=rq.SamplingParams(max_tokens=1, top_k=large),
+        ),
+        rq.Sample(
+            sampler_id="s1:sample:0",
+            prompt=(1,),
+            params=rq.SamplingParams(max_tokens=1, stop=(large,)),
+        ),
     ):
         with pytest.raises(InvalidRequest):
             await controller.submit(request)
     results = await asyncio.gather(
         controller.journal.write(
-            Accepted(10**6, "bad", "x", None, large, None, None, 0.0, rq.Unload("x"))
+            Accepted(
+                number=10**6,
+                request_id="bad",
+                stream="x",
+                seq_id=None,
+                digest=large,
+                model_id=None,
+                session_id=None,
+                accepted_at=0.0,
+                request=rq.Unload("x"),
+            )
         ),
         controller.submit(batch(two, 1)),
         return_exceptions=True,
@@ -265,17 +292,32 @@ async def test_only_the_client_of_an_unstorable_request_gets_an_error(service: S
     await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
     large, broken = 2**70, "a\ud800"
     for request in (
-        rq.CreateModel(ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4), seed=large), "s1"),
-        rq.CreateModel(ModelSpec("s1:train:1", "tiny", lora=LoraSpec(4)), "s1", {"who": broken}),
-        rq.SaveWeights(one, broken),
-        rq.SaveWeights(one, "c", ttl_seconds=10**15),
-        rq.SaveWeights(one, "c", user_metadata={broken: "x"}),
-        rq.SaveForSampler(one, sampler_id="s1:sample:" + "1" * 500),
-        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(1, stop=(broken,))),
+        rq.CreateModel(
+            spec=ModelSpec(
+                model_id="s1:train:1", base_model="tiny", lora=LoraSpec(rank=4), seed=large
+            ),
+            session_id="s1",
+        ),
+        rq.CreateModel(
+            spec=ModelSpec(model_id="s1:train:1", base_model="tiny", lora=LoraSpec(rank=4)),
+            session_id="s1",
+            user_metadata={"who": broken},
+        ),
+        rq.SaveWeights(model_id=one, name=broken),
+        rq.SaveWeights(model_id=one, name="c", ttl_seconds=10**15),
+        rq.SaveWeights(model_id=one, name="c", user_metadata={broken: "x"}),
+        rq.SaveForSampler(model_id=one, sampler_id="s1:sample:" + "1" * 500),
         rq.Sample(
-            "s1:sample:0",
-            (1,),
-            rq.SamplingParams(1, prompt_logprobs=True, prompt_logprobs_last_n=large),
+            sampler_id="s1:sample:0",
+            prompt=(1,),
+            params=rq.SamplingParams(max_tokens=1, stop=(broken,)),
+        ),
+        rq.Sample(
+            sampler_id="s1:sample:0",
+            prompt=(1,),
+            params=rq.SamplingParams(
+                max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=large
+            ),
         ),
         rq.OptimStep(one, AdamParams(learning_rate=large)),
     ):
@@ -315,11 +357,17 @@ async def test_samples_from_before_a_restart_are_read_on_the_first_request(servi
     await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
     controller.backend.machines.exports[""] = "base"  # type: ignore[attr-defined]
     requests = [
-        rq.Sample("s1:sample:0", (1,), rq.SamplingParams(2, seed=1), seq_id) for seq_id in range(5)
+        rq.Sample(
+            sampler_id="s1:sample:0",
+            prompt=(1,),
+            params=rq.SamplingParams(max_tokens=2, seed=1),
+            seq_id=seq_id,
+        )
+        for seq_id in range(5)
     ]
 
     async def sampled(*_: object) -> rs.SampleOutput:
-        return rs.SampleOutput((), "base")
+        return rs.SampleOutput(sequences=(), version="base")
 
     controller.backend.sample = sampled  # type: ignore[method-assign]
     ids = [await controller.submit(request) for request in requests]
@@ -329,14 +377,28 @@ async def test_samples_from_before_a_restart_are_read_on_the_first_request(servi
     controller = await service.start()
     controller.backend.sample = sampled  # type: ignore[method-assign]
     assert not controller.queue._accepted
-    fresh = await controller.submit(rq.Sample("s1:sample:0", (1,), rq.SamplingParams(2, seed=1), 5))
+    fresh = await controller.submit(
+        rq.Sample(
+            sampler_id="s1:sample:0",
+            prompt=(1,),
+            params=rq.SamplingParams(max_tokens=2, seed=1),
+            seq_id=5,
+        )
+    )
     await done(controller, fresh)
     found, cursor = await controller.completed("s1:sample:0", 0, 0, 5)
     assert [one.request_id for one in found] == [*ids, fresh]
     assert await controller.completed("s1:sample:0", 0, cursor, 0) == ([], cursor)
     assert [await controller.submit(request) for request in requests] == ids
     with pytest.raises(Conflict):
-        await controller.submit(rq.Sample("s1:sample:0", (2,), rq.SamplingParams(2, seed=1), 0))
+        await controller.submit(
+            rq.Sample(
+                sampler_id="s1:sample:0",
+                prompt=(2,),
+                params=rq.SamplingParams(max_tokens=2, seed=1),
+                seq_id=0,
+            )
+        )
     await controller.close()
 
 
@@ -345,7 +407,7 @@ async def test_versions_of_weights_have_new_names_after_a_restart(service: Servi
     model_id = await made(controller, "s1")
 
     async def saved(number: int) -> str:
-        request = rq.SaveForSampler(model_id, sampler_id=f"s1:sample:{number}")
+        request = rq.SaveForSampler(model_id=model_id, sampler_id=f"s1:sample:{number}")
         result = await done(controller, await controller.submit(request))
         assert isinstance(result, rs.SamplerSaved)
         return result.version
@@ -396,7 +458,9 @@ async def test_a_state_whose_operations_were_removed_is_not_rebuilt_without_them
     )
     await controller.create_session("s2")
     path = f"tinker://{model_id}/steps/0"
-    fork = rq.CreateModel(ModelSpec("s2:train:0", ""), "s2", from_path=path)
+    fork = rq.CreateModel(
+        spec=ModelSpec(model_id="s2:train:0", base_model=""), session_id="s2", from_path=path
+    )
     assert isinstance(
         await done(controller, await controller.submit(fork)), rs.Loaded | rs.ModelCreated
     )

@@ -18,8 +18,14 @@ NOW = 5.0
 
 def tables_with(position: int, steps: int = 0) -> tuple[Model, Progress, ModelTables]:
     tenants = TenantTable()
-    model = tenants.models["m"] = Model(ModelSpec("m", "tiny"), "s", {}, ready=True, steps=steps)
-    progress = Progress(position, steps)
+    model = tenants.models["m"] = Model(
+        spec=ModelSpec(model_id="m", base_model="tiny"),
+        session_id="s",
+        user_metadata={},
+        ready=True,
+        steps=steps,
+    )
+    progress = Progress(position=position, step=steps)
     return model, progress, ModelTables(tenants, {"m": progress})
 
 
@@ -30,13 +36,21 @@ def answered(number: int, effect: Any = "applied", **more: Any) -> AnsweredOp:
 
 def batch(forward_only: bool) -> rq.ForwardBackward:
     loss = LossCall("cross_entropy", {})
-    return rq.ForwardBackward("m", columns_from([Example([1, 2], {})]), loss, forward_only)
+    return rq.ForwardBackward(
+        model_id="m",
+        columns=columns_from([Example([1, 2], {})]),
+        loss=loss,
+        forward_only=forward_only,
+    )
 
 
 def test_every_kind_of_request_has_a_verb():
     kinds = {kind.__name__ for kind in get_args(rq.ModelRequest)}
     assert kinds == MODEL_VERBS.keys()
-    assert verb_of(rq.Sample("s", (1,), rq.SamplingParams(1))) is SAMPLE
+    assert (
+        verb_of(rq.Sample(sampler_id="s", prompt=(1,), params=rq.SamplingParams(max_tokens=1)))
+        is SAMPLE
+    )
 
 
 def test_a_kind_that_a_later_version_wrote_is_refused_by_name():

@@ -36,7 +36,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from tests.engines.test_transports import TOKENS, Tenant
 
-KEY, BASE = "a-key-of-theirs", SamplerWeights("base")
+KEY, BASE = "a-key-of-theirs", SamplerWeights(version="base")
 PROMPT = tuple(TOKENS[:8].tolist())
 
 
@@ -173,12 +173,14 @@ async def test_adapters_are_sampled_by_a_server_by_url(
     try:
         async with road(their_server, port):
             await backend.start(1)
-            lora = Tenant(backend, ModelSpec("lora", "tiny", lora=LoraSpec(8)))
+            lora = Tenant(
+                backend, ModelSpec(model_id="lora", base_model="tiny", lora=LoraSpec(rank=8))
+            )
             await lora.create()
             await lora.train(2)
             wanted, pinned = await lora.logprobs(), await lora.freeze("lora@1")
             await lora.train(3)
-            scoring = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
+            scoring = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
             prompt = tuple(TOKENS.tolist())
             found = await backend.sample("r1", prompt, scoring, pinned)
             assert found.version == "lora@1" and found.prompt_logprobs is not None
@@ -222,7 +224,7 @@ async def _answers(port: int) -> None:
 
 
 async def _draws(backend: RayBackend) -> None:
-    params = SamplingParams(12, 2, seed=5, stop=(), topk_sample_logprobs=3)
+    params = SamplingParams(max_tokens=12, num_samples=2, seed=5, stop=(), topk_sample_logprobs=3)
     drawn = await backend.sample("r3", PROMPT, params, BASE)
     assert [len(s.tokens) for s in drawn.sequences] == [12, 12] and drawn.sequences[
         0
@@ -233,7 +235,10 @@ async def _draws(backend: RayBackend) -> None:
         assert here.topk_ids is not None and here.topk_ids.shape == (12, 3)
         assert np.all(np.diff(here.topk_logprobs) <= 0)
     prompted = await backend.sample(
-        "r4b", PROMPT, SamplingParams(1, topk_prompt_logprobs=2, prompt_logprobs_last_n=3), BASE
+        "r4b",
+        PROMPT,
+        SamplingParams(max_tokens=1, topk_prompt_logprobs=2, prompt_logprobs_last_n=3),
+        BASE,
     )
     assert prompted.topk_prompt_ids is not None and prompted.topk_prompt_ids.shape == (8, 2)
     assert (
@@ -241,7 +246,10 @@ async def _draws(backend: RayBackend) -> None:
         and np.isnan(prompted.prompt_logprobs).tolist() == [True] * 5 + [False] * 3
     )
     greedy = await backend.sample(
-        "r5", PROMPT, SamplingParams(1, temperature=0.0, topk_sample_logprobs=1, stop=()), BASE
+        "r5",
+        PROMPT,
+        SamplingParams(max_tokens=1, temperature=0.0, topk_sample_logprobs=1, stop=()),
+        BASE,
     )
     assert (
         greedy.sequences[0].topk_ids is not None
@@ -249,14 +257,16 @@ async def _draws(backend: RayBackend) -> None:
     )
     assert greedy.sequences[0].topk_logprobs[0, 0] == greedy.sequences[0].logprobs[0]
     stop = int(drawn.sequences[0].tokens[4])
-    stopped = await backend.sample("r5b", PROMPT, SamplingParams(12, seed=5, stop=(stop,)), BASE)
+    stopped = await backend.sample(
+        "r5b", PROMPT, SamplingParams(max_tokens=12, seed=5, stop=(stop,)), BASE
+    )
     first = drawn.sequences[0].tokens.tolist().index(stop)
     assert stopped.sequences[0].tokens.tolist() == drawn.sequences[0].tokens.tolist()[: first + 1]
     assert stopped.sequences[0].stop_reason == "stop"
 
 
 async def _reads_along(backend: RayBackend) -> None:
-    params = SamplingParams(100, seed=6, stop=(), stream=True)
+    params = SamplingParams(max_tokens=100, seed=6, stop=(), stream=True)
     running = asyncio.create_task(backend.sample("r6", PROMPT, params, BASE))
     early = await backend.partial("r6", 0, 20.0)
     whole = (await running).sequences[0]
@@ -264,24 +274,31 @@ async def _reads_along(backend: RayBackend) -> None:
         0 < len(early.tokens) <= 100
         and list(early.tokens) == whole.tokens[: len(early.tokens)].tolist()
     )
-    alone = await backend.sample("r6b", PROMPT, SamplingParams(100, seed=6, stop=()), BASE)
+    alone = await backend.sample(
+        "r6b", PROMPT, SamplingParams(max_tokens=100, seed=6, stop=()), BASE
+    )
     assert alone.sequences[0].tokens.tolist() == whole.tokens.tolist()
 
 
 async def _is_refused(backend: RayBackend, folder: Path) -> None:
-    full = Tenant(backend, ModelSpec("full", "tiny"))
+    full = Tenant(backend, ModelSpec(model_id="full", base_model="tiny"))
     await full.create()
     with pytest.raises(
         InvalidRequest, match="full weights can be sampled only by engines of this service"
     ):
         await full.freeze("full@1")
     with pytest.raises(InvalidRequest, match="maximum context length is 512 tokens"):
-        await backend.sample("x1", PROMPT * 100, SamplingParams(1), BASE)
+        await backend.sample("x1", PROMPT * 100, SamplingParams(max_tokens=1), BASE)
     nowhere = SamplerWeights(
-        "lora@9", (WeightManifest("lora@9", "lora", str(folder / "nowhere"), 0),)
+        version="lora@9",
+        parts=(
+            WeightManifest(
+                version="lora@9", kind="lora", path=str(folder / "nowhere"), num_bytes=0
+            ),
+        ),
     )
     with pytest.raises(InvalidRequest, match=r"lora@9 cannot be loaded from .*nowhere by http"):
-        await backend.sample("x2", PROMPT, SamplingParams(1), nowhere)
+        await backend.sample("x2", PROMPT, SamplingParams(max_tokens=1), nowhere)
 
 
 async def test_a_server_that_is_not_usable_is_refused_with_the_reason(their_server: int):

@@ -42,7 +42,9 @@ class Silent(EngineReplica):
 
     async def ask(self, method: Any, *arguments: Any, **named: Any) -> Any: ...
     async def status(self) -> EngineStatus:
-        return EngineStatus("base", (), False, 0, 0)
+        return EngineStatus(
+            loaded_version="base", adapters=(), asleep=False, rss_bytes=0, running=0
+        )
 
     async def _come_back(self) -> None:
         self._step("again")

@@ -16,7 +16,7 @@ from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SCORED_FILE, SamplerWeights
 
-WEIGHTS = SamplerWeights("m@1")
+WEIGHTS = SamplerWeights(version="m@1")
 
 
 def made(dtype: str = "float32", action: str = "refuse", vocabulary: int = 256) -> LogprobCheck:
@@ -69,9 +69,11 @@ def test_a_difference_beyond_the_bound_is_refused_or_warned_about(
     logprob_check, warning = made(), made(action="warn")
     said = logprob_check.attach(WEIGHTS, logprobs(logprob_check))
     first = np.concatenate([[np.nan], logprobs(logprob_check)]).astype(np.float32)
-    logprob_check.compare("engine[0]", said, SampleOutput((), "m@1", prompt_logprobs=first))
+    logprob_check.compare(
+        "engine[0]", said, SampleOutput(sequences=(), version="m@1", prompt_logprobs=first)
+    )
     assert list(logprob_check.differences) == [0.0] and logprob_check.exceeded == 0
-    other = SampleOutput((), "m@1", prompt_logprobs=first + 0.5)
+    other = SampleOutput(sequences=(), version="m@1", prompt_logprobs=first + 0.5)
     with pytest.raises(InternalError, match=r"differ by 0\.5 nats a token on m@1"):
         logprob_check.compare("engine[0]", said, other)
     warning.compare("engine[0]", said, other)
@@ -98,7 +100,9 @@ def test_by_default_a_difference_that_rounding_cannot_explain_is_refused(
         if refused
         else nullcontext()
     ):
-        logprob_check.compare("engine[0]", said, SampleOutput((), "m@1", prompt_logprobs=scored))
+        logprob_check.compare(
+            "engine[0]", said, SampleOutput(sequences=(), version="m@1", prompt_logprobs=scored)
+        )
     assert ("differ by" in capsys.readouterr().out) == (off_by == 5e-4)
 
 

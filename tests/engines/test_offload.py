@@ -62,7 +62,10 @@ async def test_an_engine_whose_move_fails_restarts_and_the_others_go_on(what: st
     good, bad = engines = [Moving(f"engine[{i}]", RestartConfig(), print) for i in range(2)]
     pool.engines = [*engines]
     phase_lock = ColocatedPhaseLock(
-        Offloader("cpu", [], pool), Phase.SAMPLE, 60, MoveHealing(0.01, 0.02)
+        Offloader("cpu", [], pool),
+        Phase.SAMPLE,
+        60,
+        MoveHealing(first_pause_s=0.01, longest_pause_s=0.02),
     )
     pool.join_with(lambda: phase_lock.hold(Phase.SAMPLE))
     await pool.start()
@@ -94,7 +97,9 @@ async def test_engines_left_halfway_by_an_earlier_controller_restart():
     good, bad = engines = [Moving(f"engine[{i}]", RestartConfig(), print) for i in range(2)]
     pool.engines = [*engines]
     offloader = Offloader("cpu", [], pool)
-    phase_lock = ColocatedPhaseLock(offloader, Phase.TRAIN, 60, MoveHealing(0.01, 0.02))
+    phase_lock = ColocatedPhaseLock(
+        offloader, Phase.TRAIN, 60, MoveHealing(first_pause_s=0.01, longest_pause_s=0.02)
+    )
     pool.join_with(lambda: phase_lock.hold(Phase.SAMPLE))
     await pool.start()
     bad.failing["sleep 1"] = 1

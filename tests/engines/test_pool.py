@@ -49,7 +49,7 @@ def test_an_engine_with_several_gpus_gets_their_ids_or_bundles(
         engine=EngineConfig(num_engines=1, tensor_parallel=tensor, pipeline_parallel=pipeline),
         lora=LoraConfig(max_full_models=1),
     )
-    plan = plan_for(config, [Node(f"n{i}", 64, gpus, {}) for i in range(4)])
+    plan = plan_for(config, [Node(name=f"n{i}", cpus=64, gpus=gpus, labels={}) for i in range(4)])
     reserved: Any = None
     devices = {slot.index: f"gpu-of-{slot.index}" for slot in plan.slots}
     pool = build_pool(config, Path("/base"), plan, reserved, devices, {}, nobody, 1, False, print)
@@ -107,7 +107,10 @@ class Sampling(Answering):
         asked = vllm_params(params)
         self.given.append(f"{asked.n}")
         tokens, logprobs = np.asarray([5, 6], np.int32), np.asarray([-1.0, -2.0], np.float32)
-        return SampleOutput((Sequence(tokens, logprobs, "stop"),) * asked.n, "base")
+        return SampleOutput(
+            sequences=(Sequence(tokens=tokens, logprobs=logprobs, stop_reason="stop"),) * asked.n,
+            version="base",
+        )
 
 
 @pytest.mark.parametrize(("temperature", "asked"), [(0.0, "1"), (0.5, "4")])
@@ -121,8 +124,8 @@ async def test_several_greedy_samples_run_once_and_are_repeated_in_the_answer(
     output = await pool.sample(
         "r",
         (1, 2),
-        SamplingParams(3, num_samples=4, temperature=temperature),
-        SamplerWeights("base"),
+        SamplingParams(max_tokens=3, num_samples=4, temperature=temperature),
+        SamplerWeights(version="base"),
     )
     assert [one.tokens.tolist() for one in output.sequences] == [[5, 6]] * 4
     assert engine.given == [asked]
@@ -133,7 +136,7 @@ async def test_a_draining_engine_finishes_its_samples_and_gets_no_more():
     first, second = pool.engines
     assert isinstance(first, Answering) and isinstance(second, Answering)
     await pool.start()
-    base, params = SamplerWeights("base"), SamplingParams(1)
+    base, params = SamplerWeights(version="base"), SamplingParams(max_tokens=1)
     running = [asyncio.create_task(pool.sample(f"r{i}", (i,), params, base)) for i in range(8)]
     await asyncio.gather(first.asked.wait(), second.asked.wait())
     assert first.given and second.given
@@ -168,5 +171,7 @@ async def test_a_stale_engine_gets_no_samples():
         stale._step(event)  # type: ignore[arg-type]
     assert stale.health == "STALE"
     for i in range(8):
-        await pool.sample(f"r{i}", (i,), SamplingParams(1), SamplerWeights("base"))
+        await pool.sample(
+            f"r{i}", (i,), SamplingParams(max_tokens=1), SamplerWeights(version="base")
+        )
     assert not stale.given and len(other.given) == 8

@@ -13,7 +13,7 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest
 
-BASE = (WeightManifest("base", "full", "/base/model.safetensors", 1),)
+BASE = (WeightManifest(version="base", kind="full", path="/base/model.safetensors", num_bytes=1),)
 PROMPT = fixed_prompt(128, 64)
 
 
@@ -36,7 +36,7 @@ class Scripted:
         if self._dies:
             raise InternalError("EngineCore encountered an issue")
         scores = np.linspace(-9, -1, len(prompt), dtype=np.float32) + np.float32(self._shift)
-        return SampleOutput((), version, prompt_logprobs=scores)
+        return SampleOutput(sequences=(), version=version, prompt_logprobs=scores)
 
     async def load_full(self, version: str, parts: tuple[WeightManifest, ...]) -> float:
         assert parts == BASE

@@ -11,7 +11,13 @@ PROMPTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size
 
 
 def load(index: int, busy: int = 0, version: bool = True, adapter: bool = True) -> EngineLoad:
-    return EngineLoad(f"engine[{index}]", busy, 0, version, adapter)
+    return EngineLoad(
+        name=f"engine[{index}]",
+        in_flight=busy,
+        waiting=0,
+        holds_version=version,
+        holds_adapter=adapter,
+    )
 
 
 @given(PROMPTS, st.integers(1, 6))

@@ -22,12 +22,12 @@ from skyrl_actors.messages.requests import SamplingParams
 
 VOCABULARY = 50
 PARAMS = (
-    SamplingParams(1, temperature=0.7, tempered_logprobs=True),
-    SamplingParams(1, temperature=1.3, tempered_logprobs=True, topk_sample_logprobs=3),
-    SamplingParams(1, temperature=0.7, topk_sample_logprobs=2),
-    SamplingParams(1, temperature=0.0, tempered_logprobs=True, topk_sample_logprobs=1),
-    SamplingParams(1, temperature=1.0, tempered_logprobs=True),
-    SamplingParams(1, temperature=1.3, tempered_logprobs=True, top_k=5, top_p=0.9),
+    SamplingParams(max_tokens=1, temperature=0.7, tempered_logprobs=True),
+    SamplingParams(max_tokens=1, temperature=1.3, tempered_logprobs=True, topk_sample_logprobs=3),
+    SamplingParams(max_tokens=1, temperature=0.7, topk_sample_logprobs=2),
+    SamplingParams(max_tokens=1, temperature=0.0, tempered_logprobs=True, topk_sample_logprobs=1),
+    SamplingParams(max_tokens=1, temperature=1.0, tempered_logprobs=True),
+    SamplingParams(max_tokens=1, temperature=1.3, tempered_logprobs=True, top_k=5, top_p=0.9),
 )
 
 
@@ -173,7 +173,7 @@ def test_the_gpu_sampler_gives_the_same_logprobs(monkeypatch: pytest.MonkeyPatch
             logits.numpy()[row], params.temperature or 1.0 if params.tempered_logprobs else 1.0
         )
         assert one.shown_logprobs[0] == pytest.approx(own[row], abs=5e-6)
-    sampler.add_request(int(places[0]), vllm_params(SamplingParams(1)))  # reuses a place
+    sampler.add_request(int(places[0]), vllm_params(SamplingParams(max_tokens=1)))  # reuses a place
     again = module.compute_topk_scores(logits, 4, sampled, expanded_idx_mapping=places.int())
     assert TEMPERED not in again.logprob_token_ids[0] and TEMPERED in again.logprob_token_ids[1]
 

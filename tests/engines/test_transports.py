@@ -67,7 +67,7 @@ class Tenant:
     async def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             await self.backend.forward_backward(self.spec, self.change(), ROWS, CALL, False)
-            await self.backend.optim_step(self.spec, self.change(), AdamParams(0.005))
+            await self.backend.optim_step(self.spec, self.change(), AdamParams(learning_rate=0.005))
 
     async def logprobs(self, rows: Columns = ROWS) -> np.ndarray:
         output = await self.backend.forward_backward(self.spec, self.here, rows, CALL, True)
@@ -100,7 +100,7 @@ async def sampled(
     backend: RayBackend, weights: SamplerWeights, number: int, times: int = 6
 ) -> np.ndarray:
     """Return logprobs of TOKENS; there are enough samples for both engines."""
-    params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
     prompt = tuple(TOKENS.tolist())
     asked = [
         asyncio.ensure_future(backend.sample(f"r{number}-{i}", prompt, params, weights))
@@ -150,7 +150,7 @@ async def while_training_wants_the_devices(
     backend: RayBackend, tenant: Tenant, weights: SamplerWeights, number: int
 ) -> None:
     """Check that training takes the devices meanwhile and leaves long samples unchanged."""
-    params = SamplingParams(300, seed=3, stop=())
+    params = SamplingParams(max_tokens=300, seed=3, stop=())
     prompt = tuple(TOKENS[:8].tolist())
 
     async def drawn(name: str) -> list[np.ndarray]:
@@ -171,7 +171,7 @@ async def while_training_wants_the_devices(
         await asyncio.sleep(0.01)
     await tenant.backend.forward_backward(tenant.spec, tenant.change(), ROWS, CALL, False)
     assert not sampling.done()
-    await tenant.backend.optim_step(tenant.spec, tenant.change(), AdamParams(0.01))
+    await tenant.backend.optim_step(tenant.spec, tenant.change(), AdamParams(learning_rate=0.01))
     for here, there in zip(undisturbed, await sampling, strict=True):
         np.testing.assert_allclose(here, there, atol=1e-4)
 
@@ -207,8 +207,8 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
     await backend.start(1)
     try:
         full, lora = (
-            Tenant(backend, ModelSpec("full", "tiny")),
-            Tenant(backend, ModelSpec("lora", "tiny", lora=LoraSpec(8))),
+            Tenant(backend, ModelSpec(model_id="full", base_model="tiny")),
+            Tenant(backend, ModelSpec(model_id="lora", base_model="tiny", lora=LoraSpec(rank=8))),
         )
         await full.create()
         await lora.create()
@@ -246,7 +246,7 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
         np.testing.assert_allclose(
             await sampled(backend, *pinned[0][:1], 150, 2), pinned[0][1], atol=1e-4
         )
-        base = SamplerWeights("base")
+        base = SamplerWeights(version="base")
         for number, weights in enumerate(
             (
                 base,

@@ -69,19 +69,19 @@ def saved(config: PreTrainedConfig, folder: Path) -> Path:
 @asynccontextmanager
 async def engine_for(base: Path, **options: Any) -> AsyncGenerator[VllmEngine]:
     spec = EngineSpec(
-        "engine[0]",
-        str(base),
-        "cpu",
-        "float32",
-        128,
-        8,
-        128,
-        32 * 2**20,
-        2,
-        8,
-        4,
-        True,
-        60.0,
+        name="engine[0]",
+        base_folder=str(base),
+        device="cpu",
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        kv_cache_bytes=32 * 2**20,
+        max_loras=2,
+        max_lora_rank=8,
+        max_adapters=4,
+        enforce_eager=True,
+        call_timeout_s=60.0,
         **options,
     )
     engine = VllmEngine(spec)
@@ -97,7 +97,7 @@ def head_adapter(base: Path, folder: Path) -> WeightManifest:
     get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"])).save_pretrained(
         folder
     )
-    return WeightManifest("m@1", "lora", str(folder), 1)
+    return WeightManifest(version="m@1", kind="lora", path=str(folder), num_bytes=1)
 
 
 @pytest.mark.parametrize(("name", "adapts_head"), [("qwen3", True), ("qwen2", False)])

@@ -14,11 +14,11 @@ from skyrl_actors.messages.precondition import OpPrecondition
 
 def call(name: str, tokens: int = 4, forward_only: bool = False) -> Call:
     return Call(
-        name,
-        OpPrecondition(1, 0),
-        columns_from([Example(np.ones(tokens, np.int32), {})]),
-        None,
-        forward_only,
+        model_id=name,
+        precondition=OpPrecondition(1, 0),
+        columns=columns_from([Example(np.ones(tokens, np.int32), {})]),
+        loss=None,
+        forward_only=forward_only,
     )
 
 

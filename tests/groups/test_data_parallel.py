@@ -43,7 +43,11 @@ async def group_of(ranks: int, base: Path, name: str, **options: Any) -> ActorGr
     config = ClusterConfig(
         name=name, policy=group_config, critic=None, engine=EngineConfig(num_engines=ranks)
     )
-    made = plan([[Demand("policy", ranks, 0.3)]], [Node("here", 4, 0)], "CPU")
+    made = plan(
+        [[Demand(kind="policy", count=ranks, share=0.3)]],
+        [Node(name="here", cpus=4, gpus=0)],
+        "CPU",
+    )
     reserved = await reserve(made, name, 30, print)
     builder = GroupBuilder(
         "policy",
@@ -83,7 +87,10 @@ RAGGED = ((3, 50, 7, 7, 31, 2, 90), (40,), (5, 5, 5))  # in the second, one rank
 async def test_two_ranks_equal_one(local_ray, random_base: Path):
     one, two = await group_of(1, random_base, "one"), await group_of(2, random_base, "two")
     call = losses.find("ppo").checked({})
-    for spec in (ModelSpec("lora", "tiny", lora=LoraSpec(8), seed=1), ModelSpec("full", "tiny")):
+    for spec in (
+        ModelSpec(model_id="lora", base_model="tiny", lora=LoraSpec(rank=8), seed=1),
+        ModelSpec(model_id="full", base_model="tiny"),
+    ):
         outputs = {}
         for group in (one, two):
             preconditions = (OpPrecondition(number, number - 1) for number in itertools.count(1))
@@ -101,7 +108,7 @@ async def test_two_ranks_equal_one(local_ray, random_base: Path):
                             False,
                         )
                     )
-                adam = AdamParams(1e-3, grad_clip_norm=10.0)
+                adam = AdamParams(learning_rate=1e-3, grad_clip_norm=10.0)
                 seen += (
                     await group.apply(
                         model_id, next(preconditions), TrainWorker.optim_step, model_id, adam
@@ -141,9 +148,10 @@ async def test_sharded_weights_and_many_tenants_through_actors(
         preload=False,
     )
     call = losses.find("ppo").checked({})
-    specs = [ModelSpec(f"t{i}", "tiny", lora=LoraSpec(4 + i), seed=i) for i in range(4)] + [
-        ModelSpec("full", "tiny")
-    ]
+    specs = [
+        ModelSpec(model_id=f"t{i}", base_model="tiny", lora=LoraSpec(rank=4 + i), seed=i)
+        for i in range(4)
+    ] + [ModelSpec(model_id="full", base_model="tiny")]
     found = {}
     for group in (one, two):
         for spec in specs:
@@ -163,7 +171,7 @@ async def test_sharded_weights_and_many_tenants_through_actors(
                     OpPrecondition(3, 2),
                     TrainWorker.optim_step,
                     spec.model_id,
-                    AdamParams(1e-3),
+                    AdamParams(learning_rate=1e-3),
                 )
             )[0]["skyrl.ai/grad_norm"]
             for spec in specs
@@ -204,7 +212,9 @@ def two_names(base: Path) -> list[str]:
 async def test_errors_of_ranks_are_merged_into_one(local_ray, random_base: Path):
     two = await group_of(2, random_base, "errors")
     nothing = ModelSpec(
-        "m", "tiny", lora=LoraSpec(4, train_attn=False, train_mlp=False, train_unembed=False)
+        model_id="m",
+        base_model="tiny",
+        lora=LoraSpec(rank=4, train_attn=False, train_mlp=False, train_unembed=False),
     )
     with pytest.raises(InvalidRequest, match="the LoRA spec trains nothing"):
         await two.apply("m", OpPrecondition(1), TrainWorker.create_model, nothing)
@@ -222,21 +232,21 @@ async def test_errors_of_ranks_are_merged_into_one(local_ray, random_base: Path)
             "m",
             OpPrecondition(1),
             TrainWorker.create_model,
-            ModelSpec("m", "tiny", lora=LoraSpec(4)),
+            ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)),
         )
 
 
 async def test_a_placement_that_never_succeeds_is_reported_with_numbers(local_ray):
     from placement.types import DoesNotFit
 
-    made = plan([[Demand("policy", 9)]], [Node("here", 9, 0)], "CPU")
+    made = plan([[Demand(kind="policy", count=9)]], [Node(name="here", cpus=9, gpus=0)], "CPU")
     with pytest.raises(
         DoesNotFit, match=r"9 bundles .* were not placed within 1 s; .*CPU: .* free of 8"
     ):
         await reserve(made, "too-many", 1, print)
     with pytest.raises(ValueError, match="too-many"):  # nothing is held
         get_placement_group("too-many")
-    gone = plan([[Demand("policy", 1)]], [Node("elsewhere", 9, 0)], "CPU")
+    gone = plan([[Demand(kind="policy", count=1)]], [Node(name="elsewhere", cpus=9, gpus=0)], "CPU")
     with pytest.raises(DoesNotFit, match="gone since the plan was made: elsewhere"):
         await reserve(gone, "on-a-lost-node", 1, print, pinned=True)
     with pytest.raises(ValueError, match="on-a-lost-node"):

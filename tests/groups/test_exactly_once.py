@@ -147,7 +147,12 @@ class Tenants(Adder):
 
 
 def part(model_id: str, *rows: int) -> PartCall:
-    return PartCall(model_id, rows, columns_from([Example(np.ones(1, np.int32), {})]), None)
+    return PartCall(
+        model_id=model_id,
+        rows=rows,
+        columns=columns_from([Example(np.ones(1, np.int32), {})]),
+        loss=None,
+    )
 
 
 def tenants(*names: str) -> tuple[ExactlyOnce, Tenants]:

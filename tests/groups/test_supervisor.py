@@ -30,7 +30,7 @@ from skyrl_actors.remote import NAMESPACE
 from skyrl_actors.workers.interface import TrainWorker
 from tests.engines.test_pool import pool_of
 
-SPEC = ModelSpec("m", "tiny", lora=LoraSpec(2))
+SPEC = ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=2))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,11 @@ class Made:
         self.supervisor: GroupSupervisor | None = None
 
     async def start(self, standby: bool = False) -> GroupSupervisor:
-        planned = plan([[Demand("policy", self.ranks, 1.0)]], [Node("here", 9, 0)], "CPU")
+        planned = plan(
+            [[Demand(kind="policy", count=self.ranks, share=1.0)]],
+            [Node(name="here", cpus=9, gpus=0)],
+            "CPU",
+        )
         reserved = await reserve(planned, self.config.name, 30, self.messages.append)
         environment = {"OMP_WAIT_POLICY": "passive"}
         if standby:
@@ -166,7 +170,10 @@ async def test_a_group_that_cannot_move_its_memory_restarts_and_its_phase_is_ent
     made = make("moves", random_base, max_in_a_row=1, cooldown_s=60)
     supervisor = await made.start()
     phase_lock = ColocatedPhaseLock(
-        Offloader("gpu", [supervisor], pool_of(0)), Phase.TRAIN, 60, MoveHealing(0.1, 0.2)
+        Offloader("gpu", [supervisor], pool_of(0)),
+        Phase.TRAIN,
+        60,
+        MoveHealing(first_pause_s=0.1, longest_pause_s=0.2),
     )
     move, failures = ActorGroup.move, 3
 

@@ -25,7 +25,8 @@ class ScriptedClient:
         self.asked.append(request)
         prompt = self.chat.tokenizer.decode(list(request.prompt))
         return SampleOutput(
-            tuple(self._sequence(prompt, i) for i in range(request.params.num_samples)), "v1"
+            sequences=tuple(self._sequence(prompt, i) for i in range(request.params.num_samples)),
+            version="v1",
         )
 
     def _sequence(self, prompt: str, draw: int) -> Sequence:
@@ -33,4 +34,8 @@ class ScriptedClient:
         cut = text.endswith("…")
         ids = self.chat.tokenizer.encode(text.removesuffix("…"), add_special_tokens=False)
         tokens = np.asarray([*ids, *([] if cut else [self.chat.tokenizer.eos_token_id])], np.int32)
-        return Sequence(tokens, np.full(len(tokens), -0.5, np.float32), "length" if cut else "stop")
+        return Sequence(
+            tokens=tokens,
+            logprobs=np.full(len(tokens), -0.5, np.float32),
+            stop_reason="length" if cut else "stop",
+        )

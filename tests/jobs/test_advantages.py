@@ -23,7 +23,12 @@ SAMPLED = [np.asarray(m, bool) for m in ([1, 1, 1], [1, 0, 0, 1], [1], [1, 1], [
 REWARDS = [RNG.normal(0, 1, len(m)) * m for m in SAMPLED]
 VALUES = [RNG.normal(0, 1, len(m)) for m in SAMPLED]
 BATCH = adv.Scored(
-    REWARDS, GROUPS, SAMPLED, VALUES, [v - 1 for v in VALUES], [v - 1.5 for v in VALUES]
+    rewards=REWARDS,
+    groups=GROUPS,
+    sampled=SAMPLED,
+    values=VALUES,
+    logprobs=[v - 1 for v in VALUES],
+    reference=[v - 1.5 for v in VALUES],
 )
 
 
@@ -142,7 +147,11 @@ def test_reverse_kl_advantage_is_teacher_minus_student_logprob():
 
 
 def test_equal_rewards_give_zero_advantages():
-    batch = adv.Scored([np.asarray([0.0, 1.0])] * 3, np.zeros(3, int), [np.ones(2, bool)] * 3)
+    batch = adv.Scored(
+        rewards=[np.asarray([0.0, 1.0])] * 3,
+        groups=np.zeros(3, int),
+        sampled=[np.ones(2, bool)] * 3,
+    )
     for config in (GroupAdvantage(), LeaveOneOut()):
         assert not np.any(adv.estimate(config, batch).advantages)
 

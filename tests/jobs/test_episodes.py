@@ -83,7 +83,11 @@ def play(
         overlong or Overlong(),
         512,
     )
-    drawn = asyncio.run(sampler.play(lambda: Weights("s", 5), tasks, SamplingParams(12, n), 3))
+    drawn = asyncio.run(
+        sampler.play(
+            lambda: Weights("s", 5), tasks, SamplingParams(max_tokens=12, num_samples=n), 3
+        )
+    )
     drawn.check(sampler._limits)
     return drawn, client
 

@@ -53,7 +53,19 @@ def rollout(
     answer = RNG.integers(0, 50, length).astype(np.int32)
     logprobs = (RNG.normal(-1, 0.3, length) * sampled).astype(np.float32)
     pieces = (Piece("v", 0, int(sampled.sum())),)
-    return Rollout(TASK, group, (1, 2, 3), answer, sampled, logprobs, rewards, "x", cut, 1, pieces)
+    return Rollout(
+        task=TASK,
+        group=group,
+        prompt=(1, 2, 3),
+        answer=answer,
+        sampled=sampled,
+        logprobs=logprobs,
+        rewards=rewards,
+        text="x",
+        cut=cut,
+        turns=1,
+        pieces=pieces,
+    )
 
 
 def batch() -> Batch:
@@ -64,7 +76,12 @@ def batch() -> Batch:
         rollout(1, 0, 4),
     ]
     near = [(r.logprobs + RNG.normal(0, 0.1, len(r.logprobs))).astype(np.float32) for r in rollouts]
-    return Batch(rollouts, near, None, [(p - 0.2).astype(np.float32) for p in near])
+    return Batch(
+        rollouts=rollouts,
+        logprobs=near,
+        values=None,
+        reference=[(p - 0.2).astype(np.float32) for p in near],
+    )
 
 
 def sampled_tokens(b: Batch):
@@ -176,7 +193,7 @@ def test_prompts_with_equal_rewards_are_left_out():
         RolloutSource(job(type="dapo").config, cast(Any, None), cast(Any, None), print),
         Tally(),
     )
-    tally.add(Rollouts(batch().rollouts, episodes=4))
+    tally.add(Rollouts(rollouts=batch().rollouts, episodes=4))
     kept = source.useful(batch().rollouts, tally)
     assert [r.group for r in kept] == [0, 0]
     assert tally.counts == {

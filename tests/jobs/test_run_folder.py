@@ -51,7 +51,7 @@ def test_an_unfinished_run_resumes_after_its_checkpoint(tmp_path: Path):
     for step in range(4):
         recorder.log(step, {"reward": step / 10})
     recorder.close()
-    first.keep(State(2, {"policy": "tinker://a/weights/b"}, {"before": 0.1}))
+    first.keep(State(step=2, models={"policy": "tinker://a/weights/b"}, job={"before": 0.1}))
     with (first.path / METRICS).open("a") as file:
         file.write('{"step": 1, "x": "{a}')  # the process died here
     first.close()
@@ -61,7 +61,8 @@ def test_an_unfinished_run_resumes_after_its_checkpoint(tmp_path: Path):
     assert (
         second.left_by == "a"
         and second.path == first.path
-        and second.state == State(2, {"policy": "tinker://a/weights/b"}, {"before": 0.1})
+        and second.state
+        == State(step=2, models={"policy": "tinker://a/weights/b"}, job={"before": 0.1})
     )
     again = Recorder(second)
     assert [row["step"] for row in again.history] == [0, 1, 2]
@@ -86,7 +87,7 @@ def test_a_different_config_is_refused_with_its_keys(tmp_path: Path):
     # Without rows and checkpoints, the folder can be used with another config.
     restarted = open_run(tmp_path, "r", OTHER, True)
     assert restarted.path == first.path and restarted.state is None
-    restarted.keep(State(3, {}, {}))
+    restarted.keep(State(step=3, models={}, job={}))
     restarted.close()
     with pytest.raises(
         ConfigError,

@@ -61,12 +61,15 @@ class Engine:
             done = have + len(tokens) == self.length and len(tokens) < request.params.max_tokens
             tokens += [END] if done else []
             each = Sequence(
-                np.asarray(tokens, np.int32),
-                np.full(len(tokens), -1.0, np.float32),
-                "stop" if done else "length",
+                tokens=np.asarray(tokens, np.int32),
+                logprobs=np.full(len(tokens), -1.0, np.float32),
+                stop_reason="stop" if done else "length",
             )
             answer.set_result(
-                SampleOutput((each,) * request.params.num_samples, f"of {request.sampler_id}")
+                SampleOutput(
+                    sequences=(each,) * request.params.num_samples,
+                    version=f"of {request.sampler_id}",
+                )
             )
         for _ in range(20):
             await asyncio.sleep(0)

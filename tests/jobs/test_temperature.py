@@ -33,19 +33,22 @@ def sampled(temperature: float, tempered: bool = True) -> tuple[Batch, np.ndarra
     at_one = log_softmax64(logits, 1.0)
     engine = at_one[places, tokens].astype(np.float32)
     rollout = Rollout(
-        ReverseTask("a", "b"),
-        0,
-        (1,),
-        tokens,
-        every,
-        engine,
-        np.zeros(LENGTH),
-        "",
+        task=ReverseTask("a", "b"),
+        group=0,
+        prompt=(1,),
+        answer=tokens,
+        sampled=every,
+        logprobs=engine,
+        rewards=np.zeros(LENGTH),
+        text="",
         pieces=(Piece("v", 0, LENGTH),),
         tempered=drawn_from[places, tokens].astype(np.float32) if tempered else None,
     )
     return (
-        Batch([rollout], [(engine + rng.normal(0, NOISE, LENGTH)).astype(np.float32)]),
+        Batch(
+            rollouts=[rollout],
+            logprobs=[(engine + rng.normal(0, NOISE, LENGTH)).astype(np.float32)],
+        ),
         at_one,
         drawn_from,
     )

@@ -25,33 +25,47 @@ STOPS = st.none() | st.lists(TEXT).map(tuple) | st.lists(st.integers(0, 2**31)).
 MESSAGES = st.one_of(
     st.builds(
         rq.CreateModel,
-        st.builds(ModelSpec, TEXT, TEXT, lora=st.none() | st.builds(LoraSpec, st.integers(1, 64))),
-        TEXT,
-        st.dictionaries(TEXT, TEXT),
+        spec=st.builds(
+            ModelSpec,
+            model_id=TEXT,
+            base_model=TEXT,
+            lora=st.none() | st.builds(LoraSpec, rank=st.integers(1, 64)),
+        ),
+        session_id=TEXT,
+        user_metadata=st.dictionaries(TEXT, TEXT),
     ),
     st.builds(
         rq.ForwardBackward,
-        TEXT,
-        st.builds(Columns, ARRAYS, ARRAYS, st.dictionaries(TEXT, ARRAYS)),
-        st.builds(LossCall, TEXT, st.dictionaries(TEXT, NUMBERS)),
-        st.booleans(),
-        st.none() | st.integers(0, 2**62),
+        model_id=TEXT,
+        columns=st.builds(
+            Columns, tokens=ARRAYS, offsets=ARRAYS, fields=st.dictionaries(TEXT, ARRAYS)
+        ),
+        loss=st.builds(LossCall, TEXT, st.dictionaries(TEXT, NUMBERS)),
+        forward_only=st.booleans(),
+        seq_id=st.none() | st.integers(0, 2**62),
     ),
-    st.builds(rq.OptimStep, TEXT, st.builds(AdamParams, NUMBERS)),
+    st.builds(rq.OptimStep, TEXT, st.builds(AdamParams, learning_rate=NUMBERS)),
     st.builds(
         rq.Sample,
-        TEXT,
-        st.lists(st.integers(0, 2**31)).map(tuple),
-        st.builds(rq.SamplingParams, st.integers(1, 99), stop=STOPS),
+        sampler_id=TEXT,
+        prompt=st.lists(st.integers(0, 2**31)).map(tuple),
+        params=st.builds(rq.SamplingParams, max_tokens=st.integers(1, 99), stop=STOPS),
     ),
-    st.builds(rs.LossOutput, ARRAYS, st.dictionaries(TEXT, ARRAYS), st.dictionaries(TEXT, NUMBERS)),
+    st.builds(
+        rs.LossOutput,
+        offsets=ARRAYS,
+        fields=st.dictionaries(TEXT, ARRAYS),
+        metrics=st.dictionaries(TEXT, NUMBERS),
+    ),
     st.builds(rs.Failure, TEXT),
     st.builds(rs.StepDone, st.dictionaries(TEXT, NUMBERS)),
     st.builds(
         rs.SampleOutput,
-        st.lists(st.builds(rs.Sequence, ARRAYS, ARRAYS, TEXT)).map(tuple),
-        TEXT,
-        st.none() | ARRAYS,
+        sequences=st.lists(
+            st.builds(rs.Sequence, tokens=ARRAYS, logprobs=ARRAYS, stop_reason=TEXT)
+        ).map(tuple),
+        version=TEXT,
+        prompt_logprobs=st.none() | ARRAYS,
     ),
 )
 
@@ -85,7 +99,11 @@ def test_messages_are_decoded_unchanged(message: object):
 
 
 def test_a_clients_key_may_equal_the_type_tag():
-    message = rq.CreateModel(ModelSpec("m", "tiny"), "s", {"$": "Popen", "": "x"})
+    message = rq.CreateModel(
+        spec=ModelSpec(model_id="m", base_model="tiny"),
+        session_id="s",
+        user_metadata={"$": "Popen", "": "x"},
+    )
     assert decode(encode(message)) == message
     assert from_json(to_json(rs.StepDone({"$": 1.0}))) == rs.StepDone({"$": 1.0})
 
@@ -100,8 +118,17 @@ def test_every_request_and_result_type_can_be_encoded():
 
 def test_weights_are_encoded_as_json_and_back():
     weights = SamplerWeights(
-        "v",
-        (WeightManifest("v", "full", "/x", 3, (TensorEntry("a.b", (2, 3), "float32", 0),), 0.5),),
+        version="v",
+        parts=(
+            WeightManifest(
+                version="v",
+                kind="full",
+                path="/x",
+                num_bytes=3,
+                tensors=(TensorEntry("a.b", (2, 3), "float32", 0),),
+                write_s=0.5,
+            ),
+        ),
     )
     assert from_json(to_json(weights)) == weights
 

@@ -32,18 +32,33 @@ from skyrl_actors.messages.requests import CreateModel, ForwardBackward, OptimSt
 from skyrl_actors.messages.results import StepDone
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 
-SPEC = ModelSpec("s:train:0", "tiny", lora=LoraSpec(4))
+SPEC = ModelSpec(model_id="s:train:0", base_model="tiny", lora=LoraSpec(rank=4))
 
 
 def accepted(number: int, request: Request | None = None, session: str | None = "s") -> Accepted:
     request = request or OptimStep("s:train:0", AdamParams(), number)
     return Accepted(
-        number, f"r{number}", "s:train:0", number, 7, "s:train:0", session, 100.0, request
+        number=number,
+        request_id=f"r{number}",
+        stream="s:train:0",
+        seq_id=number,
+        digest=7,
+        model_id="s:train:0",
+        session_id=session,
+        accepted_at=100.0,
+        request=request,
     )
 
 
 def answered(number: int, step: int = 1) -> Answered:
-    return Answered(number, f"r{number}", StepDone({"norm": float(number)}), "applied", 101.0, step)
+    return Answered(
+        number=number,
+        request_id=f"r{number}",
+        result=StepDone({"norm": float(number)}),
+        effect="applied",
+        answered_at=101.0,
+        step=step,
+    )
 
 
 async def opened(config: JournalConfig) -> SqlJournal:
@@ -55,20 +70,41 @@ async def opened(config: JournalConfig) -> SqlJournal:
 async def test_entries_can_be_read_after_a_restart(config: JournalConfig):
     journal = await opened(config)
     weights = SamplerWeights(
-        "s:train:0@1", (WeightManifest("s:train:0@1", "lora", "/dev/shm/x", 12),)
+        version="s:train:0@1",
+        parts=(
+            WeightManifest(version="s:train:0@1", kind="lora", path="/dev/shm/x", num_bytes=12),
+        ),
     )
     batch = ForwardBackward(
-        "s:train:0",
-        Columns(np.arange(3, dtype=np.int32), np.array([0, 3]), {}),
-        LossCall("ppo", {"a": 1.0}),
+        model_id="s:train:0",
+        columns=Columns(tokens=np.arange(3, dtype=np.int32), offsets=np.array([0, 3]), fields={}),
+        loss=LossCall("ppo", {"a": 1.0}),
     )
     await journal.write(SessionOpened("s", {"who": "me"}, 1.0), SessionOpened("gone", {}, 1.0))
-    await journal.write(accepted(1, CreateModel(SPEC, "s")), accepted(2, batch), accepted(3))
     await journal.write(
-        answered(3), SamplerOpened("s:sample:0", "s", "tiny", None, weights, "s:train:0", 3)
+        accepted(1, CreateModel(spec=SPEC, session_id="s")), accepted(2, batch), accepted(3)
     )
     await journal.write(
-        SamplerOpened("s:sample:1", "s", "tiny", None, weights), SamplerRetired("s:sample:1")
+        answered(3),
+        SamplerOpened(
+            sampler_id="s:sample:0",
+            session_id="s",
+            base_model="tiny",
+            model_path=None,
+            weights=weights,
+            owner="s:train:0",
+            number=3,
+        ),
+    )
+    await journal.write(
+        SamplerOpened(
+            sampler_id="s:sample:1",
+            session_id="s",
+            base_model="tiny",
+            model_path=None,
+            weights=weights,
+        ),
+        SamplerRetired("s:sample:1"),
     )
     await journal.write(SessionEnded("gone", 2.0))
     await journal.close()
@@ -87,7 +123,9 @@ async def test_entries_can_be_read_after_a_restart(config: JournalConfig):
         (2, "ForwardBackward", None),
         (3, "OptimStep", "applied"),
     ]
-    assert await journal.request(journal_state.operations[0]) == CreateModel(SPEC, "s")
+    assert await journal.request(journal_state.operations[0]) == CreateModel(
+        spec=SPEC, session_id="s"
+    )
     again = await journal.request(journal_state.operations[1])
     assert isinstance(again, ForwardBackward) and again.loss == batch.loss
     assert again.columns.tokens.tolist() == [0, 1, 2] and again.columns.tokens.dtype == np.int32
@@ -338,7 +376,9 @@ async def test_a_sweep_removes_what_retention_does_not_need(config: JournalConfi
     config = config.model_copy(update={"retention_s": 50.0, "keep_snapshots": 2})
     journal = await opened(config)
     now = time.time()
-    await journal.write(SessionOpened("s", {}, now), accepted(1, CreateModel(SPEC, "s")))
+    await journal.write(
+        SessionOpened("s", {}, now), accepted(1, CreateModel(spec=SPEC, session_id="s"))
+    )
     for number in range(2, 12):
         await journal.write(accepted(number), answered(number))
     for number, age in ((3, 200), (5, 100), (7, 40), (9, 20), (11, 1)):
@@ -346,7 +386,14 @@ async def test_a_sweep_removes_what_retention_does_not_need(config: JournalConfi
         (staging / "state").write_bytes(b"x" * 100)
         snapshot = await journal.seal_snapshot(staging, "s:train:0", number, number)
         await journal.write(
-            SnapshotTaken("s:train:0", number, number, snapshot.folder, 100, now - age)
+            SnapshotTaken(
+                model_id="s:train:0",
+                number=number,
+                step=number,
+                folder=snapshot.folder,
+                num_bytes=100,
+                taken_at=now - age,
+            )
         )
     await journal.write(answered(1))
     freed = await journal.sweep()

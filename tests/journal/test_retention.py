@@ -9,7 +9,14 @@ POLICY = Retention(retention_s=100.0, keep_snapshots=2)
 
 
 def taken(number: int, age: float) -> SnapshotTaken:
-    return SnapshotTaken("m", number, number, f"m@{number}", 1, NOW - age)
+    return SnapshotTaken(
+        model_id="m",
+        number=number,
+        step=number,
+        folder=f"m@{number}",
+        num_bytes=1,
+        taken_at=NOW - age,
+    )
 
 
 def numbers(plan) -> list[int]:

@@ -27,7 +27,7 @@ MODEL = "s:train:0"
 NOW = time.time()
 OLD = NOW - 100.0
 EMPTY = Columns(tokens=None, offsets=None, fields={})  # type: ignore[arg-type]
-WEIGHTS = SamplerWeights("v")
+WEIGHTS = SamplerWeights(version="v")
 
 
 def done(number: int, request: Any, at: float = OLD, **answer: Any) -> tuple[Accepted, Answered]:
@@ -35,15 +35,35 @@ def done(number: int, request: Any, at: float = OLD, **answer: Any) -> tuple[Acc
     model_id = None if isinstance(request, rq.Sample) else MODEL
     stream = request.sampler_id if isinstance(request, rq.Sample) else MODEL
     seq_id = getattr(request, "seq_id", None)
-    accepted = Accepted(number, f"r{number}", stream, seq_id, 7, model_id, "s", at, request)
+    accepted = Accepted(
+        number=number,
+        request_id=f"r{number}",
+        stream=stream,
+        seq_id=seq_id,
+        digest=7,
+        model_id=model_id,
+        session_id="s",
+        accepted_at=at,
+        request=request,
+    )
     result = answer.pop("result", rs.Loaded("m", "p"))
     return accepted, Answered(
-        number, f"r{number}", result, answer.pop("effect", "none"), at, **answer
+        number=number,
+        request_id=f"r{number}",
+        result=result,
+        effect=answer.pop("effect", "none"),
+        answered_at=at,
+        **answer,
     )
 
 
 def sample(seq_id: int) -> rq.Sample:
-    return rq.Sample("s:sample:0", (1, 2), rq.SamplingParams(4), seq_id)
+    return rq.Sample(
+        sampler_id="s:sample:0",
+        prompt=(1, 2),
+        params=rq.SamplingParams(max_tokens=4),
+        seq_id=seq_id,
+    )
 
 
 async def opened(config: JournalConfig) -> SqlJournal:
@@ -60,7 +80,16 @@ async def snapshot(journal: SqlJournal, number: int, step: int, at: float) -> No
     staging = await journal.stage_snapshot(MODEL, number)
     (staging / "state").write_bytes(b"x" * 100)
     taken = await journal.seal_snapshot(staging, MODEL, number, step)
-    await journal.write(SnapshotTaken(MODEL, number, step, taken.folder, 100, at))
+    await journal.write(
+        SnapshotTaken(
+            model_id=MODEL,
+            number=number,
+            step=step,
+            folder=taken.folder,
+            num_bytes=100,
+            taken_at=at,
+        )
+    )
 
 
 async def left(journal: SqlJournal, upto: int = 60) -> list[int]:
@@ -75,7 +104,17 @@ async def test_old_samples_of_an_open_session_are_removed_and_younger_ones_kept(
         await journal.write(*done(number, sample(number)))
     for number in range(11, 21):
         await journal.write(*done(number, sample(number), NOW))
-    waiting = Accepted(21, "r21", "s:sample:0", 21, 7, None, "s", OLD, sample(21))
+    waiting = Accepted(
+        number=21,
+        request_id="r21",
+        stream="s:sample:0",
+        seq_id=21,
+        digest=7,
+        model_id=None,
+        session_id="s",
+        accepted_at=OLD,
+        request=sample(21),
+    )
     await journal.write(waiting)
     assert await journal.sweep() > 0
     assert await left(journal) == list(range(11, 22))
@@ -111,8 +150,10 @@ async def test_rows_that_determine_a_models_state_are_kept(config: JournalConfig
     """Kept: the creation, the oldest snapshot's operation, recent failures, samplers' origins."""
     journal = await opened(config)
     step, failed = {"effect": "applied"}, rs.Failure("broke")
-    created = rq.CreateModel(ModelSpec(MODEL, "tiny", lora=LoraSpec(4)), "s")
-    batch = rq.ForwardBackward(MODEL, EMPTY, LossCall("ppo", {}))
+    created = rq.CreateModel(
+        spec=ModelSpec(model_id=MODEL, base_model="tiny", lora=LoraSpec(rank=4)), session_id="s"
+    )
+    batch = rq.ForwardBackward(model_id=MODEL, columns=EMPTY, loss=LossCall("ppo", {}))
     await journal.write(*done(1, created, **step))
     for number in range(2, 8):
         await journal.write(
@@ -120,13 +161,34 @@ async def test_rows_that_determine_a_models_state_are_kept(config: JournalConfig
         )
     await journal.write(*done(8, batch, result=failed, step=6))
     await journal.write(
-        *done(9, rq.ForwardBackward(MODEL, EMPTY, LossCall("ppo", {}), True), step=6)
+        *done(
+            9,
+            rq.ForwardBackward(
+                model_id=MODEL, columns=EMPTY, loss=LossCall("ppo", {}), forward_only=True
+            ),
+            step=6,
+        )
     )
     await journal.write(*done(10, batch, step=6, **step))
-    await journal.write(*done(11, rq.SaveForSampler(MODEL, sampler_id="s:sample:0"), step=6))
-    await journal.write(*done(12, rq.SaveForSampler(MODEL, sampler_id="s:sample:1"), step=6))
     await journal.write(
-        *(SamplerOpened(f"s:sample:{i}", "s", "tiny", None, WEIGHTS, MODEL, 11 + i) for i in (0, 1))
+        *done(11, rq.SaveForSampler(model_id=MODEL, sampler_id="s:sample:0"), step=6)
+    )
+    await journal.write(
+        *done(12, rq.SaveForSampler(model_id=MODEL, sampler_id="s:sample:1"), step=6)
+    )
+    await journal.write(
+        *(
+            SamplerOpened(
+                sampler_id=f"s:sample:{i}",
+                session_id="s",
+                base_model="tiny",
+                model_path=None,
+                weights=WEIGHTS,
+                owner=MODEL,
+                number=11 + i,
+            )
+            for i in (0, 1)
+        )
     )
     await journal.write(SamplerRetired("s:sample:1"))
     await snapshot(journal, 10, 6, OLD)
@@ -145,7 +207,13 @@ async def test_an_unloaded_model_is_removed_with_its_snapshots(
     config: JournalConfig,
 ):
     journal = await opened(config)
-    await journal.write(*done(1, rq.CreateModel(ModelSpec(MODEL, "tiny"), "s"), effect="applied"))
+    await journal.write(
+        *done(
+            1,
+            rq.CreateModel(spec=ModelSpec(model_id=MODEL, base_model="tiny"), session_id="s"),
+            effect="applied",
+        )
+    )
     await journal.write(*done(2, rq.OptimStep(MODEL, AdamParams()), effect="applied", step=1))
     await snapshot(journal, 2, 1, OLD)
     await journal.write(*done(3, rq.Unload(MODEL), NOW - 40))
@@ -162,7 +230,13 @@ async def test_an_unloaded_model_is_removed_with_its_snapshots(
 
 async def test_rows_of_ended_sessions_are_removed_with_their_models(config: JournalConfig):
     journal = await opened(config)
-    await journal.write(*done(1, rq.CreateModel(ModelSpec(MODEL, "tiny"), "s"), effect="applied"))
+    await journal.write(
+        *done(
+            1,
+            rq.CreateModel(spec=ModelSpec(model_id=MODEL, base_model="tiny"), session_id="s"),
+            effect="applied",
+        )
+    )
     await journal.write(*done(2, sample(1), NOW))
     await snapshot(journal, 1, 0, NOW)
     await journal.write(SessionEnded("s", NOW - 10))
@@ -198,7 +272,13 @@ async def test_queries_of_a_sweep_and_a_start_use_indexes(config: JournalConfig,
     if config.url is not None:
         return
     journal = await opened(config)
-    await journal.write(*done(1, rq.CreateModel(ModelSpec(MODEL, "tiny"), "s"), effect="applied"))
+    await journal.write(
+        *done(
+            1,
+            rq.CreateModel(spec=ModelSpec(model_id=MODEL, base_model="tiny"), session_id="s"),
+            effect="applied",
+        )
+    )
     await journal.write(*done(2, rq.OptimStep(MODEL, AdamParams()), effect="applied", step=1))
     await snapshot(journal, 2, 1, OLD)
     await journal.write(*done(3, sample(1)))

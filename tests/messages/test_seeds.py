@@ -9,7 +9,7 @@ from skyrl_actors.messages.paths import owner_mark
 from skyrl_actors.messages.requests import Sample, SamplingParams
 from skyrl_actors.messages.seeds import SEEDS, derived_seed, seeded
 
-SAMPLE = Sample("s", (1,), SamplingParams(4, num_samples=256))
+SAMPLE = Sample(sampler_id="s", prompt=(1,), params=SamplingParams(max_tokens=4, num_samples=256))
 
 
 @pytest.mark.parametrize("mark", ["", owner_mark("0123456789")])

@@ -49,25 +49,44 @@ def test_only_registered_metrics_can_be_counted():
 
 
 def op(request: Any, accepted: float, begun: float | None, request_id: str = "r1") -> Op:
-    return Op(1, request_id, "s", "m", request, accepted=accepted, begun=begun)
+    return Op(
+        number=1,
+        request_id=request_id,
+        stream="s",
+        model_id="m",
+        request=request,
+        accepted=accepted,
+        begun=begun,
+    )
 
 
 def test_an_answer_updates_its_counters():
     counts, now = Counts(), time.monotonic()
     rows = columns_from([Example(np.zeros(5, np.int32), {"target_tokens": np.zeros(5, np.int32)})])
-    critic = ForwardBackward("c", rows, LossCall("ppo_critic", {}))
+    critic = ForwardBackward(model_id="c", columns=rows, loss=LossCall("ppo_critic", {}))
     record_metrics(
         counts,
         op(critic, now - 3, now - 1),
-        Outcome(LossOutput(np.zeros(1, np.int64), {}, {})),
+        Outcome(LossOutput(offsets=np.zeros(1, np.int64), fields={}, metrics={})),
         {"c": "critic"},
     )
     output = SampleOutput(
-        (Sequence(np.zeros(4, np.int32), np.zeros(4, np.float32), "stop"),) * 2, "v"
+        sequences=(
+            Sequence(
+                tokens=np.zeros(4, np.int32), logprobs=np.zeros(4, np.float32), stop_reason="stop"
+            ),
+        )
+        * 2,
+        version="v",
     )
     record_metrics(
         counts,
-        op(Sample("s", (1,), SamplingParams(4)), now, now, f"r{'0' * 8}k{'a' * 10}"),
+        op(
+            Sample(sampler_id="s", prompt=(1,), params=SamplingParams(max_tokens=4)),
+            now,
+            now,
+            f"r{'0' * 8}k{'a' * 10}",
+        ),
         Outcome(output),
         {},
     )

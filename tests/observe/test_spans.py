@@ -75,10 +75,20 @@ def test_the_span_of_a_refused_part_has_the_error():
         def forward_backward(self, calls: Sequence[PartCall], forward_only: bool) -> list[str]:
             return ["done" for _ in calls]
 
-    spec = WorkerSpec("policy", 1, 2, "", "float32", "cpu", 1, 256, 30.0)
+    spec = WorkerSpec(
+        role="policy",
+        rank=1,
+        world_size=2,
+        base_folder="",
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        microbatch_tokens=256,
+        collective_timeout_s=30.0,
+    )
     actor = TrainWorkerActor(None)
     actor.spec, actor._once = spec, ExactlyOnce(Worker())
-    actor._once._applied["m"] = Applied(1, "create_model", None)
+    actor._once._applied["m"] = Applied(number=1, method="create_model", result=None)
     data = columns_from(
         [Example(np.zeros(n, np.int32), {TARGETS: np.zeros(n, np.int32)}) for n in (3, 5)]
     )
@@ -113,7 +123,7 @@ def test_an_unreachable_collector_does_not_delay_callers(caplog: pytest.LogCaptu
     try:
         began = time.monotonic()
         for number in range(500):
-            SPANS.add(Span("x", "m", 1.0, 1.0, f"r{number}"))
+            SPANS.add(Span(name="x", row="m", began=1.0, seconds=1.0, request_id=f"r{number}"))
         assert time.monotonic() - began < 1 and SPANS.recent[-1].request_id == "r499"
         SPANS.close()
         assert time.monotonic() - began < 30

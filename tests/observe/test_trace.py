@@ -29,10 +29,17 @@ def test_phases_and_moves_are_consecutive():
 
 def test_overlapping_spans_are_placed_in_separate_rows():
     spans = [
-        Span("sample", "samples", 1.0, 2.0, "r1"),
-        Span("sample", "samples", 2.0, 2.0, "r2"),
-        Span("sample", "samples", 3.5, 1.0, "r3"),
-        Span("optim_step", "m", 0.5, 0.1, "r4", {"operation": 4}),
+        Span(name="sample", row="samples", began=1.0, seconds=2.0, request_id="r1"),
+        Span(name="sample", row="samples", began=2.0, seconds=2.0, request_id="r2"),
+        Span(name="sample", row="samples", began=3.5, seconds=1.0, request_id="r3"),
+        Span(
+            name="optim_step",
+            row="m",
+            began=0.5,
+            seconds=0.1,
+            request_id="r4",
+            attributes={"operation": 4},
+        ),
     ]
     events = rows_of(spans)
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}

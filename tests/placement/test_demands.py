@@ -35,7 +35,7 @@ def test_the_layout_determines_which_roles_share_slots(layout: str, together: li
     assert [[demand.kind for demand in group] for group in groups] == together
     engine = next(demand for group in groups for demand in group if demand.kind == "engine")
     assert (engine.count, engine.width, engine.block) == (2, 2, 2)
-    assert len(plan_for(config, [Node("n", 8, 0)]).slots) == 2 * len(together)
+    assert len(plan_for(config, [Node(name="n", cpus=8, gpus=0)]).slots) == 2 * len(together)
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_shared_memory_does_not_reach_another_host():
         ConfigError,
         match=r"shm works on one host, .* would be on a, b; set transfer\.type=object_store",
     ):
-        plan_for(config, [Node("a", 1, 0), Node("b", 1, 0)])
+        plan_for(config, [Node(name="a", cpus=1, gpus=0), Node(name="b", cpus=1, gpus=0)])

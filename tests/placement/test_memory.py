@@ -53,7 +53,17 @@ QWEN3_8B = shape_of(json.loads((ROOT / "configs/shapes/qwen3-8b/config.json").re
 def worker_for(name: str, folder: Path, dtype: str) -> tuple[TorchWorker, ModelShape]:
     base = make(name, folder)
     precision: Any = dtype
-    spec = WorkerSpec("policy", 0, 1, str(base), precision, "cpu", 1, 512, 60.0)
+    spec = WorkerSpec(
+        role="policy",
+        rank=0,
+        world_size=1,
+        base_folder=str(base),
+        dtype=precision,
+        device="cpu",
+        num_threads=1,
+        microbatch_tokens=512,
+        collective_timeout_s=60.0,
+    )
     worker = TorchWorker(spec)
     worker.setup("127.0.0.1", 0)
     return worker, shape_of(json.loads((base / "config.json").read_text()))
@@ -63,13 +73,17 @@ def worker_for(name: str, folder: Path, dtype: str) -> tuple[TorchWorker, ModelS
 def test_weights_and_activations_equal_those_of_torch(tmp_path: Path, name: str):
     for dtype in ("float32", "bfloat16"):
         worker, shape = worker_for(name, tmp_path / dtype, dtype)
-        worker.create_model(ModelSpec("m", "tiny"))
+        worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
         state = worker.models["m"].state
         assert isinstance(state, FlatState)
         assert state.num_parameters == pytest.approx(shape.num_parameters, rel=0.002)
         if dtype == "float32":
             worker.create_model(
-                ModelSpec("a", "tiny", lora=LoraSpec(4, train_mlp=shape.experts == 1))
+                ModelSpec(
+                    model_id="a",
+                    base_model="tiny",
+                    lora=LoraSpec(rank=4, train_mlp=shape.experts == 1),
+                )
             )
             assert worker.models["a"].state.num_parameters == shape.lora_parameters(4)
         own = {view.untyped_storage().data_ptr() for view in state.views.values()}
@@ -81,11 +95,24 @@ def test_weights_and_activations_equal_those_of_torch(tmp_path: Path, name: str)
 
         data = batch(0, (200, 56))
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            worker.forward_backward((PartCall("m", (0, 1), data, CALL),), False)
+            worker.forward_backward(
+                (PartCall(model_id="m", rows=(0, 1), columns=data, loss=CALL),), False
+            )
         measured = sum(size for pointer, size in kept.items() if pointer not in own)
         number = 4 if dtype == "float32" else 2
         ask = TrainerAsk(
-            "policy", 1, number, 1, 0, 8, 1, (4, 4, 8), False, data.num_tokens, "keep", False
+            kind="policy",
+            ranks=1,
+            compute_bytes=number,
+            base_shards=1,
+            adapters=0,
+            lora_rank=8,
+            full_models=1,
+            full_bytes=(4, 4, 8),
+            offloaded=False,
+            microbatch_tokens=data.num_tokens,
+            activations="keep",
+            moves=False,
         )
         head = data.num_tokens * shape.vocab * (number + 8)
         assert 0.75 < (activation_bytes(ask, shape) - head) / measured < 1.35, (dtype, measured)
@@ -93,14 +120,29 @@ def test_weights_and_activations_equal_those_of_torch(tmp_path: Path, name: str)
 
 def test_a_flat_full_fine_tune_has_the_bytes_of_the_plan(tmp_path: Path):
     worker, shape = worker_for("llama", tmp_path / "base", "bfloat16")
-    worker.create_model(ModelSpec("m", "tiny"))
-    worker.forward_backward((PartCall("m", (0,), batch(0, (9,)), CALL),), False)
-    worker.optim_step("m", AdamParams(1e-3))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
+    worker.forward_backward(
+        (PartCall(model_id="m", rows=(0,), columns=batch(0, (9,)), loss=CALL),), False
+    )
+    worker.optim_step("m", AdamParams(learning_rate=1e-3))
     state = worker.models["m"].state
     assert isinstance(state, FlatState) and state.gradients is not None
     assert state._lower is not None  # type: ignore[reportPrivateUsage]
     held = state.weights.nbytes + state._lower.nbytes  # type: ignore[reportPrivateUsage]
-    ask = TrainerAsk("policy", 1, 2, 1, 0, 8, 1, (6, 6, 8), False, 64, "keep", True)
+    ask = TrainerAsk(
+        kind="policy",
+        ranks=1,
+        compute_bytes=2,
+        base_shards=1,
+        adapters=0,
+        lora_rank=8,
+        full_models=1,
+        full_bytes=(6, 6, 8),
+        offloaded=False,
+        microbatch_tokens=64,
+        activations="keep",
+        moves=True,
+    )
     planned = {part.what: part.bytes for part in trainer_parts(ask, shape)}
     assert planned["full weights"] == pytest.approx(held, rel=0.002)
     assert planned["full moments"] == pytest.approx(
@@ -121,23 +163,23 @@ def test_the_gradient_of_a_trained_head_has_the_bytes_of_the_plan(
         hidden,
         weight.requires_grad_(),
         torch.zeros(tokens, dtype=torch.int64),
-        [head.HeadSegment(tokens)],
+        [head.HeadSegment(num_tokens=tokens)],
     )
     measured = peak_bytes(lambda: torch.autograd.grad(logprobs.sum(), weight))
     shape = replace(QWEN3_8B, vocab=words, hidden=width)
     ask = TrainerAsk(
-        "policy",
-        1,
-        4 if dtype == "float32" else 2,
-        1,
-        0,
-        8,
-        1,
-        (4, 4, 8),
-        False,
-        tokens,
-        "keep",
-        False,
+        kind="policy",
+        ranks=1,
+        compute_bytes=4 if dtype == "float32" else 2,
+        base_shards=1,
+        adapters=0,
+        lora_rank=8,
+        full_models=1,
+        full_bytes=(4, 4, 8),
+        offloaded=False,
+        microbatch_tokens=tokens,
+        activations="keep",
+        moves=False,
     )
     planned = {part.what: part.bytes for part in trainer_parts(ask, shape)}
     assert measured == pytest.approx(planned["head's gradient in a pass"], rel=0.1)
@@ -145,9 +187,11 @@ def test_the_gradient_of_a_trained_head_has_the_bytes_of_the_plan(
 
 def test_an_adapter_has_the_bytes_of_the_plan_also_under_a_lower_precision(tmp_path: Path):
     worker, shape = worker_for("llama", tmp_path / "base", "bfloat16")
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(8)))
-    worker.forward_backward((PartCall("m", (0,), batch(0, (9,)), CALL),), False)
-    worker.optim_step("m", AdamParams(1e-3))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=8)))
+    worker.forward_backward(
+        (PartCall(model_id="m", rows=(0,), columns=batch(0, (9,)), loss=CALL),), False
+    )
+    worker.optim_step("m", AdamParams(learning_rate=1e-3))
     state = worker.models["m"].state
     assert isinstance(state, FlatState) and state.gradients is not None
     assert state._lower is None  # type: ignore[reportPrivateUsage]
@@ -156,7 +200,20 @@ def test_an_adapter_has_the_bytes_of_the_plan_also_under_a_lower_precision(tmp_p
         state.gradients,
         *(state.optimizer_tensors()[kind] for kind in ("exp_avg", "exp_avg_sq")),
     ]
-    ask = TrainerAsk("policy", 1, 2, 1, 1, 8, 0, (6, 6, 8), False, 64, "keep", True)
+    ask = TrainerAsk(
+        kind="policy",
+        ranks=1,
+        compute_bytes=2,
+        base_shards=1,
+        adapters=1,
+        lora_rank=8,
+        full_models=0,
+        full_bytes=(6, 6, 8),
+        offloaded=False,
+        microbatch_tokens=64,
+        activations="keep",
+        moves=True,
+    )
     planned = [part.bytes for part in trainer_parts(ask, shape) if part.what.startswith("adapters")]
     assert (
         sum(planned)
@@ -184,7 +241,11 @@ def test_the_plan_counts_idle_adapters_where_they_are(device: str):
         )
         nodes = [
             Node(
-                "n", 8, 1 if device == "gpu" else 0, host_bytes=64 * 2**30, device_bytes=80 * 2**30
+                name="n",
+                cpus=8,
+                gpus=1 if device == "gpu" else 0,
+                host_bytes=64 * 2**30,
+                device_bytes=80 * 2**30,
             )
         ]
         where = plan_for(config, nodes)
@@ -233,7 +294,7 @@ def ask_of(**changes: object) -> ClusterConfig:
     )
 
 
-NODES = [Node("n", 96, 8, host_bytes=2000 * 2**30)]
+NODES = [Node(name="n", cpus=96, gpus=8, host_bytes=2000 * 2**30)]
 
 
 def plan_of(config: ClusterConfig) -> tuple[MemoryPlan, list[str]]:
@@ -298,7 +359,7 @@ def test_each_zero_stage_needs_less_memory(stage: int):
 def test_on_a_cpu_separate_roles_do_not_halve_each_others_memory():
     group = GroupConfig(num_ranks=1)
     config = ClusterConfig(placement=PlacementConfig(layout="split"), policy=group, critic=group)
-    nodes = [Node("n", 8, 0, host_bytes=8 * 2**30)]
+    nodes = [Node(name="n", cpus=8, gpus=0, host_bytes=8 * 2**30)]
     for ranks, part in ((1, 8), (2, 4)):
         wider = config.model_copy(update={"policy": GroupConfig(num_ranks=ranks)})
         made, _ = checked(wider, QWEN3_8B, plan_for(wider, nodes), nodes)
@@ -312,7 +373,7 @@ def test_offloaded_parts_are_counted_in_host_memory():
     for phase in PHASES:
         here = sum(part.bytes for part in made.parts[device] if part.kept and phase in part.phases)
         assert here + made.used_of_host(device, phase) == kept
-    small = MemoryPlan(made.parts, None, 0.0, host_bytes=2**30)
+    small = MemoryPlan(parts=made.parts, device_bytes=None, reserve=0.0, host_bytes=2**30)
     assert [
         "GiB of its 1.00; use nodes with more memory" in text for text in complaints(small)
     ] == [True]
@@ -320,7 +381,18 @@ def test_offloaded_parts_are_counted_in_host_memory():
 
 def test_tensor_parallelism_divides_the_memory_of_an_engine():
     def weights(devices: int) -> int:
-        ask = EngineAsk(devices, 2, 2**30, 4096, 64, 1, 8, False, True, True)
+        ask = EngineAsk(
+            devices=devices,
+            weight_bytes=2,
+            kv_bytes=2**30,
+            batched_tokens=4096,
+            max_seqs=64,
+            adapters=1,
+            lora_rank=8,
+            graphs=False,
+            moves=True,
+            weights_move=True,
+        )
         return next(part.bytes for part in engine_parts(ask, QWEN3_8B) if part.what == "weights")
 
     assert weights(4) * 4 == weights(1) == 2 * QWEN3_8B.num_parameters

@@ -41,12 +41,14 @@ def check(made: Plan, groups: list[list[Demand]], nodes: list[Node], device: str
 def test_a_plan_places_each_actor_once_or_explains_the_shortage(
     sizes, policy, critic, engine, colocated, device
 ):
-    nodes = [Node(f"n{i}", c, g) for i, (c, g) in enumerate(sizes)]
+    nodes = [Node(name=f"n{i}", cpus=c, gpus=g) for i, (c, g) in enumerate(sizes)]
     counts = {"policy": policy, "critic": critic, "engine": engine}
     if colocated:
         counts = dict.fromkeys(counts, policy)
     demands = [
-        Demand(kind, count, 0.3 if colocated else 1.0) for kind, count in counts.items() if count
+        Demand(kind=kind, count=count, share=0.3 if colocated else 1.0)
+        for kind, count in counts.items()
+        if count
     ]
     groups = [demands] if colocated else [[demand] for demand in demands]
     capacity = {n.name: int(min(n.cpus, n.gpus) if device == "GPU" else n.cpus) for n in nodes}
@@ -73,14 +75,17 @@ def test_a_plan_places_each_actor_once_or_explains_the_shortage(
 def test_clusters_of_1_to_4096_gpus(
     num_nodes: int, gpus: int, tensor: int, pipeline: int, data: st.DataObject
 ):
-    nodes = [Node(f"n{i}", 2 * gpus, gpus, {"rack": f"r{i // 8}"}) for i in range(num_nodes)]
+    nodes = [
+        Node(name=f"n{i}", cpus=2 * gpus, gpus=gpus, labels={"rack": f"r{i // 8}"})
+        for i in range(num_nodes)
+    ]
     width = tensor * pipeline
     engines = data.draw(st.integers(1, max(1, num_nodes * gpus // width)))
     trainers = data.draw(st.integers(1, num_nodes * gpus))
     groups = [
-        [Demand("policy", trainers)],
-        [Demand("engine", engines * width, 1.0, width, tensor)],
-        [Demand("helper", num_nodes, device="CPU")],
+        [Demand(kind="policy", count=trainers)],
+        [Demand(kind="engine", count=engines * width, share=1.0, width=width, block=tensor)],
+        [Demand(kind="helper", count=num_nodes, device="CPU")],
     ]
     try:
         made = plan(groups, nodes, "GPU")
@@ -97,28 +102,36 @@ def test_clusters_of_1_to_4096_gpus(
 
 
 def test_a_group_that_fits_one_node_stays_on_it():
-    nodes = [Node("a", 96, 8), Node("b", 96, 8)]
-    made = plan([[Demand("policy", 4)], [Demand("critic", 4)], [Demand("engine", 8)]], nodes, "GPU")
+    nodes = [Node(name="a", cpus=96, gpus=8), Node(name="b", cpus=96, gpus=8)]
+    made = plan(
+        [
+            [Demand(kind="policy", count=4)],
+            [Demand(kind="critic", count=4)],
+            [Demand(kind="engine", count=8)],
+        ],
+        nodes,
+        "GPU",
+    )
     assert {s.node for s in made.slots_of("policy") + made.slots_of("critic")} == {"a"}
     assert {s.node for s in made.slots_of("engine")} == {"b"}
 
 
 def test_a_group_larger_than_a_node_stays_in_one_nvlink_domain_or_rack():
     racks = [
-        Node("a", 96, 4, {"rack": "r0"}),
-        Node("b", 96, 8, {"rack": "r1"}),
-        Node("c", 96, 8, {"rack": "r0"}),
-        Node("d", 96, 8, {"rack": "r1"}),
+        Node(name="a", cpus=96, gpus=4, labels={"rack": "r0"}),
+        Node(name="b", cpus=96, gpus=8, labels={"rack": "r1"}),
+        Node(name="c", cpus=96, gpus=8, labels={"rack": "r0"}),
+        Node(name="d", cpus=96, gpus=8, labels={"rack": "r1"}),
     ]
-    twelve = [[Demand("policy", 12)]]
+    twelve = [[Demand(kind="policy", count=12)]]
     # the rack that it fills
     assert {slot.node for slot in plan(twelve, racks, "GPU").slots} == {
         "a",
         "c",
     }
     domains = [
-        Node("e", 96, 8, {"rack": "r2", "nvlink-domain": "x"}),
-        Node("f", 96, 8, {"rack": "r3", "nvlink-domain": "x"}),
+        Node(name="e", cpus=96, gpus=8, labels={"rack": "r2", "nvlink-domain": "x"}),
+        Node(name="f", cpus=96, gpus=8, labels={"rack": "r3", "nvlink-domain": "x"}),
     ]
     # nearer than a rack
     assert {slot.node for slot in plan(twelve, [*racks, *domains], "GPU").slots} == {
@@ -128,30 +141,43 @@ def test_a_group_larger_than_a_node_stays_in_one_nvlink_domain_or_rack():
 
 
 def test_tensor_parallel_devices_are_on_one_node():
-    nodes = [Node("a", 8, 3), Node("b", 8, 3)]
-    made = plan([[Demand("engine", 4, 1.0, 2, 2)]], nodes, "GPU")
+    nodes = [Node(name="a", cpus=8, gpus=3), Node(name="b", cpus=8, gpus=3)]
+    made = plan([[Demand(kind="engine", count=4, share=1.0, width=2, block=2)]], nodes, "GPU")
     assert [slot.node for slot in made.slots] == ["a", "a", "b", "b"]
     with pytest.raises(
         DoesNotFit,
         match=r"engine needs 3 times 2 on one node, .*"
         r"\(a: 3, b: 3\) holds 2; .*engine\.tensor_parallel",
     ):
-        plan([[Demand("engine", 6, 1.0, 2, 2)]], nodes, "GPU")
+        plan([[Demand(kind="engine", count=6, share=1.0, width=2, block=2)]], nodes, "GPU")
 
 
 def test_an_engine_is_spread_only_when_it_must_be():
-    nodes = [Node("a", 8, 5), Node("b", 8, 4)]
-    whole = plan([[Demand("engine", 8, 1.0, 2, 1)]], nodes, "GPU").actors_of("engine")
+    nodes = [Node(name="a", cpus=8, gpus=5), Node(name="b", cpus=8, gpus=4)]
+    whole = plan(
+        [[Demand(kind="engine", count=8, share=1.0, width=2, block=1)]], nodes, "GPU"
+    ).actors_of("engine")
     assert all(len({slot.node for slot in slots}) == 1 for slots in whole)
     spread = plan(
-        [[Demand("engine", 8, 1.0, 4, 2)]], [Node(name, 8, 3) for name in "abcd"], "GPU"
+        [[Demand(kind="engine", count=8, share=1.0, width=4, block=2)]],
+        [Node(name=name, cpus=8, gpus=3) for name in "abcd"],
+        "GPU",
     ).actors_of("engine")
     assert [len({slot.node for slot in slots}) for slots in spread] == [2, 2]
 
 
 def test_shares_above_a_slot_do_not_fit():
     with pytest.raises(DoesNotFit, match="a slot is 1"):
-        plan([[Demand("policy", 1, 0.6), Demand("engine", 1, 0.6)]], [Node("a", 8, 8)], "GPU")
+        plan(
+            [
+                [
+                    Demand(kind="policy", count=1, share=0.6),
+                    Demand(kind="engine", count=1, share=0.6),
+                ]
+            ],
+            [Node(name="a", cpus=8, gpus=8)],
+            "GPU",
+        )
 
 
 def test_the_cluster_file_is_valid_for_ray_and_for_the_plan():

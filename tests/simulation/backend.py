@@ -97,7 +97,9 @@ class SimWorker:
             self._half(model_id, f"{columns.tokens.tolist()}")
             state.pending += (chained(columns.tokens.tolist()),)
         fields = {"logprobs": np.resize(values, columns.num_tokens).astype(np.float32)}
-        return LossOutput(columns.offsets, fields, {"loss:sum": float(values[0])})
+        return LossOutput(
+            offsets=columns.offsets, fields=fields, metrics={"loss:sum": float(values[0])}
+        )
 
     def drop_gradients(self, model_id: str) -> None:
         self.states[model_id].pending = ()
@@ -339,12 +341,12 @@ class SimBackend:
         except StateLost:
             await self.ready("policy")
         return Capabilities(
-            "tiny",
-            "/models/tiny",
-            320,
-            512,
-            512,
-            ("policy",),
+            base_model="tiny",
+            base_folder="/models/tiny",
+            vocab_size=320,
+            max_context_tokens=512,
+            max_sample_tokens=512,
+            roles=("policy",),
             adapters=AdapterMemory(4 * self.machines.places, 1),
         )
 
@@ -379,13 +381,22 @@ class SimBackend:
     ) -> LossOutput:
         async with self._same_rank(Phase.TRAIN):
             return await self._batcher.run(
-                Call(spec.model_id, precondition, columns, loss, forward_only)
+                Call(
+                    model_id=spec.model_id,
+                    precondition=precondition,
+                    columns=columns,
+                    loss=loss,
+                    forward_only=forward_only,
+                )
             )
 
     async def _compute(self, calls: SequenceOf[Call]) -> list[Any]:
         epoch = self.epoch
         preconditions = [call.precondition for call in calls]
-        parts = [PartCall(call.model_id, (), call.columns, call.loss) for call in calls]
+        parts = [
+            PartCall(model_id=call.model_id, rows=(), columns=call.columns, loss=call.loss)
+            for call in calls
+        ]
         return await self._send(
             lambda rank: rank.forward_backward(epoch, preconditions, parts, calls[0].forward_only)
         )
@@ -441,13 +452,21 @@ class SimBackend:
         self, spec: ModelSpec, precondition: OpPrecondition, version: str, written: bool = False
     ) -> SamplerWeights:
         await self._apply(spec, precondition, "export", spec.model_id, version)
-        return SamplerWeights(version, (WeightManifest(version, "lora", f"export {version}", 1),))
+        return SamplerWeights(
+            version=version,
+            parts=(
+                WeightManifest(version=version, kind="lora", path=f"export {version}", num_bytes=1),
+            ),
+        )
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:
         return all(part.path in self.machines.exports for part in weights.parts)
 
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
-        return SamplerWeights(version, (WeightManifest(version, "lora", folder, 1),))
+        return SamplerWeights(
+            version=version,
+            parts=(WeightManifest(version=version, kind="lora", path=folder, num_bytes=1),),
+        )
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         for part in weights.parts:
@@ -481,8 +500,10 @@ class SimBackend:
         drawn = np.frombuffer(bytes.fromhex(chained(found, prompt, params.seed)), np.uint8)[
             : params.max_tokens
         ]
-        one = Sequence(drawn.astype(np.int32), drawn.astype(np.float32), "length")
-        return SampleOutput((one,), weights.version)
+        one = Sequence(
+            tokens=drawn.astype(np.int32), logprobs=drawn.astype(np.float32), stop_reason="length"
+        )
+        return SampleOutput(sequences=(one,), version=weights.version)
 
     async def _computed(self) -> bool:
         """Spend the time of a sample. Return False when the engine was down."""

@@ -52,16 +52,16 @@ class Disk:
             )
             blob = self._record(f"p{entry.number}", entry.request)
             self.operations[entry.number] = Operation(
-                entry.number,
-                entry.request_id,
-                type(entry.request).__name__,
-                entry.stream,
-                entry.seq_id,
-                entry.digest,
-                entry.model_id,
-                entry.session_id,
-                entry.accepted_at,
-                blob,
+                number=entry.number,
+                request_id=entry.request_id,
+                kind=type(entry.request).__name__,
+                stream=entry.stream,
+                seq_id=entry.seq_id,
+                digest=entry.digest,
+                model_id=entry.model_id,
+                session_id=entry.session_id,
+                accepted_at=entry.accepted_at,
+                payload=blob,
             )
         elif isinstance(entry, Answered):
             before = self.operations[entry.number]
@@ -91,7 +91,7 @@ class Disk:
 
     def _record(self, name: str, message: Request | Result) -> Blob:
         self.records[name] = encode(message)
-        return Blob(name, 0, len(self.records[name]), "")
+        return Blob(pack=name, offset=0, length=len(self.records[name]), digest="")
 
 
 class SimJournal:
@@ -134,13 +134,13 @@ class SimJournal:
         )
         samplers = tuple(sorted(disk.samplers.values(), key=lambda s: s.number or 0))
         return JournalState(
-            disk.epoch,
-            max(disk.operations, default=0) + 1,
-            tuple(live),
-            samplers,
-            ordered,
-            tuple(snapshots.values()),
-            recent,
+            epoch=disk.epoch,
+            next_number=max(disk.operations, default=0) + 1,
+            sessions=tuple(live),
+            samplers=samplers,
+            operations=ordered,
+            snapshots=tuple(snapshots.values()),
+            recent=recent,
         )
 
     def _changes(self, model_id: str, snapshots: dict[str, SnapshotTaken]) -> list[Operation]:
@@ -228,7 +228,14 @@ class SimJournal:
     async def seal_snapshot(
         self, staging: Path, model_id: str, number: int, step: int
     ) -> SnapshotTaken:
-        snapshot = SnapshotTaken(model_id, number, step, str(staging), 1, 0.0)
+        snapshot = SnapshotTaken(
+            model_id=model_id,
+            number=number,
+            step=step,
+            folder=str(staging),
+            num_bytes=1,
+            taken_at=0.0,
+        )
         await self.write(snapshot)
         if self.chance.random() < 0.2:
             self.disk.damaged.add(str(staging))

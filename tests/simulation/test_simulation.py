@@ -79,7 +79,7 @@ def _records_failed_operations(self, model_id, number, method, args):
     try:
         result = getattr(self.worker, method)(*args)
     finally:
-        self._applied[model_id] = Applied(number, method, result)
+        self._applied[model_id] = Applied(number=number, method=method, result=result)
     return result
 
 

@@ -177,7 +177,9 @@ class Tenant:
         self.world = world
         self.chance = random.Random(world.seed * 1000 + number)
         self.session = f"s{number}"
-        self.spec = ModelSpec(f"s{number}:train:0", "tiny", lora=LoraSpec(4), seed=number)
+        self.spec = ModelSpec(
+            model_id=f"s{number}:train:0", base_model="tiny", lora=LoraSpec(rank=4), seed=number
+        )
         self.truth = SimWorker({})
         self.seq = 0
         self.has_left = False
@@ -187,7 +189,7 @@ class Tenant:
     async def live(self, operations: int) -> None:
         await self.world.call(lambda c: c.create_session(self.session))
         self.truth.create_model(self.spec)
-        created = await self.world.run(rq.CreateModel(self.spec, self.session))
+        created = await self.world.run(rq.CreateModel(spec=self.spec, session_id=self.session))
         assert created == rs.ModelCreated(self.spec.model_id), created
         done = 0
         while done < operations:
@@ -247,14 +249,21 @@ class Tenant:
     def _batch(self) -> tuple[rq.Request, Any]:
         columns = self._columns()
         request = rq.ForwardBackward(
-            self.spec.model_id, columns, LossCall("cross_entropy", {}), seq_id=self._next()
+            model_id=self.spec.model_id,
+            columns=columns,
+            loss=LossCall("cross_entropy", {}),
+            seq_id=self._next(),
         )
         return request, self.truth.add(self.spec.model_id, columns, False)
 
     def _forward(self) -> tuple[rq.Request, Any]:
         columns = self._columns()
         request = rq.ForwardBackward(
-            self.spec.model_id, columns, LossCall("cross_entropy", {}), True, self._next()
+            model_id=self.spec.model_id,
+            columns=columns,
+            loss=LossCall("cross_entropy", {}),
+            forward_only=True,
+            seq_id=self._next(),
         )
         return request, self.truth.add(self.spec.model_id, columns, True)
 
@@ -267,12 +276,16 @@ class Tenant:
     def _sampler(self) -> tuple[rq.Request, Any]:
         self.samplers += 1
         sampler_id = f"{self.session}:sample:{self.samplers}"
-        request = rq.SaveForSampler(self.spec.model_id, sampler_id=sampler_id, seq_id=self._next())
+        request = rq.SaveForSampler(
+            model_id=self.spec.model_id, sampler_id=sampler_id, seq_id=self._next()
+        )
         return request, self.truth.states[self.spec.model_id].weights
 
     async def _sample(self, sampler_id: str, weights: str) -> None:
-        params = rq.SamplingParams(4, seed=self.chance.randint(0, 99))
-        result = await self.world.run(rq.Sample(sampler_id, (1, 2), params, seq_id=self._next()))
+        params = rq.SamplingParams(max_tokens=4, seed=self.chance.randint(0, 99))
+        result = await self.world.run(
+            rq.Sample(sampler_id=sampler_id, prompt=(1, 2), params=params, seq_id=self._next())
+        )
         assert isinstance(result, rs.SampleOutput), result
         drawn = np.frombuffer(bytes.fromhex(chained(weights, (1, 2), params.seed)), np.uint8)[:4]
         assert result.sequences[0].tokens.tolist() == drawn.tolist(), (

@@ -35,7 +35,14 @@ class Models:
         length: float,
     ):
         self._worker, self.names, self._data, self._together = worker, names, data, together
-        self._adam = AdamParams(length * 1e6, 0.0, 0.0, 1e6, 0.0, 1.0)
+        self._adam = AdamParams(
+            learning_rate=length * 1e6,
+            beta1=0.0,
+            beta2=0.0,
+            eps=1e6,
+            weight_decay=0.0,
+            grad_clip_norm=1.0,
+        )
         self._loss = losses.find("cross_entropy").checked({})
 
     def _computed(self, columns: Columns, forward_only: bool) -> list[Any]:
@@ -99,14 +106,16 @@ def orders(
 ) -> dict[str, Outputs]:
     """Return the log-probabilities after each order, of a full fine-tune and of adapters."""
     worker = worker_of(rank, world, port, base, strategy, export_dtype="float32", **options)
-    worker.create_model(ModelSpec(REFERENCE, "tiny", lora=LoraSpec(2)))
+    worker.create_model(ModelSpec(model_id=REFERENCE, base_model="tiny", lora=LoraSpec(rank=2)))
     full = Models(worker, ["m"], data, together=False, length=2.0)
     shared, alone = (
         Models(worker, [f"a{t}", f"b{t}"], data, together=t, length=0.2) for t in (True, False)
     )
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     for name in (*shared.names, *alone.names):
-        worker.create_model(ModelSpec(name, "tiny", lora=LoraSpec(4), seed=ord(name[0])))
+        worker.create_model(
+            ModelSpec(model_id=name, base_model="tiny", lora=LoraSpec(rank=4), seed=ord(name[0]))
+        )
         state: Any = worker.models[name].state
         state.weights.add_(
             torch.randn(len(state.weights), generator=torch.Generator().manual_seed(5)) * 0.05

@@ -43,17 +43,17 @@ def worker_of(
     role = options.pop("role", "policy")
     budget, dtype = options.pop("budget", 40), options.pop("dtype", "float32")
     spec = WorkerSpec(
-        role,
-        rank,
-        world,
-        base,
-        dtype,
-        "cpu",
-        1,
-        budget,
-        60.0,
-        strategy,
-        strategy,
+        role=role,
+        rank=rank,
+        world_size=world,
+        base_folder=base,
+        dtype=dtype,
+        device="cpu",
+        num_threads=1,
+        microbatch_tokens=budget,
+        collective_timeout_s=60.0,
+        strategy=strategy,
+        full_strategy=strategy,
         preload=False,
         **options,
     )
@@ -72,7 +72,7 @@ def run(
         worker.spec.rank // worker.spec.sequence_parallel
     ]
     parts = tuple(
-        PartCall(m, rows, columns, loss)
+        PartCall(model_id=m, rows=rows, columns=columns, loss=loss)
         for rows, (m, columns, loss) in zip(shares, calls, strict=True)
     )
     return worker.forward_backward(parts, forward_only)
@@ -116,7 +116,9 @@ def gradients_of_losses(
     A step with a learning rate of 0 reads the gradient.
     """
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny", options.get("role", "policy")))
+    worker.create_model(
+        ModelSpec(model_id="m", base_model="tiny", role=options.get("role", "policy"))
+    )
     if options.get("role") == "critic":
         set_value_head(worker)
     found: dict[str, Any] = {}
@@ -158,7 +160,9 @@ def trajectory(
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Run a step after each call. For None, run a step without a call."""
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny", options.get("role", "policy")))
+    worker.create_model(
+        ModelSpec(model_id="m", base_model="tiny", role=options.get("role", "policy"))
+    )
     norms = []
     for columns, adam in zip(data, adams, strict=True):
         if columns is not None:
@@ -178,10 +182,10 @@ def train_and_save(
     options: dict[str, Any],
 ) -> None:
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     for columns in data:
         one(worker, "m", columns, "cross_entropy")
-        worker.optim_step("m", AdamParams(1e-2))
+        worker.optim_step("m", AdamParams(learning_rate=1e-2))
     worker.save_checkpoint("m", folder, "training", "r1")
 
 
@@ -198,12 +202,14 @@ def load_and_step(
 ) -> dict[str, torch.Tensor]:
     """Run one step after a load. `own` is trained before and must not matter."""
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     for other in own:
         one(worker, "m", other, "cross_entropy")
     worker.load_checkpoint("m", folder, True)
     one(worker, "m", columns, "cross_entropy")
-    worker.optim_step("m", AdamParams(3e-3, 0.8, 0.95, 1e-8, 0.1))
+    worker.optim_step(
+        "m", AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    )
     return gathered(worker, "m", "weights")
 
 
@@ -259,7 +265,7 @@ def moved_about(
 ) -> dict[str, torch.Tensor]:
     """Run two steps of two calls. Between calls, the parts move away and back, as in phases."""
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     state = worker.models["m"].state
     gc.freeze()  # DeepSpeed collects garbage in each move
 
@@ -271,7 +277,7 @@ def moved_about(
         for columns in data:
             one(worker, "m", columns, "cross_entropy")
             leave_and_return("gradients", "weights")
-        worker.optim_step("m", AdamParams(1e-2 / (step + 1)))
+        worker.optim_step("m", AdamParams(learning_rate=1e-2 / (step + 1)))
         leave_and_return("optimizer")
     gc.unfreeze()
     return gathered(worker, "m", "weights")
@@ -292,9 +298,9 @@ def moved_away(
     The target device is not the host.
     """
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     one(worker, "m", columns, "cross_entropy")
-    worker.optim_step("m", AdamParams(1e-3))
+    worker.optim_step("m", AdamParams(learning_rate=1e-3))
     one(worker, "m", columns, "cross_entropy")
     state: Any = worker.models["m"].state
     for part in parts:
@@ -347,22 +353,24 @@ def gradients_that_are_not_finite(
 ) -> tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Run a step with an infinite gradient although each loss is finite, then a valid step."""
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     before = gathered(worker, "m", "weights")
     weights = columns.fields["weights"] * np.float32(1e37)
     huge = Columns(
-        columns.tokens, columns.offsets, {**columns.fields, "weights": weights.astype(np.float32)}
+        tokens=columns.tokens,
+        offsets=columns.offsets,
+        fields={**columns.fields, "weights": weights.astype(np.float32)},
     )
     one(worker, "m", huge, "cross_entropy")
     try:
-        worker.optim_step("m", AdamParams(1e-2))
+        worker.optim_step("m", AdamParams(learning_rate=1e-2))
         error_text = "nothing"
     except InvalidRequest as error:
         error_text = str(error)
     after = gathered(worker, "m", "weights")
     assert all(torch.equal(after[name], before[name]) for name in before)
     one(worker, "m", columns, "cross_entropy")
-    worker.optim_step("m", AdamParams(1e-2))
+    worker.optim_step("m", AdamParams(learning_rate=1e-2))
     return error_text, before, gathered(worker, "m", "weights")
 
 
@@ -379,12 +387,12 @@ def dropped(
 ) -> float:
     """Return the norm of the second call's gradient, also after a first call that was dropped."""
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     if drop:
         one(worker, "m", first, "cross_entropy")
         worker.drop_gradients("m")
     one(worker, "m", second, "cross_entropy")
-    return worker.optim_step("m", AdamParams(1e-3))["skyrl.ai/grad_norm"]
+    return worker.optim_step("m", AdamParams(learning_rate=1e-3))["skyrl.ai/grad_norm"]
 
 
 def apart(
@@ -398,9 +406,19 @@ def apart(
 ) -> list[dict[str, torch.Tensor]]:
     """Each rank has rows of a different tenant, and the tenants train different layers."""
     specs = [
-        ModelSpec("a", "tiny", lora=LoraSpec(4), seed=1),
-        ModelSpec("b", "tiny", lora=LoraSpec(4, train_attn=False, train_mlp=False), seed=2),
-        ModelSpec("c", "tiny", lora=LoraSpec(4, train_attn=False, train_unembed=False), seed=3),
+        ModelSpec(model_id="a", base_model="tiny", lora=LoraSpec(rank=4), seed=1),
+        ModelSpec(
+            model_id="b",
+            base_model="tiny",
+            lora=LoraSpec(rank=4, train_attn=False, train_mlp=False),
+            seed=2,
+        ),
+        ModelSpec(
+            model_id="c",
+            base_model="tiny",
+            lora=LoraSpec(rank=4, train_attn=False, train_unembed=False),
+            seed=3,
+        ),
     ]
     worker = worker_of(rank, world, port, base, strategy, **options)
     call = losses.find("cross_entropy").checked({})
@@ -416,10 +434,10 @@ def apart(
         mine = turn if together else (turn[rank],)
         parts = tuple(
             PartCall(
-                specs[i].model_id,
-                tuple(range(columns[i].num_rows)) if i in mine else (),
-                columns[i],
-                call,
+                model_id=specs[i].model_id,
+                rows=tuple(range(columns[i].num_rows)) if i in mine else (),
+                columns=columns[i],
+                loss=call,
             )
             for i in turn
         )
@@ -443,7 +461,7 @@ def refused_on_one(
     options: dict[str, Any],
 ) -> list[tuple[str, bool]]:
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny", lora=lora))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora))
     outcomes = run(worker, [("m", columns, losses.find("importance_sampling").checked({}))])
     return [(str(o.error), o.clean) if isinstance(o, Refused) else ("", True) for o in outcomes]
 
@@ -463,7 +481,7 @@ def elements_read(
 
     TensorFiles.range = counted  # type: ignore[method-assign]
     try:
-        worker.create_model(ModelSpec("m", "tiny"))
+        worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     finally:
         TensorFiles.range = whole_range  # type: ignore[method-assign]
     return sum(sizes), worker.models["m"].state.num_parameters
@@ -481,7 +499,7 @@ def offloaded(
 ) -> tuple[int, int, dict[str, torch.Tensor]]:
     """Run one pass; return bytes sent to the host, those of weights, and the gradient."""
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec("m", "tiny", lora=lora, seed=1))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora, seed=1))
     whole: Any = worker.models["m"].network.whole
     sent, placed = list[tuple[int, bool]](), activation_offload.placed
 
@@ -498,7 +516,12 @@ def offloaded(
     try:
         call = losses.find("cross_entropy").checked({})
         worker.forward_backward(
-            (PartCall("m", tuple(range(columns.num_rows)), columns, call),), False
+            (
+                PartCall(
+                    model_id="m", rows=tuple(range(columns.num_rows)), columns=columns, loss=call
+                ),
+            ),
+            False,
         )
     finally:
         activation_offload.placed = placed
@@ -517,8 +540,10 @@ def proved(
     """Return what the check of a frozen base and a full fine-tune finds, or the refusal."""
     worker = worker_of(rank, world, port, base, strategy, **options)
     try:
-        worker.create_model(ModelSpec("l", "tiny", lora=LoraSpec(2, train_mlp=False)))
-        worker.create_model(ModelSpec("f", "tiny"))
+        worker.create_model(
+            ModelSpec(model_id="l", base_model="tiny", lora=LoraSpec(rank=2, train_mlp=False))
+        )
+        worker.create_model(ModelSpec(model_id="f", base_model="tiny"))
     except InvalidRequest as error:
         return str(error)
     found = differences(worker.models["f"].network)

@@ -58,15 +58,17 @@ def sent_from_the_weights(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     worker, checks = worker_of(rank, world, port, base, strategy, **options), dict[str, Any]()
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
 
     def train() -> None:
         one(worker, "m", columns, "cross_entropy")
-        worker.optim_step("m", AdamParams(1e-2))
+        worker.optim_step("m", AdamParams(learning_rate=1e-2))
 
     def save(number: int) -> WeightManifest:
         made = worker.export_weights("m", f"{folder}/{number}", f"m@{number}", True, "lazy", True)
-        return made or WeightManifest(f"m@{number}", "full", f"{folder}/{number}", 0)
+        return made or WeightManifest(
+            version=f"m@{number}", kind="full", path=f"{folder}/{number}", num_bytes=0
+        )
 
     first = rank == 0
     train()

@@ -16,7 +16,7 @@ from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.workers.tiny_models import CONFIGS, MODELS, make
 
 ROUTED = "mlp.experts.gate_up_proj, mlp.experts.down_proj"
-EVERYTHING = LoraSpec(4)
+EVERYTHING = LoraSpec(rank=4)
 
 
 def network(name: str) -> Network:
@@ -25,13 +25,29 @@ def network(name: str) -> Network:
 
 def test_routed_experts_without_adapters_are_refused(tmp_path: Path):
     base = make("qwen2-moe", tmp_path / "base")
-    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 64, 60.0))
+    worker = TorchWorker(
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=str(base),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            microbatch_tokens=64,
+            collective_timeout_s=60.0,
+        )
+    )
     worker.setup("127.0.0.1", 0)
     asked = f"train_mlp would leave {ROUTED} of Qwen2MoeForCausalLM frozen: .* set train_mlp=false"
     for role in ("policy", "critic"):
         with pytest.raises(InvalidRequest, match=asked):
-            worker.create_model(ModelSpec("m", "tiny", role, EVERYTHING))
-    assert worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_mlp=False)))
+            worker.create_model(
+                ModelSpec(model_id="m", base_model="tiny", role=role, lora=EVERYTHING)
+            )
+    assert worker.create_model(
+        ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4, train_mlp=False))
+    )
 
 
 def test_latent_attention_without_adapters_is_refused():
@@ -48,7 +64,7 @@ def test_latent_attention_without_adapters_is_refused():
 @pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h", "falcon-h1", "lfm2"])
 def test_state_space_layers_without_adapters_are_refused(name: str):
     with pytest.raises(InvalidRequest, match=r"train_attn would leave \w+\.conv"):
-        lora_tensors(LoraSpec(4, train_mlp=False), 0, network(name))
+        lora_tensors(LoraSpec(rank=4, train_mlp=False), 0, network(name))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "moe" not in name])

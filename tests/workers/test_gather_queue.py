@@ -14,7 +14,9 @@ ENTRIES = tuple(
     TensorEntry(str(i), (size // 4,), "float32", sum(SIZES[:i]), size)
     for i, size in enumerate(SIZES)
 )
-MANIFEST = WeightManifest("m@1", "full", "not written", sum(SIZES), ENTRIES)
+MANIFEST = WeightManifest(
+    version="m@1", kind="full", path="not written", num_bytes=sum(SIZES), tensors=ENTRIES
+)
 TENSORS = [torch.full((size // 4,), float(i)) for i, size in enumerate(SIZES)]
 
 

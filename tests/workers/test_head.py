@@ -52,7 +52,10 @@ def test_values_and_gradients_equal_float64(
     monkeypatch.setattr(head, "CHUNK_LOGITS", 5 * V)
     monkeypatch.setattr(head, "KEPT_LOGITS", T * V if keep else 0)
     x = tensors(trained, low_rank, targets)
-    segments = [HeadSegment(9, x.get("a"), x.get("b"), 0.7), HeadSegment(T - 9)]
+    segments = [
+        HeadSegment(num_tokens=9, a=x.get("a"), b=x.get("b"), scale=0.7),
+        HeadSegment(num_tokens=T - 9),
+    ]
     leaves = [
         x[name] for name in ("hidden", "weight", "a", "b") if name in x and x[name].requires_grad
     ]
@@ -91,7 +94,10 @@ def test_the_compiled_math_equals_float64(
 def test_uncounted_tokens_have_values_and_no_gradient(low_rank: bool):
     x = tensors(False, low_rank, 0)
     counted = torch.arange(T) % 3 != 1
-    segments = [HeadSegment(9, x.get("a"), x.get("b"), 0.7), HeadSegment(T - 9)]
+    segments = [
+        HeadSegment(num_tokens=9, a=x.get("a"), b=x.get("b"), scale=0.7),
+        HeadSegment(num_tokens=T - 9),
+    ]
     logprobs, entropy = score(x["hidden"], x["weight"], x["targets"], segments, counted)
     wanted, wanted_entropy = plain(x)
     torch.testing.assert_close(logprobs, wanted, rtol=1e-10, atol=1e-12)
@@ -120,7 +126,7 @@ def test_the_frozen_head_saves_no_tensor_as_wide_as_the_vocabulary():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        score(x["hidden"], x["weight"], x["targets"], [HeadSegment(T)])
+        score(x["hidden"], x["weight"], x["targets"], [HeadSegment(num_tokens=T)])
     assert sizes and max(sizes) == T * H
 
 
@@ -139,7 +145,7 @@ def test_a_nearly_certain_token_has_an_exact_gradient_in_bfloat16():
     (wanted,) = torch.autograd.grad(log_p.sum(), wide)
     low = hidden.bfloat16().requires_grad_()
     (found,) = torch.autograd.grad(
-        score(low, weight.bfloat16(), targets, [HeadSegment(T)])[0].sum(), low
+        score(low, weight.bfloat16(), targets, [HeadSegment(num_tokens=T)])[0].sum(), low
     )
     wide_of_low = low.detach().double().requires_grad_()
     again, _ = plain(
@@ -173,7 +179,7 @@ def test_the_gradient_of_a_trained_head_in_bfloat16_does_not_depend_on_the_numbe
     def gradient(chunk: int, dtype: torch.dtype) -> torch.Tensor:
         monkeypatch.setattr(head, "CHUNK_LOGITS", chunk * words)
         leaf = weight.to(dtype).requires_grad_()
-        logprobs, _ = score(hidden.to(dtype), leaf, targets, [HeadSegment(tokens)])
+        logprobs, _ = score(hidden.to(dtype), leaf, targets, [HeadSegment(num_tokens=tokens)])
         (found,) = torch.autograd.grad((logprobs * slopes.to(logprobs.dtype)).sum(), leaf)
         assert found.dtype == dtype
         return found.double()

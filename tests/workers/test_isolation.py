@@ -28,7 +28,18 @@ def network(folder: Path, dtype: torch.dtype = torch.float32) -> Network:
 
 def worker_for(base: Path, **options: Any) -> TorchWorker:
     return TorchWorker(
-        WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 64, 60.0, **options)
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=str(base),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            microbatch_tokens=64,
+            collective_timeout_s=60.0,
+            **options,
+        )
     )
 
 
@@ -64,7 +75,7 @@ def test_without_preload_a_model_is_refused_with_its_first_adapter(tmp_path: Pat
     with pytest.raises(
         InvalidRequest, match=r"Lfm2ForCausalLM cannot be trained here: .*another row's tokens"
     ):
-        worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+        worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)))
 
 
 def test_attention_across_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -144,12 +155,12 @@ def test_rows_are_limited_to_the_original_length_of_a_long_rope(
         alone, packed = (
             made.predict(
                 PassInputs(
-                    tokens[: len(at)],
-                    at,
-                    blocks,
-                    (Segment(len(at), {}, 1.0),),
-                    tokens[: len(at)],
-                    None,
+                    tokens=tokens[: len(at)],
+                    positions=at,
+                    blocks=blocks,
+                    segments=(Segment(len(at), {}, 1.0),),
+                    targets=tokens[: len(at)],
+                    counted=None,
                 )
             )[0][:10]
             for at, blocks in ((short, rows[:1]), (both, rows))

@@ -22,19 +22,29 @@ from tests.workers.references import batch, inputs_of, relative
 from tests.workers.tiny_models import make
 
 TENANTS = (
-    (ModelSpec("a", "tiny", lora=LoraSpec(4), seed=1), "ppo", {}),
+    (ModelSpec(model_id="a", base_model="tiny", lora=LoraSpec(rank=4), seed=1), "ppo", {}),
     (
-        ModelSpec("b", "tiny", lora=LoraSpec(8, 16.0, train_unembed=False), seed=2),
+        ModelSpec(
+            model_id="b",
+            base_model="tiny",
+            lora=LoraSpec(rank=8, alpha=16.0, train_unembed=False),
+            seed=2,
+        ),
         "cross_entropy",
         {},
     ),
     (
-        ModelSpec("c", "tiny", lora=LoraSpec(16, train_mlp=False), seed=3),
+        ModelSpec(model_id="c", base_model="tiny", lora=LoraSpec(rank=16, train_mlp=False), seed=3),
         "importance_sampling",
         {"entropy_coef": 0.01},
     ),
     (
-        ModelSpec("d", "tiny", lora=LoraSpec(2, train_attn=False, train_unembed=False), seed=4),
+        ModelSpec(
+            model_id="d",
+            base_model="tiny",
+            lora=LoraSpec(rank=2, train_attn=False, train_unembed=False),
+            seed=4,
+        ),
         "cross_entropy",
         {},
     ),
@@ -49,7 +59,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def worker_for(base: Path, role: Role = "policy", **options: Any) -> TorchWorker:
     budget = options.pop("budget", 64)
-    spec = WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 1, budget, 60.0, **options)
+    spec = WorkerSpec(
+        role=role,
+        rank=0,
+        world_size=1,
+        base_folder=str(base),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        microbatch_tokens=budget,
+        collective_timeout_s=60.0,
+        **options,
+    )
     worker = TorchWorker(spec)
     worker.setup("127.0.0.1", 0)
     return worker
@@ -57,7 +78,10 @@ def worker_for(base: Path, role: Role = "policy", **options: Any) -> TorchWorker
 
 def part(model_id: str, columns: Columns, name: str, options: dict[str, float]) -> PartCall:
     return PartCall(
-        model_id, tuple(range(columns.num_rows)), columns, losses.find(name).checked(options)
+        model_id=model_id,
+        rows=tuple(range(columns.num_rows)),
+        columns=columns,
+        loss=losses.find(name).checked(options),
     )
 
 
@@ -85,7 +109,8 @@ def train(worker: TorchWorker, together: bool) -> list[Any]:
         for i, (spec, _, _) in enumerate(TENANTS):
             outputs.append(
                 worker.optim_step(
-                    spec.model_id, AdamParams(1e-3 * (i + 1), grad_clip_norm=float(i), eps=1e-5)
+                    spec.model_id,
+                    AdamParams(learning_rate=1e-3 * (i + 1), grad_clip_norm=float(i), eps=1e-5),
                 )
             )
     return outputs
@@ -140,7 +165,9 @@ def test_gradients_in_shared_passes_equal_each_alone(base: Path):
 
 def test_critics_share_a_pass(base: Path):
     specs = [
-        ModelSpec(name, "tiny", "critic", LoraSpec(rank), seed)
+        ModelSpec(
+            model_id=name, base_model="tiny", role="critic", lora=LoraSpec(rank=rank), seed=seed
+        )
         for name, rank, seed in (("x", 4, 1), ("y", 8, 2))
     ]
     results = []
@@ -167,7 +194,9 @@ def spoiled(columns: Columns, field: str, value: float) -> Columns:
     """Set the last token of the second row to this value."""
     array = columns.fields[field].copy()
     array[columns.offsets[2] - 1] = value
-    return Columns(columns.tokens, columns.offsets, {**columns.fields, field: array})
+    return Columns(
+        tokens=columns.tokens, offsets=columns.offsets, fields={**columns.fields, field: array}
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,12 +295,12 @@ def test_out_of_memory_in_halves_is_a_clear_error(base: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
-@pytest.mark.parametrize("lora", [None, LoraSpec(4)])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
 def test_saving_memory_changes_no_number(base: Path, activations: str, lora: LoraSpec | None):
     found = []
     for way in ("keep", activations):
         worker = worker_for(base, activations=way)
-        worker.create_model(ModelSpec("m", "tiny", lora=lora))
+        worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora))
         worker.forward_backward((part("m", batch(3, (9, 30, 4)), "cross_entropy", {}),), False)
         found.append(state(worker, "m").gradients)
     assert relative(found[1], found[0]) < 1e-6
@@ -281,7 +310,9 @@ def test_creating_switching_and_deleting_a_tenant_leaves_the_base_unchanged(base
     """A tenant adds only its own tensors: weights, and gradients after the first call."""
     worker = worker_for(base)
     for i in range(20):
-        worker.create_model(ModelSpec(f"t{i}", "tiny", lora=LoraSpec(4), seed=i))
+        worker.create_model(
+            ModelSpec(model_id=f"t{i}", base_model="tiny", lora=LoraSpec(rank=4), seed=i)
+        )
     sizes = {state(worker, f"t{i}").weights.untyped_storage().nbytes() for i in range(20)}
     assert sizes == {state(worker, "t0").num_parameters * 4}
     views = state(worker, "t3").views.values()
@@ -298,7 +329,7 @@ def test_the_entropy_bonus_is_subtracted_from_the_loss(base: Path):
 
     columns = batch(5, (9, 14), inputs_of("ppo"))
     worker = worker_for(base)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     (output,) = worker.forward_backward((part("m", columns, "ppo", {"entropy_coef": 0.3}),), False)
     assert isinstance(output, RowOutput)
     reference = Reference(base)
@@ -325,7 +356,7 @@ def test_the_entropy_bonus_is_subtracted_from_the_loss(base: Path):
 
 def test_metrics_of_entropy_and_kl_are_always_present(base: Path):
     worker = worker_for(base)
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)))
     columns = batch(5, (9, 14), inputs_of("ppo"))
     (output,) = worker.forward_backward((part("m", columns, "ppo", {}),), False)
     assert isinstance(output, RowOutput)
@@ -339,19 +370,19 @@ def test_metrics_of_entropy_and_kl_are_always_present(base: Path):
 
 
 @pytest.mark.parametrize(
-    "bad", [LoraSpec(4, train_attn=False, train_mlp=False, train_unembed=False)]
+    "bad", [LoraSpec(rank=4, train_attn=False, train_mlp=False, train_unembed=False)]
 )
 def test_a_lora_that_trains_nothing_is_refused(base: Path, bad: LoraSpec):
     with pytest.raises(InvalidRequest, match="trains nothing"):
-        worker_for(base).create_model(ModelSpec("m", "tiny", lora=bad))
+        worker_for(base).create_model(ModelSpec(model_id="m", base_model="tiny", lora=bad))
 
 
-@pytest.mark.parametrize("lora", [None, LoraSpec(4)])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
 def test_a_forward_that_runs_out_of_memory_leaves_pending_gradients(
     base: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec | None
 ):
     worker = worker_for(base, budget=4096)
-    worker.create_model(ModelSpec("m", "tiny", lora=lora))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora))
     call = part("m", batch(3, (9, 30, 4)), "cross_entropy", {})
     worker.forward_backward((call,), False)
     before = state(worker, "m").gradients.clone()  # type: ignore[union-attr]

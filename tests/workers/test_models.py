@@ -24,14 +24,28 @@ LENGTHS = (5, 23, 9, 9)  # longer than the sliding windows
 
 
 def worker_for(base: Path) -> TorchWorker:
-    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 64, 60.0))
+    worker = TorchWorker(
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=str(base),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            microbatch_tokens=64,
+            collective_timeout_s=60.0,
+        )
+    )
     worker.setup("127.0.0.1", 0)
     return worker
 
 
 def computed(worker: TorchWorker, seed: int) -> RowOutput:
     columns = batch(seed, LENGTHS)
-    (output,) = worker.forward_backward((PartCall("m", tuple(range(4)), columns, CALL),), False)
+    (output,) = worker.forward_backward(
+        (PartCall(model_id="m", rows=tuple(range(4)), columns=columns, loss=CALL),), False
+    )
     assert isinstance(output, RowOutput)
     return output
 
@@ -40,7 +54,7 @@ def computed(worker: TorchWorker, seed: int) -> RowOutput:
 def test_gradients_and_export(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     base = make(name, tmp_path / "base")
     worker = worker_for(base)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     output, reference, columns = computed(worker, 3), Reference(base), batch(3, LENGTHS)
     total = reference.backward("cross_entropy", columns)
     state = worker.models["m"].state
@@ -54,17 +68,20 @@ def test_gradients_and_export(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert relative(gradient, wanted[key]) < 1e-5, key
 
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)  # several files, as for a large model
-    worker.optim_step("m", AdamParams(1e-2))
+    worker.optim_step("m", AdamParams(learning_rate=1e-2))
     worker.save_checkpoint("m", str(tmp_path / "saved"), "training", "r1")
     assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     for key, parameter in opened.named_parameters():
         assert torch.equal(parameter, state.views[key]), key
     again = worker_for(base)
-    again.create_model(ModelSpec("m", "tiny"))
+    again.create_model(ModelSpec(model_id="m", base_model="tiny"))
     again.load_checkpoint("m", str(tmp_path / "saved"), True)
     computed(worker, 5), computed(again, 5)
-    worker.optim_step("m", AdamParams(1e-3)), again.optim_step("m", AdamParams(1e-3))
+    (
+        worker.optim_step("m", AdamParams(learning_rate=1e-3)),
+        again.optim_step("m", AdamParams(learning_rate=1e-3)),
+    )
     assert torch.equal(state.weights, again.models["m"].state.weights)  # type: ignore[attr-defined]
 
 
@@ -72,10 +89,10 @@ def test_gradients_and_export(name: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_merged_adapter_gives_the_same_logprobs(name: str, tmp_path: Path):
     base = make(name, tmp_path / "base")
     worker = worker_for(base)
-    lora = LoraSpec(4, train_mlp=name != "qwen3-moe", train_unembed=name != "gemma3")
-    worker.create_model(ModelSpec("m", "tiny", lora=lora))
+    lora = LoraSpec(rank=4, train_mlp=name != "qwen3-moe", train_unembed=name != "gemma3")
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora))
     computed(worker, 3)
-    worker.optim_step("m", AdamParams(1e-2))
+    worker.optim_step("m", AdamParams(learning_rate=1e-2))
     output = computed(worker, 4)
     worker.save_checkpoint("m", str(tmp_path / "merged"), "merged", "r1")
     rows = torch.cat(Reference(tmp_path / "merged").rows(batch(4, LENGTHS)))
@@ -90,9 +107,9 @@ def test_a_critic_starts_from_a_policy_or_a_reward_model(name: str, tmp_path: Pa
     """
     base = make(name, tmp_path / "base")
     policy = worker_for(base)
-    policy.create_model(ModelSpec("m", "tiny"))
+    policy.create_model(ModelSpec(model_id="m", base_model="tiny"))
     computed(policy, 3)
-    policy.optim_step("m", AdamParams(1e-2))
+    policy.optim_step("m", AdamParams(learning_rate=1e-2))
     policy.save_checkpoint("m", str(tmp_path / "policy"), "weights", "r1")
     config = AutoConfig.from_pretrained(tmp_path / "policy")
     config.num_labels, config.classifier_dropout, config.pad_token_id = 1, 0.0, 0
@@ -101,10 +118,10 @@ def test_a_critic_starts_from_a_policy_or_a_reward_model(name: str, tmp_path: Pa
     )
     reward.save_pretrained(tmp_path / "reward")
     columns = batch(4, LENGTHS, ("values", "returns"), targets=False)
-    call = PartCall("c", tuple(range(4)), columns, None)
+    call = PartCall(model_id="c", rows=tuple(range(4)), columns=columns, loss=None)
     critic = worker_for(base)
     for folder in ("policy", "reward"):
-        critic.create_model(ModelSpec("c", "tiny", "critic"))
+        critic.create_model(ModelSpec(model_id="c", base_model="tiny", role="critic"))
         critic.load_checkpoint("c", str(tmp_path / folder), False)
         (output,) = critic.forward_backward((call,), True)
         assert isinstance(output, RowOutput)
@@ -130,11 +147,15 @@ def test_a_critic_starts_from_a_policy_or_a_reward_model(name: str, tmp_path: Pa
 def test_a_critic_loads_an_adapter_without_terms_of_the_head(tmp_path: Path):
     base = make("qwen3", tmp_path / "base")
     policy, critic = worker_for(base), worker_for(base)
-    policy.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_unembed=False)))
+    policy.create_model(
+        ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4, train_unembed=False))
+    )
     computed(policy, 3)
-    policy.optim_step("m", AdamParams(1e-2))
+    policy.optim_step("m", AdamParams(learning_rate=1e-2))
     policy.save_checkpoint("m", str(tmp_path / "policy"), "weights", "r1")
-    critic.create_model(ModelSpec("c", "tiny", "critic", LoraSpec(4)))
+    critic.create_model(
+        ModelSpec(model_id="c", base_model="tiny", role="critic", lora=LoraSpec(rank=4))
+    )
     critic.load_checkpoint("c", str(tmp_path / "policy"), False)
     ours, theirs = critic.models["c"].state, policy.models["m"].state
     assert isinstance(ours, FlatState) and isinstance(theirs, FlatState)
@@ -144,13 +165,13 @@ def test_a_critic_loads_an_adapter_without_terms_of_the_head(tmp_path: Path):
 def test_a_checkpoint_without_its_moments_changes_nothing(tmp_path: Path):
     base = make("qwen3", tmp_path / "base")
     worker = worker_for(base)
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)))
     computed(worker, 3)
-    worker.optim_step("m", AdamParams(1e-2))
+    worker.optim_step("m", AdamParams(learning_rate=1e-2))
     worker.save_checkpoint("m", str(tmp_path / "saved"), "training", "r1")
     save_file({"num_steps": torch.ones(1)}, tmp_path / "saved" / "optimizer.safetensors")
     computed(worker, 4)
-    worker.optim_step("m", AdamParams(1e-2))
+    worker.optim_step("m", AdamParams(learning_rate=1e-2))
     state = worker.models["m"].state
     assert isinstance(state, FlatState)
     before = state.weights.clone()

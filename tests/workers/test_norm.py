@@ -29,7 +29,7 @@ def test_the_sum_of_squares_equals_float64(piece: int, size: int):
 
 def test_the_memory_of_a_step_does_not_grow_with_the_model(piece: int):
     model = FlatState({"w": torch.zeros(50 * piece)}, torch.device("cpu"))
-    adam = AdamParams(1e-3, grad_clip_norm=1.0)
+    adam = AdamParams(learning_rate=1e-3, grad_clip_norm=1.0)
     model.ensure_gradients().fill_(1.0)
     model.step(adam)  # the first step creates the moments
     model.ensure_gradients().fill_(1.0)

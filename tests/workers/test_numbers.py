@@ -21,7 +21,19 @@ LENGTHS = (5, 17, 9, 17, 30, 3, 9)
 
 
 def worker_for(base: Path, role: Role = "policy", budget: int = 40) -> TorchWorker:
-    worker = TorchWorker(WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 2, budget, 60.0))
+    worker = TorchWorker(
+        WorkerSpec(
+            role=role,
+            rank=0,
+            world_size=1,
+            base_folder=str(base),
+            dtype="float32",
+            device="cpu",
+            num_threads=2,
+            microbatch_tokens=budget,
+            collective_timeout_s=60.0,
+        )
+    )
     worker.setup("127.0.0.1", 0)
     return worker
 
@@ -34,7 +46,9 @@ def computed(
     loss: LossCall | None,
     forward_only: bool,
 ) -> RowOutput:
-    (outcome,) = worker.forward_backward((PartCall(model_id, rows, columns, loss),), forward_only)
+    (outcome,) = worker.forward_backward(
+        (PartCall(model_id=model_id, rows=rows, columns=columns, loss=loss),), forward_only
+    )
     if isinstance(outcome, Refused):
         raise outcome.error
     return outcome
@@ -102,7 +116,7 @@ def test_full_model_loss_and_gradient_against_float64(random_base: Path, name: s
     extra = () if name == "cross_entropy" else ("logprobs", "advantages")
     columns = batch(1, extra=extra)
     worker = worker_for(random_base)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     output = computed(
         worker, tuple(range(len(LENGTHS))), "m", columns, losses.find(name).checked({}), False
     )
@@ -129,7 +143,7 @@ def test_many_targets_for_each_position_against_float64(random_base: Path):
     columns = columns_from(examples)
     assert columns.widths is not None and columns.widths.tolist() == [3, 1, 0]
     worker = worker_for(random_base, budget=10)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     output = computed(
         worker, (0, 1, 2), "m", columns, losses.find("cross_entropy").checked({}), False
     )
@@ -160,10 +174,12 @@ def test_many_targets_for_each_position_against_float64(random_base: Path):
 def test_critic_loss_and_gradient_against_float64(random_base: Path):
     columns = batch(2, extra=("values", "returns"))
     columns = Columns(
-        columns.tokens, columns.offsets, {k: v for k, v in columns.fields.items() if k != TARGETS}
+        tokens=columns.tokens,
+        offsets=columns.offsets,
+        fields={k: v for k, v in columns.fields.items() if k != TARGETS},
     )
     worker = worker_for(random_base, "critic")
-    worker.create_model(ModelSpec("c", "tiny", role="critic"))
+    worker.create_model(ModelSpec(model_id="c", base_model="tiny", role="critic"))
     head = torch.nn.Linear(192, 1, dtype=torch.float64)
     state = worker.models["c"].state
     with torch.no_grad():  # a head that is not zero, so that the trunk has a gradient
@@ -220,15 +236,29 @@ def test_adamw_after_accumulated_calls(random_base: Path, clip: float):
     The reference is torch.optim.AdamW in float64 on the same gradients.
     """
     worker = worker_for(random_base)
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)))
     state = worker.models["m"].state
     parameter = torch.nn.Parameter(state.weights.double().clone())
     optimizer = torch.optim.AdamW([parameter])
     call = losses.find("cross_entropy").checked({})
     for step, adam in enumerate(
         [
-            AdamParams(1e-2, 0.9, 0.95, 1e-12, 0.0, clip),
-            AdamParams(3e-3, 0.8, 0.99, 1e-5, 0.1, clip),
+            AdamParams(
+                learning_rate=1e-2,
+                beta1=0.9,
+                beta2=0.95,
+                eps=1e-12,
+                weight_decay=0.0,
+                grad_clip_norm=clip,
+            ),
+            AdamParams(
+                learning_rate=3e-3,
+                beta1=0.8,
+                beta2=0.99,
+                eps=1e-5,
+                weight_decay=0.1,
+                grad_clip_norm=clip,
+            ),
         ]
     ):
         for k in range(3):
@@ -255,7 +285,7 @@ def test_adamw_after_accumulated_calls(random_base: Path, clip: float):
 
 def test_a_step_without_gradient_is_tolerated(random_base: Path):
     worker = worker_for(random_base)
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)))
     before = worker.models["m"].state.weights.clone()
     assert worker.optim_step("m", AdamParams())["skyrl.ai/grad_norm"] == 0
     assert torch.equal(before, worker.models["m"].state.weights)
@@ -263,7 +293,7 @@ def test_a_step_without_gradient_is_tolerated(random_base: Path):
 
 def test_a_gradient_that_is_not_finite_changes_nothing(random_base: Path):
     worker = worker_for(random_base)
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)))
     state = worker.models["m"].state
     before = state.weights.clone()
     state.ensure_gradients()[0] = torch.nan
@@ -278,7 +308,7 @@ def test_packing_and_budget_change_no_number(random_base: Path):
     results = []
     for budget in (1, 40, 100_000):
         worker = worker_for(random_base, budget=budget)
-        worker.create_model(ModelSpec("m", "tiny"))
+        worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
         output = computed(worker, tuple(range(len(LENGTHS))), "m", columns, call, False)
         results.append((output.values, worker.models["m"].state.gradients))
     for values, gradients in results[1:]:
@@ -289,7 +319,7 @@ def test_packing_and_budget_change_no_number(random_base: Path):
 
 def test_forward_gives_the_same_logprobs_and_no_gradient(random_base: Path):
     worker = worker_for(random_base)
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4)))
     columns, call, rows = (
         batch(4),
         losses.find("cross_entropy").checked({}),
@@ -309,9 +339,12 @@ def test_tenants_do_not_change_each_other_or_the_base(random_base: Path):
         losses.find("cross_entropy").checked({}),
         tuple(range(len(LENGTHS))),
     )
-    worker.create_model(ModelSpec("reference", "tiny", lora=LoraSpec(1)))
+    worker.create_model(ModelSpec(model_id="reference", base_model="tiny", lora=LoraSpec(rank=1)))
     start = computed(worker, rows, "reference", columns, call, True).values
-    for spec in (ModelSpec("lora", "tiny", lora=LoraSpec(8)), ModelSpec("full", "tiny")):
+    for spec in (
+        ModelSpec(model_id="lora", base_model="tiny", lora=LoraSpec(rank=8)),
+        ModelSpec(model_id="full", base_model="tiny"),
+    ):
         worker.create_model(spec)
         np.testing.assert_allclose(
             computed(worker, rows, spec.model_id, columns, call, True).values, start, atol=1e-5
@@ -328,7 +361,9 @@ def test_tenants_do_not_change_each_other_or_the_base(random_base: Path):
 def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
     """Gradients equal those of peft, and peft opens our files and gives the same logprobs."""
     worker = worker_for(random_base)
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(8, 16.0), seed=3))
+    worker.create_model(
+        ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=8, alpha=16.0), seed=3)
+    )
     columns, call, rows = (
         batch(6),
         losses.find("cross_entropy").checked({}),
@@ -359,7 +394,11 @@ def test_lora_agrees_with_peft(random_base: Path, tmp_path: Path):
 def test_an_export_has_the_adapter_merged_in(random_base: Path, tmp_path: Path, tied: bool):
     """Plain transformers opens it. A head that is tied to the embedding becomes a separate head."""
     worker = worker_for(random_base)
-    worker.create_model(ModelSpec("m", "tiny", lora=LoraSpec(4, train_unembed=not tied), seed=3))
+    worker.create_model(
+        ModelSpec(
+            model_id="m", base_model="tiny", lora=LoraSpec(rank=4, train_unembed=not tied), seed=3
+        )
+    )
     columns, rows = batch(5), tuple(range(len(LENGTHS)))
     call = losses.find("cross_entropy").checked({})
     for _ in range(2):
@@ -385,22 +424,26 @@ def test_an_adapter_of_another_shape_is_refused(random_base: Path, tmp_path: Pat
     worker = worker_for(random_base)
     worker.create_model(
         ModelSpec(
-            "m", "tiny", lora=LoraSpec(4, 8.0, train_attn=True, train_mlp=True, train_unembed=False)
+            model_id="m",
+            base_model="tiny",
+            lora=LoraSpec(rank=4, alpha=8.0, train_attn=True, train_mlp=True, train_unembed=False),
         )
     )
     with pytest.raises(InvalidRequest, match="tensors of the checkpoint do not match"):
         worker.load_checkpoint("m", str(tmp_path), with_optimizer=False)
 
 
-@pytest.mark.parametrize("lora", [None, LoraSpec(4)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])
 def test_two_checkpoints_are_mixed_by_their_shares(random_base: Path, tmp_path: Path, lora):
     worker = worker_for(random_base)
     rows = tuple(range(len(LENGTHS)))
     call = losses.find("cross_entropy").checked({})
     for number, model_id in enumerate(("a", "b", "c")):
-        worker.create_model(ModelSpec(model_id, "tiny", "policy", lora, seed=number))
+        worker.create_model(
+            ModelSpec(model_id=model_id, base_model="tiny", role="policy", lora=lora, seed=number)
+        )
         computed(worker, rows, model_id, batch(number), call, False)
-        worker.optim_step(model_id, AdamParams(0.01 * (number + 1)))
+        worker.optim_step(model_id, AdamParams(learning_rate=0.01 * (number + 1)))
         worker.save_checkpoint(model_id, str(tmp_path / model_id), "training", "r1")
     states = (worker.models[name].state for name in ("a", "b"))
     a, b = (state.weights.double() for state in states)  # type: ignore[attr-defined]
@@ -410,7 +453,7 @@ def test_two_checkpoints_are_mixed_by_their_shares(random_base: Path, tmp_path: 
     assert (found - (0.01 * a + 0.99 * b)).abs().max() < 1e-7
 
 
-@pytest.mark.parametrize("lora", [None, LoraSpec(4)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_training_continues_from_a_checkpoint_bit_for_bit(
     random_base: Path, tmp_path: Path, lora, role: Role
@@ -425,7 +468,11 @@ def test_training_continues_from_a_checkpoint_bit_for_bit(
     worker = worker_for(random_base, role)
     rows = tuple(range(len(LENGTHS)))
     for model_id in ("a", "b"):
-        worker.create_model(ModelSpec(model_id, "tiny", role, lora, seed=ord(model_id)))
+        worker.create_model(
+            ModelSpec(
+                model_id=model_id, base_model="tiny", role=role, lora=lora, seed=ord(model_id)
+            )
+        )
 
     def train(model_id: str, seed: int) -> None:
         computed(worker, rows, model_id, batch(seed, extra=extra), call, False)
@@ -445,7 +492,7 @@ def test_training_continues_from_a_checkpoint_bit_for_bit(
 
 def test_full_checkpoint_opens_in_plain_transformers(random_base: Path, tmp_path: Path):
     worker = worker_for(random_base)
-    worker.create_model(ModelSpec("m", "tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     columns, call, rows = (
         batch(7),
         losses.find("cross_entropy").checked({}),

@@ -19,14 +19,28 @@ from tests.workers.tiny_models import make
 
 CALL = losses.find("cross_entropy").checked({})
 ADAMS = [
-    AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.01),
-    AdamParams(3e-3, 0.8, 0.99, 1e-6, 0.0, 2.0),
-    AdamParams(1e-2, 0.9, 0.95, 1e-8, 0.1),
+    AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01),
+    AdamParams(
+        learning_rate=3e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.0, grad_clip_norm=2.0
+    ),
+    AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
 ]
 
 
 def worker_for(base: Path) -> TorchWorker:
-    worker = TorchWorker(WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 64, 60.0))
+    worker = TorchWorker(
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=str(base),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            microbatch_tokens=64,
+            collective_timeout_s=60.0,
+        )
+    )
     worker.setup("127.0.0.1", 0)
     return worker
 
@@ -38,7 +52,9 @@ def state(worker: TorchWorker) -> FlatState:
 
 
 def compute(worker: TorchWorker, seed: int) -> None:
-    worker.forward_backward((PartCall("m", (0, 1, 2), batch(seed, (9, 4, 17)), CALL),), False)
+    worker.forward_backward(
+        (PartCall(model_id="m", rows=(0, 1, 2), columns=batch(seed, (9, 4, 17)), loss=CALL),), False
+    )
 
 
 def save(worker: TorchWorker, folder: Path) -> Path:
@@ -62,11 +78,11 @@ def check_goes_on(worker: TorchWorker, again: TorchWorker, spec: ModelSpec, save
         assert torch.equal(state(again).weights, state(worker).weights), way
 
 
-@pytest.mark.parametrize("lora", [None, LoraSpec(4)])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
 def test_muon_equals_torch(tmp_path: Path, lora: LoraSpec | None):
     base = make("qwen3-untied", tmp_path / "base")
     worker, again = worker_for(base), worker_for(base)
-    spec = ModelSpec("m", "tiny", lora=lora, optimizer="muon")
+    spec = ModelSpec(model_id="m", base_model="tiny", lora=lora, optimizer="muon")
     worker.create_model(spec)
     held = state(worker)
     copies = {name: torch.nn.Parameter(view.detach().clone()) for name, view in held.views.items()}
@@ -106,12 +122,12 @@ def test_muon_equals_torch(tmp_path: Path, lora: LoraSpec | None):
     check_goes_on(worker, again, spec, saved)
 
 
-@pytest.mark.parametrize("lora", [None, LoraSpec(4)])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
 def test_8_bit_adamw_equals_bitsandbytes(tmp_path: Path, lora: LoraSpec | None):
     """The first step equals AdamW in float64, and training resumes bit by bit."""
     base = make("qwen3-untied", tmp_path / "base")
     worker, again = worker_for(base), worker_for(base)
-    spec = ModelSpec("m", "tiny", lora=lora, optimizer="adamw8bit")
+    spec = ModelSpec(model_id="m", base_model="tiny", lora=lora, optimizer="adamw8bit")
     worker.create_model(spec)
     held = state(worker)
     assert held.num_parameters > SMALLEST

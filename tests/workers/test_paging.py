@@ -43,7 +43,18 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def worker_for(base: Path, places: int, role: Role = "policy") -> TorchWorker:
-    spec = WorkerSpec(role, 0, 1, str(base), "float32", "cpu", 1, 64, 60.0, max_adapters=places)
+    spec = WorkerSpec(
+        role=role,
+        rank=0,
+        world_size=1,
+        base_folder=str(base),
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        microbatch_tokens=64,
+        collective_timeout_s=60.0,
+        max_adapters=places,
+    )
     worker = TorchWorker(spec)
     worker.setup("127.0.0.1", 0)
     return worker
@@ -78,7 +89,8 @@ def alternated(worker: TorchWorker, specs: list[ModelSpec], loss: str) -> list[A
         for i, spec in enumerate(specs):
             found.append(
                 worker.optim_step(
-                    spec.model_id, AdamParams(1e-2 * (i + 1), weight_decay=0.1, grad_clip_norm=1.0)
+                    spec.model_id,
+                    AdamParams(learning_rate=1e-2 * (i + 1), weight_decay=0.1, grad_clip_norm=1.0),
                 )
             )
     for i, spec in enumerate(specs):
@@ -112,7 +124,14 @@ def test_paging_two_alternating_tenants_changes_no_bit(
     base: Path, moves: list[int], role: Any, optimizer: OptimizerName, loss: str
 ):
     specs = [
-        ModelSpec(name, "tiny", role, LoraSpec(4 + i), i, optimizer)
+        ModelSpec(
+            model_id=name,
+            base_model="tiny",
+            role=role,
+            lora=LoraSpec(rank=4 + i),
+            seed=i,
+            optimizer=optimizer,
+        )
         for i, name in enumerate(NAMES[:2])
     ]
     tight, roomy = worker_for(base, 1, role), worker_for(base, 2, role)
@@ -134,7 +153,10 @@ def test_an_idle_adapter_is_snapshotted_saved_and_loaded_in_host_memory(
     base: Path, moves: list[int], tmp_path: Path
 ):
     """Reads do not bring it back to the device."""
-    specs = [ModelSpec(name, "tiny", lora=LoraSpec(4), seed=i) for i, name in enumerate(NAMES[:2])]
+    specs = [
+        ModelSpec(model_id=name, base_model="tiny", lora=LoraSpec(rank=4), seed=i)
+        for i, name in enumerate(NAMES[:2])
+    ]
     tight, roomy = worker_for(base, 1), worker_for(base, 2)
     for worker, name in ((tight, "tight"), (roomy, "roomy")):
         alternated(worker, specs, "cross_entropy")
@@ -151,7 +173,7 @@ def test_an_idle_adapter_is_snapshotted_saved_and_loaded_in_host_memory(
         worker.restore_state(specs[0], str(tmp_path / name / "state"))
         computed(worker, "b", 7, "cross_entropy")
         worker.load_checkpoint("a", str(tmp_path / name / "saved"), True)
-        worker.optim_step("a", AdamParams(1e-2))
+        worker.optim_step("a", AdamParams(learning_rate=1e-2))
     for name, tensor in whole(tight, "a").items():
         other = whole(roomy, "a")[name]
         assert tensor is not None and other is not None and torch.equal(tensor, other), name
@@ -162,7 +184,9 @@ def test_the_least_recently_used_adapter_leaves_and_a_deleted_one_frees_its_plac
 ):
     worker = worker_for(base, 2)
     for i, name in enumerate(NAMES):
-        worker.create_model(ModelSpec(name, "tiny", lora=LoraSpec(4), seed=i))
+        worker.create_model(
+            ModelSpec(model_id=name, base_model="tiny", lora=LoraSpec(rank=4), seed=i)
+        )
     assert on_device(worker) == ["b", "c"]
     computed(worker, "b", 1, "cross_entropy")
     computed(worker, "a", 1, "cross_entropy")
@@ -180,7 +204,9 @@ def test_a_call_of_more_adapters_than_fit_runs_in_several_batches(base: Path, mo
     outputs = []
     for worker in (tight, roomy):
         for i, name in enumerate(NAMES):
-            worker.create_model(ModelSpec(name, "tiny", lora=LoraSpec(4), seed=i))
+            worker.create_model(
+                ModelSpec(model_id=name, base_model="tiny", lora=LoraSpec(rank=4), seed=i)
+            )
         calls = tuple(
             part(name, batch(i, (9, 5)), "cross_entropy", {}) for i, name in enumerate(NAMES)
         )
@@ -204,12 +230,12 @@ def tensors_of(held: FlatState) -> list[Tensor]:
 
 def test_an_idle_adapter_leaves_nothing_on_the_device(base: Path, moves: list[int]):
     worker = worker_for(base, 1)
-    worker.create_model(ModelSpec("a", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="a", base_model="tiny", lora=LoraSpec(rank=4)))
     computed(worker, "a", 1, "cross_entropy")
-    worker.optim_step("a", AdamParams(1e-2))
+    worker.optim_step("a", AdamParams(learning_rate=1e-2))
     computed(worker, "a", 2, "cross_entropy")
     device = tensors_of(state(worker, "a"))  # kept, so that no new tensor reuses their memory
-    worker.create_model(ModelSpec("b", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="b", base_model="tiny", lora=LoraSpec(rank=4)))
     host = tensors_of(state(worker, "a"))
     assert len(host) == len(device) > 10
     assert not {t.untyped_storage().data_ptr() for t in host} & {
@@ -219,11 +245,11 @@ def test_an_idle_adapter_leaves_nothing_on_the_device(base: Path, moves: list[in
 
 def test_an_idle_adapter_without_pending_gradients_has_no_gradient_vector(base: Path):
     worker = worker_for(base, 1)
-    worker.create_model(ModelSpec("a", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="a", base_model="tiny", lora=LoraSpec(rank=4)))
     computed(worker, "a", 1, "cross_entropy")
-    worker.optim_step("a", AdamParams(1e-2))
+    worker.optim_step("a", AdamParams(learning_rate=1e-2))
     assert state(worker, "a").gradients is not None
-    worker.create_model(ModelSpec("b", "tiny", lora=LoraSpec(4)))
+    worker.create_model(ModelSpec(model_id="b", base_model="tiny", lora=LoraSpec(rank=4)))
     assert state(worker, "a").gradients is None
     computed(worker, "a", 1, "cross_entropy")
     assert state(worker, "a").gradients is not None
@@ -234,9 +260,11 @@ def test_a_returning_adapter_brings_only_the_parts_of_the_phase(
 ):
     worker = worker_for(base, 1)
     for i, name in enumerate(NAMES[:2]):
-        worker.create_model(ModelSpec(name, "tiny", lora=LoraSpec(4), seed=i))
+        worker.create_model(
+            ModelSpec(model_id=name, base_model="tiny", lora=LoraSpec(rank=4), seed=i)
+        )
         computed(worker, name, 1, "cross_entropy")
-        worker.optim_step(name, AdamParams(1e-2))
+        worker.optim_step(name, AdamParams(learning_rate=1e-2))
         computed(worker, name, 1, "cross_entropy")
     worker.move(("optimizer",), "host")
     returned: list[str] = []

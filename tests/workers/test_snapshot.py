@@ -15,14 +15,26 @@ from skyrl_actors.workers.torch_worker import TorchWorker
 
 CALL = losses.find("cross_entropy").checked({})
 KINDS = [
-    ModelSpec("m", "tiny", lora=LoraSpec(8), seed=3),
-    ModelSpec("m", "tiny"),
-    ModelSpec("m", "tiny", "critic", LoraSpec(4), 1),
+    ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=8), seed=3),
+    ModelSpec(model_id="m", base_model="tiny"),
+    ModelSpec(model_id="m", base_model="tiny", role="critic", lora=LoraSpec(rank=4), seed=1),
 ]
 
 
 def worker(base: Path) -> TorchWorker:
-    made = TorchWorker(WorkerSpec("policy", 0, 1, str(base), "float32", "cpu", 1, 64, 30.0))
+    made = TorchWorker(
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=str(base),
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            microbatch_tokens=64,
+            collective_timeout_s=30.0,
+        )
+    )
     made.setup("127.0.0.1", 0)
     return made
 
@@ -45,7 +57,9 @@ def batch(seed: int, critic: bool):
 
 
 def computed(at: TorchWorker, columns: Columns, call: LossCall) -> None:
-    (output,) = at.forward_backward((PartCall("m", (0, 1, 2), columns, call),), False)
+    (output,) = at.forward_backward(
+        (PartCall(model_id="m", rows=(0, 1, 2), columns=columns, loss=call),), False
+    )
     assert isinstance(output, RowOutput)
 
 
@@ -56,7 +70,7 @@ def work(at: TorchWorker, spec: ModelSpec, seeds: range) -> None:
     for one in columns:
         for _ in range(2):
             computed(at, one, call)
-        at.optim_step("m", AdamParams(1e-2, weight_decay=0.1, grad_clip_norm=1.0))
+        at.optim_step("m", AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0))
     computed(at, columns[0], call)
 
 

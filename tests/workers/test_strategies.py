@@ -115,12 +115,12 @@ def test_adamw_over_twenty_steps(
     data = [batch(100 + step, (9, 4, 17)) for step in range(20)]
     adams = [
         AdamParams(
-            1e-4 * (1 + step % 3),
-            0.9 - 0.01 * step,
-            0.95,
-            1e-3,
-            0.02 * (step % 2),
-            3.0 if step % 4 == 3 else 0.0,
+            learning_rate=1e-4 * (1 + step % 3),
+            beta1=0.9 - 0.01 * step,
+            beta2=0.95,
+            eps=1e-3,
+            weight_decay=0.02 * (step % 2),
+            grad_clip_norm=3.0 if step % 4 == 3 else 0.0,
         )
         for step in range(20)
     ]
@@ -158,7 +158,7 @@ def test_a_step_without_a_gradient_equals_a_step_with_zeros(
     The call of one row leaves one of two ranks without a gradient of its own.
     """
     data = [None, batch(1, (9, 4, 17)), None, batch(2, (13,)), None, None]
-    adam = AdamParams(1e-3, eps=1.0, weight_decay=0.1)
+    adam = AdamParams(learning_rate=1e-3, eps=1.0, weight_decay=0.1)
     reference = Reference(base)
     optimizer = torch.optim.AdamW(reference.model.parameters(), **adam_group(adam))
     norms = []
@@ -190,7 +190,7 @@ def test_bfloat16_computes_with_float32_master_weights(
     ranks: dict[int, Ranks], base: Path, strategy: str
 ):
     """A step far below the resolution of bfloat16 changes the weights."""
-    data, adams = [batch(1, (9, 4, 17))], [AdamParams(1e-6, eps=1e-8)]
+    data, adams = [batch(1, (9, 4, 17))], [AdamParams(learning_rate=1e-6, eps=1e-8)]
     weights, _ = ranks[2].run(
         runs.trajectory, str(base), STRATEGIES[strategy], data, adams, {"dtype": "bfloat16"}
     )[0]
@@ -234,9 +234,9 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_rank_with_another_strategy(
 
 
 TENANTS = [
-    ModelSpec("a", "tiny", lora=LoraSpec(4), seed=1),
-    ModelSpec("b", "tiny", lora=LoraSpec(8, train_unembed=False), seed=2),
-    ModelSpec("c", "tiny", lora=LoraSpec(2, train_mlp=False), seed=3),
+    ModelSpec(model_id="a", base_model="tiny", lora=LoraSpec(rank=4), seed=1),
+    ModelSpec(model_id="b", base_model="tiny", lora=LoraSpec(rank=8, train_unembed=False), seed=2),
+    ModelSpec(model_id="c", base_model="tiny", lora=LoraSpec(rank=2, train_mlp=False), seed=3),
 ]
 
 
@@ -475,7 +475,7 @@ def test_ranks_whose_tenants_train_other_layers_do_not_wait_for_each_other(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lora", [None, LoraSpec(4)])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
 @pytest.mark.parametrize("strategy", ["replica", "zero2", "fsdp2"])
 def test_a_part_that_one_rank_refuses_tears_its_model(
     ranks: dict[int, Ranks], base: Path, strategy: str, lora: LoraSpec | None, dtype: str
@@ -528,7 +528,7 @@ def test_a_version_is_sent_from_live_weights_and_written_before_they_change(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lora", [None, LoraSpec(4)], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])
 @pytest.mark.parametrize("strategy", ["replica", "zero3", "fsdp2"])
 def test_activations_are_offloaded_and_weights_are_not(
     ranks: dict[int, Ranks], base: Path, strategy: str, lora: LoraSpec | None, dtype: str

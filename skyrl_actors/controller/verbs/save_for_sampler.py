@@ -49,7 +49,7 @@ class SaveForSamplerVerb(ModelVerb[SaveForSampler]):
             user_metadata=request.user_metadata,
             ttl_seconds=request.ttl_seconds,
         )
-        return Outcome(rs.SamplerSaved(None, str(path), str(path)))
+        return Outcome(rs.SamplerSaved(sampler_id=None, path=str(path), version=str(path)))
 
     async def _unnamed(
         self, op: Op, request: SaveForSampler, model: Model, context: VerbContext
@@ -60,18 +60,24 @@ class SaveForSamplerVerb(ModelVerb[SaveForSampler]):
             model.spec, op.reading, f"{request.model_id}@{model.versions + 1}"
         )
         opened = SamplerOpened(
-            request.sampler_id,
-            model.session_id,
-            model.spec.base_model,
-            None,
-            weights,
-            request.model_id,
-            op.number,
+            sampler_id=request.sampler_id,
+            session_id=model.session_id,
+            base_model=model.spec.base_model,
+            model_path=None,
+            weights=weights,
+            owner=request.model_id,
+            number=op.number,
         )
         size = sum(part.num_bytes for part in weights.parts)
         seconds = sum(part.write_s for part in weights.parts)
         return Outcome(
-            rs.SamplerSaved(request.sampler_id, None, weights.version, size, seconds),
+            rs.SamplerSaved(
+                sampler_id=request.sampler_id,
+                path=None,
+                version=weights.version,
+                num_bytes=size,
+                write_s=seconds,
+            ),
             entries=(opened,),
         )
 
