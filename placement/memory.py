@@ -22,7 +22,7 @@ ADAPTER_BYTES = 16  # for one float32 weight of an adapter: the weight, its grad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerAsk:
+class TrainerLayout:
     """The properties of a group of training ranks that determine its memory."""
 
     kind: str  # "policy", "critic"
@@ -43,7 +43,7 @@ class TrainerAsk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAsk:
+class EngineLayout:
     """The properties of an engine that determine its memory."""
 
     devices: int  # tensor parallel × pipeline parallel
@@ -115,7 +115,7 @@ class MemoryPlan:
         )
 
 
-def trainer_parts(ask: TrainerAsk, shape: ModelShape) -> list[MemoryItem]:
+def trainer_parts(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
     """Return the items of one training rank."""
     total, c = shape.num_parameters, ask.compute_bytes
     weights, gradient, moments = ask.full_bytes
@@ -201,7 +201,7 @@ def _trainer_item(
     )
 
 
-def head_gradient_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
+def head_gradient_bytes(ask: TrainerLayout, shape: ModelShape) -> int:
     """Return the bytes of a trained head's gradient in one pass.
 
     It is the sum over chunks in float32, and the result in the dtype of the weights.
@@ -209,7 +209,7 @@ def head_gradient_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
     return shape.vocab * shape.hidden * (4 + (ask.compute_bytes if ask.compute_bytes < 4 else 0))
 
 
-def activation_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
+def activation_bytes(ask: TrainerLayout, shape: ModelShape) -> int:
     """Return the bytes of activations of one packed pass, including a chunk of the head's logits.
 
     The logits exist as computed, in float32 and exponentiated.
@@ -225,7 +225,7 @@ def activation_bytes(ask: TrainerAsk, shape: ModelShape) -> int:
     return tokens * (kept + 4 * shape.hidden * c) + logits * (c + 8)
 
 
-def engine_parts(ask: EngineAsk, shape: ModelShape) -> list[MemoryItem]:
+def engine_parts(ask: EngineLayout, shape: ModelShape) -> list[MemoryItem]:
     """Return the items of one device of an engine."""
     resident = frozenset({"SYNC", "SAMPLE"}) if ask.weights_move else ALL
     sampling = frozenset({"SAMPLE"}) if ask.moves else ALL
@@ -284,7 +284,7 @@ def engine_parts(ask: EngineAsk, shape: ModelShape) -> list[MemoryItem]:
     return parts
 
 
-def _workspace_bytes(ask: EngineAsk, shape: ModelShape) -> int:
+def _workspace_bytes(ask: EngineLayout, shape: ModelShape) -> int:
     width = shape.hidden * 6 + shape.intermediate * shape.active_experts * 3
     logits = ask.max_seqs * shape.vocab * 8
     return int(ask.batched_tokens * width * ask.weight_bytes / ask.devices + logits)

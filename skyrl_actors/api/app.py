@@ -68,7 +68,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
 
     app.include_router(routes_openai.router)
     if state is None or state.config.http.console:
-        app.state.glance = routes_console.Glance()
+        app.state.answer_cache = routes_console.AnswerCache()
         app.include_router(routes_console.router)
 
     @app.get("/healthz")
@@ -186,7 +186,7 @@ class Guard:
                 )
                 return
             scope.setdefault("state", {}).update(caller=caller, body_lease=lease)
-            bounded = Bounded(receive, send, limit)
+            bounded = BoundedBody(receive, send, limit)
             try:
                 await self.app(scope, bounded.receive, bounded.send)
             finally:
@@ -214,7 +214,7 @@ def room_for(headers: dict[str, str], limit: int) -> int:
     return min(limit, COMPRESSION * length) if "content-encoding" in headers else length
 
 
-class Bounded:
+class BoundedBody:
     """Limit a body's size and time, whatever its headers declare.
 
     A body that is too long is answered with 413. One that does not arrive within BODY_S is answered

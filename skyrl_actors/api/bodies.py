@@ -7,8 +7,8 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from skyrl_actors.api.apart import run_sized
 from skyrl_actors.api.body_limits import limit_of
+from skyrl_actors.api.cpu_bound import run_sized
 from skyrl_actors.api.parts import check_json_size
 from skyrl_actors.api.state import read_body, state_of
 

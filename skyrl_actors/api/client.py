@@ -66,9 +66,11 @@ class ControllerClient:
     def __init__(self, handle: ActorHandle, patience_s: float = PATIENCE_S):
         self.handle = handle
         self.patience_s = patience_s
-        self._connection = RpcClient(lambda: settled(handle.get_line.remote(node_address())))
+        self._connection = RpcClient(lambda: settled(handle.get_rpc_address.remote(node_address())))
         # A separate connection, so that small calls do not wait behind large ones.
-        self._bulk_connection = RpcClient(lambda: settled(handle.get_line.remote(node_address())))
+        self._bulk_connection = RpcClient(
+            lambda: settled(handle.get_rpc_address.remote(node_address()))
+        )
 
     async def _call(
         self,

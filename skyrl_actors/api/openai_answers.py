@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_actors.api.openai_text import Codec, Growing
+from skyrl_actors.api.openai_text import Codec, GrowingText
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.results import Sequence as Sampled
 
@@ -58,7 +58,7 @@ def whole(
     sampled = [sequence for output in outputs for sequence in output.sequences]
     choices = []
     for index, one in enumerate(sampled):
-        text = Growing(form.codec, stops).more(one.tokens.tolist(), last=True)
+        text = GrowingText(form.codec, stops).more(one.tokens.tolist(), last=True)
         content: dict[str, Any] = (
             {"message": {"role": "assistant", "content": text}} if form.is_chat else {"text": text}
         )

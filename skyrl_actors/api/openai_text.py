@@ -73,7 +73,7 @@ class Codec:
         return self.encode(text, most_tokens)
 
 
-class Growing:
+class GrowingText:
     """Decode a sample's text while its tokens arrive.
 
     Text that may still change is kept back: incomplete characters, and the beginning of a stop

@@ -40,7 +40,7 @@ class UnknownKey(UserError):
     status = 401
 
 
-class Glance:
+class AnswerCache:
     """A cache that open pages share: an answer is at most `fresh_s` seconds old."""
 
     def __init__(self) -> None:
@@ -92,12 +92,12 @@ async def file(name: str) -> FileResponse:
 async def state(request: Request) -> JSONResponse:
     """Return the status that this viewer may see, and the viewer's newest checkpoints."""
     viewer, own = viewer_of(request), state_of(request)
-    glance: Glance = request.app.state.glance
-    shown = visible(await glance.at("status", FRESH_S, own.client.status), viewer)
+    answer_cache: AnswerCache = request.app.state.answer_cache
+    shown = visible(await answer_cache.at("status", FRESH_S, own.client.status), viewer)
     entries: list[CheckpointEntry] = []
     if viewer.is_known:
         of_owner = f"checkpoints of {viewer.owner}"
-        entries = await glance.at(
+        entries = await answer_cache.at(
             of_owner, SLOW_S, lambda: own.client.catalog("checkpoints", viewer.owner)
         )
     checkpoints = [_checkpoint(entry) for entry in entries if viewer.sees(entry.run_id)][
@@ -113,7 +113,9 @@ async def runs(request: Request) -> JSONResponse:
     if not viewer_of(request).is_known or folder is None:
         return JSONResponse([])
     return JSONResponse(
-        await request.app.state.glance.at("runs", SLOW_S, lambda: asyncio.to_thread(listed, folder))
+        await request.app.state.answer_cache.at(
+            "runs", SLOW_S, lambda: asyncio.to_thread(listed, folder)
+        )
     )
 
 

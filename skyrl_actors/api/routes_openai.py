@@ -18,11 +18,11 @@ from fastapi.responses import JSONResponse
 from skyrl_actors.api import openai_answers as answers
 from skyrl_actors.api import openai_wire as wire
 from skyrl_actors.api.access import caller_of, readable
-from skyrl_actors.api.apart import run_in_thread
 from skyrl_actors.api.bodies import body_of, documented
 from skyrl_actors.api.body_limits import check_chat, check_completion
+from skyrl_actors.api.cpu_bound import run_in_thread
 from skyrl_actors.api.openai_answers import Form
-from skyrl_actors.api.openai_text import Codec, Growing, codec_for
+from skyrl_actors.api.openai_text import Codec, GrowingText, codec_for
 from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
 from skyrl_actors.api.state import shown, state_of
 from skyrl_actors.messages.catalog import CheckpointEntry
@@ -168,7 +168,7 @@ async def _answered(
         if body.stream:
             wants_usage = body.stream_options is not None and body.stream_options.include_usage
             # OpenAI's API omits the stop text, so it is searched for here too.
-            text = Growing(form.codec, body.stops)
+            text = GrowingText(form.codec, body.stops)
             return SampleStream(
                 samples, _events(request, samples, form, asked, text, len(prompts[0]), wants_usage)
             )
@@ -206,7 +206,7 @@ async def _events(
     samples: RequestedSamples,
     form: Form,
     request_id: str,
-    text: Growing,
+    text: GrowingText,
     prompt_tokens: int,
     wants_usage: bool,
 ) -> AsyncIterator[str]:

@@ -8,9 +8,9 @@ from fastapi.responses import JSONResponse
 
 from skyrl_actors.api import translate, wire
 from skyrl_actors.api.access import caller_of, readable
-from skyrl_actors.api.apart import THREAD_BYTES, run_in_thread, run_sized
 from skyrl_actors.api.bodies import body_of, documented
 from skyrl_actors.api.body_limits import check_sample
+from skyrl_actors.api.cpu_bound import THREAD_BYTES, run_in_thread, run_sized
 from skyrl_actors.api.paced import PacedResponse
 from skyrl_actors.api.state import shown, state_of
 from skyrl_actors.losses.custom_graph import PREFIX, graph_of

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from skyrl_actors.api import codec, translate, wire
 from skyrl_actors.api.access import caller_of, readable
-from skyrl_actors.api.apart import THREAD_BYTES, run_in_thread, run_sized
+from skyrl_actors.api.cpu_bound import THREAD_BYTES, run_in_thread, run_sized
 from skyrl_actors.api.parts import check_json_size, check_proto_size
 from skyrl_actors.api.state import read_body, state_of
 from skyrl_actors.config.limits import LimitsConfig

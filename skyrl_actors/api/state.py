@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from skyrl_actors.api import codec
-from skyrl_actors.api.apart import run_in_thread
 from skyrl_actors.api.body_limits import SMALL_BYTES
 from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.api.cpu_bound import run_in_thread
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.keys import known_keys

@@ -9,10 +9,10 @@ from skyrl_actors.config.cluster import ClusterConfig
 
 
 def build_backend(
-    config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool
+    config: ClusterConfig, base_folder: Path, report: Callable[[str], None], detached: bool
 ) -> Backend:
     """Check the base model and return a backend that is not started. Raises ConfigError."""
     from skyrl_actors.backends.ray_backend import RayBackend
 
     check_base(base_folder, config)
-    return RayBackend(config, base_folder, say, detached)
+    return RayBackend(config, base_folder, report, detached)

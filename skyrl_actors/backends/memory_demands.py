@@ -8,10 +8,10 @@ from typing import Any
 
 from placement.memory import (
     ADAPTER_BYTES,
-    EngineAsk,
+    EngineLayout,
     MemoryItem,
     MemoryPlan,
-    TrainerAsk,
+    TrainerLayout,
     bucket_part,
     complaints,
     context_part,
@@ -71,7 +71,7 @@ def memory_plan(
             groups.setdefault(key, []).extend(
                 trainer_parts(_trainer(role, group, config, adapters), shape)
             )
-    ask = EngineAsk(
+    ask = EngineLayout(
         devices=engine.num_devices,
         weight_bytes=NUMBER_BYTES[engine.dtype],
         kv_bytes=engine.kv_cache_bytes,
@@ -107,14 +107,14 @@ def memory_plan(
 
 def _trainer(
     role: str, group: GroupConfig, config: ClusterConfig, adapters_bytes: int
-) -> TrainerAsk:
+) -> TrainerLayout:
     full = (
         group.full_strategy_on(config.placement.device)
         if config.lora.max_full_models
         else group.strategy
     )
     full_bytes, is_offloaded = _full_bytes(full, group)
-    return TrainerAsk(
+    return TrainerLayout(
         kind=role,
         ranks=group.num_ranks,
         compute_bytes=NUMBER_BYTES[group.dtype],

@@ -114,7 +114,7 @@ class Monitoring:
         if supervisor.group is None or supervisor.down is not None:
             return []
         try:
-            return await supervisor.group.vitals()
+            return await supervisor.group.resident_bytes()
         except InternalError:
             return []
 

@@ -44,14 +44,14 @@ class Offloader:
             return await memory.sleep()
         return await memory.release_kv(MemoryPart.ENGINE_WEIGHTS in RESIDENT[to])
 
-    def remake(self, move: Move, everything: bool, reason: str) -> None:
+    def restart_now(self, move: Move, everything: bool, reason: str) -> None:
         """Restart the parts that did not finish `move`; if unknown, all that share the devices."""
         moves = self._groups if move.part in TRAIN_PARTS else self._engines.memory.moves
         parts: Sequence[Resident] = moves.unfinished
         if everything or not parts:
             parts = [*self._sharing, *self._engines.living_own()]
         for part in parts:
-            part.remake(reason)
+            part.restart_now(reason)
 
     async def as_taken_over(self) -> None:
         """Bring parts that were taken over into the state of the phase TRAIN.
@@ -69,7 +69,7 @@ class Offloader:
             await work
         except InternalError as error:
             for part in moves.unfinished:
-                part.remake(str(error))
+                part.restart_now(str(error))
 
     async def _move_groups(self, part: Any, direction: Any) -> int | None:
         if self._on_cpu:

@@ -59,12 +59,16 @@ class RayBackend:
     """
 
     def __init__(
-        self, config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool
+        self,
+        config: ClusterConfig,
+        base_folder: Path,
+        report: Callable[[str], None],
+        detached: bool,
     ):
         self.config = config
         self.base_folder = base_folder
         self.on_lost: Callable[[str], None] = lambda role: None
-        self._say = say
+        self._report = report
         self._detached = detached
         self._transfer = build_transfer(config)
         self._groups: dict[str, GroupSupervisor] = {}
@@ -82,7 +86,7 @@ class RayBackend:
         """
         config, environment = self.config, actor_environment(self.config)
         plan, reserved, devices = await reserved_site(
-            config, self.base_folder, self._say, self._detached
+            config, self.base_folder, self._report, self._detached
         )
         self._slots = SlotWatch(reserved)
         if self.config.placement.device == "cpu" and self.config.restart.standbys:
@@ -95,7 +99,7 @@ class RayBackend:
                 environment | rank_environment(self.config, self.config.policy),
                 epoch,
                 self._detached,
-                self._say,
+                self._report,
                 self._no_restarts,
                 self.config.policy.call_timeout_s,
             )
@@ -114,7 +118,7 @@ class RayBackend:
             )
             lost = lambda role: self.on_lost(role)  # noqa: E731
             self._groups[role] = GroupSupervisor(
-                builder, config.restart, self._say, self._load_context, lost
+                builder, config.restart, self._report, self._load_context, lost
             )
         self._engines = build_pool(
             config,
@@ -126,7 +130,7 @@ class RayBackend:
             self._deliver,
             epoch,
             self._detached,
-            self._say,
+            self._report,
         )
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         if not await self._attach():
@@ -193,7 +197,9 @@ class RayBackend:
 
     async def _no_restarts(self) -> None:
         """Wait until no group is restarting."""
-        await asyncio.gather(*(supervisor.calm() for supervisor in self._groups.values()))
+        await asyncio.gather(
+            *(supervisor.wait_until_settled() for supervisor in self._groups.values())
+        )
 
     def _load_context(self) -> AbstractAsyncContextManager[None]:
         """Return the context in which new ranks load their weights.
@@ -212,20 +218,20 @@ class RayBackend:
         colocated = self.config.placement.shares("engine")
 
         async def engines() -> None:
-            self._say(
+            self._report(
                 f"starting {self.config.engine.num_engines} vLLM engine(s): importing vLLM and "
                 "loading weights"
             )
             await self.engines.start()
             if colocated:
                 await self.engines.memory.sleep()
-            self._say("engines ready" + (" and asleep" if colocated else ""))
+            self._report("engines ready" + (" and asleep" if colocated else ""))
 
         async def groups() -> None:
             for role in self._groups:
-                self._say(f"starting {role} group: each rank loads the base model")
+                self._report(f"starting {role} group: each rank loads the base model")
             await asyncio.gather(*(group.start() for group in self._groups.values()))
-            self._say("training groups ready")
+            self._report("training groups ready")
 
         if self.config.placement.device == "gpu" and colocated:
             # vLLM needs free memory when it starts, so the engines start first and go to sleep.
@@ -305,7 +311,7 @@ class RayBackend:
         except StateLost:
             raise
         except InternalError as error:
-            self._say(f"versions of {model_id} were not written: {error}")
+            self._report(f"versions of {model_id} were not written: {error}")
 
     async def create_model(self, spec: ModelSpec, precondition: OpPrecondition) -> None:
         async def work(group: ActorGroup) -> None:
@@ -530,12 +536,8 @@ class RayBackend:
         params: SamplingParams,
         weights: SamplerWeights,
     ) -> SampleOutput:
-        attempts, lost, runs, engine = (
-            self.config.restart.attempts,
-            list[str](),
-            itertools.count(),
-            self.config.engine,
-        )
+        attempts, engine = self.config.restart.attempts, self.config.engine
+        lost, runs = list[str](), itertools.count()
 
         def run(outside: bool = False) -> Awaitable[SampleOutput]:
             return self.engines.sample(
@@ -556,7 +558,7 @@ class RayBackend:
                     self._phase_lock, engine.in_flight, engine.slice_s, run
                 )
             except StateLost as error:
-                self._say(f"sample {request_id} is run again: {error}")
+                self._report(f"sample {request_id} is run again: {error}")
                 if not isinstance(error, PartDown):
                     lost.append(str(error))
         raise InternalError(f"{attempts} engines died under this sample, the last one: {lost[-1]}")
@@ -593,12 +595,12 @@ class RayBackend:
             if self._engines is not None:
                 await self._engines.stop(STOP_TIMEOUT_S)
         except InternalError as error:
-            self._say(f"engines did not stop cleanly: {error}")
+            self._report(f"engines did not stop cleanly: {error}")
         for supervisor in self._groups.values():
             try:
                 await supervisor.close()
             except InternalError as error:
-                self._say(f"the {supervisor.role} group did not stop cleanly: {error}")
+                self._report(f"the {supervisor.role} group did not stop cleanly: {error}")
         if self._standby is not None:
             await self._standby.close()
         if self._slots is not None:

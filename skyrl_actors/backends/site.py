@@ -21,7 +21,7 @@ def adapters_of(config: ClusterConfig, base_folder: Path, plan: Plan) -> Adapter
 
 
 async def reserved_site(
-    config: ClusterConfig, base_folder: Path, say: Callable[[str], None], detached: bool
+    config: ClusterConfig, base_folder: Path, report: Callable[[str], None], detached: bool
 ) -> tuple[Plan, PlacementGroup, dict[int, str]]:
     """Reserve the slots; return the plan as placed, the slots, and GPU ids of multi-GPU engines.
 
@@ -32,7 +32,7 @@ async def reserved_site(
     _, complaints = checked(config, shape_in(base_folder), plan, nodes)
     refuse(config, complaints)
     for complaint in complaints:
-        say(f"memory: {complaint}")
+        report(f"memory: {complaint}")
     # If the free resources do not suffice, the plan of all resources stays: an earlier controller
     # of this service may hold some of them, or other programs may end.
     with suppress(ConfigError):
@@ -44,7 +44,7 @@ async def reserved_site(
     )
     try:
         reserved = await reserve(
-            plan, config.name, config.placement.timeout_s, say, detached, pinned
+            plan, config.name, config.placement.timeout_s, report, detached, pinned
         )
     except DoesNotFit as error:
         raise ConfigError(str(error)) from error

@@ -13,7 +13,7 @@ class Resident(Protocol):
     @property
     def name(self) -> str: ...
 
-    def remake(self, reason: str) -> None:
+    def restart_now(self, reason: str) -> None:
         """End the part and restart it in the background, without using up its restart limit."""
         ...
 

@@ -33,7 +33,7 @@ class Movable(Protocol):
         """
         ...
 
-    def remake(self, move: Move, everything: bool, reason: str) -> None:
+    def restart_now(self, move: Move, everything: bool, reason: str) -> None:
         """Restart the parts that did not finish `move`, or `everything` that shares the devices.
 
         Called after `move` failed or was cancelled. On return, all parts that still run have
@@ -207,7 +207,7 @@ class ColocatedPhaseLock:
         log.error(
             "%s; %s restarts, and the move is tried again in %.1f s", reason, again, remedy.pause_s
         )
-        self._movable.remake(move, remedy.everything, reason)
+        self._movable.restart_now(move, remedy.everything, reason)
         return MoveFailed(reason, remedy.pause_s)
 
 

@@ -28,14 +28,18 @@ def main() -> None:
     binary, *arguments = sys.argv[1:]
     if "-f" in arguments:
         config = Path(arguments[arguments.index("-f") + 1])
-        mend(config)
+        correct_config(config)
         launch(
-            binary, [*alone(arguments), *predecessors(arguments, config)], config, os.getppid(), 0
+            binary,
+            [*alone(arguments), *predecessor_options(arguments, config)],
+            config,
+            os.getppid(),
+            0,
         )
     os.execv(binary, [binary, *arguments])
 
 
-def mend(config: Path) -> None:
+def correct_config(config: Path) -> None:
     """Correct the config that Ray wrote.
 
     Ray binds HAProxy's statistics to every address. Here they are bound to this machine. Ray also
@@ -66,7 +70,7 @@ def alone(arguments: list[str]) -> list[str]:
     return kept
 
 
-def predecessors(arguments: list[str], config: Path) -> list[str]:
+def predecessor_options(arguments: list[str], config: Path) -> list[str]:
     """Return the options that name earlier processes, for `arguments` and this folder.
 
     The HAProxy recorded in the folder is included.

@@ -127,7 +127,7 @@ class ControllerActor:
         except SkyrlActorsError as error:
             raise Unavailable(f"the service does not start: {error}") from None
 
-    async def get_line(self, caller: str) -> Address:
+    async def get_rpc_address(self, caller: str) -> Address:
         """Return the address at which a process on that machine calls the other methods."""
         return await self._rpc.address_for(caller)
 

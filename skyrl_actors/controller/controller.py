@@ -230,7 +230,7 @@ class Controller:
         if how is not None:
             await self._disk.write("few files", self._sessions.finished, session_id, how, detail)
         if session_id in self.tenants.sessions:
-            await self._ledger.insist(SessionEnded(session_id, self.wall()))
+            await self._ledger.write_until_stored(SessionEnded(session_id, self.wall()))
             self.tenants.sessions.pop(session_id, None)
         unloads: list[str] = []
         models = [model.spec.model_id for model in self.tenants.models_of(session_id)]

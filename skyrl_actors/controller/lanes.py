@@ -345,7 +345,7 @@ class Lanes:
             await self._free(sampler)
 
     async def _free(self, sampler: Sampler) -> None:
-        await self.ledger.insist(SamplerRetired(sampler.sampler_id))
+        await self.ledger.write_until_stored(SamplerRetired(sampler.sampler_id))
         self.queue.forget(sampler.sampler_id)
         self.completions.forget(sampler.sampler_id)
         # Weights of named checkpoints have no parts: their files stay.

@@ -252,7 +252,7 @@ class Ledger:
             answered_at=self.wall(),
             step=step,
         )
-        await self.insist(answered, *outcome.entries)
+        await self.write_until_stored(answered, *outcome.entries)
         del self.ops[op.request_id]
         self._answered[op.request_id] = None
         if len(self._answered) > KEPT_PER_STREAM:
@@ -261,7 +261,7 @@ class Ledger:
         self.queue.finish(op.request_id, op.model_id)
         self.results.resolve(op.request_id, outcome.result)
 
-    async def insist(self, *entries: Entry) -> None:
+    async def write_until_stored(self, *entries: Entry) -> None:
         """Write entries to the journal, and retry for as long as it cannot write."""
         pause_s = FIRST_PAUSE_S
         while True:

@@ -42,7 +42,7 @@ class Recall:
             await asyncio.shield(reading)
 
     async def _read(self, stream: str) -> None:
-        found = await self._journal.remembered(stream, self._before, KEPT_PER_STREAM)
+        found = await self._journal.newest_answered(stream, self._before, KEPT_PER_STREAM)
         if found:
             self._queue.recall(
                 stream,

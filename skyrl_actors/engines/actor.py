@@ -68,7 +68,7 @@ class EngineActor:
             spec=self.engine.spec, ready=ready, status=status, log_file=self._log_file
         )
 
-    async def get_line(self, epoch: int, caller: str) -> Address:
+    async def get_rpc_address(self, epoch: int, caller: str) -> Address:
         """Return the address at which a process on the caller's machine requests samples."""
         self._fence(epoch)
         return await self._rpc.address_for(caller)

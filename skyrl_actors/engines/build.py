@@ -31,13 +31,13 @@ def build_pool(
     deliver: Deliver,
     epoch: int,
     detached: bool,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> EnginePool:
     """Build a pool for the planned slots. `devices`: GPU ids by slot, for multi-GPU engines."""
     engine = config.engine
     share = config.placement.colocated_share if config.placement.shares("engine") else 1.0
     logprob_check = LogprobCheck(
-        config.logprob_check, config.logprob_bound, config.policy.dtype, say
+        config.logprob_check, config.logprob_bound, config.policy.dtype, report
     )
     pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
     for index, slots in enumerate(plan.actors_of("engine")):
@@ -94,12 +94,14 @@ def build_pool(
             if slot.index == slots[0].index
         ]
         place = EnginePlace(engine.num_devices, *beside)
-        pool.engines.append(LocalEngine(site, engine, config.restart, epoch, pool.load, say, place))
-    pool.engines += external_members(config, say)
+        pool.engines.append(
+            LocalEngine(site, engine, config.restart, epoch, pool.load, report, place)
+        )
+    pool.engines += external_members(config, report)
     return pool
 
 
-def external_members(config: ClusterConfig, say: Callable[[str], None]) -> list[ExternalEngine]:
+def external_members(config: ClusterConfig, report: Callable[[str], None]) -> list[ExternalEngine]:
     """Build the engines by URL. Raise ConfigError if the variable of an API key is not set."""
     found = []
     for number, asked in enumerate(config.engine.external):
@@ -110,6 +112,6 @@ def external_members(config: ClusterConfig, say: Callable[[str], None]) -> list[
                 f"{asked.api_key_env}; set it before `serve`"
             )
         found.append(
-            ExternalEngine(f"external[{number}]", asked, key, config.engine, config.restart, say)
+            ExternalEngine(f"external[{number}]", asked, key, config.engine, config.restart, report)
         )
     return found

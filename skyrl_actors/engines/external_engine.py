@@ -33,9 +33,9 @@ class ExternalEngine(EngineReplica):
         api_key: str | None,
         config: EngineConfig,
         restart: RestartConfig,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ):
-        super().__init__(name, restart, say)
+        super().__init__(name, restart, report)
         self.asked = asked
         self.config = config
         self.server = VllmServer(asked.url, api_key, config.call_timeout_s)
@@ -53,7 +53,7 @@ class ExternalEngine(EngineReplica):
         try:
             await self.start()
         except ConfigError as error:
-            self._say(f"{self.name}: {error}")
+            self._report(f"{self.name}: {error}")
             return False
         return True
 
@@ -81,7 +81,7 @@ class ExternalEngine(EngineReplica):
         except ConfigError as error:
             raise InternalError(str(error)) from error
         self.worked()
-        self._say(f"{self.name} answers again ({time.perf_counter() - started:.1f} s)")
+        self._report(f"{self.name} answers again ({time.perf_counter() - started:.1f} s)")
 
     async def ask(
         self,
@@ -182,7 +182,7 @@ class ExternalEngine(EngineReplica):
             try:
                 await self._drop_adapters(tuple(self._sent_adapters))
             except InternalError as error:
-                self._say(f"{self.name} still holds adapters of this service: {error}")
+                self._report(f"{self.name} still holds adapters of this service: {error}")
         await self.server.close()
 
 

@@ -33,7 +33,7 @@ from skyrl_actors.messages.errors import InternalError, PartDown, StateLost, Use
 from skyrl_actors.transfer.transport import EnginePlace
 from skyrl_actors.transport.rpc import Address, RpcClient, methods_of
 
-VITALS_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 10.0
 DROPPED = ""  # lock state of an engine without weights: no version
 TAIL_LINES = 15
 OVER_RPC = methods_of(EngineCalls)
@@ -85,10 +85,10 @@ class LocalEngine(EngineReplica):
         restart: RestartConfig,
         epoch: int,
         load: Loader,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         place: EnginePlace,
     ):
-        super().__init__(site.spec.name, restart, say)
+        super().__init__(site.spec.name, restart, report)
         self.site = site
         self.place = place
         self.config = config
@@ -118,7 +118,7 @@ class LocalEngine(EngineReplica):
         def retry(version: str, error: Exception) -> float | None:
             if isinstance(error, (StateLost, WeightsGone, UserError)):
                 return None
-            self._say(f"{self.name} was not given {version}: {error}")
+            self._report(f"{self.name} was not given {version}: {error}")
             return retries.failed(version)
 
         lock = StateLock[str](version, enter, after_failure=DROPPED, retry=retry)
@@ -133,7 +133,7 @@ class LocalEngine(EngineReplica):
         report = await self._adopt(actor) if actor else None
         if actor is None or report is None or report.status is None:
             return False
-        self._say(f"took over {self.name}")
+        self._report(f"took over {self.name}")
         self.actor, self._log_file, self._rpc = actor, report.log_file, self._rpc_to(actor)
         self.lock = self._new_lock(report.status.loaded_version or DROPPED)
         self._watch()
@@ -151,7 +151,7 @@ class LocalEngine(EngineReplica):
         try:
             report = await self._ask([actor.adopt.remote(self.epoch)], "take over")
         except InternalError as error:
-            self._say(f"{self.name} of an earlier controller cannot be taken over: {error}")
+            self._report(f"{self.name} of an earlier controller cannot be taken over: {error}")
             return None
         return report if report.ready and report.spec == self.site.spec else None
 
@@ -163,12 +163,12 @@ class LocalEngine(EngineReplica):
             [actor.adopt.remote(self.epoch)], "start", self.config.start_timeout_s
         )
         self._log_file = report.log_file
-        self._say(
+        self._report(
             f"{self.name}: vLLM is imported ({time.perf_counter() - started:.1f} s), "
             "loading weights"
         )
         await self._ask([actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
-        self._say(f"{self.name}: ready ({time.perf_counter() - started:.1f} s)")
+        self._report(f"{self.name}: ready ({time.perf_counter() - started:.1f} s)")
         self.lock = self._new_lock(BASE_VERSION)
         self.delivered, self.agreed = {}, {}
         self._watch()
@@ -239,14 +239,14 @@ class LocalEngine(EngineReplica):
     def _rpc_to(self, actor: ActorHandle) -> RpcClient:
         async def find() -> Address:
             return await self._ask(
-                [actor.get_line.remote(self.epoch, remote.node_address())], "line"
+                [actor.get_rpc_address.remote(self.epoch, remote.node_address())], "line"
             )
 
         return RpcClient(find)
 
     async def status(self) -> EngineStatus:
         assert self.actor is not None
-        return await self._ask([self.actor.status.remote()], "status", VITALS_TIMEOUT_S)
+        return await self._ask([self.actor.status.remote()], "status", STATUS_TIMEOUT_S)
 
     def lost(self, actor: ActorHandle, reason: str) -> None:
         if actor is self.actor:
@@ -254,14 +254,14 @@ class LocalEngine(EngineReplica):
                 self._rpc.hang_up()
             self.died(reason)
 
-    def remake(self, reason: str) -> None:
+    def restart_now(self, reason: str) -> None:
         """Kill the actor so that its memory is free at once, then restart it."""
         if self.actor is not None and self.health != "DEAD":
             self._killed = self.actor
             if self._rpc is not None:
                 self._rpc.hang_up()
             ray.kill(self.actor)
-        super().remake(reason)
+        super().restart_now(reason)
 
     def log_tail(self) -> str:
         return _last_lines(self._log_file)
@@ -284,7 +284,7 @@ class LocalEngine(EngineReplica):
             await self._make()
             async with self.joining():
                 await self._join()
-        self._say(f"{self.name} runs again ({time.perf_counter() - started:.1f} s)")
+        self._report(f"{self.name} runs again ({time.perf_counter() - started:.1f} s)")
 
     async def _join(self) -> None:
         if self.health == "DEAD":  # it died while it queued for its phase
@@ -295,7 +295,7 @@ class LocalEngine(EngineReplica):
                 async with self.lock.hold(self.wanted):
                     pass
             except WeightsGone as error:  # only the version is gone; the next request rebuilds it
-                self._say(f"{self.name} runs without weights: {error}")
+                self._report(f"{self.name} runs without weights: {error}")
         if self.health == "DEAD":
             raise StateLost(f"{self.name} died while it joined: {self.reason}")
         self._step("ready")

@@ -41,14 +41,14 @@ class LogprobCheck:
     """Hold the prompt and the bound, compare scores, and count differences beyond the bound."""
 
     def __init__(
-        self, check: LogprobCheckConfig, bound: float, dtype: str, say: Callable[[str], None]
+        self, check: LogprobCheckConfig, bound: float, dtype: str, report: Callable[[str], None]
     ):
         self.check = check
         self.dtype = dtype  # of the trainer; the bound was chosen for it
         self.bound = bound  # of the mean |Δ logprob|, nats
         self.differences: deque[float] = deque(maxlen=KEPT)
         self.exceeded = 0
-        self._say = say
+        self._report = report
         self.prompt: tuple[int, ...] = ()
 
     def choose_prompt(self, vocab_size: int, max_model_len: int) -> None:
@@ -116,7 +116,7 @@ class LogprobCheck:
             raise InternalError(
                 f"{text}; sampling from it is refused (logprob_check.action {self.check.action})"
             )
-        self._say(text)
+        self._report(text)
 
     @property
     def _limit(self) -> float:

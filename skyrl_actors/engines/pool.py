@@ -142,10 +142,10 @@ class EnginePool:
                 NO_SCORES if params.scores_prompt or params.tempers else NO_FULL_WEIGHTS
             )
         for engine in self.engines:
-            engine.revive()
+            engine.restart_if_dead()
         while not self._living(managed):
             for engine in self.engines:
-                engine.revive()
+                engine.restart_if_dead()
             if all(engine.given_up for engine in able):
                 raise InternalError(
                     "; ".join(f"{e.name} keeps dying and was given up: {e.reason}" for e in able)

@@ -34,7 +34,7 @@ class EngineReplica(ABC):
     place = EnginePlace(1)
     managed = True  # this service starts it, moves its memory and sends it full weights
 
-    def __init__(self, name: str, restart: RestartConfig, say: Callable[[str], None]):
+    def __init__(self, name: str, restart: RestartConfig, report: Callable[[str], None]):
         self.name = name
         self.health: Health = "STARTING"
         self.reason: str | None = None
@@ -46,7 +46,7 @@ class EngineReplica(ABC):
         self.moving = asyncio.Lock()  # held while it goes to sleep or loads weights
         self.joining: Callable[[], AbstractAsyncContextManager[None]] | None = None
         self.on_change: Callable[[], None] = lambda: None
-        self._say = say
+        self._report = report
         self.restart = restart
         self._limit = RestartLimit(restart)
         self._restarting: asyncio.Task[None] | None = None
@@ -98,7 +98,7 @@ class EngineReplica(ABC):
         """Start in the background; the other parts do not wait for it."""
         self.reason = "it did not run when the controller started"
         self._step("died")
-        self.revive()
+        self.restart_if_dead()
 
     def worked(self) -> None:
         self._limit.succeeded()
@@ -109,15 +109,15 @@ class EngineReplica(ABC):
         self.reason = reason
         self._step("died")
         if not self._detached:
-            self._say(f"lost {self.name}: {reason}")
-            self.revive()
+            self._report(f"lost {self.name}: {reason}")
+            self.restart_if_dead()
 
-    def remake(self, reason: str) -> None:
+    def restart_now(self, reason: str) -> None:
         """End the engine at once and restart it; this does not count as a death."""
         self._limit.succeeded()
         self.died(reason)
 
-    def revive(self) -> None:
+    def restart_if_dead(self) -> None:
         """Restart a dead engine, unless a restart runs or the restart limit is reached."""
         if (
             self._detached
@@ -143,7 +143,7 @@ class EngineReplica(ABC):
                     return
                 except (ConfigError, InternalError) as error:
                     self.reason = str(error)
-                    self._say(f"{self.name} did not start: {error}")
+                    self._report(f"{self.name} did not start: {error}")
                     if self.health != "DEAD":
                         self._step("died")
             self.reason = f"{self.reason}\n{log_tail}".strip()

@@ -39,7 +39,7 @@ from skyrl_actors.workers.interface import (
 )
 
 log = logging.getLogger(__name__)
-VITALS_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 10.0
 
 
 class ActorGroup:
@@ -304,10 +304,10 @@ class ActorGroup:
         """Move parts of all models between device and host. Return the bytes moved by all ranks."""
         return sum(await self.broadcast(TrainWorker.move, parts, to))
 
-    async def vitals(self) -> list[int]:
+    async def resident_bytes(self) -> list[int]:
         """Return the host memory of each rank in bytes."""
         return await self._gather(
-            [actor.rss_bytes.remote() for actor in self.actors], "vitals", VITALS_TIMEOUT_S
+            [actor.rss_bytes.remote() for actor in self.actors], "status", STATUS_TIMEOUT_S
         )
 
 

@@ -23,7 +23,7 @@ ASK_TIMEOUT_S = 30.0
 LONGEST_PAUSE_S = 300.0
 # Several processes are often lost shortly after each other.
 REFILL_PAUSE_S = 2.0
-CONCURRENCY_GROUPS = {"watch": 1, "vitals": 2, "files": 1}
+CONCURRENCY_GROUPS = {"watch": 1, "status": 2, "files": 1}
 
 
 def worker_class() -> Any:
@@ -36,7 +36,8 @@ def worker_class() -> Any:
 class Standby:
     """Keep at most `count` idle processes on the node of the slot `bundle`.
 
-    Replacements start in the background after `calm` returns, because lost ranks restart first.
+    Replacements start in the background after `wait_until_settled` returns, because lost ranks
+    restart first.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class Standby:
         environment: dict[str, str],
         epoch: int,
         detached: bool,
-        say: Callable[[str], None],
-        calm: Callable[[], Awaitable[None]],
+        report: Callable[[str], None],
+        wait_until_settled: Callable[[], Awaitable[None]],
         busy_timeout_s: float = 900.0,
     ):
         self.bundle = bundle
@@ -65,8 +66,8 @@ class Standby:
         self._environment = environment
         self._epoch = epoch
         self._options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
-        self._say = say
-        self._calm = calm
+        self._report = report
+        self._wait_until_settled = wait_until_settled
         # A standby process that became a rank can be busy.
         self._busy_timeout_s = busy_timeout_s
         self._idle: list[ActorHandle] = []
@@ -120,7 +121,7 @@ class Standby:
         pause_s = REFILL_PAUSE_S
         while len(self._idle) < self._count:
             await asyncio.sleep(pause_s)
-            await self._calm()
+            await self._wait_until_settled()
             actor = self._warming = (
                 worker_class()
                 .options(
@@ -141,7 +142,7 @@ class Standby:
                     10 * ASK_TIMEOUT_S,
                 )
             except InternalError as error:
-                self._say(f"a standby process did not start: {error}")
+                self._report(f"a standby process did not start: {error}")
                 self._warming = None
                 ray.kill(actor)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -28,16 +28,16 @@ Say = Callable[[str], None]
 class GroupSupervisor:
     """Supervise the ranks of one role.
 
-    `settle` holds the phase in which ranks can load their weights. `on_up` is called with the role
-    after each restart of the group.
+    `loading_phase` holds the phase in which ranks can load their weights. `on_up` is called with
+    the role after each restart of the group.
     """
 
     def __init__(
         self,
         builder: GroupBuilder,
         config: RestartConfig,
-        say: Say,
-        settle: Callable[[], AbstractAsyncContextManager[None]],
+        report: Say,
+        loading_phase: Callable[[], AbstractAsyncContextManager[None]],
         on_up: Callable[[str], None],
     ):
         self.role = builder.role
@@ -48,8 +48,8 @@ class GroupSupervisor:
         self.refused = 0
         self.down: str | None = "starting"
         self._limit = RestartLimit(config)
-        self._say = say
-        self._settle = settle
+        self._report = report
+        self._loading_phase = loading_phase
         self._on_up = on_up
         self._is_up = asyncio.Event()
         self._watching: list[asyncio.Task[None]] = []
@@ -62,9 +62,11 @@ class GroupSupervisor:
             if running is None or not await running.adopt(self.builder.specs):
                 return False
         except InternalError as error:
-            self._say(f"cannot attach to the {self.role} group of an earlier controller: {error}")
+            self._report(
+                f"cannot attach to the {self.role} group of an earlier controller: {error}"
+            )
             return False
-        self._say(f"took over the {self.role} group ({len(running.actors)} rank(s))")
+        self._report(f"took over the {self.role} group ({len(running.actors)} rank(s))")
         self._set_up(running)
         return True
 
@@ -115,7 +117,7 @@ class GroupSupervisor:
     def name(self) -> str:
         return f"the {self.role} group"
 
-    def remake(self, reason: str) -> None:
+    def restart_now(self, reason: str) -> None:
         """Kill the ranks and restart the group.
 
         The ranks did not die by themselves, so this resets the count of deaths.
@@ -128,7 +130,7 @@ class GroupSupervisor:
             ray.kill(actor)
         self.lost(group, reason)
 
-    async def calm(self) -> None:
+    async def wait_until_settled(self) -> None:
         """Wait until no restart is in progress."""
         while self._restarting is not None and not self._restarting.done():
             await asyncio.wait([self._restarting])
@@ -143,7 +145,7 @@ class GroupSupervisor:
             return
         self._is_up.clear()
         self.down = reason
-        self._say(f"lost the {self.role} group: {reason}")
+        self._report(f"lost the {self.role} group: {reason}")
         self._restart(reason)
 
     def _restart(self, reason: str) -> None:
@@ -157,15 +159,15 @@ class GroupSupervisor:
             await asyncio.sleep(pause_s)
             try:
                 await self.builder.remove(self.group)
-                async with self._settle():
+                async with self._loading_phase():
                     group = self.builder.make()
                     await group.start()
             except (ConfigError, InternalError) as error:
                 reason = self.down = str(error)
-                self._say(f"the {self.role} group did not start: {error}")
+                self._report(f"the {self.role} group did not start: {error}")
                 continue
             self.restarts += 1
-            self._say(f"the {self.role} group runs again")
+            self._report(f"the {self.role} group runs again")
             self._set_up(group)
             self._on_up(self.role)
             return

@@ -73,11 +73,11 @@ class TrainWorkerActor:
         """Block forever, so that the caller detects the death of this process immediately."""
         threading.Event().wait()
 
-    @ray.method(concurrency_group="vitals")
+    @ray.method(concurrency_group="status")
     def rss_bytes(self) -> int:
         return psutil.Process().memory_info().rss
 
-    @ray.method(concurrency_group="vitals")
+    @ray.method(concurrency_group="status")
     def stacks(self) -> str:
         """Return the stacks of all threads, also while the thread of the verbs hangs."""
         with tempfile.TemporaryFile("w+") as stream:

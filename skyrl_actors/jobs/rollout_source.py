@@ -48,20 +48,20 @@ def params_of(config: RlConfig, num_samples: int, temperature: float) -> Samplin
     )
 
 
-class Tally:
+class RolloutCounts:
     """Counts of the episodes since the last batch."""
 
     def __init__(self) -> None:
-        self.counts = dict.fromkeys(COUNTED, 0)
+        self.by_name = dict.fromkeys(COUNTED, 0)
         self.rollouts: list[Rollout] = []
 
     def add(self, drawn: Rollouts) -> None:
-        self.counts["episodes_failed"] += drawn.failures.total()
-        self.counts["prompts_too_long"] += drawn.long_prompts
-        self.counts["sampled_tokens"] += sum(int(r.sampled.sum()) for r in drawn.rollouts)
+        self.by_name["episodes_failed"] += drawn.failures.total()
+        self.by_name["prompts_too_long"] += drawn.long_prompts
+        self.by_name["sampled_tokens"] += sum(int(r.sampled.sum()) for r in drawn.rollouts)
 
     def metrics(self) -> dict[str, float]:
-        found = {name: float(value) for name, value in self.counts.items()}
+        found = {name: float(value) for name, value in self.by_name.items()}
         if not self.rollouts:
             return found
         return found | {
@@ -114,7 +114,7 @@ class RolloutSource:
         batch, place = divmod(index, self.config.prompts)
         return self.tasks.batch(self.config.prompts, batch)[place]
 
-    def useful(self, rollouts: list[Rollout], tally: Tally) -> list[Rollout]:
+    def useful(self, rollouts: list[Rollout], counts: RolloutCounts) -> list[Rollout]:
         """Return the rollouts that pass the filter."""
         if self.config.filter.type == "none" or not rollouts:
             return rollouts
@@ -122,7 +122,7 @@ class RolloutSource:
         # Compare rewards without the length penalty: two wrong answers of different length have
         # no spread. Rounding is needed because 0.3 - 0.9 + 0.9 is not exactly 0.3.
         kept = varied(np.round([r.reward - r.overlong for r in rollouts], 9), groups)
-        tally.counts["prompts_without_spread"] += len(set(groups.tolist())) - len(kept)
+        counts.by_name["prompts_without_spread"] += len(set(groups.tolist())) - len(kept)
         return [r for r in rollouts if r.group in kept]
 
     @property
@@ -136,19 +136,21 @@ class RolloutSource:
         Returns:
             The training batch, and the number of the next batch of tasks.
         """
-        tally, kept, number = Tally(), list[Rollout](), first
+        counts, kept, number = RolloutCounts(), list[Rollout](), first
         while (
             number - first < self.most_batches
             and len({r.group for r in kept}) < self.config.prompts
         ):
             tasks = self.tasks.batch(self.config.prompts, number)
             number += 1
-            tally.counts["batches_drawn"] += 1
+            counts.by_name["batches_drawn"] += 1
             drawn = await self.play(weights, tasks, number)
             self.check(drawn)
-            tally.add(drawn)
-            tally.rollouts += drawn.rollouts
+            counts.add(drawn)
+            counts.rollouts += drawn.rollouts
             offset = self.config.prompts * number
-            kept += [replace(r, group=offset + r.group) for r in self.useful(drawn.rollouts, tally)]
+            kept += [
+                replace(r, group=offset + r.group) for r in self.useful(drawn.rollouts, counts)
+            ]
         wanted = set(sorted({r.group for r in kept})[: self.config.prompts])
-        return TrainingBatch([r for r in kept if r.group in wanted], tally.metrics()), number
+        return TrainingBatch([r for r in kept if r.group in wanted], counts.metrics()), number

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from skyrl_actors.config.schedules import Asynchronous
 from skyrl_actors.jobs.episodes import Newest, Rollouts
 from skyrl_actors.jobs.rollout import Rollout, Weights
-from skyrl_actors.jobs.rollout_source import RolloutSource, Tally, TrainingBatch
+from skyrl_actors.jobs.rollout_source import RolloutCounts, RolloutSource, TrainingBatch
 from skyrl_actors.jobs.staleness import Window
 
 ScheduleState = dict[str, Any]
@@ -124,7 +124,7 @@ class Stream:
         self._finished: dict[int, list[Rollout]] = {}
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
-        self._tally, self._unchecked = Tally(), Rollouts()
+        self._counts, self._unchecked = RolloutCounts(), Rollouts()
         self._num_ended = 0  # groups since the last batch
 
     async def batch(self, iteration: int) -> TrainingBatch:
@@ -171,15 +171,15 @@ class Stream:
             weights, [self._rollout_source.task(group)], group + 1
         )
         self._num_ended += 1
-        self._tally.add(drawn)
+        self._counts.add(drawn)
         self._check(drawn)
         rollouts = [replace(r, group=group) for r in drawn.rollouts]
-        kept = self._rollout_source.useful(rollouts, self._tally)
+        kept = self._rollout_source.useful(rollouts, self._counts)
         if kept or self._rollout_source.config.filter.type == "none":
             self._finished[group] = kept
             self._window.finished(group)
         else:
-            self._tally.rollouts += rollouts
+            self._counts.rollouts += rollouts
             self._window.dropped(group)
         del self._playing[group]
         self._fill()
@@ -200,12 +200,12 @@ class Stream:
 
     def _collect(self, groups: list[int]) -> TrainingBatch:
         rollouts = [rollout for group in groups for rollout in self._finished.pop(group)]
-        self._tally.rollouts += rollouts
-        self._tally.counts["batches_drawn"] = -(
+        self._counts.rollouts += rollouts
+        self._counts.by_name["batches_drawn"] = -(
             -self._num_ended // self._rollout_source.config.prompts
         )
-        metrics = self._tally.metrics()
-        self._tally, self._num_ended = Tally(), 0
+        metrics = self._counts.metrics()
+        self._counts, self._num_ended = RolloutCounts(), 0
         return TrainingBatch(rollouts, metrics)
 
     def state(self) -> ScheduleState:

@@ -154,8 +154,8 @@ class SqlJournal:
     async def trimmed(self, model_id: str) -> int:
         return await self._read(self.store.trimmed, model_id)
 
-    async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
-        return await self._read(self.store.remembered, stream, before, limit)
+    async def newest_answered(self, stream: str, before: int, limit: int) -> list[Operation]:
+        return await self._read(self.store.newest_answered, stream, before, limit)
 
     async def snapshots(self, model_id: str) -> list[SnapshotTaken]:
         return await self._read(self.store.snapshots, model_id)

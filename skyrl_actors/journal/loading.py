@@ -130,7 +130,9 @@ def _changes(connection: sa.Connection, model_id: str, since: int) -> Sequence[O
     return [operation_of(row) for row in connection.execute(query.order_by(OP.number))]
 
 
-def remembered(connection: sa.Connection, stream: str, before: int, limit: int) -> list[Operation]:
+def newest_answered(
+    connection: sa.Connection, stream: str, before: int, limit: int
+) -> list[Operation]:
     """Return the newest answered operations of a stream below `before`, in order.
 
     Only operations with a sequence number are included.

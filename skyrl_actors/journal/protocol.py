@@ -55,7 +55,7 @@ class Journal(Protocol):
         """
         ...
 
-    async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+    async def newest_answered(self, stream: str, before: int, limit: int) -> list[Operation]:
         """Return a stream's newest `limit` answered operations below `before`, in order.
 
         Only operations with a sequence number are included.

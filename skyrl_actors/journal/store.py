@@ -24,7 +24,7 @@ from tenacity import (
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.encoding import UNENCODABLE, encode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
-from skyrl_actors.journal.loading import load, remembered
+from skyrl_actors.journal.loading import load, newest_answered
 from skyrl_actors.journal.packs import Pack, PackStore
 from skyrl_actors.journal.redo import Commit, CommitsLost, RedoLog, Statement
 from skyrl_actors.journal.rows import operation_of, record_of, statements
@@ -284,9 +284,9 @@ class Store:
         with self.engine.connect() as connection:
             return set(connection.execute(sa.select(column.number).where(*where)).scalars())
 
-    def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+    def newest_answered(self, stream: str, before: int, limit: int) -> list[Operation]:
         with self.engine.connect() as connection:
-            return remembered(connection, stream, before, limit)
+            return newest_answered(connection, stream, before, limit)
 
     def mark_last_number(self) -> None:
         """Store the last number before rows are removed, so that it is not used again."""

@@ -6,10 +6,10 @@ SkyrlActorsError
 │   ├── NotFound          an id or a tinker path that does not exist
 │   ├── Conflict          a sequence number used with another body, or a name that is taken
 │   └── CapacityError     a limit is reached; free an object or raise the limit in the config
-├── ConfigError           found before any process starts
+├── ConfigError           a setting or an argument that cannot work, found before work begins
 └── InternalError         a fault of the service or the machine; the request itself was valid
-    ├── StateLost         the ranks that held a model's state died, hang, or stopped half-way:
-    │   │                 restore the state and repeat the request
+    ├── StateLost         ranks that held a model's state, or an engine, died, hang or stopped
+    │   │                 half-way: restore the state and repeat the request
     │   ├── CollectiveFailed   the ranks cannot communicate any more and must be restarted
     │   └── PartDown           a part that the work needs is being restarted, for another reason:
     │                          repeat the request when it is up
@@ -28,7 +28,8 @@ Category = Literal["user", "server"]
 class SkyrlActorsError(Exception):
     """Base of all errors that this package raises on purpose.
 
-    `category` and `status` tell clients who is at fault, over HTTP too.
+    `category` tells clients who is at fault. `status` is the HTTP status of user errors; all
+    others are answered with 503, which SDKs retry.
     """
 
     category: Category = "server"

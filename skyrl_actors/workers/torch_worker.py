@@ -161,8 +161,8 @@ class TorchWorker:
     def _output(self, part: Rows, seconds: float) -> RowOutput:
         field = "values" if part.model.spec.role == "critic" else "logprobs"
         # The ranks of a sequence group have the same results; the first one reports them.
-        speaks = self.spec.rank % self.spec.sequence_parallel == 0
-        if not speaks:
+        reports = self.spec.rank % self.spec.sequence_parallel == 0
+        if not reports:
             part = Rows(model=part.model, columns=part.columns, rows=(), loss=part.loss)
         values, elementwise = part.in_row_order()
         return RowOutput(

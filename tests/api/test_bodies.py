@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_actors.api import apart, openai_wire, schema, wire
+from skyrl_actors.api import cpu_bound, openai_wire, schema, wire
 from skyrl_actors.api.app import room_for
 from skyrl_actors.api.body_limits import SMALL_BYTES, check_completion, check_sample, limit_of
 from skyrl_actors.api.parts import check_json_size, check_proto_size
@@ -119,7 +119,7 @@ def test_json_of_many_small_parts_is_refused_before_it_is_parsed(body: bytes, ex
 
 
 async def test_large_json_is_decoded_equally_in_another_process(tmp_path: Path):
-    assert await apart.run_apart(os.getpid) != os.getpid()
+    assert await cpu_bound.run_in_process(os.getpid) != os.getpid()
     tokens = np.arange(300).tolist()
     tensor = {"data": tokens, "dtype": "int64", "shape": [300]}
     datum = {
@@ -138,7 +138,7 @@ async def test_large_json_is_decoded_equally_in_another_process(tmp_path: Path):
                 "model_id": model_id,
                 "forward_backward_input": {"data": [datum] * count, "loss_fn": "cross_entropy"},
             }
-            assert (len(json.dumps(body)) > apart.PROCESS_BYTES) == (count == 700)
+            assert (len(json.dumps(body)) > cpu_bound.PROCESS_BYTES) == (count == 700)
             future = await posted(http, "/forward_backward", **body)
             answers.append(await posted(http, "/retrieve_future", request_id=future["request_id"]))
         assert [answer["metrics"]["loss:sum"] for answer in answers] == [600.0, 210_000.0]
@@ -153,8 +153,8 @@ def _dies() -> None:
 
 async def test_a_decoding_process_that_dies_is_replaced():
     with pytest.raises(Unavailable, match="died"):
-        await apart.run_apart(_dies)
-    assert await apart.run_apart(os.getpid) != os.getpid()
+        await cpu_bound.run_in_process(_dies)
+    assert await cpu_bound.run_in_process(os.getpid) != os.getpid()
 
 
 async def test_errors_of_a_large_body_equal_those_of_a_small_one(tmp_path: Path):

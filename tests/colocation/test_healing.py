@@ -67,7 +67,7 @@ class Devices:
         self._do(move)
         return 1
 
-    def remake(self, move: Move, everything: bool, reason: str) -> None:
+    def restart_now(self, move: Move, everything: bool, reason: str) -> None:
         self.remade.append((str(move), everything, reason))
         self.torn.clear()
         self._do(move)
@@ -308,7 +308,7 @@ class OnePart:
     def __init__(self, name: str):
         self.name = name
 
-    def remake(self, reason: str) -> None: ...
+    def restart_now(self, reason: str) -> None: ...
 
 
 async def test_unfinished_parts_of_a_move_are_known_after_all_parts_ended():

@@ -52,7 +52,7 @@ class Recorder:
         self.moves.append(str(move))
         return BYTES[move.part]
 
-    def remake(self, move: Move, everything: bool, reason: str) -> None:
+    def restart_now(self, move: Move, everything: bool, reason: str) -> None:
         raise AssertionError("nothing failed")
 
 

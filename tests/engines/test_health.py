@@ -69,5 +69,5 @@ async def test_a_detached_engine_that_dies_is_not_lost_and_not_restarted():
     await engine.detach()
     engine.died("stopped")
     assert said == ["lost e: killed"] and engine.health == "DEAD" and engine.given_up
-    engine.revive()
+    engine.restart_if_dead()
     assert engine.given_up

@@ -83,7 +83,7 @@ class Made:
                 1,
                 False,
                 self.messages.append,
-                self.calm,
+                self.wait_until_settled,
             )
             self.standby.refill()
         builder = GroupBuilder(
@@ -103,9 +103,9 @@ class Made:
         await self.supervisor.start()
         return self.supervisor
 
-    async def calm(self) -> None:
+    async def wait_until_settled(self) -> None:
         assert self.supervisor is not None
-        await self.supervisor.calm()
+        await self.supervisor.wait_until_settled()
 
     async def close(self) -> None:
         if self.supervisor is None:

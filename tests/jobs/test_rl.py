@@ -13,7 +13,7 @@ from skyrl_actors.jobs.episodes import Rollouts
 from skyrl_actors.jobs.preferences import logistic
 from skyrl_actors.jobs.rl import RlJob
 from skyrl_actors.jobs.rollout import Piece, Rollout
-from skyrl_actors.jobs.rollout_source import RolloutSource, Tally
+from skyrl_actors.jobs.rollout_source import RolloutCounts, RolloutSource
 from skyrl_actors.jobs.update import Batch, Updates, adam_of, off_policy
 from skyrl_actors.messages.errors import InternalError
 
@@ -191,12 +191,12 @@ def test_learning_rates_fall_linearly_to_the_final_share():
 def test_prompts_with_equal_rewards_are_left_out():
     source, tally = (
         RolloutSource(job(type="dapo").config, cast(Any, None), cast(Any, None), print),
-        Tally(),
+        RolloutCounts(),
     )
     tally.add(Rollouts(rollouts=batch().rollouts, episodes=4))
     kept = source.useful(batch().rollouts, tally)
     assert [r.group for r in kept] == [0, 0]
-    assert tally.counts == {
+    assert tally.by_name == {
         "episodes_failed": 0,
         "prompts_too_long": 0,
         "prompts_without_spread": 1,
@@ -208,7 +208,7 @@ def test_prompts_with_equal_rewards_are_left_out():
 def test_length_penalties_do_not_count_as_spread():
     source, tally = (
         RolloutSource(job(type="dapo").config, cast(Any, None), cast(Any, None), print),
-        Tally(),
+        RolloutCounts(),
     )
     first, second = batch().rollouts[:2]
     wrong = [replace(r, rewards=np.zeros(len(r.answer)), overlong=0.0) for r in (first, second)]
@@ -217,7 +217,7 @@ def test_length_penalties_do_not_count_as_spread():
     )
     assert (
         source.useful([wrong[0], longer], tally) == []
-        and tally.counts["prompts_without_spread"] == 1
+        and tally.by_name["prompts_without_spread"] == 1
     )
     # Two answers of the same reward without the penalty have no spread, in spite of rounding.
     for penalty in np.linspace(0, 1, 1001):

@@ -129,8 +129,8 @@ async def test_old_samples_of_an_open_session_are_removed_and_younger_ones_kept(
         if blob
     }
     assert {file.name for file in (journal.folder / "packs").iterdir()} == used
-    remembered = await journal.remembered("s:sample:0", 10**6, 5)
-    assert [op.seq_id for op in remembered] == [16, 17, 18, 19, 20]
+    newest_answered = await journal.newest_answered("s:sample:0", 10**6, 5)
+    assert [op.seq_id for op in newest_answered] == [16, 17, 18, 19, 20]
     await journal.close()
 
 
@@ -296,7 +296,7 @@ async def test_queries_of_a_sweep_and_a_start_use_indexes(config: JournalConfig,
 
     await journal.sweep()
     journal.store.begin_epoch("y")
-    await journal.remembered("s:sample:0", 10, 10)
+    await journal.newest_answered("s:sample:0", 10, 10)
     scans = [plan for plan in plans if plan.startswith("SCAN operations")]
     newest = [
         plan for plan in scans if "LIMIT" in plan and "ORDER BY operations.number DESC" in plan

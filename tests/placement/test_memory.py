@@ -12,9 +12,9 @@ import torch
 from placement.memory import (
     ADAPTER_BYTES,
     PHASES,
-    EngineAsk,
+    EngineLayout,
     MemoryPlan,
-    TrainerAsk,
+    TrainerLayout,
     activation_bytes,
     complaints,
     engine_parts,
@@ -100,7 +100,7 @@ def test_weights_and_activations_equal_those_of_torch(tmp_path: Path, name: str)
             )
         measured = sum(size for pointer, size in kept.items() if pointer not in own)
         number = 4 if dtype == "float32" else 2
-        ask = TrainerAsk(
+        ask = TrainerLayout(
             kind="policy",
             ranks=1,
             compute_bytes=number,
@@ -129,7 +129,7 @@ def test_a_flat_full_fine_tune_has_the_bytes_of_the_plan(tmp_path: Path):
     assert isinstance(state, FlatState) and state.gradients is not None
     assert state._lower is not None  # type: ignore[reportPrivateUsage]
     held = state.weights.nbytes + state._lower.nbytes  # type: ignore[reportPrivateUsage]
-    ask = TrainerAsk(
+    ask = TrainerLayout(
         kind="policy",
         ranks=1,
         compute_bytes=2,
@@ -167,7 +167,7 @@ def test_the_gradient_of_a_trained_head_has_the_bytes_of_the_plan(
     )
     measured = peak_bytes(lambda: torch.autograd.grad(logprobs.sum(), weight))
     shape = replace(QWEN3_8B, vocab=words, hidden=width)
-    ask = TrainerAsk(
+    ask = TrainerLayout(
         kind="policy",
         ranks=1,
         compute_bytes=4 if dtype == "float32" else 2,
@@ -200,7 +200,7 @@ def test_an_adapter_has_the_bytes_of_the_plan_also_under_a_lower_precision(tmp_p
         state.gradients,
         *(state.optimizer_tensors()[kind] for kind in ("exp_avg", "exp_avg_sq")),
     ]
-    ask = TrainerAsk(
+    ask = TrainerLayout(
         kind="policy",
         ranks=1,
         compute_bytes=2,
@@ -381,7 +381,7 @@ def test_offloaded_parts_are_counted_in_host_memory():
 
 def test_tensor_parallelism_divides_the_memory_of_an_engine():
     def weights(devices: int) -> int:
-        ask = EngineAsk(
+        ask = EngineLayout(
             devices=devices,
             weight_bytes=2,
             kv_bytes=2**30,

@@ -214,7 +214,7 @@ class Devices:
             kind - 1
         ]
 
-    def remake(self, move: Move, everything: bool, reason: str) -> None:
+    def restart_now(self, move: Move, everything: bool, reason: str) -> None:
         if everything or move.part in OF_RANK:
             self.machines.kill_rank()
         if (everything or move.part not in OF_RANK) and self.engine.is_set():

@@ -168,7 +168,7 @@ class SimJournal:
         await self._pass_time()
         return 0
 
-    async def remembered(self, stream: str, before: int, limit: int) -> list[Operation]:
+    async def newest_answered(self, stream: str, before: int, limit: int) -> list[Operation]:
         await self._pass_time()
         mine = [
             op for op in self.disk.operations.values() if op.stream == stream and op.number < before

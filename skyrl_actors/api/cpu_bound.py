@@ -24,7 +24,7 @@ _processes: RunVar[anyio.CapacityLimiter] = RunVar("processes of large requests"
 _threads: RunVar[anyio.CapacityLimiter] = RunVar("threads of large requests")
 
 
-async def run_apart(function: Callable[..., R], *arguments: Any) -> R:
+async def run_in_process(function: Callable[..., R], *arguments: Any) -> R:
     """Run a module-level function in a worker process, one at a time.
 
     Arguments and result are pickled. Raises the function's errors, and Unavailable when the process
@@ -58,7 +58,7 @@ async def run_in_thread(function: Callable[..., R], *arguments: Any) -> R:
 async def run_sized(num_bytes: int, function: Callable[..., R], *arguments: Any) -> R:
     """Run the function here, in a thread or in another process, by the size of its input."""
     if num_bytes > PROCESS_BYTES:
-        return await run_apart(function, *arguments)
+        return await run_in_process(function, *arguments)
     if num_bytes > THREAD_BYTES:
         return await run_in_thread(function, *arguments)
     return function(*arguments)
