@@ -162,7 +162,7 @@ def snapshots() -> dict[str, Any]:
     """
     from skyrl_actors.journal.snapshots import SnapshotFolders
     from skyrl_actors.messages.model import AdamParams
-    from skyrl_actors.workers.interface import WorkerSpec
+    from skyrl_actors.workers.interface import PartCall, WorkerSpec
     from skyrl_actors.workers.torch_worker import TorchWorker
 
     worker = TorchWorker(
@@ -188,7 +188,10 @@ def snapshots() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, lora in (("lora_rank_32", LoraSpec(rank=32)), ("full_fine_tune", None)):
         worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora))
-        worker.forward_backward((0,), "m", columns, LossCall("cross_entropy", {}), False)
+        part = PartCall(
+            model_id="m", rows=(0,), columns=columns, loss=LossCall("cross_entropy", {})
+        )
+        worker.forward_backward((part,), False)
         worker.optim_step("m", AdamParams())
         copies, writes, size = [], [], 0
         for number in range(9):

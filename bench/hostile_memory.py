@@ -14,6 +14,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,7 @@ class Served:
 class WideBackend(AnsweringBackend):
     async def start(self, epoch: int) -> Any:
         able = await super().start(epoch)
-        return type(able)(
-            able.base_model, able.base_folder, 320, ROW_TOKENS, ROW_TOKENS, able.roles
-        )
+        return replace(able, max_context_tokens=ROW_TOKENS, max_sample_tokens=ROW_TOKENS)
 
 
 async def serve(folder: Path, queued_bytes: int) -> None:

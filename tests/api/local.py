@@ -50,8 +50,15 @@ class AnsweringBackend(FakeBackend):
         self.sampled: list[str] = []
 
     async def start(self, epoch: int) -> Any:
-        return type(await super().start(epoch))(
-            MODEL, self.base_folder, 320, 512, 512, ("policy", "critic"), adapters=self.adapters
+        return replace(
+            await super().start(epoch),
+            base_model=MODEL,
+            base_folder=self.base_folder,
+            vocab_size=320,
+            max_context_tokens=512,
+            max_sample_tokens=512,
+            roles=("policy", "critic"),
+            adapters=self.adapters,
         )
 
     async def forward_backward(

@@ -15,7 +15,7 @@ import uvloop
 
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.remote import ActorDied
-from skyrl_actors.transport import frames, handshake, rpc
+from skyrl_actors.transport import frames, handshake, rpc, rpc_server
 from skyrl_actors.transport.frames import HEAD, FrameStream
 from skyrl_actors.transport.handshake import Challenge
 from skyrl_actors.transport.rpc import Address, Connection, Deferred, RpcClient
@@ -217,7 +217,7 @@ async def test_a_client_that_reads_slowly_is_served():
 
 
 async def test_running_calls_of_a_connection_are_limited(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rpc, "MOST_CALLS", 5)
+    monkeypatch.setattr(rpc_server, "MOST_CALLS", 5)
     served = Served()
     stream = await connected(await served.find())
     stream.serve(lambda body, arrays: None)
@@ -232,7 +232,7 @@ async def test_running_calls_of_a_connection_are_limited(monkeypatch: pytest.Mon
 
 
 async def test_bytes_of_running_calls_are_limited(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rpc, "MOST_CALL_BYTES", 4 * MIB)
+    monkeypatch.setattr(rpc_server, "MOST_CALL_BYTES", 4 * MIB)
     served = Served()
     client = RpcClient(served.find)
     calls = [asyncio.create_task(client.call(Target.wait, bytes(MIB))) for _ in range(12)]
@@ -456,7 +456,7 @@ def test_a_proof_is_valid_for_one_side_of_one_connection():
 async def test_unauthenticated_connections_are_limited_and_do_not_block_clients(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(rpc, "MOST_UNKNOWN", 8)
+    monkeypatch.setattr(rpc_server, "MOST_UNKNOWN", 8)
     served = Served()
     address = await served.find()
     async with AsyncExitStack() as stack:
@@ -478,7 +478,7 @@ async def test_unauthenticated_connections_are_limited_and_do_not_block_clients(
 async def test_an_unauthenticated_connection_without_data_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(rpc, "HELLO_S", 0.2)
+    monkeypatch.setattr(rpc_server, "HELLO_S", 0.2)
     served = Served()
     address = await served.find()
     reader, writer = await asyncio.open_connection(address.host, address.port)
