@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 
 KV_BYTES = 256 * 2**20
 
+
 async def main(folder: str, devices: int, work: Path) -> None:
     from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec
     from skyrl_actors.engines.vllm_engine import VllmEngine
@@ -46,7 +47,19 @@ async def main(folder: str, devices: int, work: Path) -> None:
     from skyrl_actors.workers.torch_worker import TorchWorker
 
     torch.set_num_threads(1)
-    worker = TorchWorker(WorkerSpec("policy", 0, 1, folder, "float32", "cpu", 1, 512, 60.0))
+    worker = TorchWorker(
+        WorkerSpec(
+            role="policy",
+            rank=0,
+            world_size=1,
+            base_folder=folder,
+            dtype="float32",
+            device="cpu",
+            num_threads=1,
+            microbatch_tokens=512,
+            collective_timeout_s=60.0,
+        )
+    )
     worker.setup("127.0.0.1", 0)
     call = losses.find("cross_entropy").checked({})
     tokens = np.random.default_rng(0).integers(0, 256, 24).astype(np.int32)
@@ -56,20 +69,37 @@ async def main(folder: str, devices: int, work: Path) -> None:
         if spec.model_id not in worker.models:
             worker.create_model(spec)
         for _ in range(steps):
-            worker.forward_backward((PartCall(spec.model_id, (0,), row, call),), False)
-            worker.optim_step(spec.model_id, AdamParams(0.01))
+            worker.forward_backward(
+                (PartCall(model_id=spec.model_id, rows=(0,), columns=row, loss=call),), False
+            )
+            worker.optim_step(spec.model_id, AdamParams(learning_rate=0.01))
 
     def of_trainer(model_id: str) -> list[float]:
-        (output,) = worker.forward_backward((PartCall(model_id, (0,), row, call),), True)
+        (output,) = worker.forward_backward(
+            (PartCall(model_id=model_id, rows=(0,), columns=row, loss=call),), True
+        )
         return output.values.tolist()
 
     engine = VllmEngine(
         EngineSpec(
-            "e", folder, "cpu", "float32", 256, 8, 512, KV_BYTES, 3, 8, 8, True, 60.0, devices
+            name="e",
+            base_folder=folder,
+            device="cpu",
+            dtype="float32",
+            max_model_len=256,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            kv_cache_bytes=KV_BYTES,
+            max_loras=3,
+            max_lora_rank=8,
+            max_adapters=8,
+            enforce_eager=True,
+            call_timeout_s=60.0,
+            tensor_parallel=devices,
         )
     )
     await engine.start()
-    params = SamplingParams(1, temperature=0.0, prompt_logprobs=True)
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
     numbers = iter(range(100))
 
     async def of_engine(version: str, adapter=None) -> list[float]:
@@ -82,7 +112,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
         return json.dumps(await engine.llm.compute_weight_checksums(), sort_keys=True)
 
     said = {}
-    spec = ModelSpec("full", "tiny")
+    spec = ModelSpec(model_id="full", base_model="tiny")
     worker.create_model(spec)
     said["base"] = [of_trainer("full"), await of_engine(BASE_VERSION)]
 
@@ -155,11 +185,11 @@ async def main(folder: str, devices: int, work: Path) -> None:
     await engine.load_full(BASE_VERSION, full_manifests(Path(folder), BASE_VERSION))
     adapters = {}
     for i in range(3):
-        lora = ModelSpec(f"a{i}", "tiny", lora=LoraSpec(8), seed=i)
+        lora = ModelSpec(model_id=f"a{i}", base_model="tiny", lora=LoraSpec(rank=8), seed=i)
         trained(lora, 2 + i)
         adapters[f"a{i}"] = worker.export_weights(f"a{i}", str(work / f"a{i}@1"), f"a{i}@1", True)
     wanted = {name: of_trainer(name) for name in adapters} | {"base": said["base"][0]}
-    trained(ModelSpec("a0", "tiny", lora=LoraSpec(8)), 2)
+    trained(ModelSpec(model_id="a0", base_model="tiny", lora=LoraSpec(rank=8)), 2)
 
     async def update() -> list[float]:
         newer = worker.export_weights("a0", str(work / "a0@2"), "a0@2", False)
@@ -169,7 +199,6 @@ async def main(folder: str, devices: int, work: Path) -> None:
     found = await asyncio.gather(
         *(of_engine(version, manifest) for version, manifest in twice),
         of_engine(BASE_VERSION),
-
         update(),
     )
     said["adapters"] = [
@@ -239,6 +268,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
     linear = torch.nn.Linear(2, 2)
     said["outside"] = [vllm_patches.apply(None), vllm_patches.repack_tied_heads(linear)]
     print(json.dumps(said))
+
 
 if __name__ == "__main__":
     asyncio.run(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])))
