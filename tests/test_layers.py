@@ -178,7 +178,6 @@ LARGER_MODULES = {
 LONGER_FUNCTIONS = {
     "placement/memory.py:trainer_parts": 75,
     "skyrl_actors/backends/ray_backend.py:start": 78,
-    "skyrl_actors/engines/build.py:build_pool": 76,
 }
 LAYOUT = {
     tokenize.COMMENT,

@@ -1,23 +1,19 @@
 """Build the pool of engines from the configuration and the placement plan."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup
 
-from placement.types import Plan
+from placement.types import Plan, Slot
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.external_engine import ExternalEngine
-from skyrl_actors.engines.interface import (
-    EngineSpec,
-)
+from skyrl_actors.engines.interface import EngineSpec
 from skyrl_actors.engines.local_engine import EngineSite, LocalEngine
 from skyrl_actors.engines.logprob_check import LogprobCheck
 from skyrl_actors.engines.pool import Deliver, EnginePool
-from skyrl_actors.messages.errors import (
-    ConfigError,
-)
+from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.transfer.transport import EnginePlace
 
 
@@ -41,35 +37,9 @@ def build_pool(
     )
     pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
     for index, slots in enumerate(plan.actors_of("engine")):
-        over_nodes = len({slot.node for slot in slots}) > 1
-        ids = (
-            ()
-            if over_nodes
-            else tuple(devices[slot.index] for slot in slots if slot.index in devices)
-        )
-        spec = EngineSpec(
-            name=f"engine[{index}]",
-            base_folder=str(base_folder),
-            device=config.placement.device,
-            dtype=engine.dtype,
-            max_model_len=engine.max_model_len,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            kv_cache_bytes=engine.kv_cache_bytes,
-            max_loras=engine.max_loras,
-            max_lora_rank=config.lora.max_rank,
-            max_adapters=config.engine_adapters,
-            enforce_eager=engine.enforce_eager,
-            call_timeout_s=engine.call_timeout_s,
-            tensor_parallel=engine.tensor_parallel,
-            pipeline_parallel=engine.pipeline_parallel,
-            device_ids=ids,
-            over_nodes=over_nodes,
-            keeps_in_flight=engine.in_flight == "keep",
-            takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",
-        )
+        spec = _spec_of(index, slots, devices, config, base_folder)
         own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
-        if over_nodes:  # vLLM creates its workers as Ray actors in these bundles
+        if spec.over_nodes:  # vLLM creates its workers as Ray actors in these bundles
             bundles = ",".join(str(slot.index) for slot in slots)
             own |= {
                 "VLLM_RAY_BUNDLE_INDICES": bundles,
@@ -86,7 +56,7 @@ def build_pool(
             on_gpu=on_gpu,
             environment=own,
             detached=detached,
-            over_nodes=over_nodes,
+            over_nodes=spec.over_nodes,
         )
         beside = [
             rank
@@ -99,6 +69,39 @@ def build_pool(
         )
     pool.engines += external_members(config, report)
     return pool
+
+
+def _spec_of(
+    index: int,
+    slots: Sequence[Slot],
+    devices: Mapping[int, str],
+    config: ClusterConfig,
+    base_folder: Path,
+) -> EngineSpec:
+    engine = config.engine
+    over_nodes = len({slot.node for slot in slots}) > 1
+    ids = [devices[slot.index] for slot in slots if slot.index in devices]
+    return EngineSpec(
+        name=f"engine[{index}]",
+        base_folder=str(base_folder),
+        device=config.placement.device,
+        dtype=engine.dtype,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        kv_cache_bytes=engine.kv_cache_bytes,
+        max_loras=engine.max_loras,
+        max_lora_rank=config.lora.max_rank,
+        max_adapters=config.engine_adapters,
+        enforce_eager=engine.enforce_eager,
+        call_timeout_s=engine.call_timeout_s,
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=engine.pipeline_parallel,
+        device_ids=() if over_nodes else tuple(ids),
+        over_nodes=over_nodes,
+        keeps_in_flight=engine.in_flight == "keep",
+        takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",
+    )
 
 
 def external_members(config: ClusterConfig, report: Callable[[str], None]) -> list[ExternalEngine]:
