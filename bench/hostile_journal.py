@@ -140,6 +140,7 @@ async def fill(folder: Path, samples: int) -> None:
             connection.execute(sa.insert(tables.operations), made)
             connection.execute(sa.insert(tables.packs), counted)
     await journal.close()
+    os.sync()  # what was written here must not be written back while writes are measured
 
 
 def restart(folder: Path) -> dict[str, float]:
