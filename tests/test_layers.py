@@ -15,18 +15,25 @@ PACKAGES: dict[str, set[str]] = {
     "messages": set(),
     "config": {"messages"},
     "losses": {"messages"},
-    "colocation": {"messages"},
+    "colocation": {"messages", "supervision"},
     "observe": {"messages"},
     "workers": {"config", "losses", "messages", "storage", "transport"},
     "transport": {"messages", "remote"},
     "remote": {"messages"},
-    "backoff": {"config"},
+    "supervision": {"config", "messages", "remote"},
     "migrations": set(),
     "journal": {"clock", "config", "messages", "migrations", "storage"},
-    "groups": {"backoff", "config", "messages", "observe", "placement", "remote", "workers"},
+    "groups": {
+        "config",
+        "messages",
+        "observe",
+        "placement",
+        "remote",
+        "supervision",
+        "workers",
+    },
     "transfer": {"config", "groups", "messages", "remote"},
     "engines": {
-        "backoff",
         "colocation",
         "config",
         "messages",
@@ -34,6 +41,7 @@ PACKAGES: dict[str, set[str]] = {
         "placement",
         "remote",
         "storage",
+        "supervision",
         "transfer",
         "transport",
     },
@@ -94,6 +102,7 @@ PACKAGES: dict[str, set[str]] = {
 }
 # Packages that may import only some modules of another package.
 NARROW = {
+    "colocation": {"supervision": {"skyrl_actors.supervision.backoff"}},
     "controller": {"backends": {"skyrl_actors.backends.backend", "skyrl_actors.backends.build"}},
     "api": {
         "controller": {

@@ -173,7 +173,7 @@ class ExternalEngine(EngineReplica):
         )
 
     async def detach(self) -> None:
-        await self._stop_restarts()
+        await super().detach()
 
     async def close(self) -> None:
         """Stop watching and remove this service's adapters; the server keeps running."""
