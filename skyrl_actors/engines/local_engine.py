@@ -170,7 +170,7 @@ class LocalEngine(EngineReplica):
         await self._ask([actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
         self._report(f"{self.name}: ready ({time.perf_counter() - started:.1f} s)")
         self.lock = self._new_lock(BASE_VERSION)
-        self.delivered, self.agreed = {}, {}
+        self._begin_incarnation()
         self._watch()
 
     def _watch(self) -> None:

@@ -11,12 +11,12 @@ from ray.actor import ActorHandle
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.engines.interface import BASE_VERSION, EngineStatus
-from skyrl_actors.messages.weights import WeightStream
 from skyrl_actors.supervision.supervisor import Supervisor
 from skyrl_actors.transfer.transport import EnginePlace
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Incarnation = tuple[str, int]  # an engine's name and the number of its start
 
 
 class EngineReplica(Supervisor):
@@ -32,9 +32,7 @@ class EngineReplica(Supervisor):
 
     def __init__(self, name: str, restart: RestartConfig, report: Callable[[str], None]):
         super().__init__(name, restart, report)
-        self.delivered: dict[str, asyncio.Task[WeightStream | None]] = {}
-        # Logprob checks by version; a finished task means that engine and trainer agree.
-        self.agreed: dict[str, asyncio.Task[None]] = {}
+        self.incarnation: Incarnation = (name, 0)
         self.wanted = BASE_VERSION  # the full weights that were requested last
         self.moving = asyncio.Lock()  # held while it goes to sleep or loads weights
         self.joining: Callable[[], AbstractAsyncContextManager[None]] | None = None
@@ -53,6 +51,11 @@ class EngineReplica(Supervisor):
 
     @abstractmethod
     async def status(self) -> EngineStatus: ...
+
+    def _begin_incarnation(self) -> None:
+        """Forget what the engine had before this start."""
+        name, number = self.incarnation
+        self.incarnation = (name, number + 1)
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no new samples; running ones may end within `timeout_s`."""
