@@ -75,6 +75,7 @@ class RayBackend:
         self._standby: Standby | None = None
         self._phase_lock: PhaseLock = SplitPhaseLock()
         self._monitoring: Monitoring | None = None
+        self._attempts = itertools.count()
 
     async def start(self, epoch: int) -> Capabilities:
         """Reserve the slots; take over or start groups and engines.
@@ -493,49 +494,26 @@ class RayBackend:
         params: SamplingParams,
         weights: SamplerWeights,
     ) -> SampleOutput:
-        """Sample. When an engine dies, run again with the same seed on another or restarted one.
+        """Sample once.
 
         No phase is held while this waits for an engine, because an engine needs a phase to join.
         """
-        try:
-            with self.engines.versions.using(weights):
-                return await self._sampled(request_id, prompt, params, weights)
-        finally:
-            self.end_stream(request_id)
-
-    async def _sampled(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        weights: SamplerWeights,
-    ) -> SampleOutput:
-        attempts, engine = self.config.restart.attempts, self.config.engine
-        lost, runs = list[str](), itertools.count()
+        engine = self.config.engine
 
         def run(outside: bool = False) -> Awaitable[SampleOutput]:
-            return self.engines.sample(
-                f"{request_id}.{next(runs)}", prompt, params, weights, outside
-            )
+            attempt_id = f"{request_id}.{next(self._attempts)}"
+            return self.engines.sample(attempt_id, prompt, params, weights, outside)
 
-        while len(lost) < attempts:
+        with self.engines.versions.using(weights):
             await self.engines.any_healthy(weights, params)
             if self._transfer.needs_group:  # weights may have to come from the trainers
                 await self.ready("policy")
-            try:
-                if self.engines.goes_outside(prompt, params, weights):
-                    return await run(outside=True)
-                if self.engines.needs_weights():
-                    async with self._phase_lock.hold(Phase.SYNC):
-                        await self.engines.preload(weights)
-                return await in_sample_phase(
-                    self._phase_lock, engine.in_flight, engine.slice_s, run
-                )
-            except StateLost as error:
-                self._report(f"sample {request_id} is run again: {error}")
-                if not isinstance(error, PartDown):
-                    lost.append(str(error))
-        raise InternalError(f"{attempts} engines died under this sample, the last one: {lost[-1]}")
+            if self.engines.goes_outside(prompt, params, weights):
+                return await run(outside=True)
+            if self.engines.needs_weights():
+                async with self._phase_lock.hold(Phase.SYNC):
+                    await self.engines.preload(weights)
+            return await in_sample_phase(self._phase_lock, engine.in_flight, engine.slice_s, run)
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
         return await self.engines.streamed.partial(request_id, have, timeout_s)
