@@ -15,18 +15,25 @@ PACKAGES: dict[str, set[str]] = {
     "messages": set(),
     "config": {"messages"},
     "losses": {"messages"},
-    "colocation": {"messages"},
+    "colocation": {"messages", "supervision"},
     "observe": {"messages"},
     "workers": {"config", "losses", "messages", "storage", "transport"},
     "transport": {"messages", "remote"},
     "remote": {"messages"},
-    "backoff": {"config"},
+    "supervision": {"config", "messages", "remote"},
     "migrations": set(),
     "journal": {"clock", "config", "messages", "migrations", "storage"},
-    "groups": {"backoff", "config", "messages", "observe", "placement", "remote", "workers"},
+    "groups": {
+        "config",
+        "messages",
+        "observe",
+        "placement",
+        "remote",
+        "supervision",
+        "workers",
+    },
     "transfer": {"config", "groups", "messages", "remote"},
     "engines": {
-        "backoff",
         "colocation",
         "config",
         "messages",
@@ -34,6 +41,7 @@ PACKAGES: dict[str, set[str]] = {
         "placement",
         "remote",
         "storage",
+        "supervision",
         "transfer",
         "transport",
     },
@@ -94,6 +102,7 @@ PACKAGES: dict[str, set[str]] = {
 }
 # Packages that may import only some modules of another package.
 NARROW = {
+    "colocation": {"supervision": {"skyrl_actors.supervision.backoff"}},
     "controller": {"backends": {"skyrl_actors.backends.backend", "skyrl_actors.backends.build"}},
     "api": {
         "controller": {
@@ -164,12 +173,10 @@ HEAVY = {
 MODULE_TOKENS, FUNCTION_LINES = 2600, 60
 # These limits may only fall.
 LARGER_MODULES = {
-    "skyrl_actors/backends/ray_backend.py": 3920,
-    "skyrl_actors/controller/controller.py": 3050,
+    "skyrl_actors/backends/ray_backend.py": 3640,
+    "skyrl_actors/controller/controller.py": 2900,
     "skyrl_actors/workers/torch_worker.py": 3760,
-    "skyrl_actors/engines/pool.py": 2870,
     "skyrl_actors/groups/actor_group.py": 3330,
-    "skyrl_actors/controller/lanes.py": 2960,
     "skyrl_actors/jobs/episodes.py": 2910,
     "skyrl_actors/engines/vllm_engine.py": 2820,
     "skyrl_actors/jobs/rl.py": 2820,

@@ -161,7 +161,11 @@ class Backend(Protocol):
         params: SamplingParams,
         weights: SamplerWeights,
     ) -> SampleOutput:
-        """Sample. If an engine dies, the sample runs again with the same seed."""
+        """Sample once.
+
+        Raises StateLost when the engine dies, PartDown when nothing was begun, and WeightsGone when
+        the version's files are missing. The caller repeats the call, with the same seed.
+        """
         ...
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
@@ -169,7 +173,7 @@ class Backend(Protocol):
         ...
 
     def end_stream(self, request_id: str) -> None:
-        """Forget a stream; its client has stopped reading."""
+        """Forget a stream: its sample has ended, or its client has stopped reading."""
         ...
 
     def fault(self) -> str | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import (
     AbstractAsyncContextManager,
@@ -16,7 +15,6 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from ray.actor import ActorHandle
 
 from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.backends.backend import Capabilities, Mixture
@@ -40,10 +38,10 @@ from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, Mo
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
-from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
+from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.transfer.build import build_transfer
+from skyrl_actors.transfer.delivery import Delivery
 from skyrl_actors.transfer.folders import manifests
-from skyrl_actors.transfer.transport import EnginePlace
 from skyrl_actors.workers.interface import TORN, TrainWorker
 
 T = TypeVar("T")
@@ -77,7 +75,7 @@ class RayBackend:
         self._standby: Standby | None = None
         self._phase_lock: PhaseLock = SplitPhaseLock()
         self._monitoring: Monitoring | None = None
-        self._in_use: Counter[str] = Counter()  # running samples by version
+        self._attempts = itertools.count()
 
     async def start(self, epoch: int) -> Capabilities:
         """Reserve the slots; take over or start groups and engines.
@@ -127,7 +125,7 @@ class RayBackend:
             reserved,
             devices,
             environment,
-            self._deliver,
+            self._delivery().deliver,
             epoch,
             self._detached,
             self._report,
@@ -240,6 +238,9 @@ class RayBackend:
         else:
             await asyncio.gather(engines(), groups())
 
+    def _delivery(self) -> Delivery:
+        return Delivery(self._transfer, self._groups["policy"], self.config.transfer.folder)
+
     @property
     def _roles(self) -> tuple[Any, ...]:
         return ("policy", "critic") if self.config.critic else ("policy",)
@@ -303,10 +304,9 @@ class RayBackend:
         self, supervisor: GroupSupervisor, group: ActorGroup, model_id: str, all_of_them: bool
     ) -> None:
         """Write versions before their weights change. One that fails is recomputed on request."""
-        in_use = [version for version, uses in self._in_use.items() if uses]
         try:
             await supervisor.guarded(
-                group.write_versions(model_id, () if all_of_them else self.engines.needless(in_use))
+                group.write_versions(model_id, () if all_of_them else self.engines.needless())
             )
         except StateLost:
             raise
@@ -485,31 +485,7 @@ class RayBackend:
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         await self.engines.drop(weights)
-        self._in_use.pop(weights.version, None)
-        exports = str(self.config.transfer.folder)
-        for part in weights.parts:
-            if part.path.startswith(exports):
-                group = await self._groups["policy"].up()
-                await self._transfer.discard(part, group, self.engines.actors)
-
-    async def _deliver(
-        self, manifest: WeightManifest, engine: ActorHandle | None, place: EnginePlace
-    ) -> WeightStream | None:
-        """Deliver a part to an engine.
-
-        The caller holds a phase, so this must not wait for a restarting group: the group may need
-        another phase.
-        """
-        if (
-            engine is None
-            or not self._transfer.needs_group
-            or not manifest.path.startswith(str(self.config.transfer.folder))
-        ):
-            return None  # the engine maps the file where it is
-        policy = self._groups["policy"]
-        if policy.group is None or policy.down is not None:
-            raise PartDown(f"the policy group is restarting: {policy.down}")
-        return await self._transfer.deliver(manifest, policy.group, engine, place)
+        await self._delivery().discard(weights, self.engines.actors)
 
     async def sample(
         self,
@@ -518,56 +494,32 @@ class RayBackend:
         params: SamplingParams,
         weights: SamplerWeights,
     ) -> SampleOutput:
-        """Sample. When an engine dies, run again with the same seed on another or restarted one.
+        """Sample once.
 
         No phase is held while this waits for an engine, because an engine needs a phase to join.
         """
-        self._in_use[weights.version] += 1
-        try:
-            return await self._sampled(request_id, prompt, params, weights)
-        finally:
-            self._in_use[weights.version] -= 1
-            self.end_stream(request_id)
-
-    async def _sampled(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        weights: SamplerWeights,
-    ) -> SampleOutput:
-        attempts, engine = self.config.restart.attempts, self.config.engine
-        lost, runs = list[str](), itertools.count()
+        engine = self.config.engine
 
         def run(outside: bool = False) -> Awaitable[SampleOutput]:
-            return self.engines.sample(
-                f"{request_id}.{next(runs)}", prompt, params, weights, outside
-            )
+            attempt_id = f"{request_id}.{next(self._attempts)}"
+            return self.engines.sample(attempt_id, prompt, params, weights, outside)
 
-        while len(lost) < attempts:
+        with self.engines.versions.using(weights):
             await self.engines.any_healthy(weights, params)
             if self._transfer.needs_group:  # weights may have to come from the trainers
                 await self.ready("policy")
-            try:
-                if self.engines.goes_outside(prompt, params, weights):
-                    return await run(outside=True)
-                if self.engines.needs_weights():
-                    async with self._phase_lock.hold(Phase.SYNC):
-                        await self.engines.preload(weights)
-                return await in_sample_phase(
-                    self._phase_lock, engine.in_flight, engine.slice_s, run
-                )
-            except StateLost as error:
-                self._report(f"sample {request_id} is run again: {error}")
-                if not isinstance(error, PartDown):
-                    lost.append(str(error))
-        raise InternalError(f"{attempts} engines died under this sample, the last one: {lost[-1]}")
+            if self.engines.goes_outside(prompt, params, weights):
+                return await run(outside=True)
+            if self.engines.needs_weights():
+                async with self._phase_lock.hold(Phase.SYNC):
+                    await self.engines.preload(weights)
+            return await in_sample_phase(self._phase_lock, engine.in_flight, engine.slice_s, run)
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
-        return await self.engines.partial(request_id, have, timeout_s)
+        return await self.engines.streamed.partial(request_id, have, timeout_s)
 
     def end_stream(self, request_id: str) -> None:
-        self.engines.end_stream(request_id)
+        self.engines.streamed.end(request_id)
 
     def fault(self) -> str | None:
         """Return what cannot be served now."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from skyrl_actors.supervision.backoff import pause_after
+
 EVERYTHING_AT = 3  # consecutive failures; restarting the failed parts twice did not help
 
 
@@ -20,11 +22,6 @@ class Failures:
     total: int = 0
     in_a_row: int = 0  # since the last success
     error: str = ""  # of the last failure
-
-
-def pause_after(in_a_row: int, first_s: float, longest_s: float) -> float:
-    """Return the pause before the next try; it doubles with each failure."""
-    return min(first_s * 2 ** min(in_a_row - 1, 60), longest_s)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -11,7 +11,6 @@ import os
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from skyrl_actors import clock
@@ -23,13 +22,16 @@ from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.lanes import Lanes
-from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
+from skyrl_actors.controller.ledger import Ledger, Op, Outcome
 from skyrl_actors.controller.model_capacity import ModelCapacity
 from skyrl_actors.controller.named_samplers import NamedSamplers
 from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.replies import Replies
+from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.session_catalog import SessionCatalog
+from skyrl_actors.controller.session_end import SessionEnd
 from skyrl_actors.controller.submission import Submission
+from skyrl_actors.controller.tasks import Tasks
 from skyrl_actors.controller.tenants import Sampler, TenantSession, TenantTable
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import SessionEnded, SessionOpened
@@ -89,9 +91,8 @@ class Controller:
         self._disk = Disk()
         self._replayer = Replayer(config, backend, journal, self.tenants, folders, self._disk)
         self._examiner = Examiner()
-        self._capacity = ModelCapacity(
-            config, self.tenants, self.finish_session, lambda work: self._lanes.spawn(work)
-        )
+        self._tasks = Tasks()
+        self._capacity = ModelCapacity(config, self.tenants, self.finish_session, self._tasks.spawn)
         self._context = VerbContext(
             config=config,
             backend=backend,
@@ -101,15 +102,18 @@ class Controller:
             capacity=self._capacity,
             past=self._replayer,
         )
-        self._lanes = Lanes(
-            self._ledger, self.tenants, self._context, self._replayer, self.completions
-        )
-        self._named_samplers = NamedSamplers(
-            self.tenants, self._context, journal, self._lanes.retire
-        )
+        self._samples = Samples(self._ledger, self._context, self._replayer, self._tasks)
+        self._lanes = Lanes(self._ledger, self._context, self._replayer, self._samples, self._tasks)
+        self._named_samplers = NamedSamplers(self._context, journal, self._samples.retire)
         self._submission = Submission(
-            self._context, self._ledger, self._lanes, self._examiner, self._replayer
+            self._context,
+            self._ledger,
+            self._lanes,
+            self._samples,
+            self._examiner,
+            self._replayer,
         )
+        self._session_end = SessionEnd(self._context, self._ledger, self._lanes, self._samples)
 
     async def start(self) -> Capabilities:
         """Open the journal, attach to ranks and engines that run, and resume open requests."""
@@ -127,11 +131,11 @@ class Controller:
         self.capabilities = able
         await self._resume(unanswered)
         timeout_s, keep = self.config.limits.session_timeout_s, self.config.journal
-        self._lanes.spawn(
+        self._tasks.spawn(
             housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s)
         )
-        self._lanes.spawn(self._named_samplers.free_unused(timeout_s))
-        self._lanes.spawn(
+        self._tasks.spawn(self._named_samplers.free_unused(timeout_s))
+        self._tasks.spawn(
             housekeeping.sweep(
                 self.folders, self._sessions, self.journal, keep.sweep_s, keep.retention_s
             )
@@ -150,19 +154,19 @@ class Controller:
         self._capacity.begin(self.able, residents)
         for sampler in list(self.tenants.samplers.values()):
             if sampler.session_id is not None and sampler.session_id not in self.tenants.sessions:
-                await self._lanes.retire(sampler)
+                await self._samples.retire(sampler)
         for model_id, model in self.tenants.models.items():
             if model.ready:
-                self._lanes.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))
+                self._tasks.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))
         for op in unanswered:
             session_id = op.header.session_id if op.header else None
             if session_id is not None and session_id not in self.tenants.sessions:
                 if op.model_id is not None:
                     self.queue.drain(op.model_id)
                 text = f"session {session_id} was finished before this ran"
-                self._lanes.spawn(self._ledger.answer(op, Outcome(Failure(text, "user"))))
+                self._tasks.spawn(self._ledger.answer(op, Outcome(Failure(text, "user"))))
             elif op.model_id is None:
-                self._lanes.spawn(self._resume_sample(op))
+                self._tasks.spawn(self._resume_sample(op))
             elif (
                 op.model_id not in self.tenants.models or not self.tenants.models[op.model_id].ready
             ):
@@ -170,14 +174,14 @@ class Controller:
 
     async def _resume_sample(self, op: Op) -> None:
         try:
-            self._lanes.start_sample(op, self.tenants.sampler(op.stream))
+            self._samples.start(op, self.tenants.sampler(op.stream))
         except NotFound as error:
             await self._ledger.answer(op, Outcome(Failure.of(error)))
 
     def _bring_back_role(self, role: str) -> None:
         for model in self.tenants.models.values():
             if model.spec.role == role and model.ready and not self._closing:
-                self._lanes.spawn(self._lanes.bring_back(model, None))
+                self._tasks.spawn(self._lanes.bring_back(model, None))
 
     @property
     def able(self) -> Capabilities:
@@ -232,39 +236,7 @@ class Controller:
         if session_id in self.tenants.sessions:
             await self._ledger.write_until_stored(SessionEnded(session_id, self.wall()))
             self.tenants.sessions.pop(session_id, None)
-        unloads: list[str] = []
-        models = [model.spec.model_id for model in self.tenants.models_of(session_id)]
-        for model_id in models:
-            for request_id in self.queue.drain(model_id):
-                text = f"session {session_id} was finished before this ran"
-                op = self._ledger.ops[request_id]
-                # The request has left its model's queue, so its answer must not release the lane.
-                await self._ledger.answer(
-                    replace(op, model_id=None), Outcome(Failure(text, "user"))
-                )
-            self._capacity.withdraw(model_id, f"session {session_id} was finished before this ran")
-        # First: weights that accepted samples still need are written before the models are deleted.
-        await self._lanes.retire_samplers_of(session_id)
-        for model_id in models:
-            op = await self._accepted_unload(model_id, session_id)
-            self._lanes.start_next(model_id)
-            unloads.append(op.request_id)
-        for request_id in unloads:
-            if request_id in self.results:  # otherwise its answer has left memory already
-                await self.results.wait(request_id, self.config.policy.call_timeout_s)
-        # Again: a save that ran when the session ended has added a sampler since.
-        await self._lanes.retire_samplers_of(session_id)
-        self.tenants.forget_expired(session_id)
-
-    async def _accepted_unload(self, model_id: str, session_id: str) -> Op:
-        """Accept an unload, and retry without end: the session has ended, so no client retries."""
-        while True:
-            try:
-                return await self._ledger.accept(
-                    rq.Unload(model_id), model_id, None, model_id, session_id, bounded=False
-                )
-            except Unavailable:
-                await asyncio.sleep(LONGEST_PAUSE_S)
+        await self._session_end.free(session_id)
 
     async def submit(self, request: rq.Request, request_id: str | None = None) -> str:
         """Accept a request durably and return its id; the work happens later.
@@ -326,7 +298,7 @@ class Controller:
 
     def cancel_sample(self, request_id: str) -> None:
         """Cancel a sample that is not answered yet. Unknown ids and other verbs are ignored."""
-        self._lanes.cancel_sample(request_id)
+        self._samples.cancel(request_id)
 
     async def completed(
         self, sampler_id: str, clone: int, cursor: int, timeout_s: float
@@ -427,7 +399,7 @@ class Controller:
     async def _end(self, end_backend: Callable[[], Awaitable[None]]) -> None:
         self._closing = True
         self._examiner.close()
-        await self._lanes.close()
+        await self._tasks.close()
         await self._replayer.close()
         await end_backend()
         await self.journal.close()

@@ -1,4 +1,4 @@
-"""Run accepted requests: those of one model in order, samples concurrently.
+"""Run the accepted operations of each model in order.
 
 A lane holds its model's lock from the first attempt until the journal has the outcome. When the
 ranks die during an operation, the model is restored and the operation runs again. The client sees
@@ -8,20 +8,17 @@ a longer wait.
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Coroutine
-from typing import Any
 
-from skyrl_actors.controller.completions import Completions
-from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
+from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome, failed
 from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.recording import record_metrics, record_span
 from skyrl_actors.controller.replay import Replayer
-from skyrl_actors.controller.slots import FairSlots
-from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
-from skyrl_actors.controller.verbs import SAMPLE, model_verb, verb_of_model
+from skyrl_actors.controller.samples import Samples
+from skyrl_actors.controller.tasks import Tasks
+from skyrl_actors.controller.tenants import Model
+from skyrl_actors.controller.verbs import model_verb, verb_of_model
 from skyrl_actors.controller.verbs.verb import AnsweredOp, ModelTables, VerbContext
-from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
+from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import (
     InternalError,
@@ -30,10 +27,8 @@ from skyrl_actors.messages.errors import (
     StateLost,
     Unavailable,
     UserError,
-    WeightsGone,
 )
-from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.results import Failure, Result, SampleOutput
+from skyrl_actors.messages.results import Failure
 from skyrl_actors.observe.counts import COUNTS
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS
@@ -43,31 +38,26 @@ FAULTY_ATTEMPTS = 2  # attempts of an operation that raises in ranks that stay a
 
 
 class Lanes:
-    """Run the operations of all models and samplers as asyncio tasks."""
+    """Run the operations of all models as asyncio tasks."""
 
     def __init__(
         self,
         ledger: Ledger,
-        tenants: TenantTable,
         context: VerbContext,
         replayer: Replayer,
-        completions: Completions,
+        samples: Samples,
+        tasks: Tasks,
     ):
         self.ledger = ledger
         self.queue = ledger.queue
-        self.tenants = tenants
+        self.tenants = context.tenants
         self.context = context
         self.replayer = replayer
-        self.tables = ModelTables(tenants, replayer.progress)
+        self.samples = samples
+        self.tasks = tasks
+        self.tables = ModelTables(context.tenants, replayer.progress)
         self.config = context.config
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.completions = completions
         self.capacity = context.capacity
-        self._sample_slots = FairSlots(self.config.limits.samples_in_flight)
-        self._sampling: dict[str, asyncio.Task[None]] = {}
-        # By version: retired samplers that still have unanswered samples.
-        self._leaving: Counter[str] = Counter()
-        self._cancelled: set[str] = set()
         COUNTS.watch("open_requests", lambda: self.queue.num_open)
         COUNTS.watch("recoveries", lambda: len(replayer.recovery_s))
 
@@ -75,18 +65,7 @@ class Lanes:
         """Start the model's next request, if none runs and one is confirmed."""
         request_id = self.queue.next(model_id)
         if request_id is not None:
-            self.spawn(self._run(self.ledger.ops[request_id], model_id))
-
-    def start_sample(self, op: Op, sampler: Sampler) -> None:
-        """Start a sample. It counts as a user of its sampler until it is answered."""
-        sampler.users += 1
-        self._sampling[op.request_id] = self.spawn(self._run_sample(op, sampler))
-
-    def cancel_sample(self, request_id: str) -> None:
-        task = self._sampling.get(request_id)
-        if task is not None:
-            self._cancelled.add(request_id)
-            task.cancel()
+            self.tasks.spawn(self._run(self.ledger.ops[request_id], model_id))
 
     async def _run(self, op: Op, model_id: str) -> None:
         named(op.request_id, model_id)
@@ -112,7 +91,7 @@ class Lanes:
 
     async def _outcome(self, op: Op, progress: Progress) -> Outcome:
         try:
-            request = await self._request(op)
+            request = await self.ledger.request_of(op)
             if await verb_of_model(request).prepare(op, request, self.context):
                 op.begun = time.monotonic()
             return await self._attempts(op, request, progress)
@@ -120,16 +99,7 @@ class Lanes:
             progress.suspect = True
             if op.request is not None:
                 await verb_of_model(op.request).undo(op.request, self.context)
-            return self._failed(op, error)
-
-    async def _request(self, op: Op) -> rq.Request:
-        """Return the operation's request. Retry while the journal cannot be read."""
-        while True:
-            try:
-                return await self.ledger.request_of(op)
-            except Unavailable as error:
-                log.warning("operation %d waits for the journal: %s", op.number, error)
-                await asyncio.sleep(LONGEST_PAUSE_S)
+            return failed(op, error)
 
     async def _attempts(self, op: Op, request: rq.Request, progress: Progress) -> Outcome:
         """Run an operation until it succeeds or its attempts are used up.
@@ -224,7 +194,7 @@ class Lanes:
     async def _after(self, op: Op, outcome: Outcome, model: Model | None) -> None:
         for entry in outcome.entries:
             if isinstance(entry, SamplerOpened):
-                await self.add_sampler(entry)
+                await self.samples.add_sampler(entry)
         if (
             model is None
             or outcome.effect == "none"
@@ -232,134 +202,6 @@ class Lanes:
         ):
             return
         await self.replayer.snapshot_if_due(model)
-
-    async def add_sampler(self, entry: SamplerOpened) -> None:
-        """Add a sampler, and retire the oldest ones of its model beyond the configured number."""
-        sampler = Sampler(
-            sampler_id=entry.sampler_id,
-            base_model=entry.base_model,
-            model_path=entry.model_path,
-            weights=entry.weights,
-            session_id=entry.session_id,
-            owner=entry.owner,
-            number=entry.number,
-        )
-        limits = self.config.limits
-        keep = (
-            limits.lora_sampler_versions if entry.weights.adapter else limits.full_sampler_versions
-        )
-        for old in self.tenants.add_sampler(sampler, keep):
-            await self.retire(old)
-
-    async def _run_sample(self, op: Op, sampler: Sampler) -> None:
-        named(op.request_id, sampler.sampler_id)
-        try:
-            tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
-            async with self._sample_slots.hold(tenant, *op.cost) as place:
-                request = await self._request(op)
-                assert isinstance(request, rq.Sample)
-                op.begun = time.monotonic()
-                outcome = await self._sampled(op, request, sampler)
-                place.tokens = tokens_taken(request, outcome.result)
-        except asyncio.CancelledError:
-            if op.request_id not in self._cancelled:
-                raise
-            asyncio.current_task().uncancel()  # type: ignore[union-attr]
-            outcome = Outcome(Failure("cancelled by its client", "user", "Cancelled"))
-        except Exception as error:  # noqa: BLE001  every fault becomes an answer
-            outcome = self._failed(op, error)
-        if isinstance(outcome.result, SampleOutput):
-            log.debug(
-                "sample %s of %s was answered by weights %s",
-                op.request_id,
-                sampler.sampler_id,
-                outcome.result.version,
-            )
-        del self._sampling[op.request_id]  # from here on it can no longer be cancelled
-        self._cancelled.discard(op.request_id)
-        self._record_metrics(op, outcome)
-        await self.ledger.answer(op, outcome)
-        record_span(SPANS, op, outcome, time.monotonic())
-        self.completions.note(
-            op.stream, op.seq_id, op.request_id, isinstance(outcome.result, Failure)
-        )
-        await self.release(sampler)
-
-    async def release(self, sampler: Sampler) -> None:
-        """Count one user less; free a retired sampler without users."""
-        sampler.users -= 1
-        sampler.last_used = asyncio.get_running_loop().time()
-        if sampler.retired and not sampler.users:
-            self._leaving[sampler.weights.version] -= 1
-            await self._free(sampler)
-
-    async def _sampled(self, op: Op, request: rq.Sample, sampler: Sampler) -> Outcome:
-        """Compute a sample. Rebuild its weights when they were lost with a machine's memory."""
-        for _ in range(self.config.restart.attempts):
-            try:
-                return await self._computed(op, request, sampler)
-            except InternalError as error:
-                # WeightsGone without missing weights: another sample has rebuilt them since.
-                if not await self._rebuilt_weights(sampler) and not isinstance(error, WeightsGone):
-                    raise
-                log.warning(
-                    "sample %s is run again with weights that were lost: %s", op.request_id, error
-                )
-        return await self._computed(op, request, sampler)
-
-    async def _computed(self, op: Op, request: rq.Sample, sampler: Sampler) -> Outcome:
-        """Compute a sample. Retry while the checkpoint folder cannot be read."""
-        while True:
-            try:
-                return await SAMPLE.execute(op.request_id, request, sampler, self.context)
-            except Unavailable as error:
-                log.warning("sample %s waits: %s", op.request_id, error)
-                await asyncio.sleep(LONGEST_PAUSE_S)
-
-    async def _rebuilt_weights(self, sampler: Sampler) -> bool:
-        """Rebuild a sampler's lost weights from its model. Return False when none were missing."""
-        model = self.tenants.models.get(sampler.owner or "")
-        backend = self.replayer.backend
-        try:
-            if model is None or await backend.has_sampler(sampler.weights):
-                return False
-        except StateLost:
-            return True
-        async with self.replayer.progress[model.spec.model_id].lock:
-            if not await backend.has_sampler(sampler.weights):
-                await self.replayer.restore(model, (sampler.weights.version,))
-        return True
-
-    async def retire_samplers_of(self, session_id: str) -> None:
-        for sampler in self.tenants.samplers_of(session_id):
-            self.queue.forget(sampler.sampler_id)
-            await self.retire(sampler)
-
-    async def retire(self, sampler: Sampler) -> None:
-        """Refuse new samples; free the weights when the last accepted sample is answered."""
-        self.tenants.remove_sampler(sampler.sampler_id)
-        sampler.retired = True
-        if sampler.users:
-            self._leaving[sampler.weights.version] += 1
-        else:
-            await self._free(sampler)
-
-    async def _free(self, sampler: Sampler) -> None:
-        await self.ledger.write_until_stored(SamplerRetired(sampler.sampler_id))
-        self.queue.forget(sampler.sampler_id)
-        self.completions.forget(sampler.sampler_id)
-        # Weights of named checkpoints have no parts: their files stay.
-        if sampler.weights.parts and not self._is_shared(sampler.weights.version):
-            try:
-                await self.context.backend.drop_sampler(sampler.weights)
-            except InternalError as error:
-                log.warning("files of sampler %s were not freed: %s", sampler.sampler_id, error)
-
-    def _is_shared(self, version: str) -> bool:
-        """Return whether another sampler has these weights, as samplers of one checkpoint do."""
-        return self._leaving[version] > 0 or any(
-            s.weights.version == version for s in self.tenants.samplers.values()
-        )
 
     async def bring_back(self, model: Model, resident: int | None) -> None:
         """Restore a model after a restart of controller or ranks, unless its state is resident.
@@ -388,33 +230,3 @@ class Lanes:
                     error,
                 )
         self.start_next(model_id)
-
-    def _failed(self, op: Op, error: Exception) -> Outcome:
-        if not isinstance(error, UserError):
-            log.error(
-                "request %s failed: %s",
-                op.request_id,
-                error,
-                exc_info=not isinstance(error, SkyrlActorsError),
-            )
-        return Outcome(Failure.of(error))
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine as a task that `close` cancels."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def tokens_taken(request: rq.Sample, result: Result) -> int:
-    """Return the number of tokens of a sample's prompt and results."""
-    sampled = (
-        sum(len(one.tokens) for one in result.sequences) if isinstance(result, SampleOutput) else 0
-    )
-    return len(request.prompt) + sampled

@@ -28,6 +28,7 @@ from skyrl_actors.messages.errors import (
     InvalidRequest,
     SkyrlActorsError,
     Unavailable,
+    UserError,
 )
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import Request, Sample
@@ -110,6 +111,7 @@ class Ledger:
         self.queue = queue
         self.results = results
         self.memory = memory
+        self.completions = completions
         self.recall = Recall(journal, queue, completions)
         self.wall = wall
         self.ops: dict[str, Op] = {}
@@ -231,9 +233,17 @@ class Ledger:
     async def request_of(self, op: Op) -> Request:
         """Return the request of an operation that starts, and keep it in memory until the answer.
 
-        Raises Unavailable or Corrupt.
+        Retries while the journal cannot be read. Raises Corrupt.
         """
-        await self.memory.start(op)
+        while True:
+            try:
+                await self.memory.start(op)
+                return await self._read_request(op)
+            except Unavailable as error:
+                log.warning("operation %d waits for the journal: %s", op.number, error)
+                await asyncio.sleep(LONGEST_PAUSE_S)
+
+    async def _read_request(self, op: Op) -> Request:
         if op.request is None:
             op.header = op.header or await self.journal.find(op.request_id)
             if op.header is None:
@@ -285,3 +295,15 @@ def _storable(outcome: Outcome) -> Outcome:
         return replace(
             outcome, result=Failure.of(InternalError(f"the answer cannot be stored: {error}"))
         )
+
+
+def failed(op: Op, error: Exception) -> Outcome:
+    """Return the outcome of a fault, and log one that is not the client's."""
+    if not isinstance(error, UserError):
+        log.error(
+            "request %s failed: %s",
+            op.request_id,
+            error,
+            exc_info=not isinstance(error, SkyrlActorsError),
+        )
+    return Outcome(Failure.of(error))

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from skyrl_actors.controller.pinning import change_of, change_text
-from skyrl_actors.controller.tenants import Sampler, TenantTable
+from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import SamplerOpened
 from skyrl_actors.journal.protocol import Journal
@@ -33,10 +33,8 @@ class NamedSamplers:
     `retire` closes a sampler and frees its weights after its last sample.
     """
 
-    def __init__(
-        self, tenants: TenantTable, context: VerbContext, journal: Journal, retire: Retire
-    ):
-        self._tenants = tenants
+    def __init__(self, context: VerbContext, journal: Journal, retire: Retire):
+        self._tenants = context.tenants
         self._context = context
         self._journal = journal
         self._retire = retire

@@ -12,6 +12,7 @@ from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.replay import Replayer
+from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.tenants import Model
 from skyrl_actors.controller.verbs import verb_of_model
 from skyrl_actors.controller.verbs.create_model import check_spec
@@ -31,6 +32,7 @@ class Submission:
         context: VerbContext,
         ledger: Ledger,
         lanes: Lanes,
+        samples: Samples,
         examiner: Examiner,
         replayer: Replayer,
     ):
@@ -39,6 +41,7 @@ class Submission:
         self._tenants = context.tenants
         self._ledger = ledger
         self._lanes = lanes
+        self._samples = samples
         self._examiner = examiner
         self._replayer = replayer
 
@@ -151,9 +154,9 @@ class Submission:
                 digest=digest,
                 request_id=request_id,
             )
-            self._lanes.start_sample(op, sampler)
+            self._samples.start(op, sampler)
         finally:
-            await self._lanes.release(sampler)
+            await self._samples.release(sampler)
         return op.request_id
 
     def _now(self) -> float:

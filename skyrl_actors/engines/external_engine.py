@@ -44,7 +44,6 @@ class ExternalEngine(EngineReplica):
         self._adapters: set[str] = set()
         # Adapters that this service loaded, also before a restart of the server.
         self._sent_adapters: set[str] = set()
-        self._generation = 0
         self._adapter_lock = asyncio.Lock()
         self._running = 0
         self._partials = Partials()
@@ -68,8 +67,8 @@ class ExternalEngine(EngineReplica):
                 f"engine.max_model_len is {self.config.max_model_len}; lower it, or start the "
                 f"server with --max-model-len {self.config.max_model_len}"
             )
-        self._adapters, self.delivered, self.agreed = set(), {}, {}
-        self._generation += 1
+        self._adapters = set()
+        self._begin_incarnation()
         self._step("started")
         self._step("ready")
 
@@ -96,7 +95,7 @@ class ExternalEngine(EngineReplica):
             "partial": self._partials.after,
             "drop_adapters": self._drop_adapters,
         }
-        generation = self._generation
+        incarnation = self.incarnation
         try:
             return await verbs[method.__name__](*arguments, **named)
         except InternalError as error:
@@ -104,7 +103,7 @@ class ExternalEngine(EngineReplica):
             # An error that arrives late, from before a restart, does not concern this start.
             if (
                 not await self.server.alive()
-                and generation == self._generation
+                and incarnation == self.incarnation
                 and self.health == "HEALTHY"
             ):
                 self.died(str(error))
@@ -173,7 +172,7 @@ class ExternalEngine(EngineReplica):
         )
 
     async def detach(self) -> None:
-        await self._stop_restarts()
+        await super().detach()
 
     async def close(self) -> None:
         """Stop watching and remove this service's adapters; the server keeps running."""

@@ -170,7 +170,7 @@ class LocalEngine(EngineReplica):
         await self._ask([actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
         self._report(f"{self.name}: ready ({time.perf_counter() - started:.1f} s)")
         self.lock = self._new_lock(BASE_VERSION)
-        self.delivered, self.agreed = {}, {}
+        self._begin_incarnation()
         self._watch()
 
     def _watch(self) -> None:
@@ -263,8 +263,8 @@ class LocalEngine(EngineReplica):
             ray.kill(self.actor)
         super().restart_now(reason)
 
-    def log_tail(self) -> str:
-        return _last_lines(self._log_file)
+    async def log_tail(self) -> str:
+        return await asyncio.to_thread(_last_lines, self._log_file)
 
     async def _come_back(self) -> None:
         if self._watching is not None:
@@ -301,7 +301,7 @@ class LocalEngine(EngineReplica):
         self._step("ready")
 
     async def detach(self) -> None:
-        await self._stop_restarts()
+        await super().detach()
         await remote.ended(self._watching)
         if self._rpc is not None:
             await self._rpc.close()

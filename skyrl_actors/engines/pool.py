@@ -7,7 +7,7 @@ When an engine dies, its samples raise StateLost and the caller repeats them.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +29,17 @@ from skyrl_actors.engines.logprob_check import SCORING, LogprobCheck
 from skyrl_actors.engines.memory import EngineMemory
 from skyrl_actors.engines.replica import EngineReplica
 from skyrl_actors.engines.routing import EngineLoad, affinity_key, choose
+from skyrl_actors.engines.streamed import StreamedSamples
+from skyrl_actors.engines.versions import VersionTable, full_version, once
 from skyrl_actors.messages.errors import (
     InternalError,
     InvalidRequest,
     PartDown,
     StateLost,
+    WeightsGone,
 )
 from skyrl_actors.messages.requests import SamplingParams
-from skyrl_actors.messages.results import PartialSample, SampleOutput
+from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.observe.counts import COUNTS
 from skyrl_actors.observe.spans import SPANS, Span
@@ -54,7 +57,6 @@ NO_SCORES = (
 NO_FULL_WEIGHTS = (
     "full weights can be sampled only by engines of this service, and engine.num_engines is 0"
 )
-AFTER_LOSS_S = 0.2
 
 
 class EnginePool:
@@ -75,12 +77,10 @@ class EnginePool:
         self.load_seconds: list[float] = []
         self._base_folder = base_folder
         self._deliver = deliver
-        self._full: dict[str, tuple[WeightManifest, ...]] = {}
-        self._loaded: set[str] = set()  # full versions that an engine holds or held
+        self.versions = VersionTable()
+        self.streamed = StreamedSamples()
         self._changed = asyncio.Event()
         self.memory = EngineMemory(self.living_own, config.sleep_level)
-        # Engine and attempt id of each streamed sample, by request id.
-        self._streams: dict[str, asyncio.Future[tuple[EngineReplica, str]]] = {}
 
     @property
     def actors(self) -> list[ActorHandle]:
@@ -174,7 +174,7 @@ class EnginePool:
                 in_flight=e.lock.num_holders,
                 waiting=e.lock.num_waiting,
                 holds_version=e.lock.state == wanted,
-                holds_adapter=adapter is None or adapter in e.delivered,
+                holds_adapter=adapter is None or self.versions.is_delivered(adapter, e.incarnation),
             )
             for e in living
         ]
@@ -192,7 +192,7 @@ class EnginePool:
 
         Raises StateLost when the engine dies during the sample.
         """
-        wanted = self._register(weights)
+        wanted = self.versions.register(weights)
         engine = self._choose([e for e in self._living() if e.managed != outside], prompt, weights)
         engine.wanted, lock = wanted, engine.lock
         async with lock.hold(wanted):
@@ -204,7 +204,7 @@ class EnginePool:
                 )
             await self._check_logprobs(engine, request_id, weights)
             if params.stream:
-                self._record_place(request_id, engine)
+                self.streamed.record(request_id, engine)
             asked = replace(params, num_samples=1) if params.is_repeated else params
             output = await engine.ask(
                 EngineProcess.sample, request_id, prompt, asked, weights.adapter, weights.version
@@ -223,74 +223,38 @@ class EnginePool:
 
         Samples that arrive meanwhile wait for the same check.
         """
-        version = weights.version
         if not self.logprob_check.can_compare(weights):
             return
-        if version not in engine.agreed:
 
-            async def check() -> None:
-                scored = await engine.ask(
-                    EngineProcess.sample,
-                    request_id + CHECK,
-                    self.logprob_check.prompt,
-                    SCORING,
-                    weights.adapter,
-                    version,
-                )
-                self.logprob_check.compare(engine.name, weights, scored)
+        async def check() -> None:
+            scored = await engine.ask(
+                EngineProcess.sample,
+                request_id + CHECK,
+                self.logprob_check.prompt,
+                SCORING,
+                weights.adapter,
+                weights.version,
+            )
+            self.logprob_check.compare(engine.name, weights, scored)
 
-            task = engine.agreed[version] = asyncio.ensure_future(check())
-            task.add_done_callback(lambda done: _forget_failed(engine.agreed, version, done))
-        await asyncio.shield(engine.agreed[version])
-
-    def _record_place(self, attempt_id: str, engine: EngineReplica) -> None:
-        request_id = attempt_id.rpartition(".")[0]
-        if request_id not in self._streams or self._streams[request_id].done():
-            self._streams[request_id] = asyncio.get_running_loop().create_future()
-        self._streams[request_id].set_result((engine, attempt_id))
-
-    async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
-        """Return what came of a sample after its first `have` tokens.
-
-        Returns as soon as there is any, or empty after `timeout_s`.
-        """
-        place = self._streams.setdefault(request_id, asyncio.get_running_loop().create_future())
-        try:
-            async with asyncio.timeout(timeout_s):
-                engine, attempt_id = await asyncio.shield(place)
-                return await engine.ask(EngineProcess.partial, attempt_id, have, timeout_s)
-        except TimeoutError:
-            if not place.done():
-                self._streams.pop(request_id, None)
-            return PartialSample()
-        except StateLost:
-            # Another engine repeats the sample with the same seed, so with the same tokens.
-            await asyncio.sleep(AFTER_LOSS_S)
-            return PartialSample()
-
-    def end_stream(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
+        await once(self.versions[weights.version].checks, engine.incarnation, check)
 
     async def preload(self, weights: SamplerWeights) -> None:
         """Load full weights into engines that dropped theirs, before the KV cache is allocated."""
-        wanted = self._register(weights)
+        wanted = self.versions.register(weights)
         for engine in self.living_own():
             if engine.lock.state == DROPPED and not engine.lock.busy:
                 async with engine.lock.hold(wanted):
                     pass
 
-    def needless(self, in_use: Collection[str]) -> tuple[str, ...]:
-        """Return full versions that need no copy when their weights change.
-
-        These are the versions that all engines hold, and those that an engine held and no sample
-        uses any more.
-        """
-        own = [engine for engine in self.engines if engine.managed]
-        staying = {
-            e.lock.state if e.health == "HEALTHY" and e.lock.settled else DROPPED for e in own
-        }
-        return tuple(
-            version for version in self._loaded if version not in in_use or staying == {version}
+    def needless(self) -> tuple[str, ...]:
+        """Return full versions that need no copy when their weights change."""
+        return self.versions.needless(
+            {
+                e.lock.state if e.health == "HEALTHY" and e.lock.settled else DROPPED
+                for e in self.engines
+                if e.managed
+            }
         )
 
     def needs_weights(self) -> bool:
@@ -300,11 +264,8 @@ class EnginePool:
 
     async def drop(self, weights: SamplerWeights) -> None:
         """Remove a version from the pool; the caller frees its files."""
-        self._full.pop(weights.version, None)
-        self._loaded.discard(weights.version)
+        self.versions.drop(weights.version)
         for engine in self.engines:
-            engine.delivered.pop(weights.version, None)
-            engine.agreed.pop(weights.version, None)
             if engine.wanted == weights.version:
                 engine.wanted = BASE_VERSION
         if weights.adapter:
@@ -341,11 +302,6 @@ class EnginePool:
         finally:
             await asyncio.gather(*(engine.close() for engine in self.engines))
 
-    def _register(self, weights: SamplerWeights) -> str:
-        if full_version(weights) != BASE_VERSION:
-            self._full[weights.version] = weights.parts
-        return full_version(weights)
-
     async def load(self, engine: LocalEngine, version: str, lock: StateLock[str]) -> None:
         """Load a full version into an engine, once engines have memory for weights.
 
@@ -361,17 +317,20 @@ class EnginePool:
 
     async def _load(self, engine: EngineReplica, version: str) -> None:
         started = time.perf_counter()
-        engine.agreed.pop(version, None)  # every load is compared again
+        entry = self.versions[version]
+        entry.checks.pop(engine.incarnation, None)  # every load is compared again
         # A version that was let go and is loaded again must be written when its weights change.
-        self._loaded.discard(version)
+        entry.loaded = False
         streams: tuple[WeightStream | None, ...] = ()
+        parts = entry.parts
         if version == BASE_VERSION:
             parts = full_manifests(self._base_folder, BASE_VERSION)
+        elif not parts:
+            raise WeightsGone(f"{version} was dropped")
         else:
-            parts = self._full[version]
             streams = tuple([await self._ensure_delivered(engine, part) for part in parts])
         await engine.ask(EngineProcess.load_full, version, parts, streams)
-        self._loaded.add(version)
+        entry.loaded = True
         took = time.perf_counter() - started
         self.load_seconds = [*self.load_seconds[-99:], took]
         _record_transfer(f"{version} to {engine.name}", took, sum(part.num_bytes for part in parts))
@@ -383,24 +342,19 @@ class EnginePool:
 
         A stream serves one load, so it is opened again for each load.
         """
-        deliveries = engine.delivered
-        if manifest.version not in deliveries:
-            delivery = deliveries[manifest.version] = asyncio.ensure_future(
-                self._deliver(manifest, engine.actor, engine.place)
-            )
-            delivery.add_done_callback(
-                lambda done: _forget_failed(deliveries, manifest.version, done)
-            )
-            if manifest.kind == "lora":
-                began, name = time.perf_counter(), f"{manifest.version} to {engine.name}"
-                delivery.add_done_callback(
-                    lambda done: _record_delivery(
-                        done, name, time.perf_counter() - began, manifest.num_bytes
-                    )
-                )
-        stream = await asyncio.shield(deliveries[manifest.version])
+        deliveries = self.versions[manifest.version].deliveries
+
+        async def deliver() -> WeightStream | None:
+            began = time.perf_counter()
+            stream = await self._deliver(manifest, engine.actor, engine.place)
+            if manifest.kind == "lora":  # vLLM loads it with its first sample
+                took, what = time.perf_counter() - began, f"{manifest.version} to {engine.name}"
+                _record_transfer(what, took, manifest.num_bytes)
+            return stream
+
+        stream = await once(deliveries, engine.incarnation, deliver)
         if stream is not None:
-            deliveries.pop(manifest.version, None)
+            deliveries.pop(engine.incarnation, None)
         return stream
 
     async def _each(self, work: Callable[[EngineReplica], Awaitable[Any]]) -> None:
@@ -421,11 +375,6 @@ def needs_own(weights: SamplerWeights, params: SamplingParams) -> bool:
     return full_version(weights) != BASE_VERSION or params.scores_prompt or params.tempers
 
 
-def full_version(weights: SamplerWeights) -> str:
-    """Return the full-weight version an engine must hold; an adapter needs the base."""
-    return BASE_VERSION if weights.adapter or not weights.parts else weights.version
-
-
 def _record_transfer(what: str, took: float, num_bytes: int) -> None:
     SPANS.add(
         Span(
@@ -439,14 +388,3 @@ def _record_transfer(what: str, took: float, num_bytes: int) -> None:
     COUNTS.add("transfers")
     COUNTS.add("transfer_seconds", took)
     COUNTS.add("transfer_bytes", num_bytes)
-
-
-def _record_delivery(done: asyncio.Future[Any], what: str, took: float, num_bytes: int) -> None:
-    """Record an adapter's delivery to an engine; vLLM loads it with its first sample."""
-    if not done.cancelled() and done.exception() is None:
-        _record_transfer(what, took, num_bytes)
-
-
-def _forget_failed(tasks: dict[str, asyncio.Task[T]], version: str, task: asyncio.Task[T]) -> None:
-    if task.cancelled() or task.exception() is not None:
-        tasks.pop(version, None)

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_actors import remote
 from skyrl_actors.groups.worker_actor import TrainWorkerActor
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.supervision.backoff import pause_after
 from skyrl_actors.workers.interface import RankStatus
 
 ASK_TIMEOUT_S = 30.0
@@ -118,9 +119,9 @@ class Standby:
             self._refilling = asyncio.create_task(self._refill())
 
     async def _refill(self) -> None:
-        pause_s = REFILL_PAUSE_S
+        failures = 0
         while len(self._idle) < self._count:
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_after(failures + 1, REFILL_PAUSE_S, LONGEST_PAUSE_S))
             await self._wait_until_settled()
             actor = self._warming = (
                 worker_class()
@@ -145,7 +146,7 @@ class Standby:
                 self._report(f"a standby process did not start: {error}")
                 self._warming = None
                 ray.kill(actor)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                failures += 1
                 continue
             if self._warming is None:
                 continue  # `take` returned it

@@ -572,7 +572,7 @@ async def test_concurrent_requests_with_the_same_id_run_once(
 async def test_reading_a_payload_is_retried_after_a_fault(
     controller: Controller, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("skyrl_actors.controller.lanes.LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr("skyrl_actors.controller.ledger.LONGEST_PAUSE_S", 0.01)
     _, model_id = await model_in(controller)
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()

@@ -13,7 +13,7 @@ from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.engines.local_engine import LocalEngine
 from skyrl_actors.messages.errors import InternalError
 from tests.colocation.test_healing import until
-from tests.engines.test_health import Silent
+from tests.engines.silent import Silent
 from tests.engines.test_pool import pool_of
 
 

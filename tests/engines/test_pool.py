@@ -27,7 +27,7 @@ from skyrl_actors.messages.errors import StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput, Sequence
 from skyrl_actors.messages.weights import SamplerWeights
-from tests.engines.test_health import Silent
+from tests.engines.silent import Silent
 
 
 async def nobody(*_: Any) -> None: ...

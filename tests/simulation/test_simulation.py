@@ -7,10 +7,10 @@ import pytest
 
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock, MoveFailed
 from skyrl_actors.colocation.state_lock import StateLock
-from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.model_capacity import ModelCapacity
 from skyrl_actors.controller.replay import Replayer
+from skyrl_actors.controller.samples import Samples
 from skyrl_actors.groups.exactly_once import Applied, ExactlyOnce
 from skyrl_actors.messages.errors import InternalError
 from tests.simulation import clock
@@ -69,7 +69,7 @@ async def _replays_nothing(self, spec, operation, precondition):
 
 
 async def _rebuilds_no_weights(self, sampler):
-    """Lanes that do not rebuild lost weights of samplers."""
+    """Samples that do not rebuild lost weights of samplers."""
     return False
 
 
@@ -124,7 +124,7 @@ def _ignores_resident_models(self, able, residents):
         (ExactlyOnce, "_apply", _records_failed_operations),
         (Ledger, "answer", _answers_without_the_journal),
         (Replayer, "_replay", _replays_nothing),
-        (Lanes, "_rebuilt_weights", _rebuilds_no_weights),
+        (Samples, "_rebuilt_weights", _rebuilds_no_weights),
         (ColocatedPhaseLock, "_healed", _repairs_nothing),
         (ColocatedPhaseLock, "_healed", _assumes_that_nothing_moved),
         (StateLock, "_fail", _fails_all_waiters),

@@ -1,10 +1,10 @@
-"""The health of one engine as a state machine (pure).
+"""The health of one part, a group of ranks or an engine, as a state machine (pure).
 
 STARTING ─started─► STALE ─ready─► HEALTHY ─drain─► DRAINING
 any ─died─► DEAD ─again─► STARTING
 
-Only a HEALTHY engine gets new samples. A restarted engine is STALE until it holds the wanted
-weights. A DRAINING engine finishes its samples and accepts none.
+Only a HEALTHY part gets new calls. A started part is STALE until it holds what it must serve: an
+engine the wanted weights. A DRAINING part finishes its calls and accepts none.
 """
 
 from typing import Literal
@@ -27,5 +27,5 @@ NEXT: dict[tuple[Health, Event], Health] = {
 def after(health: Health, event: Event) -> Health:
     """Return the next health. Raise ValueError for a step that the machine does not have."""
     if (health, event) not in NEXT:
-        raise ValueError(f"a {health} engine cannot be {event}")
+        raise ValueError(f"a {health} part cannot be {event}")
     return NEXT[health, event]

@@ -1,5 +1,5 @@
-from skyrl_actors.backoff import RestartLimit
 from skyrl_actors.config.cluster import RestartConfig
+from skyrl_actors.supervision.backoff import RestartLimit
 
 
 def test_pauses_double_until_the_limit():

@@ -1,6 +1,11 @@
-"""Limit how often a process may restart, with a pause that doubles (pure)."""
+"""Pauses that double, and a limit of restarts in a row (pure)."""
 
 from skyrl_actors.config.cluster import RestartConfig
+
+
+def pause_after(in_a_row: int, first_s: float, longest_s: float) -> float:
+    """Return the pause in seconds after `in_a_row` failures. It doubles with each failure."""
+    return min(first_s * 2 ** min(in_a_row - 1, 60), longest_s)
 
 
 class RestartLimit:
@@ -23,7 +28,7 @@ class RestartLimit:
         self.in_a_row += 1
         if self.in_a_row == 1:
             return 0.0
-        return min(self._config.backoff_s * 2 ** (self.in_a_row - 2), self._config.max_backoff_s)
+        return pause_after(self.in_a_row - 1, self._config.backoff_s, self._config.max_backoff_s)
 
     def _longest_row_s(self) -> float:
         """Return the seconds between two deaths beyond which a new row begins."""

@@ -1,0 +1,219 @@
+"""Run samples concurrently, and free a sampler's weights after its last sample."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+
+from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome, failed
+from skyrl_actors.controller.recording import record_metrics, record_span
+from skyrl_actors.controller.replay import Replayer
+from skyrl_actors.controller.slots import FairSlots
+from skyrl_actors.controller.tasks import Tasks
+from skyrl_actors.controller.tenants import Sampler
+from skyrl_actors.controller.verbs import SAMPLE
+from skyrl_actors.controller.verbs.verb import VerbContext
+from skyrl_actors.journal.entries import SamplerOpened, SamplerRetired
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages.errors import (
+    InternalError,
+    PartDown,
+    StateLost,
+    Unavailable,
+    WeightsGone,
+)
+from skyrl_actors.messages.paths import owner_of
+from skyrl_actors.messages.results import Failure, Result, SampleOutput
+from skyrl_actors.observe.counts import COUNTS
+from skyrl_actors.observe.log import named
+from skyrl_actors.observe.spans import SPANS
+
+log = logging.getLogger(__name__)
+
+
+class Samples:
+    """The samplers of the service and their running samples."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        context: VerbContext,
+        replayer: Replayer,
+        tasks: Tasks,
+    ):
+        self.ledger = ledger
+        self.queue = ledger.queue
+        self.tenants = context.tenants
+        self.context = context
+        self.config = context.config
+        self.replayer = replayer
+        self.completions = ledger.completions
+        self.tasks = tasks
+        self._slots = FairSlots(self.config.limits.samples_in_flight)
+        self._sampling: dict[str, asyncio.Task[None]] = {}
+        # By version: retired samplers that still have unanswered samples.
+        self._leaving: Counter[str] = Counter()
+        self._cancelled: set[str] = set()
+
+    def start(self, op: Op, sampler: Sampler) -> None:
+        """Start a sample. It counts as a user of its sampler until it is answered."""
+        sampler.users += 1
+        self._sampling[op.request_id] = self.tasks.spawn(self._run(op, sampler))
+
+    def cancel(self, request_id: str) -> None:
+        task = self._sampling.get(request_id)
+        if task is not None:
+            self._cancelled.add(request_id)
+            task.cancel()
+
+    async def add_sampler(self, entry: SamplerOpened) -> None:
+        """Add a sampler, and retire the oldest ones of its model beyond the configured number."""
+        sampler = Sampler(
+            sampler_id=entry.sampler_id,
+            base_model=entry.base_model,
+            model_path=entry.model_path,
+            weights=entry.weights,
+            session_id=entry.session_id,
+            owner=entry.owner,
+            number=entry.number,
+        )
+        limits = self.config.limits
+        keep = (
+            limits.lora_sampler_versions if entry.weights.adapter else limits.full_sampler_versions
+        )
+        for old in self.tenants.add_sampler(sampler, keep):
+            await self.retire(old)
+
+    async def _run(self, op: Op, sampler: Sampler) -> None:
+        named(op.request_id, sampler.sampler_id)
+        try:
+            tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
+            async with self._slots.hold(tenant, *op.cost) as place:
+                request = await self.ledger.request_of(op)
+                assert isinstance(request, rq.Sample)
+                op.begun = time.monotonic()
+                outcome = await self._sampled(op, request, sampler)
+                place.tokens = tokens_taken(request, outcome.result)
+        except asyncio.CancelledError:
+            if op.request_id not in self._cancelled:
+                raise
+            asyncio.current_task().uncancel()  # type: ignore[union-attr]
+            outcome = Outcome(Failure("cancelled by its client", "user", "Cancelled"))
+        except Exception as error:  # noqa: BLE001  every fault becomes an answer
+            outcome = failed(op, error)
+        if isinstance(outcome.result, SampleOutput):
+            log.debug(
+                "sample %s of %s was answered by weights %s",
+                op.request_id,
+                sampler.sampler_id,
+                outcome.result.version,
+            )
+        del self._sampling[op.request_id]  # from here on it can no longer be cancelled
+        self._cancelled.discard(op.request_id)
+        record_metrics(COUNTS, op, outcome, {})
+        await self.ledger.answer(op, outcome)
+        record_span(SPANS, op, outcome, time.monotonic())
+        self.completions.note(
+            op.stream, op.seq_id, op.request_id, isinstance(outcome.result, Failure)
+        )
+        await self.release(sampler)
+
+    async def release(self, sampler: Sampler) -> None:
+        """Count one user less; free a retired sampler without users."""
+        sampler.users -= 1
+        sampler.last_used = asyncio.get_running_loop().time()
+        if sampler.retired and not sampler.users:
+            self._leaving[sampler.weights.version] -= 1
+            await self._free(sampler)
+
+    async def _sampled(self, op: Op, request: rq.Sample, sampler: Sampler) -> Outcome:
+        """Compute a sample, and repeat it after a fault with the same seed.
+
+        Two faults are counted: an engine that dies under the sample, and weights that were lost
+        with a machine's memory and are rebuilt. A restarting part and a checkpoint folder that
+        cannot be read only delay the sample.
+        """
+        deaths, rebuilds, attempts = 0, 0, self.config.restart.attempts
+        try:
+            while True:
+                try:
+                    return await SAMPLE.execute(op.request_id, request, sampler, self.context)
+                except Unavailable as error:
+                    log.warning("sample %s waits: %s", op.request_id, error)
+                    await asyncio.sleep(LONGEST_PAUSE_S)
+                except PartDown as error:  # nothing was begun
+                    log.warning("sample %s waits: %s", op.request_id, error)
+                except StateLost as error:
+                    log.warning("sample %s is run again: %s", op.request_id, error)
+                    deaths += 1
+                    if deaths >= attempts:
+                        raise InternalError(
+                            f"{deaths} engines died under this sample, the last one: {error}"
+                        ) from None
+                except InternalError as error:
+                    rebuilds += 1
+                    # WeightsGone without missing weights: another sample has rebuilt them since.
+                    if rebuilds > attempts or not (
+                        await self._rebuilt_weights(sampler) or isinstance(error, WeightsGone)
+                    ):
+                        raise
+                    log.warning(
+                        "sample %s is run again with weights that were lost: %s",
+                        op.request_id,
+                        error,
+                    )
+        finally:
+            self.context.backend.end_stream(op.request_id)
+
+    async def _rebuilt_weights(self, sampler: Sampler) -> bool:
+        """Rebuild a sampler's lost weights from its model. Return False when none were missing."""
+        model = self.tenants.models.get(sampler.owner or "")
+        backend = self.replayer.backend
+        try:
+            if model is None or await backend.has_sampler(sampler.weights):
+                return False
+        except StateLost:
+            return True
+        async with self.replayer.progress[model.spec.model_id].lock:
+            if not await backend.has_sampler(sampler.weights):
+                await self.replayer.restore(model, (sampler.weights.version,))
+        return True
+
+    async def retire_all_of(self, session_id: str) -> None:
+        for sampler in self.tenants.samplers_of(session_id):
+            self.queue.forget(sampler.sampler_id)
+            await self.retire(sampler)
+
+    async def retire(self, sampler: Sampler) -> None:
+        """Refuse new samples; free the weights when the last accepted sample is answered."""
+        self.tenants.remove_sampler(sampler.sampler_id)
+        sampler.retired = True
+        if sampler.users:
+            self._leaving[sampler.weights.version] += 1
+        else:
+            await self._free(sampler)
+
+    async def _free(self, sampler: Sampler) -> None:
+        await self.ledger.write_until_stored(SamplerRetired(sampler.sampler_id))
+        self.queue.forget(sampler.sampler_id)
+        self.completions.forget(sampler.sampler_id)
+        # Weights of named checkpoints have no parts: their files stay.
+        if sampler.weights.parts and not self._is_shared(sampler.weights.version):
+            try:
+                await self.context.backend.drop_sampler(sampler.weights)
+            except InternalError as error:
+                log.warning("files of sampler %s were not freed: %s", sampler.sampler_id, error)
+
+    def _is_shared(self, version: str) -> bool:
+        """Return whether another sampler has these weights, as samplers of one checkpoint do."""
+        return self._leaving[version] > 0 or any(
+            s.weights.version == version for s in self.tenants.samplers.values()
+        )
+
+
+def tokens_taken(request: rq.Sample, result: Result) -> int:
+    """Return the number of tokens of a sample's prompt and results."""
+    sampled = (
+        sum(len(one.tokens) for one in result.sequences) if isinstance(result, SampleOutput) else 0
+    )
+    return len(request.prompt) + sampled

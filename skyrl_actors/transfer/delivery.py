@@ -1,0 +1,43 @@
+"""Bring published versions from the policy's ranks to engines, and free them again."""
+
+from pathlib import Path
+
+from ray.actor import ActorHandle
+
+from skyrl_actors.groups.supervisor import GroupSupervisor
+from skyrl_actors.messages.errors import PartDown
+from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
+from skyrl_actors.transfer.transport import EnginePlace, Transfer
+
+
+class Delivery:
+    """The configured transfer with its ranks. Files outside of `folder` are not its own."""
+
+    def __init__(self, transfer: Transfer, policy: GroupSupervisor, folder: Path):
+        self._transfer = transfer
+        self._policy = policy
+        self._folder = str(folder)
+
+    async def deliver(
+        self, manifest: WeightManifest, engine: ActorHandle | None, place: EnginePlace
+    ) -> WeightStream | None:
+        """Deliver a part to an engine; return a stream, or None if the engine reads files.
+
+        The caller holds a phase, so this must not wait for a restarting group: the group may need
+        another phase. Raises PartDown then.
+        """
+        if (
+            engine is None
+            or not self._transfer.needs_group
+            or not manifest.path.startswith(self._folder)
+        ):
+            return None  # the engine maps the file where it is
+        if self._policy.group is None or self._policy.down is not None:
+            raise PartDown(f"{self._policy.name} is restarting: {self._policy.down}")
+        return await self._transfer.deliver(manifest, self._policy.group, engine, place)
+
+    async def discard(self, weights: SamplerWeights, engines: list[ActorHandle]) -> None:
+        """Free what was written for a version. Files of named checkpoints stay."""
+        for part in weights.parts:
+            if part.path.startswith(self._folder):
+                await self._transfer.discard(part, await self._policy.up(), engines)
