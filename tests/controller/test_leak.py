@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
@@ -28,6 +29,7 @@ def rss() -> int:
     return psutil.Process().memory_info().rss
 
 
+@pytest.mark.slow
 async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
@@ -80,6 +82,7 @@ async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
     )
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_rank_stays_flat(random_base: Path):
     worker = TorchWorker(
         WorkerSpec(

@@ -154,6 +154,7 @@ def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
     )
 
 
+@pytest.mark.slow
 async def test_adapters_are_sampled_by_a_server_by_url(
     their_server: int, random_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -184,6 +184,7 @@ async def reported(heard: list[Any], request_id: str, wanted: set[str]) -> None:
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_every_transport_brings_the_same_weights(
     local_ray, random_base: Path, tmp_path: Path
 ):

@@ -131,6 +131,7 @@ async def test_an_engine_reports_whether_its_model_takes_an_adapter_on_the_head(
         assert engine.dead.is_set()
 
 
+@pytest.mark.slow
 async def test_experts_that_crash_vllm_on_a_cpu_are_refused_at_the_start(
     tmp_path: Path,
 ):
@@ -142,6 +143,7 @@ async def test_experts_that_crash_vllm_on_a_cpu_are_refused_at_the_start(
             pass
 
 
+@pytest.mark.slow
 async def test_experts_that_a_live_update_corrupts_are_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

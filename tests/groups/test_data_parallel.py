@@ -131,6 +131,7 @@ async def test_two_ranks_equal_one(local_ray, random_base: Path):
             assert a.metrics["num_tokens:sum"] == b.metrics["num_tokens:sum"]
 
 
+@pytest.mark.slow
 async def test_sharded_weights_and_many_tenants_through_actors(
     local_ray, random_base: Path, tmp_path: Path
 ):

@@ -163,6 +163,7 @@ async def test_a_dead_rank_is_detected_at_once_and_its_group_restarts(
     assert (await supervisor.up()).actors == [warming]
 
 
+@pytest.mark.slow
 async def test_a_group_that_cannot_move_its_memory_restarts_and_its_phase_is_entered(
     cluster, make, random_base: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -202,6 +203,7 @@ async def test_a_group_that_cannot_move_its_memory_restarts_and_its_phase_is_ent
     )
 
 
+@pytest.mark.slow
 async def test_a_hanging_rank_is_reported_with_its_stacks(
     cluster, make, random_base: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -223,6 +225,7 @@ async def test_a_hanging_rank_is_reported_with_its_stacks(
     await again.apply("m", OpPrecondition(1), TrainWorker.create_model, SPEC)
 
 
+@pytest.mark.slow
 async def test_a_group_that_keeps_dying_is_given_up_with_its_log_tail(
     cluster, make, random_base: Path, tmp_path: Path
 ):
@@ -242,6 +245,7 @@ async def test_a_group_that_keeps_dying_is_given_up_with_its_log_tail(
         await asyncio.wait_for(supervisor.up(), 1)
 
 
+@pytest.mark.slow
 async def test_after_a_machine_dies_its_rank_restarts_elsewhere(
     cluster: Cluster, make, random_base: Path
 ):

@@ -91,6 +91,7 @@ def check_run_folder(run: Path) -> None:
     assert made.shape[1] > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("printed", "sent"), [("starting 1 vLLM", signal.SIGINT), ("iter reward", signal.SIGTERM)]
 )

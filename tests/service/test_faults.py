@@ -53,6 +53,7 @@ def trained(
 KINDS = ("rank", "controller", "vLLM process", "ingress replica", "group", "Serve proxy")
 
 
+@pytest.mark.slow
 def test_training_while_processes_are_killed_gives_the_same_numbers(service: Service):
     choice, killed = random.Random(3), []
 
@@ -99,6 +100,7 @@ def test_every_operation_reaches_the_gradient_exactly_once(service: Service):
     healthy(service)
 
 
+@pytest.mark.slow
 def test_a_sample_outlives_its_engine(service: Service):
     """The engine dies while it samples. The restarted engine answers with the same seed."""
     params = types.SamplingParams(max_tokens=300, temperature=1.0, seed=5, stop=[])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 import tinker
 from tinker import types
 
@@ -19,6 +20,7 @@ from tests.conftest import Service, run_cli, start_service
 from tests.service.test_sdk import datum, full_model, logprobs_of, tokens
 
 
+@pytest.mark.slow
 def test_a_power_cut_or_a_stop_changes_nothing(service: Service):
     adam = types.AdamParams(learning_rate=1e-2, eps=1e-8)
     prompt, greedy = (
@@ -122,6 +124,7 @@ def full_weights_are_written_when_they_are_needed(
     assert float(np.abs(first - third).max()) > 0.001
 
 
+@pytest.mark.slow
 def test_with_keys_samples_without_a_seed_differ_and_a_retry_is_equal(service: Service):
     """The service runs with keys, so ids end in the mark of the key's owner."""
     assert run_cli("stop", "--name", service.name).returncode == 0
