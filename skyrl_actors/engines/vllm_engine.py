@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.adapter_files import check_adapter
-from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, EngineStatus
+from skyrl_actors.engines.interface import ALL_WEIGHTS, BASE_VERSION, FLAG, EngineSpec, EngineStatus
 from skyrl_actors.engines.logprob_check import fixed_prompt
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.reload_proof import prove_reload
@@ -435,7 +435,7 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         generation_config="vllm",
         enable_log_requests=False,
         disable_log_stats=True,  # the stat logger of this package remains
-        weight_transfer_config=WeightTransferConfig(backend="skyrl_actors_file"),
+        weight_transfer_config=WeightTransferConfig(backend=ALL_WEIGHTS),
         worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
         **on_device,
     )
