@@ -35,13 +35,14 @@ async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> d
 
 @router.get("/sessions/{session_id}")
 async def session(session_id: str, request: Request) -> dict[str, Any]:
-    """Return the runs, samplers and metadata of a session."""
+    """Return the runs, samplers, metadata and tags of a session."""
     entry = await state_of(request).client.session(caller_of(request).own(session_id, "session"))
     return {
         "training_run_ids": list(entry.run_ids),
         "sampler_ids": list(entry.sampler_ids),
         "user_metadata": entry.note.user_metadata,
         "display_name": entry.note.display_name,
+        "tags": entry.note.tags,
     }
 
 
@@ -117,4 +118,5 @@ def _summary(entry: SessionEntry) -> dict[str, Any]:
         "checkpoint_storage_bytes": entry.num_bytes,
         "display_name": note.display_name,
         "user_metadata": note.user_metadata,
+        "tags": note.tags,
     }

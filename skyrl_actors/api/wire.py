@@ -27,7 +27,7 @@ class Body(BaseModel):
 
 
 class CreateSession(Body):
-    """A request to open a session. `tags` and `sdk_version` have no effect."""
+    """A request to open a session. `sdk_version` has no effect."""
 
     tags: list[str] = []
     user_metadata: dict[str, Any] = {}
