@@ -69,7 +69,7 @@ class Lanes:
         self._leaving: Counter[str] = Counter()
         self._cancelled: set[str] = set()
         COUNTS.watch("open_requests", lambda: self.queue.num_open)
-        COUNTS.watch("recoveries", lambda: len(replayer.recovery_s))
+        COUNTS.watch("recoveries", lambda: replayer.recoveries)
 
     def start_next(self, model_id: str) -> None:
         """Start the model's next request, if none runs and one is confirmed."""
