@@ -115,9 +115,10 @@ async def test_accepted_operations_are_never_answered_with_a_failed_move(service
 
 
 async def test_all_recoveries_are_counted_although_few_durations_are_kept(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(replay, "KEPT_TIMES", 2)
+    service = Service(tmp_path)
     controller = await service.start()
     model_id = await made(controller, "s1")
     for seq_id in range(1, 5):
