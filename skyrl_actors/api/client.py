@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.tenants import Model, Sampler
-from skyrl_actors.messages.catalog import CatalogVerb, SessionEntry
+from skyrl_actors.messages.catalog import CatalogVerb, SessionEntry, SessionLabels
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
@@ -190,15 +190,9 @@ class ControllerClient:
     async def capabilities(self) -> Capabilities:
         return await self._call(ControllerCalls.get_capabilities)
 
-    async def create_session(
-        self, user_metadata: dict[str, str], display_name: str | None = None, mark: str = ""
-    ) -> str:
-        return await self._call(
-            ControllerCalls.create_session,
-            f"s{uuid.uuid4().hex[:16]}{mark}",
-            user_metadata,
-            display_name,
-        )
+    async def create_session(self, labels: SessionLabels, mark: str = "") -> str:
+        session_id = f"s{uuid.uuid4().hex[:16]}{mark}"
+        return await self._call(ControllerCalls.create_session, session_id, labels)
 
     async def heartbeat(self, session_id: str) -> None:
         await self._call(ControllerCalls.heartbeat, session_id)

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from skyrl_actors.api import archives, wire
+from skyrl_actors.api import archives, translate, wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.routes_catalog import checkpoint_path
 from skyrl_actors.api.state import ARCHIVES, state_of
@@ -120,6 +120,7 @@ async def copy_weights(
     if source.kind == "steps":
         raise InvalidRequest(f"{source} is a past step; create a model from it and save that model")
     caller = caller_of(request)
+    translate.check_copy(body)
     if body.session_id is not None and body.model_seq_id is not None:
         session_id, seq = caller.own(body.session_id, "session"), body.model_seq_id
     elif body.destination_project_id is not None:

@@ -15,7 +15,7 @@ from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.journal.build import build_journal
-from skyrl_actors.messages.catalog import CatalogVerb, SessionVerb
+from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionVerb
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
@@ -138,11 +138,9 @@ class ControllerActor:
         await self._ensure_started()
         return self.controller.able
 
-    async def create_session(
-        self, session_id: str, user_metadata: dict[str, str], display_name: str | None
-    ) -> str:
+    async def create_session(self, session_id: str, labels: SessionLabels) -> str:
         await self._ensure_started()
-        return await self.controller.create_session(session_id, user_metadata, display_name)
+        return await self.controller.create_session(session_id, labels)
 
     async def heartbeat(self, session_id: str) -> None:
         await self._ensure_started()

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.controller.tenants import Model, Sampler
-from skyrl_actors.messages.catalog import CatalogVerb, SessionVerb
+from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionVerb
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
@@ -18,9 +18,7 @@ class ControllerCalls(Protocol):
 
     async def get_capabilities(self) -> Capabilities: ...
 
-    async def create_session(
-        self, session_id: str, user_metadata: dict[str, str], display_name: str | None
-    ) -> str: ...
+    async def create_session(self, session_id: str, labels: SessionLabels) -> str: ...
 
     async def heartbeat(self, session_id: str) -> None: ...
 

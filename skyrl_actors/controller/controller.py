@@ -37,7 +37,7 @@ from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import SessionEnded, SessionOpened
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
+from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNote, SessionVerb
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id
@@ -192,22 +192,24 @@ class Controller:
     async def create_session(
         self,
         session_id: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        display_name: str | None = None,
+        labels: SessionLabels | None = None,
     ) -> str:
         """Create a session and return its id. Idempotent by id."""
+        labels = labels or SessionLabels()
         self.able  # noqa: B018  raises until the journal is open
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
             admission.check_count(
                 self.tenants.sessions, session_id, self.config.limits.sessions_per_key, "sessions"
             )
-            admission.check_metadata(user_metadata or {})
+            admission.check_metadata(labels.user_metadata)
+            admission.check_tags(labels.tags)
             note = SessionNote(
                 session_id=session_id,
                 created_at=self.wall(),
-                user_metadata=dict(user_metadata or {}),
-                display_name=display_name,
+                user_metadata=labels.user_metadata,
+                display_name=labels.display_name,
+                tags=labels.tags,
             )
             await self._disk.write("few files", self._sessions.opened, note)
             await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))

@@ -22,7 +22,7 @@ from typing import Literal
 
 from skyrl_actors.messages.errors import ConfigError
 
-NONCE_BYTES = PROOF_BYTES = 32
+NONCE_BYTES = PROOF_BYTES = TOKEN_BYTES = 32
 CERTIFICATE_BEGIN, CERTIFICATE_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 Side = Literal["caller", "server"]
 
@@ -45,8 +45,13 @@ class Challenge:
 
 
 def new_nonce() -> bytes:
-    """Return unpredictable random bytes, for use as a challenge or a secret."""
+    """Return a random number that is used for one connection."""
     return secrets.token_bytes(NONCE_BYTES)
+
+
+def new_token() -> bytes:
+    """Return the secret that a server shares with the processes that may call it."""
+    return secrets.token_bytes(TOKEN_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

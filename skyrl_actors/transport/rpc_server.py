@@ -52,7 +52,7 @@ class RpcServer:
     ):
         self.unsent = ByteBudget(unsent_bytes, SMALL_BYTES)
         self.abandoned = frozenset(method.__name__ for method in abandoned)
-        self.token = handshake.new_nonce()
+        self.token = handshake.new_token()
         self.stalled_s = stalled_s
         self.target = target
         self.methods = methods_of(protocol)
