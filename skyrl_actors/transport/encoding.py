@@ -107,7 +107,8 @@ class CallEncoding:
         """Decode an answer; its error is built. Raises Unreadable for other bytes."""
         try:
             number, is_result, content = self._decoded(body, arrays)
-            return number, is_result, content if is_result else _error_from(*content)
+            found = content if is_result else _error_from(*content)
+            return int(number), bool(is_result), found
         except UNDECODABLE as error:
             raise Unreadable(f"an answer cannot be decoded: {_described(error)}") from None
 
