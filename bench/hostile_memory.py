@@ -29,9 +29,10 @@ from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
-from skyrl_actors.messages.requests import CreateModel, ForwardBackward
-from skyrl_actors.messages.results import LossOutput, Ready
-from skyrl_actors.transport.rpc import Deferred, RpcClient
+from skyrl_actors.messages.requests import CreateModel, ForwardBackward, Request
+from skyrl_actors.messages.results import LossOutput, Ready, Result
+from skyrl_actors.transport.protocols import Deferred
+from skyrl_actors.transport.rpc import RpcClient
 from skyrl_actors.transport.rpc_server import RpcServer
 from tests.api.local import AnsweringBackend
 
@@ -50,13 +51,13 @@ class Served:
     async def create_session(self, session_id: str) -> str:
         return await self._controller.create_session(session_id)
 
-    async def submit(self, request: Any) -> str:
+    async def submit(self, request: Request) -> str:
         return await self._controller.submit(request)
 
-    async def retrieve(self, request_id: str) -> Any:
+    async def retrieve(self, request_id: str) -> Result | Ready | None:
         return await self._controller.ready(request_id, WAIT_S)
 
-    async def fetch(self, request_id: str, num_bytes: int) -> Deferred:
+    async def fetch(self, request_id: str, num_bytes: int) -> Deferred[Result | None]:
         return Deferred(num_bytes=num_bytes, load=partial(self._controller.retrieve, request_id, 0))
 
     async def let_go(self, answers: bool) -> None:
@@ -129,7 +130,7 @@ async def measured(
     async def find() -> Any:
         return address
 
-    line = RpcClient(find)
+    line = RpcClient(find, Served)
     session = await line.call(Served.create_session, "m")
     made = await line.call(
         Served.submit,
@@ -161,7 +162,7 @@ async def measured(
         assert isinstance(answer, LossOutput), answer
     answered = watch.take()
 
-    lines = [RpcClient(find) for _ in range(readers)]
+    lines = [RpcClient(find, Served) for _ in range(readers)]
     for one in lines:
         (await one.opened()).stream.transport.pause_reading()
     sizes = [(await line.call(Served.retrieve, few[i])).num_bytes for i in range(10)]

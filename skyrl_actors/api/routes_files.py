@@ -63,10 +63,11 @@ async def external_weights_urls(run_id: str, checkpoint: str, request: Request) 
     path = await readable(request, checkpoint_path(run_id, checkpoint))
     if path.kind != "external_weights":
         raise InvalidRequest(f"{path} is not an export; create one with save_weights_external")
-    files = [file.name for file in await state_of(request).client.catalog("files_for_others", path)]
-    links, expires = await _links(request, path, files)
+    files = await asyncio.to_thread(state_of(request).folders.files_for_others, path)
+    names = [file.name for file in files]
+    links, expires = await _links(request, path, names)
     return {
-        "urls": dict(zip(files, links, strict=True)),
+        "urls": dict(zip(names, links, strict=True)),
         "expires": datetime.fromtimestamp(expires, UTC).isoformat(),
     }
 

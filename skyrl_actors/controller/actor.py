@@ -23,7 +23,8 @@ from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
 from skyrl_actors.observe.process import Observed
 from skyrl_actors.observe.spans import SPANS, Span
-from skyrl_actors.transport.rpc import Address, Deferred
+from skyrl_actors.transport.protocols import Deferred
+from skyrl_actors.transport.rpc import Address
 from skyrl_actors.transport.rpc_server import RpcServer
 
 log = logging.getLogger(__name__)

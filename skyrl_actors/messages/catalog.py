@@ -10,7 +10,6 @@ CatalogVerb = Literal[
     "run",
     "checkpoints",
     "is_public",
-    "files_for_others",
     "copy",
     "set_public",
     "set_ttl",

@@ -24,6 +24,7 @@ from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
@@ -33,6 +34,8 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
 from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 from skyrl_actors.messages.weights import SamplerWeights
+from skyrl_actors.transport.encoding import CallEncoding
+from skyrl_actors.transport.frames import HEAD, Frame
 from tests.fakes import FakeBackend
 
 MODEL = "Qwen/Qwen3-8B"
@@ -130,8 +133,17 @@ class AnsweringBackend(FakeBackend):
         )
 
 
+ENCODING = CallEncoding(ControllerCalls)
+
+
+def sent(frame: Frame) -> tuple[memoryview, int]:
+    """Return the body and the number of arrays of a frame, as another process reads them."""
+    content = bytearray(b"".join(frame))
+    return memoryview(content)[HEAD.size :], HEAD.unpack_from(content)[1]
+
+
 class LocalClient(ControllerClient):
-    """A client of a controller in this process."""
+    """A client of a controller in this process. Calls and results are encoded and decoded."""
 
     def __init__(self, controller: Controller):
         handle: Any = None
@@ -143,8 +155,13 @@ class LocalClient(ControllerClient):
     ) -> Any:
         name = method.__name__
         own = getattr(self, f"_local_{name}", None)
-        result = (own or getattr(self._controller, name))(*arguments, **named)
-        return await result if inspect.isawaitable(result) else result
+        call = ENCODING.decoded_call(*sent(ENCODING.call(1, name, arguments, named)))
+        result = (own or getattr(self._controller, name))(*call[2], **call[3])
+        result = await result if inspect.isawaitable(result) else result
+        _, is_result, found = ENCODING.decoded_answer(*sent(ENCODING.answer(1, name, result)))
+        if not is_result:
+            raise found
+        return found
 
     async def _local_retrieve(self, request_id: str, timeout_s: float) -> Any:
         return await self._controller.ready(request_id, timeout_s) or self._controller.waiting(
