@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +31,10 @@ from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
 from skyrl_actors.config.transfers import GlooTransfer, LogprobCheckConfig, ShmTransfer
 from skyrl_actors.engines.build import external_members
 from skyrl_actors.engines.vllm_server import VllmServer
-from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest, StateLost
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
 from tests.engines.test_transports import TOKENS, Tenant
 
@@ -154,6 +156,13 @@ def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
     )
 
 
+async def _repeated(backend: RayBackend, request_id: str, *arguments: Any) -> SampleOutput:
+    """Sample as the controller does: again after a loss of the engine."""
+    while True:
+        with suppress(StateLost):
+            return await backend.sample(request_id, *arguments)
+
+
 async def test_adapters_are_sampled_by_a_server_by_url(
     their_server: int, random_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -194,7 +203,7 @@ async def test_adapters_are_sampled_by_a_server_by_url(
             await _reads_along(backend)
             await _is_refused(backend, tmp_path)
             assert 0 < max(backend.engines.logprob_check.differences) < 1e-4
-        waiting = asyncio.create_task(backend.sample("r7", prompt, scoring, pinned))
+        waiting = asyncio.create_task(_repeated(backend, "r7", prompt, scoring, pinned))
         await asyncio.sleep(0.3)
         assert not waiting.done() and backend.fault() is not None
         # The server still has the adapters, which this service does not know.

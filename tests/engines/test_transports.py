@@ -221,7 +221,9 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
             GlooTransfer(folder=tmp_path / "exports", bucket_bytes=100_000),
         ]
         for number, transport in enumerate(transports):
-            backend._transfer = build_transfer(config.model_copy(update={"transfer": transport}))
+            backend.delivery.transfer = build_transfer(
+                config.model_copy(update={"transfer": transport})
+            )
             for tenant in (lora,) if transport.type == "lora" else (full, lora):
                 await tenant.train(2)
                 wanted = await tenant.logprobs()
