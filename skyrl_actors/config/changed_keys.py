@@ -9,7 +9,23 @@ RENAMED = {
 }
 """What to write instead, by the key without tags of unions and without `cluster.`."""
 
-REMOVED: dict[str, str] = {}
+REMOVED = {
+    "transfer.timeout_s": "the ends of a stream wait 120 s for each other",
+    "limits.body_memory_bytes": "it is 512 MiB, or limits.body_bytes if that is more",
+    "limits.payload_memory_bytes": "it is 1 GiB",
+    "limits.result_memory_bytes": "it is 256 MiB",
+    "limits.lora_sampler_versions": "the newest 256 are kept; named ones are kept as well",
+    "limits.result_ttl_s": "it is 30 s; journal.retention_s says how long answers can be read",
+    "limits.session_silent_s": "it is 30 s; SDKs send a heartbeat every 10 s",
+    "limits.sessions_per_key": "it is 1000; limits.models_per_key bounds what sessions hold",
+    "http.long_poll_s": "polls are held open for 30 s",
+    "journal.snapshot_bytes": "it is 256 MiB; set journal.snapshot_operations",
+    "journal.keep_snapshots": "3 are kept",
+    "journal.sweep_s": "it is 300 s; journal.retention_s sets what is removed",
+    "restart.backoff_s": "it is 0.5 s; restart.max_in_a_row limits restarts",
+    "restart.max_backoff_s": "it is 30 s; restart.max_in_a_row limits restarts",
+    "restart.cooldown_s": "it is 60 s; restart.max_in_a_row limits restarts",
+}
 """What applies now, by the same keys."""
 
 

@@ -17,7 +17,11 @@ from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
-from skyrl_actors.config.transfers import LogprobCheckConfig, ShmTransfer, TransferConfig
+from skyrl_actors.config.transfers import (
+    FileTransferConfig,
+    LogprobCheckConfig,
+    TransferConfig,
+)
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -241,26 +245,10 @@ class JournalConfig(FrozenConfig):
         gt=0,
         description="also snapshot a trained model when its last snapshot is older than this",
     )
-    snapshot_bytes: int = Field(
-        default=256 * 2**20,
-        ge=1,
-        description="also snapshot a model when its operations since the last snapshot have this "
-        "number of bytes",
-    )
-    keep_snapshots: int = Field(
-        default=3,
-        ge=2,
-        description="snapshots kept for each model; an older one is used if a newer one is damaged",
-    )
     retention_s: float = Field(
         default=24 * 3600.0,
         gt=0,
         description="period for which models can be rebuilt and answers can be read",
-    )
-    sweep_s: float = Field(
-        default=300.0,
-        gt=0,
-        description="interval between removals of entries older than `retention_s`",
     )
 
     @field_validator("url")
@@ -284,20 +272,8 @@ class RestartConfig(FrozenConfig):
         ge=0,
         description="consecutive restarts of an actor without a success; after that it is given up",
     )
-    backoff_s: float = Field(
-        default=0.5,
-        ge=0,
-        description="wait before the second consecutive restart; doubles each time",
-    )
-    max_backoff_s: float = Field(default=30.0, ge=0, description="longest wait between restarts")
     start_timeout_s: float = Field(
         default=180.0, gt=0, description="longest time for a restarted group to load the base model"
-    )
-    cooldown_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="an actor that was given up is started again on the first "
-        "request after this time",
     )
     standbys: int = Field(
         default=1,
@@ -326,7 +302,7 @@ class ClusterConfig(FrozenConfig):
     critic: GroupConfig | None = GroupConfig()
     engine: EngineConfig = EngineConfig()
     lora: LoraConfig = LoraConfig()
-    transfer: TransferConfig = ShmTransfer()
+    transfer: TransferConfig = FileTransferConfig()
     logprob_check: LogprobCheckConfig = LogprobCheckConfig()
     limits: LimitsConfig = LimitsConfig()
     http: HttpConfig = HttpConfig()

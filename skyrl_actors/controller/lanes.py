@@ -39,6 +39,7 @@ from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS
 
 log = logging.getLogger(__name__)
+LORA_SAMPLER_VERSIONS = 256  # unnamed samplers that are kept for a LoRA model
 FAULTY_ATTEMPTS = 2  # attempts of an operation that raises in ranks that stay alive
 
 
@@ -244,10 +245,8 @@ class Lanes:
             owner=entry.owner,
             number=entry.number,
         )
-        limits = self.config.limits
-        keep = (
-            limits.lora_sampler_versions if entry.weights.adapter else limits.full_sampler_versions
-        )
+        full = self.config.limits.full_sampler_versions
+        keep = LORA_SAMPLER_VERSIONS if entry.weights.adapter else full
         for old in self.tenants.add_sampler(sampler, keep):
             await self.retire(old)
 

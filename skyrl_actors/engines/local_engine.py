@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skyrl_actors import remote
+from skyrl_actors import backoff, remote
 from skyrl_actors.colocation.healing import LoadRetries
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.cluster import RestartConfig
@@ -106,8 +106,8 @@ class LocalEngine(EngineReplica):
         A load is retried if it fails before it touches the engine. A later failure ends the engine.
         """
         retries = LoadRetries(
-            first_pause_s=self.restart.backoff_s,
-            longest_pause_s=self.restart.max_backoff_s,
+            first_pause_s=backoff.BACKOFF_S,
+            longest_pause_s=backoff.MAX_BACKOFF_S,
             attempts=self.restart.attempts,
         )
 

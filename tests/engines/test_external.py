@@ -27,7 +27,11 @@ from skyrl_actors.config.cluster import (
     RestartConfig,
 )
 from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
-from skyrl_actors.config.transfers import GlooTransfer, LogprobCheckConfig, ShmTransfer
+from skyrl_actors.config.transfers import (
+    FileTransferConfig,
+    LogprobCheckConfig,
+    StreamTransferConfig,
+)
 from skyrl_actors.engines.build import external_members
 from skyrl_actors.engines.vllm_server import VllmServer
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
@@ -148,9 +152,9 @@ def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
             ),
         ),
         lora=LoraConfig(max_rank=8),
-        transfer=ShmTransfer(folder=folder),
+        transfer=FileTransferConfig(folder=folder),
         logprob_check=LogprobCheckConfig(action="refuse"),
-        restart=RestartConfig(standbys=0, backoff_s=0.2, max_in_a_row=8),
+        restart=RestartConfig(standbys=0, max_in_a_row=8),
     )
 
 
@@ -370,7 +374,10 @@ async def _fails(url: str, key: str, model: str | None, said: str) -> None:
             "names a URL twice",
         ),
         (
-            {"engine": {"external": [{"url": "http://a"}]}, "transfer": GlooTransfer()},
+            {
+                "engine": {"external": [{"url": "http://a"}]},
+                "transfer": StreamTransferConfig(type="gloo"),
+            },
             "gloo does not reach engine.external",
         ),
         (
