@@ -25,6 +25,16 @@ REMOVED = {
     "restart.backoff_s": "it is 0.5 s; restart.max_in_a_row limits restarts",
     "restart.max_backoff_s": "it is 30 s; restart.max_in_a_row limits restarts",
     "restart.cooldown_s": "it is 60 s; restart.max_in_a_row limits restarts",
+    "job.kl.horizon": "it is 10,000 samples",
+    "job.schedule.in_flight": "leave out slice_tokens for finish, set it for update",
+    "job.mismatch_warn": "it is 0.05; job.mismatch_stop ends a run",
+    "job.overlong.penalty": "it is 1",
+    "job.env.min_letters": "it is 3",
+    "job.env.max_letters": "it is 5",
+    "job.env.long_prompts": "long prompts are counted and skipped",
+    "job.long_rows": "long rows are counted and skipped",
+    "run.keep_best": "the weights of the best evaluation are kept",
+    "run.trackers.entity": "set the environment variable WANDB_ENTITY",
 }
 """What applies now, by the same keys."""
 

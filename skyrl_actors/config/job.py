@@ -8,12 +8,18 @@ from pydantic import Field, model_validator
 from skyrl_actors.config.algorithms import (
     Advantage,
     AlgorithmName,
+    BaseReference,
+    ClippedLoss,
     Correction,
+    EmaReference,
     Gae,
     KlTerm,
+    NoCorrection,
+    NoFilter,
+    NoKl,
     Overlong,
+    PeriodicReference,
     PolicyLoss,
-    PpoLoss,
     Reduction,
     Reference,
     SamplingFilter,
@@ -72,13 +78,23 @@ class RlConfig(AdamFields):
         description="rank of the adapters of policy and critic; null = full fine-tune",
     )
     advantage: Advantage = Gae()
-    kl: KlTerm = KlTerm()
-    policy_loss: PolicyLoss = PpoLoss()
+    kl: KlTerm = Field(
+        default=NoKl(), description="the penalty for divergence of the policy from the reference"
+    )
+    policy_loss: PolicyLoss = ClippedLoss()
     reduction: Reduction = Reduction()
-    filter: SamplingFilter = SamplingFilter()
+    filter: SamplingFilter = Field(default=NoFilter(), description="which prompts are trained on")
     overlong: Overlong = Overlong()
-    correction: Correction = Correction()
-    reference: Reference = Reference()
+    correction: Correction = Field(
+        default=NoCorrection(),
+        description="a weight of the loss for samples from the engine, from older weights or at "
+        "another temperature. It is computed from r = exp(log p_trainer − log p_engine). log "
+        "p_engine is the log-probability under the distribution that was sampled from. log "
+        "p_trainer is the log-probability at temperature 1",
+    )
+    reference: Reference = Field(
+        default=BaseReference(), description="the model that the divergence is measured from"
+    )
     schedule: Schedule = OnPolicy()
     entropy_coef: float = Field(
         default=0.0,
@@ -92,12 +108,6 @@ class RlConfig(AdamFields):
     critic_lr: float = Field(default=1e-3, gt=0, description="initial learning rate of the critic")
     value_clip: float = Field(
         default=0.2, gt=0, description="largest change of a value in the clipped value loss"
-    )
-    mismatch_warn: float = Field(
-        default=0.05,
-        gt=0,
-        description="warn if the mean |Δ logprob| between engine and trainer on an iteration's "
-        "samples exceeds this; only samples from the weights that train on them count",
     )
     mismatch_stop: float | None = Field(
         default=None, gt=0, description="end the run if the same number exceeds this; null = never"
@@ -156,11 +166,11 @@ class RlConfig(AdamFields):
         if (
             self.stop
             and isinstance(self.schedule, Asynchronous)
-            and self.schedule.in_flight == "update"
+            and self.schedule.slice_tokens is not None
         ):
             raise ValueError(
                 "a text in stop could be split between two slices of an answer; "
-                "set schedule.in_flight to finish, or leave out stop"
+                "leave out schedule.slice_tokens or stop"
             )
         if self.uses_critic and self.critic_warmup >= self.iterations:
             raise ValueError(
@@ -189,7 +199,8 @@ class RlConfig(AdamFields):
 
         A reference from a checkpoint is not counted.
         """
-        return 2 if self.needs_reference and self.reference.moves else 1
+        moves = isinstance(self.reference, PeriodicReference | EmaReference)
+        return 2 if self.needs_reference and moves else 1
 
 
 Job = Annotated[RlConfig | SftConfig | DpoConfig | RewardModelConfig, Field(discriminator="type")]
@@ -217,9 +228,6 @@ class RunConfig(FrozenConfig):
     )
     keep_checkpoints: int = Field(
         default=2, ge=1, description="number of newest checkpoints that are kept"
-    )
-    keep_best: bool = Field(
-        default=True, description="also keep the weights of the best evaluation"
     )
     trackers: tuple[Tracker, ...] = Field(
         default=(), description="W&B and MLflow, in addition to metrics.jsonl and TensorBoard"

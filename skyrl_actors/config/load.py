@@ -100,7 +100,7 @@ def _explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
     elif detail["type"] == "union_tag_not_found":
         _, options = _position(schema, detail["loc"])
         known = ", ".join(str(tag) for option in options for tag in tags_of(option))
-        tag = detail.get("ctx", {}).get("discriminator", "type")
+        tag = str(detail.get("ctx", {}).get("discriminator", "type")).strip("'")
         message = f"set {tag} to one of {known}"
     elif "api_keys" in detail["loc"]:
         pass  # the given value is a secret

@@ -32,11 +32,10 @@ class Supervised(AdamFields):
         default=None, ge=1, description="largest number of steps; null = all epochs"
     )
     max_row_tokens: int | None = Field(
-        default=None, ge=2, description="longest row; null = the longest row that the model takes"
-    )
-    long_rows: Literal["drop", "refuse"] = Field(
-        default="drop",
-        description="for rows beyond the limit. drop: count and skip them; refuse: end the run",
+        default=None,
+        ge=2,
+        description="longest row; longer ones are counted and skipped. null = the longest row that "
+        "the model takes",
     )
     lora_rank: int | None = Field(
         default=None, ge=1, description="rank of the adapter; null = full fine-tune"
