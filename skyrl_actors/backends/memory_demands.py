@@ -27,6 +27,7 @@ from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.messages.errors import ConfigError
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+MEMORY_RESERVE = 0.08  # of a device, which the plan leaves free for fragmentation
 STEP_BYTES = 256 * 2**20
 # Without lora.max_host_gib, the LoRA models of a role may take 1/HOST_SHARE of a device's host
 # memory. If that memory is not known: PER_PLACE LoRA models for each one on the device.
@@ -187,7 +188,7 @@ def _sizes(
         size = min(devices) if len(devices) == len(mine) and mine else None
     else:
         size = host
-    return size, config.placement.memory_reserve, host if config.placement.device == "gpu" else None
+    return size, MEMORY_RESERVE, host if config.placement.device == "gpu" else None
 
 
 def checked(

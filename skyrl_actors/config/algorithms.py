@@ -287,6 +287,7 @@ class EmaReference(FrozenConfig):
     decay: float = Field(default=0.99, gt=0, lt=1, description="weight of the old average")
 
 
+MovingReference = PeriodicReference | EmaReference
 Reference = Annotated[
     BaseReference | CheckpointReference | PeriodicReference | EmaReference,
     Field(discriminator="type"),

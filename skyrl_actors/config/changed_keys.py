@@ -35,6 +35,11 @@ REMOVED = {
     "job.long_rows": "long rows are counted and skipped",
     "run.keep_best": "the weights of the best evaluation are kept",
     "run.trackers.entity": "set the environment variable WANDB_ENTITY",
+    "engine.max_logprobs": "it is 20",
+    "engine.max_scored_cells": "it is 4,000,000",
+    "placement.colocated_share": "it is 0.3",
+    "placement.memory_reserve": "it is 0.08; set placement.memory_check",
+    "base_model.seed": "it is 0",
 }
 """What applies now, by the same keys."""
 

@@ -23,6 +23,7 @@ from skyrl_actors.config.transfers import (
     TransferConfig,
 )
 
+COLOCATED_SHARE = 0.3  # of a slot, which policy, critic and engine each reserve
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -36,7 +37,6 @@ class TinyBase(FrozenConfig):
     name: str = Field(
         default="skyrl-actors/tiny", description="name that clients use for the base model"
     )
-    seed: int = Field(default=0, description="seed of the initial weights and of the warm-up")
     warmup_steps: int = Field(
         default=150,
         ge=0,
@@ -75,21 +75,9 @@ class PlacementConfig(FrozenConfig):
         "split: each has its own devices; mixed: policy and engines share devices, "
         "the critic has its own",
     )
-    colocated_share: float = Field(
-        default=0.3,
-        gt=0,
-        le=0.33,
-        description="fraction of a slot that policy, critic and engine each reserve",
-    )
     timeout_s: float = Field(default=180.0, gt=0, description="longest wait for free devices")
     memory_check: Literal["refuse", "warn", "off"] = Field(
         default="refuse", description="action if the memory plan does not fit the devices"
-    )
-    memory_reserve: float = Field(
-        default=0.08,
-        ge=0,
-        lt=1,
-        description="fraction of device memory that the plan leaves free for fragmentation",
     )
     device_memory_gib: float | None = Field(
         default=None,

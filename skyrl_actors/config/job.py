@@ -11,14 +11,13 @@ from skyrl_actors.config.algorithms import (
     BaseReference,
     ClippedLoss,
     Correction,
-    EmaReference,
     Gae,
     KlTerm,
+    MovingReference,
     NoCorrection,
     NoFilter,
     NoKl,
     Overlong,
-    PeriodicReference,
     PolicyLoss,
     Reduction,
     Reference,
@@ -28,13 +27,13 @@ from skyrl_actors.config.algorithms import (
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.environments import Environment, ReverseEnv
 from skyrl_actors.config.frozen import FrozenConfig
-from skyrl_actors.config.optimizer import AdamFields
+from skyrl_actors.config.job_fields import JobFields
 from skyrl_actors.config.schedules import Asynchronous, OnPolicy, Schedule
 from skyrl_actors.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from skyrl_actors.config.trackers import Tracker
 
 
-class RlConfig(AdamFields):
+class RlConfig(JobFields):
     """Reinforcement learning.
 
     `type` names an algorithm, which is a choice of the parts below. Each part can also be set
@@ -43,9 +42,6 @@ class RlConfig(AdamFields):
 
     type: AlgorithmName = "ppo"
     env: Environment = ReverseEnv()
-    seed: int = Field(
-        default=0, ge=0, description="seed of prompts, samples and initial adapter weights"
-    )
     iterations: int = Field(default=40, ge=1, description="number of iterations")
     stop_at_accuracy: float | None = Field(
         default=None,
@@ -71,11 +67,6 @@ class RlConfig(AdamFields):
         le=2.0,
         description="sampling temperature; the policy is trained at temperature 1, so set "
         "`correction` for another value",
-    )
-    lora_rank: int | None = Field(
-        default=None,
-        ge=1,
-        description="rank of the adapters of policy and critic; null = full fine-tune",
     )
     advantage: Advantage = Gae()
     kl: KlTerm = Field(
@@ -199,7 +190,7 @@ class RlConfig(AdamFields):
 
         A reference from a checkpoint is not counted.
         """
-        moves = isinstance(self.reference, PeriodicReference | EmaReference)
+        moves = isinstance(self.reference, MovingReference)
         return 2 if self.needs_reference and moves else 1
 
 

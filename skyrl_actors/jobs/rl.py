@@ -21,12 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.api.client import ControllerClient
-from skyrl_actors.config.algorithms import (
-    CheckpointReference,
-    EmaReference,
-    PeriodicReference,
-    RewardKl,
-)
+from skyrl_actors.config.algorithms import MovingReference
 from skyrl_actors.config.job import RlConfig
 from skyrl_actors.config.schedules import Asynchronous
 from skyrl_actors.jobs import advantages as adv
@@ -118,7 +113,7 @@ class RlJob:
             self._reference = await session.create(
                 "policy", LoraSpec(rank=1, train_mlp=False, train_unembed=False)
             )
-        elif isinstance(config.reference, CheckpointReference):
+        elif config.reference.type == "checkpoint":
             self._reference = await session.create_from(config.reference.path)
         else:
             lora = (
@@ -194,7 +189,7 @@ class RlJob:
 
     def _models(self) -> dict[str, str]:
         """Return the ids of the models that a checkpoint contains."""
-        moving = isinstance(self.config.reference, PeriodicReference | EmaReference)
+        moving = isinstance(self.config.reference, MovingReference)
         models = {
             "policy": self._policy,
             "critic": self._critic,
@@ -299,7 +294,7 @@ class RlJob:
                     )
                 )
             )
-            if isinstance(term, RewardKl):
+            if term.place == "reward":
                 pairs = zip(rewards, batch.logprobs, batch.reference, batch.sampled(), strict=True)
                 rewards = [
                     np.where(
@@ -342,7 +337,7 @@ class RlJob:
                 "the samples of this iteration were not trained on"
             )
         if mismatch > MISMATCH_WARN:
-            self.watcher.warned(f"{text}, more than {MISMATCH_WARN:g}")
+            self.watcher.warned(f"{text}, more than {MISMATCH_WARN}")
 
     async def _update(self, batch: Batch, step: int, kl_coef: float) -> dict[str, float]:
         """Run all epochs. Critic and policy train at the same time."""
@@ -371,10 +366,10 @@ class RlJob:
 
     async def _publish(self, step: int) -> None:
         reference = self.config.reference
-        moving = isinstance(reference, PeriodicReference | EmaReference)
+        moving = isinstance(reference, MovingReference)
         if self._reference and moving and step % reference.every == 0:
             saved = await self._session.save(self._policy, "reference")
-            if isinstance(reference, PeriodicReference):
+            if reference.type == "periodic":
                 await self._session.load(self._reference, saved.path)
             else:
                 mean = await self._session.save(self._reference, "reference-mean")
