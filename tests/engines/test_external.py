@@ -18,6 +18,7 @@ import pytest
 import ray
 from pydantic import ValidationError
 
+from skyrl_actors import backoff
 from skyrl_actors.backends.ray_backend import RayBackend
 from skyrl_actors.config.cluster import (
     ClusterConfig,
@@ -137,6 +138,11 @@ async def road(to_port: int, port: int) -> AsyncIterator[None]:
         for way in list(ways):
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "BACKOFF_S", 0.2)
 
 
 def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
