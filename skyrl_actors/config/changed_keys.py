@@ -47,8 +47,6 @@ REMOVED = {
 def advice(path: tuple[str, ...]) -> str | None:
     """Return what to write instead of a key of an earlier version, or None for other keys."""
     key = ".".join(path[1:] if path[0] == "cluster" else path)
-    if key.startswith("critic."):
-        key = key.replace("critic.", "policy.", 1)
     if key in RENAMED:
         return f"this key was renamed; use {RENAMED[key]}"
     return f"this key was removed; {REMOVED[key]}" if key in REMOVED else None

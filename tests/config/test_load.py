@@ -90,7 +90,7 @@ def test_every_changed_key_is_on_its_page_and_gone():
         assert f"`{key}`" in page and key not in rows, key
 
 
-def test_a_changed_key_is_found_below_cluster_and_for_the_critic():
+def test_a_changed_key_is_found_below_cluster():
     with pytest.raises(ConfigError, match=r"renamed; use transfer\.materialize=eager"):
         load(
             CONFIGS / "jobs" / "ppo_tiny.yaml",
