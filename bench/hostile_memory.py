@@ -25,6 +25,8 @@ import psutil
 from bench.harness import emit
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.controller import progress
+from skyrl_actors.controller.bounds import PAYLOAD_MEMORY_BYTES, RESULT_MEMORY_BYTES
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
@@ -71,7 +73,7 @@ class WideBackend(AnsweringBackend):
 
 
 async def serve(folder: Path, queued_bytes: int) -> None:
-    limits = LimitsConfig(queued_bytes=queued_bytes, result_ttl_s=3600)
+    limits = LimitsConfig(queued_bytes=queued_bytes)
     config = ClusterConfig(
         base_model=TinyBase(name="m"),
         limits=limits,
@@ -79,14 +81,15 @@ async def serve(folder: Path, queued_bytes: int) -> None:
         journal=JournalConfig(
             folder=folder / "journal",
             snapshot_operations=10**6,
-            snapshot_bytes=2**60,
             snapshot_s=1e6,
         ),
     )
     backend = WideBackend(str(folder))
     controller = Controller(config, backend, SqlJournal(config.journal))
+    controller.results.ttl_s = 3600
+    progress.SNAPSHOT_BYTES = 2**60
     await controller.start()
-    server = RpcServer(Served(controller, backend), Served, unsent_bytes=limits.result_memory_bytes)
+    server = RpcServer(Served(controller, backend), Served, unsent_bytes=RESULT_MEMORY_BYTES)
     address = await server.address("127.0.0.1")
     (folder / "address.partial").write_bytes(pickle.dumps(address))
     (folder / "address.partial").rename(folder / "address")
@@ -177,14 +180,13 @@ async def measured(
     for task in asked:
         task.cancel()
     mib = 2**20
-    limits = LimitsConfig()
     return {
         "requests": len(ids),
         "request_mib": round(
             sum(a.nbytes for a in (request.columns.tokens, *request.columns.fields.values())) / mib,
             1,
         ),
-        "budget_mib": (limits.payload_memory_bytes + limits.result_memory_bytes) // mib,
+        "budget_mib": (PAYLOAD_MEMORY_BYTES + RESULT_MEMORY_BYTES) // mib,
         "calm_rss_mib": calm // mib,
         "queued_rss_mib": queued // mib,
         "answered_rss_mib": answered // mib,

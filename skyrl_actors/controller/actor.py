@@ -11,6 +11,7 @@ from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import housekeeping
+from skyrl_actors.controller.bounds import RESULT_MEMORY_BYTES
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
@@ -46,7 +47,7 @@ class ControllerActor:
         self.controller = self.build_controller(*self._arguments)
         self._starting: asyncio.Task[Capabilities] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._rpc = RpcServer(self, ControllerCalls, unsent_bytes=config.limits.result_memory_bytes)
+        self._rpc = RpcServer(self, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
 
     def __repr__(self) -> str:
         """Return the name that Ray's dashboard and log lines show."""

@@ -30,6 +30,7 @@ from skyrl_actors.engines.interface import (
 )
 from skyrl_actors.engines.replica import EngineReplica, P, R
 from skyrl_actors.messages.errors import InternalError, PartDown, StateLost, UserError, WeightsGone
+from skyrl_actors.supervision import backoff
 from skyrl_actors.transfer.transport import EnginePlace
 from skyrl_actors.transport.protocols import methods_of
 from skyrl_actors.transport.rpc import Address, RpcClient
@@ -107,8 +108,8 @@ class LocalEngine(EngineReplica):
         A load is retried if it fails before it touches the engine. A later failure ends the engine.
         """
         retries = LoadRetries(
-            first_pause_s=self.restart.backoff_s,
-            longest_pause_s=self.restart.max_backoff_s,
+            first_pause_s=backoff.BACKOFF_S,
+            longest_pause_s=backoff.MAX_BACKOFF_S,
             attempts=self.restart.attempts,
         )
 

@@ -2,7 +2,7 @@
 
 Only Ray, torch and vLLM are missing. Run:
 
-python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_JSON [LIMITS_JSON ROOM_FOR_LORA_RANKS]]
+python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_JSON [ROOM_FOR_LORA_RANKS SILENT_S]]
 """
 
 import asyncio
@@ -224,17 +224,18 @@ async def resolved(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
 
 
 async def serve(
-    port: int, folder: Path, base_folder: str, http: str = "{}", limits: str = "{}", room: str = ""
+    port: int, folder: Path, base_folder: str, http: str = "{}", room: str = "", silent_s: str = ""
 ) -> None:
-    config, backend = (
-        config_for(folder, http=json.loads(http), limits=json.loads(limits)),
-        AnsweringBackend(base_folder),
-    )
+    config, backend = config_for(folder, http=json.loads(http)), AnsweringBackend(base_folder)
     if room:
         backend.adapters = AdapterMemory(int(room), 1)
     controller = Controller(config, backend, SqlJournal(config.journal))
+    state = ApiState(config, LocalClient(controller))
+    if silent_s:
+        controller._capacity.session_silent_s = float(silent_s)
+        state.long_poll_s = 1.0
     await controller.start()
-    app = build_app(ApiState(config, LocalClient(controller)))
+    app = build_app(state)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
     try:
         await server.serve()

@@ -11,7 +11,6 @@ from skyrl_actors.colocation.healing import MoveHealing
 from skyrl_actors.config.cluster import (
     ClusterConfig,
     JournalConfig,
-    LimitsConfig,
     RestartConfig,
     TinyBase,
 )
@@ -37,7 +36,6 @@ class Service:
         self.config = ClusterConfig(
             base_model=TinyBase(name="tiny"),
             checkpoint_dir=folder / "checkpoints",
-            limits=LimitsConfig(result_ttl_s=0.01),
             journal=JournalConfig(folder=folder / "journal", snapshot_operations=10**6),
             restart=RestartConfig(attempts=3),
         )
@@ -47,6 +45,7 @@ class Service:
         controller = Controller(
             self.config, SimBackend(self.machines), SqlJournal(self.config.journal)
         )
+        controller.results.ttl_s = 0.01
         await controller.start()
         return controller
 

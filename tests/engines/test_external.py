@@ -28,7 +28,11 @@ from skyrl_actors.config.cluster import (
     RestartConfig,
 )
 from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
-from skyrl_actors.config.transfers import GlooTransfer, LogprobCheckConfig, ShmTransfer
+from skyrl_actors.config.transfers import (
+    FileTransferConfig,
+    LogprobCheckConfig,
+    StreamTransferConfig,
+)
 from skyrl_actors.engines.build import external_members
 from skyrl_actors.engines.vllm_server import VllmServer
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest, StateLost
@@ -36,6 +40,7 @@ from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from skyrl_actors.supervision import backoff
 from tests.engines.test_transports import TOKENS, Tenant
 
 KEY, BASE = "a-key-of-theirs", SamplerWeights(version="base")
@@ -137,6 +142,11 @@ async def road(to_port: int, port: int) -> AsyncIterator[None]:
         await asyncio.gather(*ways, return_exceptions=True)
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "BACKOFF_S", 0.2)
+
+
 def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
     return ClusterConfig(
         name="external",
@@ -150,9 +160,9 @@ def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
             ),
         ),
         lora=LoraConfig(max_rank=8),
-        transfer=ShmTransfer(folder=folder),
+        transfer=FileTransferConfig(folder=folder),
         logprob_check=LogprobCheckConfig(action="refuse"),
-        restart=RestartConfig(standbys=0, backoff_s=0.2, max_in_a_row=8),
+        restart=RestartConfig(standbys=0, max_in_a_row=8),
     )
 
 
@@ -379,7 +389,10 @@ async def _fails(url: str, key: str, model: str | None, said: str) -> None:
             "names a URL twice",
         ),
         (
-            {"engine": {"external": [{"url": "http://a"}]}, "transfer": GlooTransfer()},
+            {
+                "engine": {"external": [{"url": "http://a"}]},
+                "transfer": StreamTransferConfig(type="gloo"),
+            },
             "gloo does not reach engine.external",
         ),
         (
