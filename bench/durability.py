@@ -19,6 +19,7 @@ import numpy as np
 
 from bench.harness import base_folder, emit
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
+from skyrl_actors.controller import progress
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.entries import Entry, JournalState
 from skyrl_actors.journal.journal import SqlJournal
@@ -61,13 +62,12 @@ class NoJournal(SqlJournal):
 
 
 async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) -> dict[str, float]:
+    progress.SNAPSHOT_BYTES = 2**60
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
         checkpoint_dir=scratch / "c",
         limits=LimitsConfig(open_requests=10**6),
-        journal=JournalConfig(
-            folder=scratch / "journal", snapshot_operations=10**9, snapshot_bytes=2**60
-        ),
+        journal=JournalConfig(folder=scratch / "journal", snapshot_operations=10**9),
     )
     controller = Controller(config, FakeBackend(), make(scratch / "journal"))
     await controller.start()

@@ -19,13 +19,18 @@ from skyrl_actors.journal.build import build_journal
 from tests.api.local import AnsweringBackend
 
 NAME, PORT = "bench-edge", 8124
+SHORT_RETENTION_S = 3600
 
 
 class AnsweringController(ControllerActor):
     def build_controller(
         self, config: ClusterConfig, base_folder: Path, detached: bool
     ) -> Controller:
-        return Controller(config, AnsweringBackend(str(base_folder)), build_journal(config.journal))
+        backend = AnsweringBackend(str(base_folder))
+        controller = Controller(config, backend, build_journal(config.journal))
+        if config.journal.retention_s < SHORT_RETENTION_S:  # a test of memory
+            controller.sweep_s, controller.results.ttl_s = 30.0, 5.0
+        return controller
 
 
 @contextmanager

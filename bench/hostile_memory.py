@@ -25,13 +25,16 @@ import psutil
 from bench.harness import emit
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.controller import progress
+from skyrl_actors.controller.bounds import PAYLOAD_MEMORY_BYTES, RESULT_MEMORY_BYTES
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
-from skyrl_actors.messages.requests import CreateModel, ForwardBackward
-from skyrl_actors.messages.results import LossOutput, Ready
-from skyrl_actors.transport.rpc import Deferred, RpcClient
+from skyrl_actors.messages.requests import CreateModel, ForwardBackward, Request
+from skyrl_actors.messages.results import LossOutput, Ready, Result
+from skyrl_actors.transport.protocols import Deferred
+from skyrl_actors.transport.rpc import RpcClient
 from skyrl_actors.transport.rpc_server import RpcServer
 from tests.api.local import AnsweringBackend
 
@@ -50,13 +53,13 @@ class Served:
     async def create_session(self, session_id: str) -> str:
         return await self._controller.create_session(session_id)
 
-    async def submit(self, request: Any) -> str:
+    async def submit(self, request: Request) -> str:
         return await self._controller.submit(request)
 
-    async def retrieve(self, request_id: str) -> Any:
+    async def retrieve(self, request_id: str) -> Result | Ready | None:
         return await self._controller.ready(request_id, WAIT_S)
 
-    async def fetch(self, request_id: str, num_bytes: int) -> Deferred:
+    async def fetch(self, request_id: str, num_bytes: int) -> Deferred[Result | None]:
         return Deferred(num_bytes=num_bytes, load=partial(self._controller.retrieve, request_id, 0))
 
     async def let_go(self, answers: bool) -> None:
@@ -70,7 +73,7 @@ class WideBackend(AnsweringBackend):
 
 
 async def serve(folder: Path, queued_bytes: int) -> None:
-    limits = LimitsConfig(queued_bytes=queued_bytes, result_ttl_s=3600)
+    limits = LimitsConfig(queued_bytes=queued_bytes)
     config = ClusterConfig(
         base_model=TinyBase(name="m"),
         limits=limits,
@@ -78,14 +81,15 @@ async def serve(folder: Path, queued_bytes: int) -> None:
         journal=JournalConfig(
             folder=folder / "journal",
             snapshot_operations=10**6,
-            snapshot_bytes=2**60,
             snapshot_s=1e6,
         ),
     )
     backend = WideBackend(str(folder))
     controller = Controller(config, backend, SqlJournal(config.journal))
+    controller.results.ttl_s = 3600
+    progress.SNAPSHOT_BYTES = 2**60
     await controller.start()
-    server = RpcServer(Served(controller, backend), Served, unsent_bytes=limits.result_memory_bytes)
+    server = RpcServer(Served(controller, backend), Served, unsent_bytes=RESULT_MEMORY_BYTES)
     address = await server.address("127.0.0.1")
     (folder / "address.partial").write_bytes(pickle.dumps(address))
     (folder / "address.partial").rename(folder / "address")
@@ -129,7 +133,7 @@ async def measured(
     async def find() -> Any:
         return address
 
-    line = RpcClient(find)
+    line = RpcClient(find, Served)
     session = await line.call(Served.create_session, "m")
     made = await line.call(
         Served.submit,
@@ -161,7 +165,7 @@ async def measured(
         assert isinstance(answer, LossOutput), answer
     answered = watch.take()
 
-    lines = [RpcClient(find) for _ in range(readers)]
+    lines = [RpcClient(find, Served) for _ in range(readers)]
     for one in lines:
         (await one.opened()).stream.transport.pause_reading()
     sizes = [(await line.call(Served.retrieve, few[i])).num_bytes for i in range(10)]
@@ -176,14 +180,13 @@ async def measured(
     for task in asked:
         task.cancel()
     mib = 2**20
-    limits = LimitsConfig()
     return {
         "requests": len(ids),
         "request_mib": round(
             sum(a.nbytes for a in (request.columns.tokens, *request.columns.fields.values())) / mib,
             1,
         ),
-        "budget_mib": (limits.payload_memory_bytes + limits.result_memory_bytes) // mib,
+        "budget_mib": (PAYLOAD_MEMORY_BYTES + RESULT_MEMORY_BYTES) // mib,
         "calm_rss_mib": calm // mib,
         "queued_rss_mib": queued // mib,
         "answered_rss_mib": answered // mib,

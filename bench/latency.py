@@ -151,7 +151,7 @@ def main() -> None:
         help="requests of the memory test; 0 = no memory test",
     )
     options = parser.parse_args()
-    with fake_service("limits.result_ttl_s=5", "journal.sweep_s=30", "journal.retention_s=60"):
+    with fake_service("journal.retention_s=60"):
         for name, figures in latency().items():
             emit("latency", {"verb": name, **figures})
         for clients in (1, 16, 256):

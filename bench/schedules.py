@@ -19,9 +19,7 @@ from bench.harness import ROOT, emit
 SCHEDULES = {
     "on_policy": (),
     "one_step_off": ("job.schedule.type=one_step_off",),
-    "asynchronous": (
-        "job.schedule={type: asynchronous, max_staleness: 2, in_flight: update, slice_tokens: 6}",
-    ),
+    "asynchronous": ("job.schedule={type: asynchronous, max_staleness: 2, slice_tokens: 6}",),
 }
 
 

@@ -1,7 +1,7 @@
 """Convert results to the protobuf and JSON that SDKs read. This module does not use HTTP."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as ListLike
 from itertools import pairwise
 from typing import Any
 
@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.api import schema
-from skyrl_actors.messages.results import LossOutput, SampleOutput
+from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
 from skyrl_actors.messages.sampling import SparseLayout
+
+EMPTY = -99999.0  # the logprob of a cell without a token
 
 
 def loss_output_to_proto(output: LossOutput) -> bytes:
@@ -96,7 +98,7 @@ def sample_to_proto(output: SampleOutput) -> bytes:
 
 
 def _set_tensor(
-    message: Any, values: NDArray[Any], shape: Sequence[int], layout: SparseLayout | None = None
+    message: Any, values: NDArray[Any], shape: ListLike[int], layout: SparseLayout | None = None
 ) -> None:
     """Write the tensor in the layout of the request: dense, or the listed cells only."""
     is_float = values.dtype.kind == "f"
@@ -117,31 +119,40 @@ def _set_topk(message: Any, ids: np.ndarray, logprobs: np.ndarray) -> None:
     message.length, message.k = ids.shape
 
 
+def _sequence_to_json(sequence: Sequence) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "stop_reason": sequence.stop_reason,
+        "tokens": sequence.tokens.tolist(),
+        "logprobs": sequence.shown_logprobs.tolist(),
+    }
+    if sequence.topk_ids is not None and sequence.topk_logprobs is not None:
+        content["topk_logprobs"] = _topk_to_json(sequence.topk_ids, sequence.topk_logprobs)
+    return content
+
+
+def _topk_to_json(
+    ids: NDArray[Any], logprobs: NDArray[Any]
+) -> list[list[tuple[int, float]] | None]:
+    """Return (token, logprob) pairs of each position; None where there are none."""
+    rows = zip(ids.tolist(), logprobs.tolist(), strict=True)
+    kept = [[(i, lp) for i, lp in zip(row, lps, strict=True) if lp > EMPTY] for row, lps in rows]
+    return [row or None for row in kept]
+
+
 def sample_to_json(output: SampleOutput) -> dict[str, Any]:
     """Encode as the JSON of a sample. Missing logprobs are null."""
     body: dict[str, Any] = {
         "type": "sample",
-        "sequences": [
-            {
-                "stop_reason": s.stop_reason,
-                "tokens": s.tokens.tolist(),
-                "logprobs": s.shown_logprobs.tolist(),
-            }
-            for s in output.sequences
-        ],
+        "sequences": [_sequence_to_json(sequence) for sequence in output.sequences],
     }
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = [
             None if math.isnan(x) else x for x in output.prompt_logprobs.tolist()
         ]
     if output.topk_prompt_ids is not None and output.topk_prompt_logprobs is not None:
-        rows = zip(
-            output.topk_prompt_ids.tolist(), output.topk_prompt_logprobs.tolist(), strict=True
+        body["topk_prompt_logprobs"] = _topk_to_json(
+            output.topk_prompt_ids, output.topk_prompt_logprobs
         )
-        kept = [
-            [(i, lp) for i, lp in zip(ids, lps, strict=True) if lp > -99999.0] for ids, lps in rows
-        ]
-        body["topk_prompt_logprobs"] = [row or None for row in kept]
     if output.targets is not None:
         layout = output.targets.layout
         body["target_prompt_logprobs"] = {

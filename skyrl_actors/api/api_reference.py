@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from fastapi.routing import APIRoute
 
-from skyrl_actors.api import not_served
+from skyrl_actors.api import not_served, openai_wire, without_effect
 from skyrl_actors.api.app import build_app
 from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.config.http import SdkFlags
@@ -54,6 +54,11 @@ or `muon` (its momentum is `beta1`) |
 whose objective is not public; use `importance_sampling`) |
 | chunks of a prompt or a datum | text tokens |
 | `age_encryption_recipients` | none |
+| `project_id`, `project_ids` | `local` (there are no projects; `destination_project_id` of \
+`copy_weights` may be any text, and each copy gets a session of its own) |
+| `owner.type` of `sessions/search` | `own`, `accessible` |
+| `train_attn`, `train_mlp`, `train_unembed` with rank 0 | true \
+(a full fine-tune trains all weights) |
 
 Fields outside the protocol are ignored.
 """
@@ -65,6 +70,7 @@ def markdown() -> str:
         [
             _endpoints(),
             SOLE_VALUES,
+            _without_effect(),
             _not_served(),
             _keys(LimitsConfig, "limits"),
             _keys(SdkFlags, "http.sdk"),
@@ -98,6 +104,17 @@ def _not_served() -> str:
         (f"{method} `/api/v1{path}`", reason) for (method, path), reason in not_served.CALLS.items()
     ]
     return _table("Not served: 404", ("call", "reason"), rows)
+
+
+def _without_effect() -> str:
+    rows = [
+        (f"`{one.field}` of `{one.call}`", one.reason)
+        for one in sorted(without_effect.FIELDS, key=lambda one: (one.call, one.field))
+    ]
+    rows += [
+        (f"`{field}` of `/v1`", reason) for field, reason in openai_wire.WITHOUT_EFFECT.items()
+    ]
+    return _table("Accepted without effect", ("field", "reason"), rows)
 
 
 def _keys(config: type[FrozenConfig], section: str) -> str:

@@ -178,8 +178,7 @@ class Guard:
             except TimeoutError:
                 text = (
                     f"{state.body_budget.taken} bytes of request bodies are being read; "
-                    f"at most {state.body_budget.limit} are allowed "
-                    "(limits.body_memory_bytes); try again later"
+                    f"at most {state.body_budget.limit} are allowed; try again later"
                 )
                 await JSONResponse({"detail": text, "category": "user"}, 429, {"Retry-After": "1"})(
                     scope, receive, send

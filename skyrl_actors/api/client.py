@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.tenants import Model, Sampler
-from skyrl_actors.messages.catalog import CatalogVerb, SessionEntry
+from skyrl_actors.messages.catalog import CatalogVerb, SessionEntry, SessionLabels
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
@@ -23,7 +23,7 @@ from skyrl_actors.messages.sizes import size_of
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled
-from skyrl_actors.transport.rpc import RpcClient
+from skyrl_actors.transport.rpc import Address, RpcClient
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,11 +66,12 @@ class ControllerClient:
     def __init__(self, handle: ActorHandle, patience_s: float = PATIENCE_S):
         self.handle = handle
         self.patience_s = patience_s
-        self._connection = RpcClient(lambda: settled(handle.get_rpc_address.remote(node_address())))
+        self._connection = RpcClient(self._address, ControllerCalls)
         # A separate connection, so that small calls do not wait behind large ones.
-        self._bulk_connection = RpcClient(
-            lambda: settled(handle.get_rpc_address.remote(node_address()))
-        )
+        self._bulk_connection = RpcClient(self._address, ControllerCalls)
+
+    async def _address(self) -> Address:
+        return await settled(self.handle.get_rpc_address.remote(node_address()))
 
     async def _call(
         self,
@@ -190,15 +191,9 @@ class ControllerClient:
     async def capabilities(self) -> Capabilities:
         return await self._call(ControllerCalls.get_capabilities)
 
-    async def create_session(
-        self, user_metadata: dict[str, str], display_name: str | None = None, mark: str = ""
-    ) -> str:
-        return await self._call(
-            ControllerCalls.create_session,
-            f"s{uuid.uuid4().hex[:16]}{mark}",
-            user_metadata,
-            display_name,
-        )
+    async def create_session(self, labels: SessionLabels, mark: str = "") -> str:
+        session_id = f"s{uuid.uuid4().hex[:16]}{mark}"
+        return await self._call(ControllerCalls.create_session, session_id, labels)
 
     async def heartbeat(self, session_id: str) -> None:
         await self._call(ControllerCalls.heartbeat, session_id)
@@ -240,10 +235,12 @@ class ControllerClient:
         )
 
     async def sessions(self, owner: str | None = None) -> list[SessionEntry]:
-        return await self._call(ControllerCalls.session_catalog, "sessions", owner)
+        found: Any = await self._call(ControllerCalls.session_catalog, "sessions", owner)
+        return found
 
     async def session(self, session_id: str) -> SessionEntry:
-        return await self._call(ControllerCalls.session_catalog, "session", session_id)
+        found: Any = await self._call(ControllerCalls.session_catalog, "session", session_id)
+        return found
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
         """Return new tokens of a streamed sample beyond the first `have`, or its result."""

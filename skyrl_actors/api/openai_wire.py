@@ -8,16 +8,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-# Fields that are accepted with any value and have no effect.
-WITHOUT_EFFECT = (
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "parallel_tool_calls",
-    "safety_identifier",
-    "prompt_cache_key",
-)
+# Fields that are accepted with any value and have no effect, with the reason.
+WITHOUT_EFFECT = {
+    "user": "samples are not attributed to the users of a client",
+    "safety_identifier": "samples are not attributed to the users of a client",
+    "prompt_cache_key": "only a hint; equal prefixes of prompts share the cache without it",
+    "parallel_tool_calls": "tools are refused, so there are no calls of them",
+}
 # Fields that are served only with the value that means "off".
 OFF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -31,6 +28,9 @@ OFF: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
 }
 
 
@@ -97,16 +97,31 @@ class Completion(OpenAiBody):
 class TextPart(BaseModel):
     """A piece of a message's content. Other kinds, for example images, are refused."""
 
+    model_config = ConfigDict(extra="forbid")
+
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """A chat message. Its text is `content`, or all parts of `content` joined."""
+    """A chat message. Its text is `content`, or all parts of `content` joined.
+
+    Fields that are not served must be null or empty lists, as in the messages of answers.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_absent(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value not in (None, [])}
 
     @property
     def text(self) -> str:
@@ -120,6 +135,7 @@ class Message(BaseModel):
             "role": self.role,
             "content": self.text,
             **({"name": self.name} if self.name else {}),
+            **({"tool_call_id": self.tool_call_id} if self.tool_call_id else {}),
         }
 
 

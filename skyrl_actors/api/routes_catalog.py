@@ -25,7 +25,11 @@ EXTERNAL_SINCE = (0, 28)  # older SDKs fail on this checkpoint type
 
 @router.get("/training_runs")
 async def training_runs(
-    request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
+    request: Request,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: Scope = "owned",
+    project_id: wire.ProjectId = wire.PROJECT,  # all runs are of this project
 ) -> dict[str, Any]:
     """List training runs, newest first."""
     caller = caller_of(request)

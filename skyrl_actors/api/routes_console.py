@@ -16,6 +16,7 @@ from skyrl_actors.api.state import state_of
 from skyrl_actors.api.tokens import owner_of_credential
 from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import NotFound, UserError
+from skyrl_actors.observe.figures import phase_periods
 from skyrl_actors.observe.runs import METRICS, listed, rows_in
 
 T = TypeVar("T")
@@ -103,7 +104,13 @@ async def state(request: Request) -> JSONResponse:
     checkpoints = [_checkpoint(entry) for entry in entries if viewer.sees(entry.run_id)][
         :CHECKPOINTS
     ]
-    return JSONResponse(finite({**shown, "at": time.time(), "checkpoints": checkpoints}))
+    timeline, at = shown.get("phase_timeline", []), time.time()
+    phases = [
+        {**entered, "ended": period.ended}
+        for entered, period in zip(timeline, phase_periods(timeline, at), strict=True)
+    ]
+    more = {"at": at, "phase_timeline": phases, "checkpoints": checkpoints}
+    return JSONResponse(finite({**shown, **more}))
 
 
 @router.get(PREFIX + "runs")

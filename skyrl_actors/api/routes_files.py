@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from skyrl_actors.api import archives, wire
+from skyrl_actors.api import archives, translate, wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.routes_catalog import checkpoint_path
 from skyrl_actors.api.state import ARCHIVES, state_of
@@ -63,10 +63,11 @@ async def external_weights_urls(run_id: str, checkpoint: str, request: Request) 
     path = await readable(request, checkpoint_path(run_id, checkpoint))
     if path.kind != "external_weights":
         raise InvalidRequest(f"{path} is not an export; create one with save_weights_external")
-    files = [file.name for file in await state_of(request).client.catalog("files_for_others", path)]
-    links, expires = await _links(request, path, files)
+    files = await asyncio.to_thread(state_of(request).folders.files_for_others, path)
+    names = [file.name for file in files]
+    links, expires = await _links(request, path, names)
     return {
-        "urls": dict(zip(files, links, strict=True)),
+        "urls": dict(zip(names, links, strict=True)),
         "expires": datetime.fromtimestamp(expires, UTC).isoformat(),
     }
 
@@ -120,6 +121,7 @@ async def copy_weights(
     if source.kind == "steps":
         raise InvalidRequest(f"{source} is a past step; create a model from it and save that model")
     caller = caller_of(request)
+    translate.check_copy(body)
     if body.session_id is not None and body.model_seq_id is not None:
         session_id, seq = caller.own(body.session_id, "session"), body.model_seq_id
     elif body.destination_project_id is not None:

@@ -214,7 +214,7 @@ async def _events(
     state, have, reason = state_of(request), 0, None
     yield _event(answers.first_chunk(form))
     while reason is None:
-        news = await state.client.partial(request_id, have, state.config.http.long_poll_s)
+        news = await state.client.partial(request_id, have, state.long_poll_s)
         if isinstance(news, Failure):
             kind = "server_error" if news.category == "server" else "invalid_request_error"
             yield _event({"error": {"message": shown(state, news), "type": kind}})

@@ -115,7 +115,7 @@ async def retrieve_futures(body: wire.RetrieveFutures, request: Request) -> dict
     """
     state, target = state_of(request), body.target
     caller_of(request).own(target.sampling_session_id, "sampler")
-    longest_s = state.config.http.long_poll_s
+    longest_s = state.long_poll_s
     timeout_s = longest_s if body.timeout is None else min(body.timeout, longest_s)
     found, cursor = await state.client.completed(
         target.sampling_session_id, target.cloned_sampler_id, body.prev_cursor, timeout_s
@@ -133,7 +133,7 @@ async def retrieve_futures(body: wire.RetrieveFutures, request: Request) -> dict
 async def retrieve_future(body: wire.RetrieveFuture, request: Request) -> Response:
     """Return the result of a future.
 
-    The request is held open until the result exists or `http.long_poll_s` has passed.
+    The request is held open until the result exists or 30 s have passed.
     """
     state = state_of(request)
     if body.request_id.startswith(PREFIX):
@@ -141,7 +141,7 @@ async def retrieve_future(body: wire.RetrieveFuture, request: Request) -> Respon
         return JSONResponse({"type": "create_custom_loss", "loss_id": body.request_id})
     try:
         caller_of(request).own(body.request_id, "request")
-        result = await state.client.retrieve(body.request_id, state.config.http.long_poll_s)
+        result = await state.client.retrieve(body.request_id, state.long_poll_s)
     except NotFound as error:
         return JSONResponse({"detail": str(error)}, 410)
     if isinstance(result, Waiting):

@@ -10,6 +10,7 @@ from skyrl_actors.api import wire
 from skyrl_actors.api.access import caller_of
 from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import token_for
+from skyrl_actors.messages.catalog import SessionLabels
 from skyrl_actors.messages.errors import NotFound
 
 router = APIRouter()
@@ -87,9 +88,12 @@ async def capabilities(request: Request) -> dict[str, Any]:
 @router.post("/create_session")
 async def create_session(body: wire.CreateSession, request: Request) -> dict[str, Any]:
     """Open a session. Its models and samplers are freed when it ends or its heartbeat stops."""
-    metadata = {key: str(value) for key, value in body.user_metadata.items()}
-    mark = caller_of(request).mark
-    session_id = await state_of(request).client.create_session(metadata, body.display_name, mark)
+    labels = SessionLabels(
+        user_metadata={key: str(value) for key, value in body.user_metadata.items()},
+        display_name=body.display_name,
+        tags=body.tags,
+    )
+    session_id = await state_of(request).client.create_session(labels, caller_of(request).mark)
     return {"type": "create_session", "session_id": session_id}
 
 

@@ -35,13 +35,14 @@ async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> d
 
 @router.get("/sessions/{session_id}")
 async def session(session_id: str, request: Request) -> dict[str, Any]:
-    """Return the runs, samplers and metadata of a session."""
+    """Return the runs, samplers, metadata and tags of a session."""
     entry = await state_of(request).client.session(caller_of(request).own(session_id, "session"))
     return {
         "training_run_ids": list(entry.run_ids),
         "sampler_ids": list(entry.sampler_ids),
         "user_metadata": entry.note.user_metadata,
         "display_name": entry.note.display_name,
+        "tags": entry.note.tags,
     }
 
 
@@ -69,19 +70,21 @@ def matches(entry: SessionEntry, wanted: wire.SearchSessions) -> bool:
         )
         if note.session_id != wanted.session_id and not is_named:
             return False
+    if wanted.project_ids is not None and wire.PROJECT not in wanted.project_ids:
+        return False
     if any(note.user_metadata.get(key) != value for key, value in wanted.user_metadata.items()):
         return False
     return wanted.statuses is None or any(_has_status(entry, status) for status in wanted.statuses)
 
 
-def _has_status(entry: SessionEntry, status: dict[str, Any]) -> bool:
-    if status.get("type") == "active":
+def _has_status(entry: SessionEntry, wanted: wire.SessionStatusQuery) -> bool:
+    if wanted.type == "active":
         return entry.status == "active"
     is_finished = entry.status not in (None, "active")
     return (
-        status.get("type") == "client_finished"
+        wanted.type == "client_finished"
         and is_finished
-        and entry.status in (status.get("reasons") or [entry.status])
+        and entry.status in (wanted.reasons or [entry.status])
     )
 
 
@@ -111,10 +114,11 @@ def _summary(entry: SessionEntry) -> dict[str, Any]:
         "session_id": note.session_id,
         "created_at": iso(note.created_at),
         "owner": "local",
-        "project_id": "local",
+        "project_id": wire.PROJECT,
         "status": status,
         "checkpoints_count": entry.num_checkpoints,
         "checkpoint_storage_bytes": entry.num_bytes,
         "display_name": note.display_name,
         "user_metadata": note.user_metadata,
+        "tags": note.tags,
     }

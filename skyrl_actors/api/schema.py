@@ -33,6 +33,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "SparseCsr": ("1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"),
     "Tensor": ("1 dense |bytes", "2 sparse_csr |SparseCsr", "3 dtype DType", "4 shape *int64"),
     "LossConfigValue": ("1 number |double", "2 text |string"),
+    # The provenance spans of a datum (3, 4) have no effect; see `without_effect`.
     "Datum": ("1 model_input *Chunk", "2 loss_fn_inputs map<string,Tensor>"),
     "ForwardBackwardRequest": (
         "1 model_id string",

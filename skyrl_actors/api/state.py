@@ -18,6 +18,8 @@ from skyrl_actors.messages.results import Failure
 from skyrl_actors.transport.byte_budget import ByteBudget
 
 HEALTH_TIMEOUT_S = 5.0
+BODY_MEMORY_BYTES = 512 * 2**20  # of the large bodies that one process reads, and of the answers
+LONG_POLL_S = 30.0  # longest time that one poll for an answer is held open
 ARCHIVES = "/api/v1/archives"  # links there are signed and need no key
 
 
@@ -32,15 +34,17 @@ class ApiState:
     body_budget: ByteBudget = field(init=False)  # for bodies that are read and decoded
     answer_budget: ByteBudget = field(init=False)  # for answers that are rendered and sent
     folders: CheckpointFolders = field(init=False)
+    long_poll_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.owners = {key.digest: key.owner for key in known_keys(self.config.http.api_keys)}
-        limit = self.config.limits.body_memory_bytes
+        limit = max(BODY_MEMORY_BYTES, self.config.limits.body_bytes)
         self.body_budget, self.answer_budget = (
             ByteBudget(limit, SMALL_BYTES),
             ByteBudget(limit, SMALL_BYTES),
         )
         self.folders = CheckpointFolders(self.config.checkpoint_dir)
+        self.long_poll_s = LONG_POLL_S
 
     @property
     def known_capabilities(self) -> Capabilities | None:

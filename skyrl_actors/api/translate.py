@@ -1,16 +1,17 @@
 """Convert wire bodies to requests, and results to wire bodies (pure)."""
 
 import hashlib
-from typing import Any
+from typing import Any, get_args
 
 from skyrl_actors.api import answers, codec, wire
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import InvalidRequest
-from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec, OptimizerName
 from skyrl_actors.messages.paths import checked_id, model_id_for, sampler_id_for
 
 PROTOBUF = "application/x-protobuf"
+_OPTIMIZERS = " or ".join(", ".join(get_args(OptimizerName)).rsplit(", ", 1))
 
 
 def create_model(body: wire.CreateModel, alpha: float) -> rq.CreateModel:
@@ -51,6 +52,11 @@ def load_weights(body: wire.LoadWeights) -> rq.CreateModel | rq.LoadWeights:
     The new model's id consists of session_id and model_seq_id.
     """
     if body.model_id is not None:
+        _refuse_both(body, "model_id", "session_id")
+        _refuse_both(body, "model_id", "model_seq_id")
+        for name in ("base_model", "user_metadata", "optimizer_config"):
+            if getattr(body, name):
+                raise InvalidRequest(f"{name} is for a new model; leave it out with model_id")
         return rq.LoadWeights(
             model_id=body.model_id,
             path=body.path,
@@ -61,13 +67,14 @@ def load_weights(body: wire.LoadWeights) -> rq.CreateModel | rq.LoadWeights:
         raise InvalidRequest("load_weights needs model_id, or session_id and model_seq_id")
     model_id = model_id_for(checked_id(body.session_id, "session id"), body.model_seq_id)
     # The controller replaces this spec with the one saved in the checkpoint.
-    spec = ModelSpec(model_id=model_id, base_model="")
+    spec = ModelSpec(model_id=model_id, base_model=body.base_model or "")
     return rq.CreateModel(
         spec=spec,
         session_id=body.session_id,
         user_metadata=_strings(body.user_metadata),
         from_path=body.path,
         with_optimizer=body.optimizer,
+        optimizer=body.optimizer_config.type if body.optimizer_config else None,
     )
 
 
@@ -75,8 +82,9 @@ def optim_step(body: wire.OptimStep) -> rq.OptimStep:
     """Build the request. Raises InvalidRequest for `optimizer_params`; use `adam_params`."""
     if body.optimizer_params is not None:
         raise InvalidRequest(
-            f"optimizer {body.optimizer_params.get('type')!r} is not served; "
-            "use adam_params (AdamW)"
+            f"optimizer_params of type {body.optimizer_params.get('type')!r} is refused; choose "
+            f"{_OPTIMIZERS} with optimizer_config of create_model, and give the settings of every "
+            "step in adam_params (beta1 is the momentum of muon)"
         )
     return rq.OptimStep(body.model_id, AdamParams(**body.adam_params.model_dump()), body.seq_id)
 
@@ -119,6 +127,11 @@ def save_for_sampler(body: wire.SaveForSampler) -> rq.SaveForSampler:
             user_metadata=metadata,
             ttl_seconds=body.ttl_seconds,
         )
+    for name in ("ttl_seconds", "user_metadata"):
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"{name} is for a checkpoint with a name; give path, or leave {name} out"
+            )
     assert body.sampling_session_seq_id is not None
     session_id = body.model_id.split(":train:")[0]
     sampler_id = sampler_id_for(session_id, body.sampling_session_seq_id)
@@ -133,6 +146,8 @@ def sample(
     tempered: bool = False,
 ) -> rq.Sample:
     """Build the request. `tempered` is the default of `tempered_logprobs` in the body."""
+    _refuse_both(body, "sampling_session_id", "model_path")
+    _refuse_both(body, "sampling_session_id", "base_model")
     if body.record_stability_info:
         raise InvalidRequest(
             "record_stability_info is for the loss stable_reinforce, which is not served; "
@@ -204,6 +219,17 @@ def result_body(result: rs.Result, accept: str) -> tuple[bytes, str] | dict[str,
             return {"type": "load_weights", "path": result.path, "model_id": result.model_id}
         case rs.Unloaded():
             return {"type": "unload_model", "model_id": result.model_id}
+
+
+def check_copy(body: wire.CopyWeights) -> None:
+    """Raise InvalidRequest when a copy has two targets."""
+    _refuse_both(body, "session_id", "destination_project_id")
+    _refuse_both(body, "model_seq_id", "destination_project_id")
+
+
+def _refuse_both(body: wire.Body, name: str, other: str) -> None:
+    if getattr(body, name) is not None and getattr(body, other) is not None:
+        raise InvalidRequest(f"{name} and {other} are both given; leave one of them out")
 
 
 def _strings(metadata: dict[str, Any]) -> dict[str, str]:

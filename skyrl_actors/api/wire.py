@@ -1,14 +1,30 @@
-"""The JSON bodies of the protocol. Nulls count as absent, and unknown fields are ignored."""
+"""The JSON bodies of the protocol. Nulls count as absent, and unknown fields are ignored.
+
+`without_effect.FIELDS` lists the known fields that have no effect.
+"""
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skyrl_actors.messages.catalog import LONGEST_TTL_S
 from skyrl_actors.messages.model import OptimizerName
 
 LARGEST_INT = 2**62  # of numbers that are only identifiers
+PROJECT = "local"  # the project of every session
+
+
+def _only_project(project_id: str) -> str:
+    if project_id != PROJECT:
+        raise ValueError(
+            f"{project_id[:80]!r}: this service has no projects; "
+            "leave it out (SDKs read TINKER_PROJECT_ID)"
+        )
+    return project_id
+
+
+ProjectId = Annotated[str, AfterValidator(_only_project)]
 
 
 class Body(BaseModel):
@@ -27,12 +43,13 @@ class Body(BaseModel):
 
 
 class CreateSession(Body):
-    """A request to open a session. `tags` and `sdk_version` have no effect."""
+    """A request to open a session."""
 
     tags: list[str] = []
     user_metadata: dict[str, Any] = {}
     sdk_version: str = ""
     display_name: str | None = None
+    project_id: ProjectId = PROJECT
 
 
 class FinishReason(Body):
@@ -63,17 +80,23 @@ class LoraConfig(Body):
     train_mlp: bool = True
     train_attn: bool = True
 
+    @model_validator(mode="after")
+    def _a_full_fine_tune_trains_all(self) -> "LoraConfig":
+        trains_all = self.train_attn and self.train_mlp and self.train_unembed is not False
+        if self.rank == 0 and not trains_all:
+            raise ValueError(
+                "rank 0 is a full fine-tune, which trains all weights; "
+                "give a rank, or leave out train_attn, train_mlp and train_unembed"
+            )
+        return self
+
 
 class OptimizerConfig(Body):
     """The optimizer of a new model, which uses it for all steps."""
 
+    model_config = ConfigDict(extra="forbid")
+
     type: OptimizerName = "adamw"
-
-
-class CheckpointsOptimizer(Body):
-    """A model from a checkpoint has the checkpoint's optimizer, so only the default is accepted."""
-
-    type: Literal["adamw"] = "adamw"
 
 
 class CreateModel(Body):
@@ -170,7 +193,8 @@ class CopyWeights(Body):
 class LoadWeights(Body):
     """A request to load a checkpoint.
 
-    It is loaded into `model_id`, or into a new model of `session_id` and `model_seq_id`.
+    It is loaded into `model_id`, or into a new model of `session_id` and `model_seq_id`. A new
+    model has the checkpoint's optimizer, unless `optimizer_config` names another.
     """
 
     path: str
@@ -180,7 +204,8 @@ class LoadWeights(Body):
     seq_id: int | None = None
     optimizer: bool = True
     weights_access_token: str | None = None
-    optimizer_config: CheckpointsOptimizer = CheckpointsOptimizer()
+    optimizer_config: OptimizerConfig | None = None
+    base_model: str | None = None
     user_metadata: dict[str, Any] = {}
 
 
@@ -256,7 +281,7 @@ class FuturesTarget(Body):
 
 
 class RetrieveFutures(Body):
-    """A request to list samples answered since a cursor. `retrieved_request_ids` has no effect."""
+    """A request to list samples answered since a cursor."""
 
     target: FuturesTarget
     prev_cursor: int = 0
@@ -271,13 +296,28 @@ class SearchCursor(Body):
     last_session_id: str
 
 
+class SearchOwner(Body):
+    """Whose sessions to search."""
+
+    type: Literal["own", "accessible"] = "own"
+
+
+class SessionStatusQuery(Body):
+    """A status to search for. No session of this service is ever cancelled or failed."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[str] | None = Field(default=None, min_length=1)
+
+
 class SearchSessions(Body):
     """The filters of a session search. An absent filter matches every session."""
 
     session_id: str | None = None
     display_name: str | None = Field(default=None, min_length=1)
     user_metadata: dict[str, str] = {}
-    statuses: list[dict[str, Any]] | None = None
+    statuses: list[SessionStatusQuery] | None = Field(default=None, min_length=1)
+    project_ids: list[ProjectId] | None = None
+    owner: SearchOwner = SearchOwner()
     limit: int = Field(default=50, ge=1, le=200)
     cursor: SearchCursor | None = None
 
@@ -300,7 +340,7 @@ class CreateCustomLoss(Body):
 
 
 class RetrieveFuture(Body):
-    """A request for the result of a future. `allow_metadata_only` has no effect."""
+    """A request for the result of a future."""
 
     request_id: str
     allow_metadata_only: bool = False

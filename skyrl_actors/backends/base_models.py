@@ -21,6 +21,7 @@ from skyrl_actors.messages.errors import ConfigError, InternalError
 
 Chat = tuple[str, str]  # question, answer
 Progress = Callable[[int, int, float], None]  # step, steps, loss
+SEED = 0  # of the initial weights and of the warm-up
 ROWS_A_STEP = 64
 LAYOUT = 1  # increase when the shape of the tiny model or its corpus changes
 
@@ -105,7 +106,7 @@ def _tiny(
 ) -> Path:
     rows = list(chats(base.warmup_steps * ROWS_A_STEP))
     digest = hashlib.sha256(
-        json.dumps([LAYOUT, base.seed, base.warmup_steps, rows]).encode()
+        json.dumps([LAYOUT, SEED, base.warmup_steps, rows]).encode()
     ).hexdigest()[:12]
     folder = base.cache_dir.expanduser().resolve() / f"tiny-{digest}"
     if (folder / "config.json").is_file():
@@ -114,7 +115,7 @@ def _tiny(
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False) as file:
         file.writelines(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows)
     command = [sys.executable, "-m", "skyrl_actors.workers.tiny_base", str(folder), file.name]
-    command += ["--steps", str(base.warmup_steps), "--seed", str(base.seed)]
+    command += ["--steps", str(base.warmup_steps), "--seed", str(SEED)]
     try:
         _run(command, progress)
     finally:

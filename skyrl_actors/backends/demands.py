@@ -2,7 +2,7 @@
 
 from placement.planner import plan
 from placement.types import Demand, DoesNotFit, Node, Plan
-from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.cluster import COLOCATED_SHARE, ClusterConfig
 from skyrl_actors.messages.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def demands_of(config: ClusterConfig) -> list[list[Demand]]:
         demand = Demand(
             kind=kind,
             count=count,
-            share=config.placement.colocated_share if shared else 1.0,
+            share=COLOCATED_SHARE if shared else 1.0,
             width=engine.num_devices if kind == "engine" else 1,
             block=engine.tensor_parallel if kind == "engine" else 1,
         )

@@ -23,10 +23,11 @@ from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
-from skyrl_actors.config.transfers import IpcTransfer, NcclTransfer
+from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.messages.errors import ConfigError
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+MEMORY_RESERVE = 0.08  # of a device, which the plan leaves free for fragmentation
 STEP_BYTES = 256 * 2**20
 # Without lora.max_host_gib, the LoRA models of a role may take 1/HOST_SHARE of a device's host
 # memory. If that memory is not known: PER_PLACE LoRA models for each one on the device.
@@ -87,14 +88,16 @@ def memory_plan(
     )
     own = groups.setdefault("shared" if config.placement.shares("engine") else "engine", [])
     own.extend(engine_parts(ask, shape) if engine.num_engines else ())
-    if isinstance(config.transfer, NcclTransfer):  # gloo has its buckets in host memory
-        size, number = config.transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
+    transfer = config.transfer
+    # gloo has its buckets in host memory
+    if isinstance(transfer, StreamTransferConfig) and transfer.type != "gloo":
+        size, number = transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
         own.append(bucket_part("engine", size, shape, number))
-        groups["policy"].append(bucket_part("policy", size, shape, number))
-    if isinstance(config.transfer, IpcTransfer):  # the trainer has two, the engine copies one
-        size, number = config.transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
-        own.append(bucket_part("engine", size, shape, number))
-        groups["shared"] += [bucket_part("policy", size, shape, number)] * 2
+        part = bucket_part("policy", size, shape, number)
+        if transfer.type == "nccl":
+            groups["policy"].append(part)
+        else:  # the trainer has two, the engine copies one
+            groups["shared"] += [part, part]
     named: dict[str, tuple[MemoryItem, ...]] = {}
     for parts in groups.values():
         who = list(dict.fromkeys(part.who for part in parts))
@@ -185,7 +188,7 @@ def _sizes(
         size = min(devices) if len(devices) == len(mine) and mine else None
     else:
         size = host
-    return size, config.placement.memory_reserve, host if config.placement.device == "gpu" else None
+    return size, MEMORY_RESERVE, host if config.placement.device == "gpu" else None
 
 
 def checked(

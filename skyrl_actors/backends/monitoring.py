@@ -13,6 +13,7 @@ from skyrl_actors.engines.pool import EnginePool
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.observe.counts import COUNTS
+from skyrl_actors.observe.process import resident_bytes
 
 log = logging.getLogger(__name__)
 EVERY_S = 15.0
@@ -106,7 +107,7 @@ class Monitoring:
         return {
             "groups": groups,
             "engines": engines,
-            "controller_rss_bytes": psutil.Process().memory_info().rss,
+            "controller_rss_bytes": resident_bytes(psutil.Process()),
         }
 
     @staticmethod

@@ -12,7 +12,6 @@ from skyrl_actors.engines.pool import EnginePool
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import InternalError
 
-LEAST_PAUSE_S = 0.1  # before a failed move is retried
 TRAIN_PARTS = {
     MemoryPart.TRAIN_WEIGHTS: "weights",
     MemoryPart.GRADIENTS: "gradients",
@@ -95,10 +94,5 @@ def phase_lock_for(config: ClusterConfig, offloader: Offloader) -> PhaseLock:
     """Build the phase lock of the layout; it begins in TRAIN."""
     if config.placement.layout == "split" or not config.engine.num_engines:
         return SplitPhaseLock()
-    restart = config.restart
-    healing = MoveHealing(
-        first_pause_s=max(restart.backoff_s, LEAST_PAUSE_S),
-        longest_pause_s=restart.max_backoff_s,
-        advise_after=max(restart.max_in_a_row, 1),
-    )
+    healing = MoveHealing(advise_after=max(config.restart.max_in_a_row, 1))
     return ColocatedPhaseLock(offloader, Phase.TRAIN, 2 * config.engine.call_timeout_s, healing)

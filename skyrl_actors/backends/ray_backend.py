@@ -68,7 +68,7 @@ class RayBackend:
         self.on_lost: Callable[[str], None] = lambda role: None
         self._report = report
         self._detached = detached
-        self._transfer = build_transfer(config)
+        self._delivery: Delivery | None = None
         self._groups: dict[str, GroupSupervisor] = {}
         self._engines: EnginePool | None = None
         self._slots: SlotWatch | None = None
@@ -118,6 +118,9 @@ class RayBackend:
             self._groups[role] = GroupSupervisor(
                 builder, config.restart, self._report, self._load_context, lost
             )
+        self._delivery = Delivery(
+            build_transfer(config), self._groups["policy"], config.transfer.folder
+        )
         self._engines = build_pool(
             config,
             self.base_folder,
@@ -125,7 +128,7 @@ class RayBackend:
             reserved,
             devices,
             environment,
-            self._delivery().deliver,
+            self.delivery.deliver,
             epoch,
             self._detached,
             self._report,
@@ -136,7 +139,7 @@ class RayBackend:
             self._phase_lock = phase_lock_for(
                 config, offloader_for(config, self._groups, self.engines)
             )
-        await self._transfer.prove(await self._groups["policy"].up(), self._engines.actors)
+        await self.delivery.transfer.prove(await self._groups["policy"].up(), self._engines.actors)
         if self._standby is not None:
             self._standby.refill()
         self._monitoring = Monitoring(
@@ -181,7 +184,7 @@ class RayBackend:
             if self.config.placement.shares("engine") and self.engines.has_own:
                 await offloader.as_taken_over()
             # An earlier config may have left versions that exist only as live weights.
-            if self._transfer.materialize == "eager":
+            if self.delivery.transfer.materialize == "eager":
                 for model_id, number in (await self.residents()).items():
                     if number != TORN and (group := self._groups["policy"].group) is not None:
                         await group.write_versions(model_id, ())
@@ -238,8 +241,11 @@ class RayBackend:
         else:
             await asyncio.gather(engines(), groups())
 
-    def _delivery(self) -> Delivery:
-        return Delivery(self._transfer, self._groups["policy"], self.config.transfer.folder)
+    @property
+    def delivery(self) -> Delivery:
+        if self._delivery is None:
+            raise InternalError("the backend was not started")
+        return self._delivery
 
     @property
     def _roles(self) -> tuple[Any, ...]:
@@ -295,7 +301,7 @@ class RayBackend:
                 leaves
                 and spec.lora is None
                 and spec.role == "policy"
-                and self._transfer.materialize == "lazy"
+                and self.delivery.transfer.materialize == "lazy"
             ):
                 await self._write_versions(supervisor, group, spec.model_id, leaves == "model")
             return await supervisor.guarded(work(group))
@@ -461,7 +467,7 @@ class RayBackend:
 
         async def work(group: ActorGroup) -> SamplerWeights:
             scored = await self._score(group, spec, precondition)
-            made = await self._transfer.publish(group, spec.model_id, precondition, version)
+            made = await self.delivery.transfer.publish(group, spec.model_id, precondition, version)
             if written:
                 await group.write_versions(spec.model_id, ())
             return self.engines.logprob_check.attach(
@@ -485,7 +491,7 @@ class RayBackend:
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
         await self.engines.drop(weights)
-        await self._delivery().discard(weights, self.engines.actors)
+        await self.delivery.discard(weights, self.engines.actors)
 
     async def sample(
         self,
@@ -506,7 +512,7 @@ class RayBackend:
 
         with self.engines.versions.using(weights):
             await self.engines.any_healthy(weights, params)
-            if self._transfer.needs_group:  # weights may have to come from the trainers
+            if self.delivery.transfer.needs_group:  # weights may have to come from the trainers
                 await self.ready("policy")
             if self.engines.goes_outside(prompt, params, weights):
                 return await run(outside=True)

@@ -24,7 +24,7 @@ from ray.util.placement_group import get_placement_group, remove_placement_group
 
 from skyrl_actors import remote
 from skyrl_actors.api.client import NAMESPACE, actor_name
-from skyrl_actors.backends.base_models import base_model_folder
+from skyrl_actors.backends.base_models import SEED, base_model_folder
 from skyrl_actors.commands.terminal import bar, note
 from skyrl_actors.config.cluster import ClusterConfig, TinyBase
 from skyrl_actors.controller.actor import ControllerActor
@@ -50,7 +50,7 @@ def prepare_base_model(config: ClusterConfig) -> Path:
         folder = base_model_folder(
             base,
             lambda count: [
-                (task.question, task.answer) for task in noisy_demonstrations(count, base.seed)
+                (task.question, task.answer) for task in noisy_demonstrations(count, SEED)
             ],
             lambda step, steps, loss: progress.update(
                 progress.task_ids[0], completed=step, note=f"loss {loss:.2f}"

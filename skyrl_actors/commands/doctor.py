@@ -22,11 +22,11 @@ PROJECT = Path(__file__).parent.parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. `cure` is printed if it is not `good`."""
+    """The result of a check. `remedy` is printed if it is not `good`."""
 
     good: bool
     what: str
-    cure: str = ""
+    remedy: str = ""
 
 
 def run(port: int) -> bool:
@@ -38,7 +38,7 @@ def run(port: int) -> bool:
     for finding in findings:
         mark = "[green]ok[/green]  " if finding.good else "[red]FAIL[/red]"
         console.print(
-            f"{mark} {finding.what}" + ("" if finding.good else f"\n       → {finding.cure}")
+            f"{mark} {finding.what}" + ("" if finding.good else f"\n       → {finding.remedy}")
         )
     return all(finding.good for finding in findings)
 
@@ -104,11 +104,11 @@ def _torch() -> Iterator[Finding]:
 def _vllm() -> Iterator[Finding]:
     command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    cure = (
+    remedy = (
         "pip install '.[cpu]' (or '.[gpu]'); last line: "
         + (done.stderr.strip().splitlines() or ["-"])[-1]
     )
-    yield Finding(done.returncode == 0, f"vLLM imports: {done.stdout.strip() or 'no'}", cure)
+    yield Finding(done.returncode == 0, f"vLLM imports: {done.stdout.strip() or 'no'}", remedy)
 
 
 def _memory() -> Iterator[Finding]:

@@ -17,6 +17,7 @@ import ray
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.commands import cluster
 from skyrl_actors.commands.terminal import RunView, bar, closing_table, console, note
+from skyrl_actors.config.algorithms import CheckpointReference
 from skyrl_actors.config.job import JobConfig, RlConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import load, to_yaml
@@ -91,7 +92,9 @@ def _without_secrets(config: JobConfig) -> dict[str, Any]:
 
 
 def _with_reference(config: JobConfig) -> JobConfig:
-    if not isinstance(config.job, RlConfig) or config.job.reference.path is None:
+    if not isinstance(config.job, RlConfig) or not isinstance(
+        config.job.reference, CheckpointReference
+    ):
         return config
     reference = config.job.reference.model_copy(update={"path": REFERENCE})
     return config.model_copy(update={"job": config.job.model_copy(update={"reference": reference})})
@@ -114,7 +117,7 @@ def _reference_folder(config: JobConfig) -> Path | None:
         ConfigError: The checkpoint does not exist or cannot be used.
     """
     reference = config.job.reference if isinstance(config.job, RlConfig) else None
-    if reference is None or reference.path is None:
+    if not isinstance(reference, CheckpointReference):
         return None
     try:
         where = parse_path(reference.path) if reference.path.startswith("tinker://") else None

@@ -5,7 +5,7 @@ A named algorithm is a choice of parts. The config can change each part.
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from skyrl_actors.config.frozen import FrozenConfig
 
@@ -78,85 +78,71 @@ Advantage = Annotated[
 ]
 
 
-class KlTerm(FrozenConfig):
-    """The penalty for divergence of the policy from the reference.
+class NoKl(FrozenConfig):
+    """No penalty."""
 
-    In the reward, every estimator is allowed. In the loss, k2 and k3 are allowed.
+    place: Literal["none"] = "none"
+
+
+COEF = "weight of the penalty; the start value if `target` is set"
+TARGET = (
+    "KL per token that the coefficient is adjusted to reach (Ziegler et al., 2019); "
+    "null = constant coefficient"
+)
+ESTIMATOR = "estimator of the divergence (Schulman, 2020)"
+
+
+class RewardKl(FrozenConfig):
+    """The penalty is subtracted from the reward of each token."""
+
+    place: Literal["reward"] = "reward"
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k1", description=ESTIMATOR)
+    coef: float = Field(gt=0, description=COEF)
+    target: float | None = Field(default=None, gt=0, description=TARGET)
+
+
+class LossKl(FrozenConfig):
+    """The penalty is a term of the loss. There, k1 has no gradient in expectation."""
+
+    place: Literal["loss"] = "loss"
+    estimator: Literal["k2", "k3"] = Field(default="k3", description=ESTIMATOR)
+    coef: float = Field(gt=0, description=COEF)
+    target: float | None = Field(default=None, gt=0, description=TARGET)
+
+
+KlTerm = Annotated[NoKl | RewardKl | LossKl, Field(discriminator="place")]
+
+
+CLIP_LOW = {"ppo": 0.8, "cispo": 0.0, "gspo": 1 - 3e-4}
+CLIP_HIGH = {"ppo": 1.2, "cispo": 4.0, "gspo": 1 + 4e-4}
+
+
+def _clip_low(given: dict[str, Any]) -> float:
+    return CLIP_LOW[given["type"]]
+
+
+def _clip_high(given: dict[str, Any]) -> float:
+    return CLIP_HIGH[given["type"]]
+
+
+class ClippedLoss(FrozenConfig):
+    """Losses with bounds (see [Losses](losses.md)).
+
+    They bound the ratio (`ppo`), the weight (`cispo`) or the sequence ratio (`gspo`, token
+    variant).
     """
 
-    place: Literal["none", "reward", "loss"] = Field(
-        default="none", description="where the penalty is added"
-    )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k1", description="estimator of the divergence (Schulman, 2020)"
-    )
-    coef: float = Field(
-        default=0.0, ge=0, description="weight of the penalty; the start value if `target` is set"
-    )
-    target: float | None = Field(
-        default=None,
-        gt=0,
-        description="KL per token that the coefficient is adjusted to reach (Ziegler et al., "
-        "2019); null = constant coefficient",
-    )
-    horizon: int = Field(
-        default=10_000,
-        ge=1,
-        description="number of samples in which the coefficient can change by a "
-        "factor of about e^0.2",
-    )
-
-    @model_validator(mode="after")
-    def _usable(self) -> "KlTerm":
-        if self.place == "loss" and self.estimator == "k1":
-            raise ValueError(
-                "estimator k1 has no gradient in expectation as a term of the loss; "
-                "use k2 or k3, or place: reward"
-            )
-        if self.place != "none" and self.coef == 0:
-            raise ValueError(
-                f"place {self.place} with coef 0 does nothing; set coef, or place: none"
-            )
-        if self.place == "none" and (self.coef or self.target is not None):
-            raise ValueError(
-                "coef and target do nothing while place is none; set place to reward or loss"
-            )
-        if self.target is None and self.horizon != KlTerm.model_fields["horizon"].default:
-            raise ValueError(
-                "horizon has an effect only with target; set target, or leave out horizon"
-            )
-        return self
-
-
-class PpoLoss(FrozenConfig):
-    """The clipped loss of PPO (see [Losses](losses.md))."""
-
-    type: Literal["ppo"] = "ppo"
+    type: Literal["ppo", "cispo", "gspo"] = "ppo"
     clip_low_threshold: float = Field(
-        default=0.8, gt=0, lt=1, description="lower bound of the ratio"
-    )
-    clip_high_threshold: float = Field(default=1.2, gt=1, description="upper bound of the ratio")
-
-
-class CispoLoss(FrozenConfig):
-    """CISPO (see [Losses](losses.md))."""
-
-    type: Literal["cispo"] = "cispo"
-    clip_low_threshold: float = Field(
-        default=0.0, ge=0, lt=1, description="lower bound of the weight"
-    )
-    clip_high_threshold: float = Field(default=4.0, gt=1, description="upper bound of the weight")
-
-
-class GspoLoss(FrozenConfig):
-    """GSPO, token variant (see [Losses](losses.md))."""
-
-    type: Literal["gspo"] = "gspo"
-    clip_low_threshold: float = Field(
-        default=1 - 3e-4, gt=0, lt=1, description="lower bound of the sequence ratio"
+        default_factory=_clip_low,
+        ge=0,
+        lt=1,
+        description="lower bound: 0.8 for ppo, 0 for cispo, 0.9997 for gspo",
     )
     clip_high_threshold: float = Field(
-        default=1 + 4e-4, gt=1, description="upper bound of the sequence ratio"
+        default_factory=_clip_high,
+        gt=1,
+        description="upper bound: 1.2 for ppo, 4 for cispo, 1.0004 for gspo",
     )
 
 
@@ -178,9 +164,7 @@ class ImportanceSamplingLoss(FrozenConfig):
     type: Literal["importance_sampling"] = "importance_sampling"
 
 
-PolicyLoss = Annotated[
-    PpoLoss | CispoLoss | GspoLoss | DppoLoss | ImportanceSamplingLoss, Field(discriminator="type")
-]
+PolicyLoss = Annotated[ClippedLoss | DppoLoss | ImportanceSamplingLoss, Field(discriminator="type")]
 
 
 class Reduction(FrozenConfig):
@@ -195,46 +179,35 @@ class Reduction(FrozenConfig):
     type: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
 
 
-class Correction(FrozenConfig):
-    """A correction for samples from the engine, from older weights or at another temperature.
+class NoCorrection(FrozenConfig):
+    """The loss is not corrected."""
 
-    The loss is multiplied by a weight computed from r = exp(log p_trainer − log p_engine). log
-    p_engine is the log-probability under the distribution that was sampled from. log p_trainer is
-    the log-probability at temperature 1. `truncated`: the weight is min(r, high) (Yao et al.,
-    2025). `masked`: the weight is r, or 0 if r is outside low … high.
-    """
+    type: Literal["none"] = "none"
 
-    type: Literal["none", "truncated", "masked"] = "none"
-    level: Literal["token", "sequence"] = Field(
-        default="token",
-        description="compute r for each token, "
-        "or for a whole answer from the mean of its differences",
-    )
-    low: float = Field(
-        default=0.5, gt=0, lt=1, description="smallest r that counts; only for type masked"
-    )
-    high: float = Field(
-        default=2.0,
-        gt=1,
-        description="largest r that counts (masked), or upper bound of r (truncated)",
-    )
 
-    @model_validator(mode="after")
-    def _used(self) -> "Correction":
-        defaults = Correction.model_fields
-        if self.type == "none" and (self.level, self.low, self.high) != (
-            "token",
-            defaults["low"].default,
-            defaults["high"].default,
-        ):
-            raise ValueError(
-                "level, low and high do nothing while type is none; set type to truncated or masked"
-            )
-        if self.type == "truncated" and self.low != defaults["low"].default:
-            raise ValueError(
-                "low has an effect only with type masked; set type to masked, or leave out low"
-            )
-        return self
+LEVEL = "compute r for each token, or for a whole answer from the mean of its differences"
+
+
+class TruncatedCorrection(FrozenConfig):
+    """The weight is min(r, high) (Yao et al., 2025)."""
+
+    type: Literal["truncated"] = "truncated"
+    level: Literal["token", "sequence"] = Field(default="token", description=LEVEL)
+    high: float = Field(default=2.0, gt=1, description="largest r that counts")
+
+
+class MaskedCorrection(FrozenConfig):
+    """The weight is r, or 0 if r is outside low … high."""
+
+    type: Literal["masked"] = "masked"
+    level: Literal["token", "sequence"] = Field(default="token", description=LEVEL)
+    low: float = Field(default=0.5, gt=0, lt=1, description="smallest r that counts")
+    high: float = Field(default=2.0, gt=1, description="largest r that counts")
+
+
+Correction = Annotated[
+    NoCorrection | TruncatedCorrection | MaskedCorrection, Field(discriminator="type")
+]
 
 
 class Overlong(FrozenConfig):
@@ -248,29 +221,24 @@ class Overlong(FrozenConfig):
     buffer_tokens: int = Field(
         default=0,
         ge=0,
-        description="length of the range before max_tokens in which a penalty rises linearly to "
-        "`penalty` (DAPO, eq. 13); 0 = off",
+        description="length of the range before max_tokens in which a penalty rises linearly to 1 "
+        "(DAPO, eq. 13); 0 = off",
     )
-    penalty: float = Field(default=1.0, ge=0, description="largest penalty; needs buffer_tokens")
-
-    @model_validator(mode="after")
-    def _used(self) -> "Overlong":
-        if not self.buffer_tokens and self.penalty != 1.0:
-            raise ValueError(
-                "penalty does nothing while buffer_tokens is 0; set buffer_tokens, "
-                "or leave out penalty"
-            )
-        return self
 
 
-class SamplingFilter(FrozenConfig):
-    """Which prompts are trained on.
+class NoFilter(FrozenConfig):
+    """All prompts are trained on."""
 
-    `varied`: prompts whose answers all have the same reward are left out, because they have no
-    gradient. Further prompts are sampled instead (DAPO's dynamic sampling).
+    type: Literal["none"] = "none"
+
+
+class VariedFilter(FrozenConfig):
+    """Prompts whose answers all have the same reward are left out: they have no gradient.
+
+    Further prompts are sampled instead (DAPO's dynamic sampling).
     """
 
-    type: Literal["none", "varied"] = "none"
+    type: Literal["varied"] = "varied"
     max_batches: int = Field(
         default=5,
         ge=1,
@@ -278,62 +246,52 @@ class SamplingFilter(FrozenConfig):
         "after that it continues with fewer prompts",
     )
 
-    @model_validator(mode="after")
-    def _used(self) -> "SamplingFilter":
-        if self.type == "none" and self.max_batches != 5:
-            raise ValueError(
-                "max_batches has an effect only with type varied; set type to varied, "
-                "or leave out max_batches"
-            )
-        return self
+
+SamplingFilter = Annotated[NoFilter | VariedFilter, Field(discriminator="type")]
 
 
-class Reference(FrozenConfig):
-    """The model that the divergence is measured from.
+class BaseReference(FrozenConfig):
+    """The base model."""
 
-    `base`: the base model. `checkpoint`: a checkpoint. `periodic`: a copy of the policy from an
-    earlier iteration. `ema`: the exponential moving average of the policy's weights, reference ←
-    decay · reference + (1 − decay) · policy (WARP; Ramé et al., 2024).
+    type: Literal["base"] = "base"
+
+
+class CheckpointReference(FrozenConfig):
+    """A checkpoint."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    path: str = Field(
+        description="the checkpoint folder of a run, or tinker://<model id>/weights/<name> in "
+        "cluster.checkpoint_dir",
+    )
+
+
+EVERY = "iterations between updates of the reference"
+
+
+class PeriodicReference(FrozenConfig):
+    """A copy of the policy from an earlier iteration."""
+
+    type: Literal["periodic"] = "periodic"
+    every: int = Field(default=10, ge=1, description=EVERY)
+
+
+class EmaReference(FrozenConfig):
+    """The exponential moving average of the policy's weights (WARP; Ramé et al., 2024).
+
+    reference ← decay · reference + (1 − decay) · policy.
     """
 
-    type: Literal["base", "checkpoint", "periodic", "ema"] = "base"
-    path: str | None = Field(
-        default=None,
-        description="type checkpoint: the checkpoint folder of a run, or tinker://<model "
-        "id>/weights/<name> in cluster.checkpoint_dir",
-    )
-    every: int | None = Field(
-        default=None,
-        ge=1,
-        description="types periodic and ema: iterations between updates of the reference; "
-        "null = 10 for periodic, 1 for ema",
-    )
-    decay: float = Field(
-        default=0.99, gt=0, lt=1, description="type ema: weight of the old average"
-    )
+    type: Literal["ema"] = "ema"
+    every: int = Field(default=1, ge=1, description=EVERY)
+    decay: float = Field(default=0.99, gt=0, lt=1, description="weight of the old average")
 
-    @property
-    def moves(self) -> bool:
-        return self.type in ("periodic", "ema")
 
-    @property
-    def interval(self) -> int:
-        return self.every or (10 if self.type == "periodic" else 1)
-
-    @model_validator(mode="after")
-    def _used(self) -> "Reference":
-        if self.every is not None and not self.moves:
-            raise ValueError(
-                "every has an effect only with type periodic or ema; "
-                "set the type, or leave out every"
-            )
-        if self.decay != Reference.model_fields["decay"].default and self.type != "ema":
-            raise ValueError(
-                "decay has an effect only with type ema; set type to ema, or leave out decay"
-            )
-        if (self.path is None) == (self.type == "checkpoint"):
-            raise ValueError("type checkpoint needs path, and no other type takes it")
-        return self
+MovingReference = PeriodicReference | EmaReference
+Reference = Annotated[
+    BaseReference | CheckpointReference | PeriodicReference | EmaReference,
+    Field(discriminator="type"),
+]
 
 
 _KL_K1: dict[str, Any] = {"place": "reward", "estimator": "k1", "coef": 0.01}

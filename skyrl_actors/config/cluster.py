@@ -17,8 +17,13 @@ from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
-from skyrl_actors.config.transfers import LogprobCheckConfig, ShmTransfer, TransferConfig
+from skyrl_actors.config.transfers import (
+    FileTransferConfig,
+    LogprobCheckConfig,
+    TransferConfig,
+)
 
+COLOCATED_SHARE = 0.3  # of a slot, which policy, critic and engine each reserve
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -32,7 +37,6 @@ class TinyBase(FrozenConfig):
     name: str = Field(
         default="skyrl-actors/tiny", description="name that clients use for the base model"
     )
-    seed: int = Field(default=0, description="seed of the initial weights and of the warm-up")
     warmup_steps: int = Field(
         default=150,
         ge=0,
@@ -71,21 +75,9 @@ class PlacementConfig(FrozenConfig):
         "split: each has its own devices; mixed: policy and engines share devices, "
         "the critic has its own",
     )
-    colocated_share: float = Field(
-        default=0.3,
-        gt=0,
-        le=0.33,
-        description="fraction of a slot that policy, critic and engine each reserve",
-    )
     timeout_s: float = Field(default=180.0, gt=0, description="longest wait for free devices")
     memory_check: Literal["refuse", "warn", "off"] = Field(
         default="refuse", description="action if the memory plan does not fit the devices"
-    )
-    memory_reserve: float = Field(
-        default=0.08,
-        ge=0,
-        lt=1,
-        description="fraction of device memory that the plan leaves free for fragmentation",
     )
     device_memory_gib: float | None = Field(
         default=None,
@@ -241,26 +233,10 @@ class JournalConfig(FrozenConfig):
         gt=0,
         description="also snapshot a trained model when its last snapshot is older than this",
     )
-    snapshot_bytes: int = Field(
-        default=256 * 2**20,
-        ge=1,
-        description="also snapshot a model when its operations since the last snapshot have this "
-        "number of bytes",
-    )
-    keep_snapshots: int = Field(
-        default=3,
-        ge=2,
-        description="snapshots kept for each model; an older one is used if a newer one is damaged",
-    )
     retention_s: float = Field(
         default=24 * 3600.0,
         gt=0,
         description="period for which models can be rebuilt and answers can be read",
-    )
-    sweep_s: float = Field(
-        default=300.0,
-        gt=0,
-        description="interval between removals of entries older than `retention_s`",
     )
 
     @field_validator("url")
@@ -284,20 +260,8 @@ class RestartConfig(FrozenConfig):
         ge=0,
         description="consecutive restarts of an actor without a success; after that it is given up",
     )
-    backoff_s: float = Field(
-        default=0.5,
-        ge=0,
-        description="wait before the second consecutive restart; doubles each time",
-    )
-    max_backoff_s: float = Field(default=30.0, ge=0, description="longest wait between restarts")
     start_timeout_s: float = Field(
         default=180.0, gt=0, description="longest time for a restarted group to load the base model"
-    )
-    cooldown_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="an actor that was given up is started again on the first "
-        "request after this time",
     )
     standbys: int = Field(
         default=1,
@@ -326,7 +290,7 @@ class ClusterConfig(FrozenConfig):
     critic: GroupConfig | None = GroupConfig()
     engine: EngineConfig = EngineConfig()
     lora: LoraConfig = LoraConfig()
-    transfer: TransferConfig = ShmTransfer()
+    transfer: TransferConfig = FileTransferConfig()
     logprob_check: LogprobCheckConfig = LogprobCheckConfig()
     limits: LimitsConfig = LimitsConfig()
     http: HttpConfig = HttpConfig()

@@ -15,10 +15,12 @@ from pydantic_core import PydanticUndefined
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.config.job import JobConfig
-from skyrl_actors.config.load import classes_in
+from skyrl_actors.config.load import TAG_KEYS, classes_in, tags_of
 from skyrl_actors.config.transfers import SHARED_MEMORY
 
-Seen = dict[type[FrozenConfig], str]
+Section = type[FrozenConfig]
+Seen = dict[tuple[Section, ...], str]
+SHOWN_TAGS = 4  # more types of one class are shown by the first and the last one
 HEAD = """# Configuration
 
 This page lists every key of a service config (`skyrl-actors serve FILE`) and of a job config
@@ -36,10 +38,9 @@ This page lists every key of a service config (`skyrl-actors serve FILE`) and of
 
 def markdown() -> str:
     """Return the reference page."""
-    service, job = (
-        _sections("", ClusterConfig, {}),
-        _sections("", JobConfig, {}, leave=("cluster",)),
-    )
+    seen: Seen = {}
+    service = _sections("", [ClusterConfig], seen)
+    job = _sections("", [JobConfig], seen, leave=("cluster",))
     return "\n".join(
         [
             HEAD,
@@ -52,49 +53,70 @@ def markdown() -> str:
 
 
 def _sections(
-    path: str, schema: type[FrozenConfig], seen: Seen, leave: tuple[str, ...] = ()
+    path: str, options: list[Section], seen: Seen, leave: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield the keys of this class, then those of each class below it.
+    """Yield the keys of a section, then those of each section below it.
 
-    Each class is listed once.
+    A section has one class, or the classes of a union. A key that several of them have in the same
+    way is listed once. A class that another section has too is listed there only.
     """
-    fields = {name: field for name, field in schema.model_fields.items() if name not in leave}
-    below = [
-        (f"{path}{name}", field, option)
-        for name, field in fields.items()
-        for option in classes_in(field.annotation)
-    ]
-    rows = [
-        _row(f"{path}{name}", field)
-        for name, field in fields.items()
-        if not classes_in(field.annotation) and name != "type"
-    ]
-    if rows:
-        yield "| key | values | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
-    for key, field, option in below:
-        tag = option.model_fields.get("type")
-        chosen = f", type {_literals(tag.annotation)}" if tag else ""
-        about = " ".join(inspect.cleandoc(option.__dict__.get("__doc__") or "").split())
-        purpose = field.description or ""
-        texts = (purpose and f"{purpose[0].upper()}{purpose[1:]}.", about)
-        yield f"### `{key}`{chosen}\n" + "".join(f"\n{_plain(text)}\n" for text in texts if text)
-        if option in seen:
-            if set(option.model_fields) - {"type"}:
-                yield f"The keys are those of `{seen[option]}`.\n"
-            continue
-        seen[option] = key
-        yield from _sections(f"{key}.", option, seen)
+    rows: dict[tuple[str, str], list[Section]] = {}
+    below: dict[str, tuple[FieldInfo, list[Section]]] = {}
+    for option in options:
+        for name, field in option.model_fields.items():
+            if name in leave or (name in TAG_KEYS and tags_of(option)):
+                continue
+            if classes := classes_in(field.annotation):
+                below.setdefault(name, (field, classes))
+            else:
+                rows.setdefault((f"`{path}{name}`", _row(field)), []).append(option)
+    if rows and len(options) > 1:
+        texts = (
+            f"| {key} | {'all' if owners == options else _types(owners)} {row}\n"
+            for (key, row), owners in rows.items()
+        )
+        yield "| key | type | values | default | meaning |"
+        yield "|---|---|---|---|---|\n" + "".join(texts)
+    elif rows:
+        texts = (f"| {key} {row}\n" for key, row in rows)
+        yield "| key | values | default | meaning |"
+        yield "|---|---|---|---|\n" + "".join(texts)
+    for name, (field, classes) in below.items():
+        yield f"### `{path}{name}`\n"
+        if field.description:
+            yield f"{_plain(field.description[0].upper() + field.description[1:])}.\n"
+        yield from _about(classes)
+        elsewhere = seen.setdefault(tuple(classes), f"{path}{name}")
+        if elsewhere == f"{path}{name}":
+            yield from _sections(f"{path}{name}.", classes, seen)
+        elif any(set(each.model_fields) - set(TAG_KEYS) for each in classes):
+            yield f"The keys are those of `{elsewhere}`.\n"
 
 
-def _row(key: str, field: FieldInfo) -> str:
-    default = (
-        ""
-        if field.default is PydanticUndefined
-        else "`null`"
-        if field.default is None
-        else _shown(field.default)
-    )
-    return f"| `{key}` | {_values(field)} | {default} | {_plain(field.description or '')} |\n"
+def _about(options: list[Section]) -> Iterator[str]:
+    """Yield the docstrings of the classes, with their types."""
+    lines: list[str] = []
+    for option in options:
+        text = _plain(" ".join(inspect.cleandoc(option.__dict__.get("__doc__") or "").split()))
+        lines.append(f"- {_types([option])}: {text}\n" if tags_of(option) else f"{text}\n")
+    yield "".join(lines)
+
+
+def _types(options: list[Section]) -> str:
+    """Return the types of these classes. Only the ends of a long list are shown."""
+    shown: list[str] = []
+    for option in options:
+        tags = [f"`{tag}`" for tag in tags_of(option)]
+        shown.append(", ".join(tags) if len(tags) <= SHOWN_TAGS else f"{tags[0]} … {tags[-1]}")
+    return ", ".join(shown)
+
+
+def _row(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        default = "by type" if field.default_factory_takes_validated_data else ""
+    else:
+        default = "`null`" if field.default is None else _shown(field.default)
+    return f"| {_values(field)} | {default} | {_plain(field.description or '')} |"
 
 
 def _shown(value: Any) -> str:

@@ -75,15 +75,6 @@ class EngineConfig(FrozenConfig):
         description="size of the KV cache on each device of an engine",
     )
     max_loras: int = Field(default=4, ge=1, description="number of different adapters in one batch")
-    max_logprobs: int = Field(
-        default=20, ge=1, description="largest number of alternative tokens for each position"
-    )
-    max_scored_cells: int = Field(
-        default=4_000_000,
-        ge=1,
-        description="bound of prompt tokens × vocabulary size for a sample with "
-        "target_prompt_logprobs or prompt_alt_tokens_k",
-    )
     enforce_eager: bool = Field(default=True, description="run without CUDA graphs and compilation")
     sleep_level: Literal["auto", "1", "2"] = Field(
         default="auto",

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from skyrl_actors.config.frozen import FrozenConfig
 
@@ -32,15 +32,11 @@ class EnvLimits(FrozenConfig):
         description="longest time of one reset, step or reward; "
         "an episode that exceeds it is dropped",
     )
-    max_turns: int = Field(default=1, ge=1, description="largest number of answers in an episode")
     max_prompt_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="longest prompt; null = what the engines take, minus max_tokens",
-    )
-    long_prompts: Literal["drop", "refuse"] = Field(
-        default="drop",
-        description="for prompts beyond the limit. drop: count and skip them; refuse: end the run",
+        description="longest prompt; longer ones are counted and skipped. null = what the "
+        "engines take, minus max_tokens",
     )
     concurrency: int = Field(
         default=64,
@@ -56,48 +52,15 @@ class EnvLimits(FrozenConfig):
         "reward that is not a number); beyond it the run ends",
     )
 
-
-class OneTurn(EnvLimits):
-    """Base of environments whose episodes are one answer. Other `max_turns` are refused."""
-
-    @model_validator(mode="after")
-    def _one(self) -> "OneTurn":
-        if self.max_turns != 1:
-            raise ValueError(
-                f"max_turns {self.max_turns}: an episode of this environment is one answer; "
-                "set 1, or leave out max_turns"
-            )
-        return self
+    @property
+    def turns(self) -> int:
+        """The largest number of answers in an episode."""
+        return 1
 
 
-class ReverseEnv(OneTurn):
-    """The task to write a short word backwards. The reward is 1 for the exact answer, otherwise 0.
+class DatasetEnv(EnvLimits):
+    """The keys that all environments of a dataset share."""
 
-    Words for evaluation are never trained on.
-    """
-
-    type: Literal["reverse"] = "reverse"
-    min_letters: int = Field(default=3, ge=1, description="length of the shortest words")
-    max_letters: int = Field(default=5, le=32, description="length of the longest words")
-    eval_prompts: int = Field(default=200, ge=1, description="number of words for evaluation")
-
-    @model_validator(mode="after")
-    def _range(self) -> "ReverseEnv":
-        if self.min_letters > self.max_letters:
-            raise ValueError(
-                f"min_letters {self.min_letters} is above max_letters {self.max_letters}"
-            )
-        return self
-
-
-class RewardEnv(OneTurn):
-    """A dataset of prompts and a function `(prompt, completion, row) -> float`, plain or async.
-
-    The prompt column holds a text or a list of {role, content}. `completion` is the text of the
-    answer.
-    """
-
-    type: Literal["reward"] = "reward"
     data: DatasetConfig
     eval_data: DatasetConfig | None = Field(
         default=None,
@@ -110,6 +73,26 @@ class RewardEnv(OneTurn):
     prompt_column: str = Field(
         default="prompt", description="column with a text or a list of messages"
     )
+
+
+class ReverseEnv(EnvLimits):
+    """The task to write a short word backwards. The reward is 1 for the exact answer, otherwise 0.
+
+    Words for evaluation are never trained on.
+    """
+
+    type: Literal["reverse"] = "reverse"
+    eval_prompts: int = Field(default=200, ge=1, description="number of words for evaluation")
+
+
+class RewardEnv(DatasetEnv):
+    """A dataset of prompts and a function `(prompt, completion, row) -> float`, plain or async.
+
+    The prompt column holds a text or a list of {role, content}. `completion` is the text of the
+    answer.
+    """
+
+    type: Literal["reward"] = "reward"
     answer_column: str | None = Field(
         default=None, description="column that is shown next to samples"
     )
@@ -119,7 +102,7 @@ class RewardEnv(OneTurn):
     )
 
 
-class GymEnv(EnvLimits):
+class GymEnv(DatasetEnv):
     """An unchanged environment of skyrl-gym, by its id.
 
     Each row of the dataset becomes its `extras`.
@@ -130,19 +113,11 @@ class GymEnv(EnvLimits):
         description="id of the environment, for example gsm8k; or module:Class of a BaseTextEnv"
     )
     config: dict[str, Any] = Field(default_factory=dict[str, Any], description="its `env_config`")
-    data: DatasetConfig
-    eval_data: DatasetConfig | None = Field(
-        default=None,
-        description="held-out rows; null = the last eval_prompts rows of `data`, which are then "
-        "not trained on",
-    )
-    eval_prompts: int = Field(
-        default=200, ge=1, description="held-out rows of `data` if eval_data is null"
-    )
-    prompt_column: str = Field(
-        default="prompt", description="column with a text or a list of messages"
-    )
     max_turns: int = Field(default=8, ge=1, description="largest number of answers in an episode")
+
+    @property
+    def turns(self) -> int:
+        return self.max_turns
 
 
 class CustomEnv(EnvLimits):
@@ -159,6 +134,11 @@ class CustomEnv(EnvLimits):
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any], description="keyword arguments of the function"
     )
+    max_turns: int = Field(default=1, ge=1, description="largest number of answers in an episode")
+
+    @property
+    def turns(self) -> int:
+        return self.max_turns
 
 
 Environment = Annotated[ReverseEnv | RewardEnv | GymEnv | CustomEnv, Field(discriminator="type")]

@@ -72,12 +72,6 @@ class HttpConfig(FrozenConfig):
         description="upper bound of the ingress processes, which Ray Serve adds under load; "
         "null = always `replicas`",
     )
-    long_poll_s: float = Field(
-        default=30.0,
-        gt=0,
-        le=40,
-        description="longest time that one poll for an answer is held open",
-    )
     api_keys: tuple[str, ...] = Field(
         default=(),
         description="accepted X-API-Key values as [name=]key or [name=]sha256:<hex>, kept as "

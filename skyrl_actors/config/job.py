@@ -8,12 +8,17 @@ from pydantic import Field, model_validator
 from skyrl_actors.config.algorithms import (
     Advantage,
     AlgorithmName,
+    BaseReference,
+    ClippedLoss,
     Correction,
     Gae,
     KlTerm,
+    MovingReference,
+    NoCorrection,
+    NoFilter,
+    NoKl,
     Overlong,
     PolicyLoss,
-    PpoLoss,
     Reduction,
     Reference,
     SamplingFilter,
@@ -22,13 +27,13 @@ from skyrl_actors.config.algorithms import (
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.environments import Environment, ReverseEnv
 from skyrl_actors.config.frozen import FrozenConfig
-from skyrl_actors.config.optimizer import AdamFields
+from skyrl_actors.config.job_fields import JobFields
 from skyrl_actors.config.schedules import Asynchronous, OnPolicy, Schedule
 from skyrl_actors.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from skyrl_actors.config.trackers import Tracker
 
 
-class RlConfig(AdamFields):
+class RlConfig(JobFields):
     """Reinforcement learning.
 
     `type` names an algorithm, which is a choice of the parts below. Each part can also be set
@@ -37,9 +42,6 @@ class RlConfig(AdamFields):
 
     type: AlgorithmName = "ppo"
     env: Environment = ReverseEnv()
-    seed: int = Field(
-        default=0, ge=0, description="seed of prompts, samples and initial adapter weights"
-    )
     iterations: int = Field(default=40, ge=1, description="number of iterations")
     stop_at_accuracy: float | None = Field(
         default=None,
@@ -66,19 +68,24 @@ class RlConfig(AdamFields):
         description="sampling temperature; the policy is trained at temperature 1, so set "
         "`correction` for another value",
     )
-    lora_rank: int | None = Field(
-        default=None,
-        ge=1,
-        description="rank of the adapters of policy and critic; null = full fine-tune",
-    )
     advantage: Advantage = Gae()
-    kl: KlTerm = KlTerm()
-    policy_loss: PolicyLoss = PpoLoss()
+    kl: KlTerm = Field(
+        default=NoKl(), description="the penalty for divergence of the policy from the reference"
+    )
+    policy_loss: PolicyLoss = ClippedLoss()
     reduction: Reduction = Reduction()
-    filter: SamplingFilter = SamplingFilter()
+    filter: SamplingFilter = Field(default=NoFilter(), description="which prompts are trained on")
     overlong: Overlong = Overlong()
-    correction: Correction = Correction()
-    reference: Reference = Reference()
+    correction: Correction = Field(
+        default=NoCorrection(),
+        description="a weight of the loss for samples from the engine, from older weights or at "
+        "another temperature. It is computed from r = exp(log p_trainer − log p_engine). log "
+        "p_engine is the log-probability under the distribution that was sampled from. log "
+        "p_trainer is the log-probability at temperature 1",
+    )
+    reference: Reference = Field(
+        default=BaseReference(), description="the model that the divergence is measured from"
+    )
     schedule: Schedule = OnPolicy()
     entropy_coef: float = Field(
         default=0.0,
@@ -92,12 +99,6 @@ class RlConfig(AdamFields):
     critic_lr: float = Field(default=1e-3, gt=0, description="initial learning rate of the critic")
     value_clip: float = Field(
         default=0.2, gt=0, description="largest change of a value in the clipped value loss"
-    )
-    mismatch_warn: float = Field(
-        default=0.05,
-        gt=0,
-        description="warn if the mean |Δ logprob| between engine and trainer on an iteration's "
-        "samples exceeds this; only samples from the weights that train on them count",
     )
     mismatch_stop: float | None = Field(
         default=None, gt=0, description="end the run if the same number exceeds this; null = never"
@@ -156,11 +157,11 @@ class RlConfig(AdamFields):
         if (
             self.stop
             and isinstance(self.schedule, Asynchronous)
-            and self.schedule.in_flight == "update"
+            and self.schedule.slice_tokens is not None
         ):
             raise ValueError(
                 "a text in stop could be split between two slices of an answer; "
-                "set schedule.in_flight to finish, or leave out stop"
+                "leave out schedule.slice_tokens or stop"
             )
         if self.uses_critic and self.critic_warmup >= self.iterations:
             raise ValueError(
@@ -189,7 +190,8 @@ class RlConfig(AdamFields):
 
         A reference from a checkpoint is not counted.
         """
-        return 2 if self.needs_reference and self.reference.moves else 1
+        moves = isinstance(self.reference, MovingReference)
+        return 2 if self.needs_reference and moves else 1
 
 
 Job = Annotated[RlConfig | SftConfig | DpoConfig | RewardModelConfig, Field(discriminator="type")]
@@ -217,9 +219,6 @@ class RunConfig(FrozenConfig):
     )
     keep_checkpoints: int = Field(
         default=2, ge=1, description="number of newest checkpoints that are kept"
-    )
-    keep_best: bool = Field(
-        default=True, description="also keep the weights of the best evaluation"
     )
     trackers: tuple[Tracker, ...] = Field(
         default=(), description="W&B and MLflow, in addition to metrics.jsonl and TensorBoard"

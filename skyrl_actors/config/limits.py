@@ -11,12 +11,6 @@ class LimitsConfig(FrozenConfig):
     body_bytes: int = Field(
         default=64 * 2**20, ge=1024, description="size of a request body, also after decompression"
     )
-    body_memory_bytes: int = Field(
-        default=512 * 2**20,
-        ge=1024,
-        description="large bodies that one ingress process reads and decodes at once; "
-        "the same amount for large answers; others queue",
-    )
     datums: int = Field(default=1024, ge=1, description="datums of one forward or forward_backward")
     tokens: int = Field(
         default=2**22, ge=1, description="tokens of all datums of one request together"
@@ -43,19 +37,6 @@ class LimitsConfig(FrozenConfig):
         description="payloads of open requests in the journal folder; "
         "divided between keys in the same way as open_requests",
     )
-    payload_memory_bytes: int = Field(
-        default=2**30,
-        ge=2**20,
-        description="payloads in the memory of the controller; other payloads are read from the "
-        "journal when their request runs",
-    )
-    result_memory_bytes: int = Field(
-        default=256 * 2**20,
-        ge=2**20,
-        description="answers in the memory of the controller, and the same amount in transfer to "
-        "clients; older answers are read from the journal",
-    )
-    sessions_per_key: int = Field(default=1000, ge=1, description="open sessions of one API key")
     models_per_key: int = Field(
         default=64, ge=1, description="models of one API key that exist at once"
     )
@@ -70,22 +51,6 @@ class LimitsConfig(FrozenConfig):
         ge=1,
         description="unnamed full-weight samplers that are kept for a model; "
         "older ones are refused",
-    )
-    lora_sampler_versions: int = Field(
-        default=256,
-        ge=1,
-        description="unnamed samplers that are kept for a LoRA model; older ones are refused",
-    )
-    result_ttl_s: float = Field(
-        default=30.0,
-        gt=0,
-        description="time that an answer stays in memory; the journal keeps it longer",
-    )
-    session_silent_s: float = Field(
-        default=30.0,
-        gt=0,
-        description="time without a heartbeat after which a session is ended if a new model needs "
-        "its memory; SDKs send a heartbeat every 10 s",
     )
     create_wait_s: float = Field(
         default=600.0,

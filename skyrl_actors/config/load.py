@@ -15,11 +15,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
+from skyrl_actors.config import changed_keys
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.messages.errors import ConfigError
 
 C = TypeVar("C", bound=FrozenConfig)
+TAG_KEYS = ("type", "place")  # the keys that choose a class of a union
 KEYS_VARIABLE = "SKYRL_ACTORS_API_KEYS"  # API keys, comma-separated
 
 
@@ -87,23 +89,19 @@ def _extended(node: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict[
     return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(below, own)))
 
 
-RENAMED = {
-    (
-        "transfer",
-        "freeze",
-    ): "transfer.materialize=eager for always, transfer.materialize=lazy for when_needed",
-}
-"""The first and the last name of a key that has another name now, and what to write instead."""
-
-
 def _explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
     key = ".".join(str(part) for part in detail["loc"]) or "(whole config)"
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        allowed = _fields_at(schema, detail["loc"][:-1])
+        path, owners = _position(schema, detail["loc"][:-1])
+        allowed = sorted({name for owner in owners for name in owner.model_fields})
         message = "unknown key" + (f"; allowed here: {', '.join(allowed)}" if allowed else "")
-        if (new := RENAMED.get((str(detail["loc"][0]), str(detail["loc"][-1])))) is not None:
-            message = f"this key was renamed; use {new}"
+        message = changed_keys.advice((*path, str(detail["loc"][-1]))) or message
+    elif detail["type"] == "union_tag_not_found":
+        _, options = _position(schema, detail["loc"])
+        known = ", ".join(str(tag) for option in options for tag in tags_of(option))
+        tag = str(detail.get("ctx", {}).get("discriminator", "type")).strip("'")
+        message = f"set {tag} to one of {known}"
     elif "api_keys" in detail["loc"]:
         pass  # the given value is a secret
     elif detail["type"] not in ("value_error", "missing"):
@@ -111,21 +109,25 @@ def _explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
     return f"  {key}: {message}"
 
 
-def _fields_at(schema: type[FrozenConfig], loc: tuple[int | str, ...]) -> list[str]:
-    """Return the names that are allowed at a key.
+def _position(
+    schema: type[FrozenConfig], loc: tuple[int | str, ...]
+) -> tuple[tuple[str, ...], list[type[FrozenConfig]]]:
+    """Return the key of a location, and the config classes that are allowed there.
 
-    Pydantic inserts the tag of a union's chosen member into `loc`.
+    Pydantic inserts the tag of a union's chosen member and the index of a list's item into `loc`.
     """
-    nodes = [schema]
+    nodes, path = [schema], ()
+    tag_may_follow = False
     for part in loc:
-        chosen = [node for node in nodes if part in _tags(node)]
-        nodes = chosen or [
-            option
-            for node in nodes
-            if isinstance(part, str) and part in node.model_fields
-            for option in classes_in(node.model_fields[part].annotation)
-        ]
-    return sorted({name for node in nodes for name in node.model_fields})
+        if isinstance(part, int):
+            continue
+        if tag_may_follow and (chosen := [node for node in nodes if part in tags_of(node)]):
+            nodes, tag_may_follow = chosen, False
+            continue
+        found = [node.model_fields[part] for node in nodes if part in node.model_fields]
+        nodes = [option for field in found for option in classes_in(field.annotation)]
+        path, tag_may_follow = (*path, part), True
+    return path, nodes
 
 
 def classes_in(annotation: Any) -> list[type[FrozenConfig]]:
@@ -135,8 +137,10 @@ def classes_in(annotation: Any) -> list[type[FrozenConfig]]:
     return [c for arg in get_args(annotation) for c in classes_in(arg)]
 
 
-def _tags(schema: type[FrozenConfig]) -> tuple[Any, ...]:
-    return get_args(schema.model_fields["type"].annotation) if "type" in schema.model_fields else ()
+def tags_of(schema: type[FrozenConfig]) -> tuple[str, ...]:
+    """Return the values by which the config chooses this class among those of its union."""
+    fields = schema.model_fields
+    return next((get_args(fields[tag].annotation) for tag in TAG_KEYS if tag in fields), ())
 
 
 def to_yaml(config: FrozenConfig) -> str:

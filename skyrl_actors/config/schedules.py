@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from skyrl_actors.config.frozen import FrozenConfig
 
@@ -35,29 +35,13 @@ class Asynchronous(FrozenConfig):
         description="largest number of iterations between the weights that start an episode and "
         "the weights that train on it",
     )
-    in_flight: Literal["finish", "update"] = Field(
-        default="finish",
-        description="finish: an episode is sampled with the weights that it started with; "
-        "update: each slice of an answer is sampled with the newest weights (partial rollouts), "
-        "and the KV cache of the earlier tokens is computed again with them",
-    )
-    slice_tokens: int = Field(
-        default=256,
+    slice_tokens: int | None = Field(
+        default=None,
         ge=1,
-        description="in_flight update: tokens sampled between two checks for newer weights",
+        description="null: an episode is sampled with the weights that it started with; a number: "
+        "answers are sampled in slices of so many tokens, each with the newest weights (partial "
+        "rollouts), and the KV cache of the earlier tokens is computed again with them",
     )
-
-    @model_validator(mode="after")
-    def _used(self) -> "Asynchronous":
-        if (
-            self.in_flight == "finish"
-            and self.slice_tokens != Asynchronous.model_fields["slice_tokens"].default
-        ):
-            raise ValueError(
-                "slice_tokens has an effect only with in_flight update; "
-                "set in_flight to update, or leave out slice_tokens"
-            )
-        return self
 
 
 Schedule = Annotated[OnPolicy | OneStepOff | Asynchronous, Field(discriminator="type")]

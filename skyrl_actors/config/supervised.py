@@ -5,10 +5,10 @@ from typing import Literal
 from pydantic import Field
 
 from skyrl_actors.config.environments import DatasetConfig
-from skyrl_actors.config.optimizer import AdamFields
+from skyrl_actors.config.job_fields import JobFields
 
 
-class Supervised(AdamFields):
+class Supervised(JobFields):
     """The keys that all jobs on datasets share."""
 
     data: DatasetConfig
@@ -21,25 +21,16 @@ class Supervised(AdamFields):
         default=100, ge=1, description="held-out rows of `data` if eval_data is null"
     )
     eval_every: int = Field(default=20, ge=1, description="steps between evaluations")
-    seed: int = Field(
-        default=0,
-        ge=0,
-        description="seed of the order of rows and of the adapter's initial weights",
-    )
     epochs: int = Field(default=1, ge=1, description="passes over the data")
     batch_rows: int = Field(default=32, ge=1, description="rows of one step")
     max_steps: int | None = Field(
         default=None, ge=1, description="largest number of steps; null = all epochs"
     )
     max_row_tokens: int | None = Field(
-        default=None, ge=2, description="longest row; null = the longest row that the model takes"
-    )
-    long_rows: Literal["drop", "refuse"] = Field(
-        default="drop",
-        description="for rows beyond the limit. drop: count and skip them; refuse: end the run",
-    )
-    lora_rank: int | None = Field(
-        default=None, ge=1, description="rank of the adapter; null = full fine-tune"
+        default=None,
+        ge=2,
+        description="longest row; longer ones are counted and skipped. null = the longest row that "
+        "the model takes",
     )
     learning_rate: float = Field(default=2e-4, gt=0, description="peak learning rate")
     warmup_steps: int = Field(

@@ -8,13 +8,13 @@ from skyrl_actors.config.frozen import FrozenConfig
 
 
 class WandbTracker(FrozenConfig):
-    """Weights & Biases. The key comes from `wandb login` or WANDB_API_KEY."""
+    """Weights & Biases. The key comes from `wandb login` or WANDB_API_KEY.
+
+    WANDB_ENTITY names a user or a team.
+    """
 
     type: Literal["wandb"] = "wandb"
     project: str = Field(default="skyrl-actors", description="project of the run")
-    entity: str | None = Field(
-        default=None, description="a user or team; null = the default of the account"
-    )
     mode: Literal["online", "offline"] = Field(
         default="online",
         description="offline: write files to the run's folder, which `wandb sync` uploads later",

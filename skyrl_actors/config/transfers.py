@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -20,8 +20,22 @@ MATERIALIZE = (
 FOLDER = "folder for files of exported weights"
 CHECKSUMS = (
     "compute the crc32 of every tensor of full weights, and of the file of an adapter, "
-    "at the sender, and compare it at the receiver"
+    "at the sender, and compare it at the receiver; false for shm and ipc, otherwise true"
 )
+BUCKET = (
+    "size of a bucket of full weights; ipc has two, of which one is filled while the other is "
+    "read. 64 MiB for gloo, 256 MiB for ipc, 1 GiB for nccl"
+)
+BUCKET_BYTES = {"gloo": 64 * 2**20, "ipc": 2**28, "nccl": 2**30}
+ONE_HOST = ("shm", "ipc")  # the bytes do not leave the machine, so checksums are off
+
+
+def _checked(given: dict[str, Any]) -> bool:
+    return given.get("type") not in ONE_HOST
+
+
+def _bucket_bytes(given: dict[str, Any]) -> int:
+    return BUCKET_BYTES[given["type"]]
 
 
 class WithFolder(FrozenConfig):
@@ -33,96 +47,43 @@ class WithFolder(FrozenConfig):
         return folder.expanduser().absolute()
 
 
-class ShmTransfer(WithFolder):
-    """For one host: the trainer writes a file in shared memory, and the engine maps it."""
+class FileTransferConfig(WithFolder):
+    """Files in shared memory.
 
-    type: Literal["shm"] = "shm"
-    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
-    checksums: bool = Field(default=False, description=CHECKSUMS)
-
-
-class ObjectStoreTransfer(WithFolder):
-    """For any hosts: weights go through Ray's object store.
-
-    They arrive in a file in shared memory on the engine's host.
+    `shm`: for one host; the trainer writes a file, and the engine maps it. `object_store`: for any
+    hosts; weights go through Ray's object store to a file on the engine's host. `lora`: for
+    adapters only; with several hosts, set `folder` to shared storage.
     """
 
-    type: Literal["object_store"] = "object_store"
+    type: Literal["shm", "object_store", "lora"] = "shm"
     folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
-    checksums: bool = Field(default=True, description=CHECKSUMS)
+    checksums: bool = Field(default_factory=_checked, description=CHECKSUMS)
 
 
-class DiskTransfer(WithFolder):
+class DiskTransferConfig(WithFolder):
     """For hosts with a shared folder: the trainer writes there, and engines read it."""
 
     type: Literal["disk"] = "disk"
     folder: Path = Field(description="folder on storage that all nodes share")
-    checksums: bool = Field(default=True, description=CHECKSUMS)
+    checksums: bool = Field(default_factory=_checked, description=CHECKSUMS)
 
 
-class LoraTransfer(WithFolder):
-    """For adapters only: files in shared memory, or on shared storage with several hosts."""
+class StreamTransferConfig(WithFolder):
+    """Full weights go from the memory of the trainer to the engines in buckets.
 
-    type: Literal["lora"] = "lora"
-    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
-    checksums: bool = Field(default=True, description=CHECKSUMS)
-
-
-class GlooTransfer(WithFolder):
-    """For any hosts: full weights are broadcast over TCP.
-
-    They go from the memory of the trainer to the engines in buckets.
+    `gloo`: for any hosts, over TCP. `nccl`: for trainers and engines on separate GPUs, over NVLink
+    or the network of the GPUs. `ipc`: for trainers and engines on the same GPUs of one host.
     """
 
-    type: Literal["gloo"] = "gloo"
+    type: Literal["gloo", "nccl", "ipc"]
     folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
     materialize: Materialize = Field(default="lazy", description=MATERIALIZE)
-    bucket_bytes: int = Field(default=64 * 2**20, ge=1, description="size of a bucket")
-    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other process")
-    checksums: bool = Field(default=True, description=CHECKSUMS)
-
-
-class NcclTransfer(WithFolder):
-    """For trainers and engines on separate GPUs.
-
-    Like gloo, but over NVLink or the network of the GPUs.
-    """
-
-    type: Literal["nccl"] = "nccl"
-    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
-    materialize: Materialize = Field(default="lazy", description=MATERIALIZE)
-    bucket_bytes: int = Field(default=2**30, ge=1, description="size of a bucket")
-    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other process")
-    checksums: bool = Field(default=True, description=CHECKSUMS)
-
-
-class IpcTransfer(WithFolder):
-    """For trainers and engines on the same GPUs of one host.
-
-    Each engine copies from the GPU memory of the trainer.
-    """
-
-    type: Literal["ipc"] = "ipc"
-    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
-    materialize: Materialize = Field(default="lazy", description=MATERIALIZE)
-    bucket_bytes: int = Field(
-        default=2**28,
-        ge=1,
-        description="size of each of two buckets; one is filled while the other is read",
-    )
-    timeout_s: float = Field(default=120.0, gt=0, description="longest wait for the other process")
-    checksums: bool = Field(default=False, description=CHECKSUMS)
+    bucket_bytes: int = Field(default_factory=_bucket_bytes, ge=1, description=BUCKET)
+    checksums: bool = Field(default_factory=_checked, description=CHECKSUMS)
 
 
 TransferConfig = Annotated[
-    ShmTransfer
-    | ObjectStoreTransfer
-    | DiskTransfer
-    | LoraTransfer
-    | GlooTransfer
-    | NcclTransfer
-    | IpcTransfer,
-    Field(discriminator="type"),
+    FileTransferConfig | DiskTransferConfig | StreamTransferConfig, Field(discriminator="type")
 ]
 
 

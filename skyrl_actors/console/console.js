@@ -71,8 +71,8 @@ function chart(target, traces, layout = {}) {
 
 function drawPhases(state) {
   const until = state.at, from = until - KEPT_S, line = state.phase_timeline || [], bars = {};
-  line.forEach((entered, i) => {
-    const begun = Math.max(entered.at, from), ended = i + 1 < line.length ? line[i + 1].at : until;
+  line.forEach((entered) => {
+    const begun = Math.max(entered.at, from), ended = entered.ended;
     if (ended <= from) return;
     const one = bars[entered.phase] ||= { x: [], base: [], y: [], text: [] };
     one.base.push(seen(begun));

@@ -11,11 +11,12 @@ from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import housekeeping
+from skyrl_actors.controller.bounds import RESULT_MEMORY_BYTES
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import Model, Sampler
 from skyrl_actors.journal.build import build_journal
-from skyrl_actors.messages.catalog import CatalogVerb, SessionVerb
+from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionVerb
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
@@ -23,7 +24,8 @@ from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
 from skyrl_actors.observe.process import Observed
 from skyrl_actors.observe.spans import SPANS, Span
-from skyrl_actors.transport.rpc import Address, Deferred
+from skyrl_actors.transport.protocols import Deferred
+from skyrl_actors.transport.rpc import Address
 from skyrl_actors.transport.rpc_server import RpcServer
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ class ControllerActor:
         self.controller = self.build_controller(*self._arguments)
         self._starting: asyncio.Task[Capabilities] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._rpc = RpcServer(self, ControllerCalls, unsent_bytes=config.limits.result_memory_bytes)
+        self._rpc = RpcServer(self, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
 
     def __repr__(self) -> str:
         """Return the name that Ray's dashboard and log lines show."""
@@ -138,11 +140,9 @@ class ControllerActor:
         await self._ensure_started()
         return self.controller.able
 
-    async def create_session(
-        self, session_id: str, user_metadata: dict[str, str], display_name: str | None
-    ) -> str:
+    async def create_session(self, session_id: str, labels: SessionLabels) -> str:
         await self._ensure_started()
-        return await self.controller.create_session(session_id, user_metadata, display_name)
+        return await self.controller.create_session(session_id, labels)
 
     async def heartbeat(self, session_id: str) -> None:
         await self._ensure_started()

@@ -3,7 +3,7 @@
 Each check raises InvalidRequest or CapacityError with the value, what is allowed and what to do.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from skyrl_actors.messages.errors import CapacityError, InvalidRequest
 from skyrl_actors.messages.paths import owner_of
@@ -28,6 +28,13 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
             f"user_metadata has {num_bytes} bytes of keys and values; "
             f"at most {METADATA_BYTES} are taken"
         )
+
+
+def check_tags(tags: Sequence[str]) -> None:
+    """Check that all tags together have at most `METADATA_BYTES` bytes."""
+    num_bytes = sum(len(tag.encode(errors="surrogatepass")) for tag in tags)
+    if num_bytes > METADATA_BYTES:
+        raise InvalidRequest(f"tags have {num_bytes} bytes; at most {METADATA_BYTES} are taken")
 
 
 def check_count(ids: Iterable[str], new_id: str, limit: int, what: str) -> None:

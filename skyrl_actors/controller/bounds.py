@@ -6,6 +6,9 @@ from skyrl_actors.controller.queue import RequestQueue
 from skyrl_actors.controller.shares import Shares
 from skyrl_actors.controller.waiters import ResultTable
 
+PAYLOAD_MEMORY_BYTES = 2**30  # other payloads are read from the journal when their request runs
+RESULT_MEMORY_BYTES = 256 * 2**20  # in memory, and as much on the way to clients
+RESULT_TTL_S = 30.0  # in memory; the journal keeps answers longer
 ALWAYS_OPEN = 16  # open requests that each key may have, whatever other keys have
 
 
@@ -20,11 +23,11 @@ def queue_of(limits: LimitsConfig) -> RequestQueue:
     return RequestQueue(requests, payload_bytes)
 
 
-def results_of(limits: LimitsConfig) -> ResultTable:
+def results_of() -> ResultTable:
     """Return an empty table that bounds answers in memory by age and bytes."""
-    return ResultTable(limits.result_ttl_s, limits.result_memory_bytes)
+    return ResultTable(RESULT_TTL_S, RESULT_MEMORY_BYTES)
 
 
-def payloads_of(limits: LimitsConfig) -> PayloadMemory:
+def payloads_of() -> PayloadMemory:
     """Return the object that bounds the bytes of payloads in memory."""
-    return PayloadMemory(limits.payload_memory_bytes)
+    return PayloadMemory(PAYLOAD_MEMORY_BYTES)

@@ -4,23 +4,34 @@ from typing import Any, Protocol
 
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.controller.tenants import Model, Sampler
-from skyrl_actors.messages.catalog import CatalogVerb, SessionVerb
+from skyrl_actors.messages.catalog import (
+    CatalogVerb,
+    CheckpointEntry,
+    RunEntry,
+    SessionEntry,
+    SessionLabels,
+    SessionVerb,
+)
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
 from skyrl_actors.observe.spans import Span
-from skyrl_actors.transport.rpc import Deferred
+from skyrl_actors.transport.protocols import Deferred
+
+CatalogArgument = TinkerPath | str | int | bool | None
+CatalogAnswer = list[RunEntry] | RunEntry | list[CheckpointEntry] | bool | None
 
 
 class ControllerCalls(Protocol):
-    """Every call is idempotent; `ControllerActor` documents them."""
+    """Every call is idempotent; `ControllerActor` documents them.
+
+    The annotations are the closed set of types that RPC sends. `status` has JSON values only.
+    """
 
     async def get_capabilities(self) -> Capabilities: ...
 
-    async def create_session(
-        self, session_id: str, user_metadata: dict[str, str], display_name: str | None
-    ) -> str: ...
+    async def create_session(self, session_id: str, labels: SessionLabels) -> str: ...
 
     async def heartbeat(self, session_id: str) -> None: ...
 
@@ -48,9 +59,11 @@ class ControllerCalls(Protocol):
 
     async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec: ...
 
-    async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any: ...
+    async def catalog(self, verb: CatalogVerb, *arguments: CatalogArgument) -> CatalogAnswer: ...
 
-    async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any: ...
+    async def session_catalog(
+        self, verb: SessionVerb, *arguments: str | None
+    ) -> list[SessionEntry] | SessionEntry: ...
 
     async def partial(
         self, request_id: str, have: int, timeout_s: float

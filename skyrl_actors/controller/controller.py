@@ -37,7 +37,7 @@ from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import SessionEnded, SessionOpened
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.catalog import CatalogVerb, SessionNote, SessionVerb
+from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNote, SessionVerb
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id
@@ -46,6 +46,8 @@ from skyrl_actors.messages.results import Completion, Failure, PartialSample, Re
 log = logging.getLogger(__name__)
 # Subtracted because the SDK multiplies the number of a copy by 10^9 and stores it in 64 bits.
 FIRST_JOIN_S = 1_750_000_000
+SESSIONS_PER_KEY = 1000  # open sessions of one API key
+SWEEP_S = 300.0  # between removals of entries older than journal.retention_s
 
 
 class Controller:
@@ -65,8 +67,9 @@ class Controller:
         self.backend = backend
         self.journal = journal
         self.tenants = TenantTable()
+        self.sweep_s = SWEEP_S
         self.queue = bounds.queue_of(config.limits)
-        self.results = bounds.results_of(config.limits)
+        self.results = bounds.results_of()
         self.started_at = wall()
         self.capabilities: Capabilities | None = None
         self.epoch = 0
@@ -77,7 +80,7 @@ class Controller:
             config.checkpoint_dir, wall, config.checkpoint_mirror
         )
         self._sessions = SessionCatalog(self.tenants, folders, wall)
-        memory = bounds.payloads_of(config.limits)
+        memory = bounds.payloads_of()
         self.completions = Completions()
         self._replies = Replies(self.results, journal)
         self._ledger = Ledger(
@@ -130,14 +133,15 @@ class Controller:
         self.backend.on_lost = self._bring_back_role
         self.capabilities = able
         await self._resume(unanswered)
-        timeout_s, keep = self.config.limits.session_timeout_s, self.config.journal
+        timeout_s = self.config.limits.session_timeout_s
+        retention_s = self.config.journal.retention_s
         self._tasks.spawn(
             housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s)
         )
         self._tasks.spawn(self._named_samplers.free_unused(timeout_s))
         self._tasks.spawn(
             housekeeping.sweep(
-                self.folders, self._sessions, self.journal, keep.sweep_s, keep.retention_s
+                self.folders, self._sessions, self.journal, self.sweep_s, retention_s
             )
         )
         return able
@@ -192,22 +196,22 @@ class Controller:
     async def create_session(
         self,
         session_id: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        display_name: str | None = None,
+        labels: SessionLabels | None = None,
     ) -> str:
         """Create a session and return its id. Idempotent by id."""
+        labels = labels or SessionLabels()
         self.able  # noqa: B018  raises until the journal is open
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
-            admission.check_count(
-                self.tenants.sessions, session_id, self.config.limits.sessions_per_key, "sessions"
-            )
-            admission.check_metadata(user_metadata or {})
+            admission.check_count(self.tenants.sessions, session_id, SESSIONS_PER_KEY, "sessions")
+            admission.check_metadata(labels.user_metadata)
+            admission.check_tags(labels.tags)
             note = SessionNote(
                 session_id=session_id,
                 created_at=self.wall(),
-                user_metadata=dict(user_metadata or {}),
-                display_name=display_name,
+                user_metadata=labels.user_metadata,
+                display_name=labels.display_name,
+                tags=labels.tags,
             )
             await self._disk.write("few files", self._sessions.opened, note)
             await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))

@@ -59,7 +59,7 @@ class Lanes:
         self.config = context.config
         self.capacity = context.capacity
         COUNTS.watch("open_requests", lambda: self.queue.num_open)
-        COUNTS.watch("recoveries", lambda: len(replayer.recovery_s))
+        COUNTS.watch("recoveries", lambda: replayer.recoveries)
 
     def start_next(self, model_id: str) -> None:
         """Start the model's next request, if none runs and one is confirmed."""

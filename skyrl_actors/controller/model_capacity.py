@@ -2,7 +2,7 @@
 
 LoRA models of a role share `lora.max_host_gib`, full fine-tunes `lora.max_full_models`. Capacity
 that becomes free is granted to API keys in rotation. While a create waits, sessions without
-heartbeats for `limits.session_silent_s` are ended. The longest silent one ends first, and only as
+heartbeats for `SESSION_SILENT_S` are ended. The longest silent one ends first, and only as
 many as are needed end.
 """
 
@@ -23,6 +23,7 @@ from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import CreateModel
 
 log = logging.getLogger(__name__)
+SESSION_SILENT_S = 30.0  # SDKs send a heartbeat every 10 s
 TICK_S = 0.5  # interval of the checks for silent sessions while a create waits
 PASSED_S = 30.0  # smaller creates no longer overtake one that has waited for longer
 SLOW_UNLOAD_S = 5.0  # capacity of a session that takes longer to unload is not counted as free
@@ -78,6 +79,7 @@ class ModelCapacity:
         end_session: Callable[[str], Awaitable[None]],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ):
+        self.session_silent_s = SESSION_SILENT_S
         self._config = config
         self._tenants = tenants
         self._end_session = end_session
@@ -246,7 +248,7 @@ class ModelCapacity:
 
     def _silent(self) -> list[str]:
         now = asyncio.get_running_loop().time()
-        found = self._tenants.silent_sessions(now, self._config.limits.session_silent_s)
+        found = self._tenants.silent_sessions(now, self.session_silent_s)
         return [session_id for session_id in found if session_id not in self._leaving]
 
     def _is_leaving(self, session_id: str) -> bool:

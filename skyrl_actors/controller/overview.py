@@ -30,7 +30,7 @@ def of(tenants: TenantTable, queue: RequestQueue, replayer: Replayer) -> dict[st
             for m in tenants.models.values()
         ],
         **counted(COUNTS.read()),
-        "recoveries": len(replayer.recovery_s),
+        "recoveries": replayer.recoveries,
         "recovery_s": [round(s, 3) for s in replayer.recovery_s[-SHOWN:]],
         "snapshot_s": [round(s, 3) for s in replayer.snapshot_s[-SHOWN:]],
     }

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from skyrl_actors.config.cluster import JournalConfig
 
+SNAPSHOT_BYTES = 256 * 2**20  # payloads since the last snapshot after which another one is due
+
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
@@ -32,6 +34,6 @@ class Progress:
     def snapshot_due(self, config: JournalConfig, now: float) -> bool:
         return self.oldest is not None and (
             self.operations >= config.snapshot_operations
-            or self.num_bytes >= config.snapshot_bytes
+            or self.num_bytes >= SNAPSHOT_BYTES
             or now - self.oldest >= config.snapshot_s
         )

@@ -58,6 +58,7 @@ class Replayer:
         self.folders = folders
         self.disk = disk
         self.progress: dict[str, Progress] = {}
+        self.recoveries = 0  # since the controller started
         self.recovery_s: list[float] = []  # seconds of the newest restorations
         self.snapshot_s: list[float] = []
 
@@ -93,6 +94,7 @@ class Replayer:
                 if attempts >= self.config.restart.attempts:
                     raise
         seconds = asyncio.get_running_loop().time() - started
+        self.recoveries += 1
         self.recovery_s = [*self.recovery_s[1 - KEPT_TIMES :], seconds]
         log.info(
             "model %s was restored to operation %d (%d replayed, %.2f s)",

@@ -29,6 +29,7 @@ from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS
 
 log = logging.getLogger(__name__)
+LORA_SAMPLER_VERSIONS = 256  # unnamed samplers that are kept for a LoRA model
 
 
 class Samples:
@@ -77,10 +78,8 @@ class Samples:
             owner=entry.owner,
             number=entry.number,
         )
-        limits = self.config.limits
-        keep = (
-            limits.lora_sampler_versions if entry.weights.adapter else limits.full_sampler_versions
-        )
+        full = self.config.limits.full_sampler_versions
+        keep = LORA_SAMPLER_VERSIONS if entry.weights.adapter else full
         for old in self.tenants.add_sampler(sampler, keep):
             await self.retire(old)
 

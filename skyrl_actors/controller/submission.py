@@ -15,7 +15,7 @@ from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.tenants import Model
 from skyrl_actors.controller.verbs import verb_of_model
-from skyrl_actors.controller.verbs.create_model import check_spec
+from skyrl_actors.controller.verbs.create_model import check_spec, spec_from
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import InvalidRequest
@@ -94,7 +94,7 @@ class Submission:
             return known
         if request.from_path:
             saved = await self._saved_spec(request.from_path, request.with_optimizer)
-            request = replace(request, spec=replace(saved, model_id=model_id))
+            request = replace(request, spec=spec_from(request, saved))
             # The same request may have arrived, or the session may have ended, during the read.
             if (known := await self._ledger.known(model_id, 0, digest, request_id)) is not None:
                 return known

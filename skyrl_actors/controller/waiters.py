@@ -30,7 +30,7 @@ class ResultTable:
     """
 
     def __init__(self, ttl_s: float, limit_bytes: int):
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._limit_bytes = limit_bytes
         self._futures: dict[str, asyncio.Future[Result]] = {}
         # owner -> request id -> answer, oldest first
@@ -66,7 +66,7 @@ class ResultTable:
         for owner in list(self._kept):
             while (kept := self._kept.get(owner)) and now - next(
                 iter(kept.values())
-            ).since > self._ttl_s:
+            ).since > self.ttl_s:
                 self._drop_oldest(owner)
 
     def _drop_oldest(self, owner: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from ray.util.placement_group import PlacementGroup
 
 from placement.types import Plan, Slot
-from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.cluster import COLOCATED_SHARE, ClusterConfig
 from skyrl_actors.engines.external_engine import ExternalEngine
 from skyrl_actors.engines.interface import EngineSpec
 from skyrl_actors.engines.local_engine import EngineSite, LocalEngine
@@ -31,7 +31,7 @@ def build_pool(
 ) -> EnginePool:
     """Build a pool for the planned slots. `devices`: GPU ids by slot, for multi-GPU engines."""
     engine = config.engine
-    share = config.placement.colocated_share if config.placement.shares("engine") else 1.0
+    share = COLOCATED_SHARE if config.placement.shares("engine") else 1.0
     logprob_check = LogprobCheck(
         config.logprob_check, config.logprob_bound, config.policy.dtype, report
     )

@@ -10,6 +10,7 @@ from skyrl_actors.messages.weights import WeightManifest, WeightStream
 BASE_VERSION = "base"
 CHECK = ".check"  # suffix of the request id under which an engine scores the logprob check
 FLAG = "tempered_logprobs"  # in vLLM's extra_args; also the name of the patch
+ALL_WEIGHTS = "skyrl_actors_full_weights"  # the weight-transfer backend that vLLM looks up
 TEMPERED = 2**31 - 1  # the token id of a tempered logprob; beyond every vocabulary
 
 

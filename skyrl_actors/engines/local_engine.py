@@ -30,8 +30,10 @@ from skyrl_actors.engines.interface import (
 )
 from skyrl_actors.engines.replica import EngineReplica, P, R
 from skyrl_actors.messages.errors import InternalError, PartDown, StateLost, UserError, WeightsGone
+from skyrl_actors.supervision import backoff
 from skyrl_actors.transfer.transport import EnginePlace
-from skyrl_actors.transport.rpc import Address, RpcClient, methods_of
+from skyrl_actors.transport.protocols import methods_of
+from skyrl_actors.transport.rpc import Address, RpcClient
 
 STATUS_TIMEOUT_S = 10.0
 DROPPED = ""  # lock state of an engine without weights: no version
@@ -106,8 +108,8 @@ class LocalEngine(EngineReplica):
         A load is retried if it fails before it touches the engine. A later failure ends the engine.
         """
         retries = LoadRetries(
-            first_pause_s=self.restart.backoff_s,
-            longest_pause_s=self.restart.max_backoff_s,
+            first_pause_s=backoff.BACKOFF_S,
+            longest_pause_s=backoff.MAX_BACKOFF_S,
             attempts=self.restart.attempts,
         )
 
@@ -242,7 +244,7 @@ class LocalEngine(EngineReplica):
                 [actor.get_rpc_address.remote(self.epoch, remote.node_address())], "line"
             )
 
-        return RpcClient(find)
+        return RpcClient(find, EngineCalls)
 
     async def status(self) -> EngineStatus:
         assert self.actor is not None

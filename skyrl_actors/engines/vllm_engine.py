@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines.adapter_files import check_adapter
-from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, EngineStatus
+from skyrl_actors.engines.interface import ALL_WEIGHTS, BASE_VERSION, FLAG, EngineSpec, EngineStatus
 from skyrl_actors.engines.logprob_check import fixed_prompt
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.reload_proof import prove_reload
@@ -36,6 +36,7 @@ from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.observe.process import resident_bytes
 from skyrl_actors.storage.private_folders import make_folder
 from skyrl_actors.transfer.folders import full_manifests
 
@@ -341,11 +342,11 @@ class VllmEngine:
     async def _used_bytes(self) -> int:
         if self.spec.device == "gpu":
             return sum(await self.llm.collective_rpc("skyrl_used_bytes"))
-        return sum(_rss(process) for process in self._processes)
+        return sum(resident_bytes(process) for process in self._processes)
 
     async def status(self) -> EngineStatus:
         process = psutil.Process()
-        rss = sum(_rss(p) for p in [process, *process.children(recursive=True)])
+        rss = sum(resident_bytes(p) for p in [process, *process.children(recursive=True)])
         stats = self._stats
         return EngineStatus(
             loaded_version=self._loaded,
@@ -364,13 +365,6 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
-
-
-def _rss(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except psutil.NoSuchProcess:
-        return 0
 
 
 def _write_files(target: Path, files: dict[str, bytes]) -> None:
@@ -435,7 +429,7 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         generation_config="vllm",
         enable_log_requests=False,
         disable_log_stats=True,  # the stat logger of this package remains
-        weight_transfer_config=WeightTransferConfig(backend="skyrl_actors_file"),
+        weight_transfer_config=WeightTransferConfig(backend=ALL_WEIGHTS),
         worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
         **on_device,
     )

@@ -1,7 +1,8 @@
 """Code that runs inside a vLLM worker process: the weight-transfer backend, and sleep on CPUs.
 
 vLLM imports this module by name (`worker_extension_cls`). The import registers the backend
-"skyrl_actors_file": weights arrive as one mapped file (shared memory) that a WeightManifest names.
+ALL_WEIGHTS. Weights arrive as one mapped file (shared memory) that a WeightManifest names, or as a
+stream of tensors.
 """
 
 import ctypes
@@ -23,20 +24,18 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from skyrl_actors.engines import vllm_patches, vllm_tempered
-from skyrl_actors.engines.interface import FLAG
+from skyrl_actors.engines.interface import ALL_WEIGHTS, FLAG
 from skyrl_actors.messages.weights import TensorEntry, WeightStream
 from skyrl_actors.transport.streams import received, tensor_in
 
-BACKEND = "skyrl_actors_file"
-
 
 @dataclass
-class FileInit(WeightTransferInitInfo):
+class FullWeightsInit(WeightTransferInitInfo):
     """The settings before the first update. There are none."""
 
 
 @dataclass
-class FileUpdate(WeightTransferUpdateInfo):
+class FullWeightsUpdate(WeightTransferUpdateInfo):
     """One version of the weights: a file to map, or a stream to receive."""
 
     path: str
@@ -46,19 +45,19 @@ class FileUpdate(WeightTransferUpdateInfo):
     stream: list[Any] | None = None
 
 
-class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):
+class FullWeightsEngine(WeightTransferEngine[FullWeightsInit, FullWeightsUpdate]):
     """A loader of full weights into vLLM's model. An update that leaves out a layer fails."""
 
-    init_info_cls = FileInit
-    update_info_cls = FileUpdate
+    init_info_cls = FullWeightsInit
+    update_info_cls = FullWeightsUpdate
 
-    def init_transfer_engine(self, init_info: FileInit) -> None:
+    def init_transfer_engine(self, init_info: FullWeightsInit) -> None:
         pass
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: FileUpdate) -> None:
+    def receive_weights(self, update_info: FullWeightsUpdate) -> None:
         entries = [
             TensorEntry(name, tuple(shape), *rest) for name, shape, *rest in update_info.tensors
         ]
@@ -115,7 +114,7 @@ def left_out(model: torch.nn.Module) -> list[str]:
 
 
 def _mapped_tensors(
-    update: FileUpdate, entries: list[TensorEntry]
+    update: FullWeightsUpdate, entries: list[TensorEntry]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     # Nothing writes here, so a private mapping copies nothing. A shared one would create a missing
     # file, filled with zeros.
@@ -219,4 +218,4 @@ def drop_pages(storage: torch.UntypedStorage) -> None:
         raise OSError(ctypes.get_errno(), "madvise(MADV_DONTNEED) failed")
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, FileTransferEngine)
+WeightTransferEngineFactory.register_engine(ALL_WEIGHTS, FullWeightsEngine)

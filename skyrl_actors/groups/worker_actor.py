@@ -17,7 +17,7 @@ from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.observe.log import named
-from skyrl_actors.observe.process import observed
+from skyrl_actors.observe.process import observed, resident_bytes
 from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.workers.interface import BaseModelInfo, PartCall, RankStatus, WorkerSpec
 
@@ -75,7 +75,7 @@ class TrainWorkerActor:
 
     @ray.method(concurrency_group="status")
     def rss_bytes(self) -> int:
-        return psutil.Process().memory_info().rss
+        return resident_bytes(psutil.Process())
 
     @ray.method(concurrency_group="status")
     def stacks(self) -> str:

@@ -79,7 +79,7 @@ class Checkpoints:
         """Save the weights if this evaluation is the best so far."""
         best = self.state.best
         better = not best or (value > best["value"] if higher_is_better else value < best["value"])
-        if not self._config.keep_best or not better:
+        if not better:
             return
         try:
             saved = await session.save(model_id, f"{BEST}-{step}")

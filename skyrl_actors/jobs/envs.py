@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from skyrl_actors.config.environments import ReverseEnv
 from skyrl_actors.jobs.environment import Environment, SingleTurn
 
+SHORTEST, LONGEST = 3, 5  # letters of a word
 LETTERS = "abcdefghijkl"
 # Shares of the demonstrations. The other demonstrations have one wrong letter.
 RIGHT_SHARE, COPY_SHARE = 0.25, 0.5
@@ -36,7 +37,7 @@ class ReverseTasks:
         self.config = config
         self.seed = seed
         rng = random.Random(f"reverse evaluation {seed}")
-        possible = sum(len(LETTERS) ** n for n in range(config.min_letters, config.max_letters + 1))
+        possible = sum(len(LETTERS) ** n for n in range(SHORTEST, LONGEST + 1))
         held_out: dict[str, None] = {}
         while len(held_out) < min(config.eval_prompts, possible // 2):
             held_out[self._word(rng)] = None
@@ -44,7 +45,7 @@ class ReverseTasks:
         self._held_out = held_out
 
     def _word(self, rng: random.Random) -> str:
-        length = rng.randint(self.config.min_letters, self.config.max_letters)
+        length = rng.randint(SHORTEST, LONGEST)
         return "".join(rng.choice(LETTERS) for _ in range(length))
 
     def batch(self, count: int, number: int) -> list[ReverseTask]:

@@ -20,7 +20,7 @@ from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.environment import Environment, Message, Step, Task
 from skyrl_actors.jobs.reduction import overlong_penalty
 from skyrl_actors.jobs.rollout import Piece, Rollout, Weights
-from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import Sample, SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.results import Sequence as Sampled
@@ -157,9 +157,6 @@ class EpisodeRunner:
 
         The seed of each episode is derived from `seed`. `weights` is called before each request.
         The caller checks how many episodes failed.
-
-        Raises:
-            ConfigError: A prompt is too long and `env.long_prompts` is `refuse`.
         """
         drawn = Rollouts()
 
@@ -221,11 +218,6 @@ class EpisodeRunner:
         most = min(most, self._limits.max_prompt_tokens or most)
         if len(prompt) <= most:
             return False
-        if self._limits.long_prompts == "refuse":
-            raise ConfigError(
-                f"a prompt has {len(prompt)} tokens, {most} are allowed "
-                f"(env.max_prompt_tokens; env.long_prompts: refuse): {task.question[:80]!r}"
-            )
         drawn.long_prompts += 1
         drawn.episodes -= params.num_samples
         return True
@@ -307,13 +299,13 @@ class EpisodeRunner:
         drawn: Rollouts,
     ) -> Rollout | None:
         transcript, turn = _Transcript(), 0
-        for turn in range(1, self._limits.max_turns + 1):
+        for turn in range(1, self._limits.turns + 1):
             text = self._chat.text(answer.tokens)
             transcript.add_answer(answer, text)
             transcript.cut = answer.stop_reason != "stop"
             try:
                 step = await self._step(environment, text, transcript.cut)
-                ends = step.done or transcript.cut or turn == self._limits.max_turns
+                ends = step.done or transcript.cut or turn == self._limits.turns
                 context = () if ends else self._context_after(step, answer)
             except EpisodeFailed as error:
                 drawn.failures[str(error)] += 1

@@ -3,10 +3,11 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_actors.config.algorithms import KlTerm
+from skyrl_actors.config.algorithms import KlTerm, NoKl
 
 Floats = NDArray[np.floating]
 MAX_CHANGE = 0.2
+HORIZON = 10_000  # samples in which the coefficient can change by a factor of about e^0.2
 
 
 def estimate(logprobs: Floats, reference: Floats, estimator: str) -> Floats:
@@ -21,26 +22,26 @@ def estimate(logprobs: Floats, reference: Floats, estimator: str) -> Floats:
 
 
 def token_rewards(
-    rewards: Floats, logprobs: Floats, reference: Floats, term: KlTerm, coef: float
+    rewards: Floats, logprobs: Floats, reference: Floats, estimator: str, coef: float
 ) -> Floats:
     """Return [R]: rewards − coef · divergence at each token (Ouyang et al., 2022, eq. 2)."""
-    return rewards - coef * estimate(logprobs, reference, term.estimator)
+    return rewards - coef * estimate(logprobs, reference, estimator)
 
 
 class Coefficient:
     """The coefficient of the divergence: constant, or adapted to a target.
 
-    With a target: coef ·= 1 + clip(kl/target − 1, ±0.2) · samples/horizon
+    With a target: coef ·= 1 + clip(kl/target − 1, ±0.2) · samples/HORIZON
     (Ziegler et al., 2019, 2.2).
     """
 
     def __init__(self, term: KlTerm):
-        self._term = term
-        self.value = term.coef
+        self._target = None if isinstance(term, NoKl) else term.target
+        self.value = 0.0 if isinstance(term, NoKl) else term.coef
 
     def update(self, kl: float, num_samples: int) -> None:
         """Adapt the coefficient to the divergence (in nats) of a batch of episodes."""
-        if self._term.target is None:
+        if self._target is None:
             return
-        error = float(np.clip(kl / self._term.target - 1, -MAX_CHANGE, MAX_CHANGE))
-        self.value *= 1 + error * num_samples / self._term.horizon
+        error = float(np.clip(kl / self._target - 1, -MAX_CHANGE, MAX_CHANGE))
+        self.value *= 1 + error * num_samples / HORIZON

@@ -15,6 +15,7 @@ import psutil
 from skyrl_actors.jobs.metrics import checked
 from skyrl_actors.jobs.run_folder import RunFolder
 from skyrl_actors.jobs.trackers import TrackerThread
+from skyrl_actors.observe.process import resident_bytes
 from skyrl_actors.observe.runs import METRICS, SAMPLES, SUMMARY, rows_in
 
 SAMPLES_KEPT = 20  # of each evaluation
@@ -112,7 +113,7 @@ class MemoryWatch:
             *(p for p in psutil.process_iter(["name"]) if p.info["name"] == "raylet"),
         ]
         processes = {p.pid: p for root in roots for p in (root, *_children(root))}
-        return sum(_rss(p) for p in processes.values())
+        return sum(resident_bytes(p) for p in processes.values())
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
@@ -120,10 +121,3 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-
-
-def _rss(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return 0

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from skyrl_actors.config.algorithms import Correction, Overlong, Reduction
 
 Floats = NDArray[np.floating]
+PENALTY = 1.0  # largest one for the length of an answer
 Masks = Sequence[NDArray[np.bool_]]
 
 
@@ -64,12 +65,12 @@ def correction_weights(
 def overlong_penalty(config: Overlong, length: int, longest: int) -> float:
     """Return the reward for the length of an answer (DAPO; Yu et al., 2025, eq. 13).
 
-    It is 0 up to longest − buffer_tokens, and then falls linearly to −penalty at `longest`.
+    It is 0 up to longest − buffer_tokens, and then falls linearly to −PENALTY at `longest`.
     """
     if not config.buffer_tokens:
         return 0.0
     excess = length - (longest - config.buffer_tokens)
-    return -config.penalty * min(max(excess / config.buffer_tokens, 0.0), 1.0)
+    return -PENALTY * min(max(excess / config.buffer_tokens, 0.0), 1.0)
 
 
 def varied(rewards: Floats, groups: NDArray[np.integer]) -> set[int]:

@@ -12,6 +12,7 @@ from jinja2 import Environment
 
 from skyrl_actors.jobs.metrics import REGISTRY
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.observe.figures import ends_of
 from skyrl_actors.observe.runs import (
     CONFIG,
     METRICS,
@@ -213,13 +214,12 @@ def _write(file: Path, content: bytes) -> None:
 def _ends(history: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for metric in REGISTRY.values():
-        values = [row[metric.name] for row in history if metric.name in row]
-        if values:
+        if ends := ends_of(metric.name, history):
             found.append(
                 {
                     "name": metric.name,
-                    "first": values[0],
-                    "last": values[-1],
+                    "first": ends.first,
+                    "last": ends.last,
                     "unit": metric.unit,
                     "definition": metric.definition,
                 }

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.config.algorithms import MovingReference
 from skyrl_actors.config.job import RlConfig
 from skyrl_actors.config.schedules import Asynchronous
 from skyrl_actors.jobs import advantages as adv
@@ -40,6 +41,7 @@ from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import LoraSpec, LossCall, Role
 
 METRIC = "eval/accuracy"
+MISMATCH_WARN = 0.05  # nats a token between engine and trainer
 
 
 class RlJob:
@@ -78,11 +80,7 @@ class RlJob:
         config = self.config
         context = capabilities.max_sample_tokens
         schedule = config.schedule
-        slices = (
-            schedule.slice_tokens
-            if isinstance(schedule, Asynchronous) and schedule.in_flight == "update"
-            else None
-        )
+        slices = schedule.slice_tokens if isinstance(schedule, Asynchronous) else None
         runner = EpisodeRunner(self.client, self.chat, config.env, config.overlong, context, slices)
         self._rollout_source = RolloutSource(config, self.tasks, runner, self.watcher.warned)
         # The length penalty is for training only. An evaluation scores the answers.
@@ -116,7 +114,7 @@ class RlJob:
                 "policy", LoraSpec(rank=1, train_mlp=False, train_unembed=False)
             )
         elif config.reference.type == "checkpoint":
-            self._reference = await session.create_from(str(config.reference.path))
+            self._reference = await session.create_from(config.reference.path)
         else:
             lora = (
                 None
@@ -191,7 +189,7 @@ class RlJob:
 
     def _models(self) -> dict[str, str]:
         """Return the ids of the models that a checkpoint contains."""
-        moving = self.config.reference.moves
+        moving = isinstance(self.config.reference, MovingReference)
         models = {
             "policy": self._policy,
             "critic": self._critic,
@@ -299,7 +297,9 @@ class RlJob:
             if term.place == "reward":
                 pairs = zip(rewards, batch.logprobs, batch.reference, batch.sampled(), strict=True)
                 rewards = [
-                    np.where(s, divergence.token_rewards(r, p, ref, term, self.kl.value), r)
+                    np.where(
+                        s, divergence.token_rewards(r, p, ref, term.estimator, self.kl.value), r
+                    )
                     for r, p, ref, s in pairs
                 ]
             self.kl.update(metrics["kl"], len(batch.rollouts))
@@ -336,13 +336,13 @@ class RlJob:
                 f"{text}, more than job.mismatch_stop {stop:g}; "
                 "the samples of this iteration were not trained on"
             )
-        if mismatch > self.config.mismatch_warn:
-            self.watcher.warned(f"{text} (job.mismatch_warn {self.config.mismatch_warn:g})")
+        if mismatch > MISMATCH_WARN:
+            self.watcher.warned(f"{text}, more than {MISMATCH_WARN}")
 
     async def _update(self, batch: Batch, step: int, kl_coef: float) -> dict[str, float]:
         """Run all epochs. Critic and policy train at the same time."""
         updates = Updates(
-            self.config, batch, kl_coef, self.config.max_tokens * self.config.env.max_turns
+            self.config, batch, kl_coef, self.config.max_tokens * self.config.env.turns
         )
         found = await asyncio.gather(
             *(self._optimize(updates, role, step) for role in self._trained_roles(step))
@@ -366,7 +366,8 @@ class RlJob:
 
     async def _publish(self, step: int) -> None:
         reference = self.config.reference
-        if self._reference and reference.moves and step % reference.interval == 0:
+        moving = isinstance(reference, MovingReference)
+        if self._reference and moving and step % reference.every == 0:
             saved = await self._session.save(self._policy, "reference")
             if reference.type == "periodic":
                 await self._session.load(self._reference, saved.path)

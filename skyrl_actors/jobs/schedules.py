@@ -166,7 +166,7 @@ class Stream:
 
     async def _play(self, group: int) -> None:
         pinned = self._newest()
-        weights = self._newest if self._config.in_flight == "update" else lambda: pinned
+        weights = self._newest if self._config.slice_tokens is not None else lambda: pinned
         drawn = await self._rollout_source.play(
             weights, [self._rollout_source.task(group)], group + 1
         )

@@ -13,6 +13,7 @@ import numpy as np
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.catalog import SessionLabels
 from skyrl_actors.messages.columns import Columns, offsets_of
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec, Role
@@ -187,7 +188,7 @@ async def opened(client: ControllerClient, job: str) -> AsyncIterator[ServiceSes
             is not restarted.
     """
     capabilities = await client.capabilities()
-    session_id = await client.create_session({"job": job})
+    session_id = await client.create_session(SessionLabels(user_metadata={"job": job}))
     lost: list[str] = []
     owner = asyncio.current_task()
     assert owner is not None

@@ -154,11 +154,6 @@ def _prepared(
             length = max(len(text.tokens) for text in texts)
             if length <= most:
                 target.append(join(texts))
-            elif config.long_rows == "refuse":
-                raise ConfigError(
-                    f"dataset {part.source}, row {number} has {length} tokens, {most} are allowed "
-                    "(job.max_row_tokens; job.long_rows: refuse)"
-                )
             else:
                 prepared.too_long += 1
     if not prepared.train or not prepared.held_out:

@@ -56,7 +56,6 @@ class Wandb:
 
         self._run = wandb.init(
             project=self._config.project,
-            entity=self._config.entity,
             mode=self._config.mode,
             name=self._name,
             id=run_id,

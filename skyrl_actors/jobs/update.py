@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.config.algorithms import LossKl
 from skyrl_actors.config.job import RlConfig
 from skyrl_actors.jobs.reduction import Floats, correction_weights, token_weights
 from skyrl_actors.jobs.rollout import Rollout, rows_of
@@ -118,7 +119,7 @@ class Updates:
             # Count nonzero weights, because a correction may set some to 0.
             counted = sum(int(np.count_nonzero(w)) for w in fields["weights"])
             options["entropy_coef"] = config.entropy_coef / max(counted, 1)
-        if config.kl.place == "loss":
+        if isinstance(config.kl, LossKl):
             assert batch.reference is not None
             fields["reference_logprobs"] = [batch.reference[i] for i in part]
             options |= {"kl_coef": self.kl_coef, "kl_estimator": config.kl.estimator}

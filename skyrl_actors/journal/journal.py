@@ -21,7 +21,7 @@ from skyrl_actors.journal.encoding import decode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.group_commit import GroupCommit, reason
 from skyrl_actors.journal.packs import PackStore
-from skyrl_actors.journal.retention import Retention
+from skyrl_actors.journal.retention import KEEP_SNAPSHOTS, Retention
 from skyrl_actors.journal.snapshots import SnapshotFolders
 from skyrl_actors.journal.store import Store
 from skyrl_actors.journal.sweeping import Sweeper
@@ -187,7 +187,7 @@ class SqlJournal:
         return await asyncio.to_thread(self._folders.verify, snapshot)
 
     async def sweep(self) -> int:
-        policy = Retention(self.config.retention_s, self.config.keep_snapshots)
+        policy = Retention(self.config.retention_s, KEEP_SNAPSHOTS)
         steps = Sweeper(self.store, policy, self.wall()).steps()
         freed = 0
         try:

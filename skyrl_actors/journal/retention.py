@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from skyrl_actors.journal.entries import SnapshotTaken
 
+KEEP_SNAPSHOTS = 3  # of each model; an older one is used if a newer one is damaged
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:

@@ -10,7 +10,6 @@ CatalogVerb = Literal[
     "run",
     "checkpoints",
     "is_public",
-    "files_for_others",
     "copy",
     "set_public",
     "set_ttl",
@@ -63,13 +62,20 @@ class RunEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionNote:
-    """The data that a client gave for its session, and how the session ended."""
+class SessionLabels:
+    """The data that a client gives for its session, to show and search it."""
+
+    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
+    display_name: str | None = None
+    tags: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionNote(SessionLabels):
+    """The record of a session: its labels, when it was opened, and how it ended."""
 
     session_id: str
     created_at: float  # seconds since the epoch
-    user_metadata: dict[str, str] = field(default_factory=dict[str, str])
-    display_name: str | None = None
     # success, errored or interrupted, as given by the client; None: the client gave none
     finished: str | None = None
     detail: str | None = None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec
+from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec, OptimizerName
 from skyrl_actors.messages.sampling import PromptTargets
 
 
@@ -16,6 +16,8 @@ class CreateModel:
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
     from_path: str | None = None  # a tinker path of kind weights to start from
     with_optimizer: bool = False  # with from_path: load the moments too
+    # With from_path; None: the checkpoint's. A base model in `spec` must equal the checkpoint's.
+    optimizer: OptimizerName | None = None
 
     @property
     def model_id(self) -> str:

@@ -1,4 +1,4 @@
-"""Configure the logs and spans of a process as its service is configured.
+"""Configure the logs and spans of a process as its service is configured, and read its memory.
 
 Ranks and engines read this from environment variables, before they receive a spec.
 """
@@ -7,6 +7,8 @@ import logging
 import os
 from dataclasses import dataclass
 from typing import Literal, cast
+
+import psutil
 
 from skyrl_actors.observe.log import set_up_logging
 from skyrl_actors.observe.spans import SPANS
@@ -46,3 +48,11 @@ def observed() -> Observed:
     read = os.environ.get
     form = cast("Literal['text', 'json']", read(f"{PREFIX}LOG_FORMAT", "text"))
     return Observed(read(f"{PREFIX}SERVICE", ""), read(f"{PREFIX}OTLP") or None, form)
+
+
+def resident_bytes(process: psutil.Process) -> int:
+    """Return the resident memory of a process; 0 if it has ended or may not be read."""
+    try:
+        return process.memory_info().rss
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_actors.observe.figures import ends_of
+
 STATE, SUMMARY, CONFIG = "state.json", "summary.json", "config.yaml"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # each row has its step
 
@@ -33,15 +35,15 @@ def listed(parent: Path) -> list[dict[str, Any]]:
         metric = summary.get("metric") or next(
             (key for key in (evaluated[0] if evaluated else ()) if key.startswith("eval/")), None
         )
-        values = [row[metric] for row in history if metric in row]
+        ends = ends_of(metric or "", history)
         found.append(
             {
                 "run": run.name,
                 "job": summary.get("job", ""),
                 "state": state_of(run, history),
                 "metric": metric or "",
-                "before": f"{values[0]:.4g}" if values else "",
-                "after": f"{values[-1]:.4g}" if values else "",
+                "before": f"{ends.first:.4g}" if ends else "",
+                "after": f"{ends.last:.4g}" if ends else "",
                 "steps": history[-1]["step"] if history else 0,
                 "seed": summary.get("seed", ""),
                 "seconds": summary.get("seconds", ""),

@@ -6,6 +6,7 @@ Perfetto (ui.perfetto.dev) and chrome://tracing open such traces.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from skyrl_actors.observe.figures import phase_periods
 from skyrl_actors.observe.spans import Span
 
 PROCESS = 1
@@ -27,14 +28,12 @@ def events_of(
         _named("thread_name", PHASES, "phase"),
         _named("thread_name", MOVES, "moves"),
     ]
-    for i, entered in enumerate(timeline):
-        at = float(entered["at"])
-        begun = at + float(entered["seconds"])
-        ended = float(timeline[i + 1]["at"]) if i + 1 < len(timeline) else until
-        events.append(_span(PHASES, str(entered["phase"]), begun, max(ended - begun, 0.0), {}))
+    for entered, period in zip(timeline, phase_periods(timeline, until), strict=True):
+        events.append(_span(PHASES, period.phase, period.begun, period.seconds, {}))
+        at = period.entered
         for move, seconds, size in entered["moves"]:
             events.append(
-                _span(MOVES, str(move), at, float(seconds), {"to": entered["phase"], "bytes": size})
+                _span(MOVES, str(move), at, float(seconds), {"to": period.phase, "bytes": size})
             )
             at += float(seconds)
     return events

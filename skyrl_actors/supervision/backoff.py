@@ -2,6 +2,10 @@
 
 from skyrl_actors.config.cluster import RestartConfig
 
+BACKOFF_S = 0.5  # before the second restart in a row; doubles each time
+MAX_BACKOFF_S = 30.0
+COOLDOWN_S = 60.0  # an actor that was given up is started again on the first request after this
+
 
 def pause_after(in_a_row: int, first_s: float, longest_s: float) -> float:
     """Return the pause in seconds after `in_a_row` failures. It doubles with each failure."""
@@ -9,7 +13,7 @@ def pause_after(in_a_row: int, first_s: float, longest_s: float) -> float:
 
 
 class RestartLimit:
-    """Count deaths in a row. A row ends when a process runs for `cooldown_s`."""
+    """Count deaths in a row. A row ends when a process runs for `COOLDOWN_S`."""
 
     def __init__(self, config: RestartConfig):
         self._config = config
@@ -28,21 +32,21 @@ class RestartLimit:
         self.in_a_row += 1
         if self.in_a_row == 1:
             return 0.0
-        return pause_after(self.in_a_row - 1, self._config.backoff_s, self._config.max_backoff_s)
+        return pause_after(self.in_a_row - 1, BACKOFF_S, MAX_BACKOFF_S)
 
     def _longest_row_s(self) -> float:
         """Return the seconds between two deaths beyond which a new row begins."""
-        return self._config.start_timeout_s + self._config.max_backoff_s + self._config.cooldown_s
+        return self._config.start_timeout_s + MAX_BACKOFF_S + COOLDOWN_S
 
     def succeeded(self) -> None:
         self.in_a_row = 0
         self._given_up_at = None
 
     def may_try_again(self, now: float) -> bool:
-        """Return whether to try again. After `cooldown_s`, a new row of tries is allowed."""
+        """Return whether to try again. After `COOLDOWN_S`, a new row of tries is allowed."""
         if self._given_up_at is None:
             return True
-        if now - self._given_up_at < self._config.cooldown_s:
+        if now - self._given_up_at < COOLDOWN_S:
             return False
         self.in_a_row = 0
         self._given_up_at = None

@@ -1,19 +1,21 @@
 """Build the transfer that the config describes."""
 
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.config.transfers import GlooTransfer, IpcTransfer, NcclTransfer
+from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.transfer.files import FileTransfer
 from skyrl_actors.transfer.object_store import ObjectStoreTransfer
 from skyrl_actors.transfer.shared_device import SharedDeviceTransfer
 from skyrl_actors.transfer.streaming import StreamTransfer
 from skyrl_actors.transfer.transport import Transfer
 
+STREAM_TIMEOUT_S = 120.0  # longest wait of one end of a stream for the other
+
 
 def build_transfer(config: ClusterConfig) -> Transfer:
     """Return the configured transfer, with a folder of this service's own."""
     asked = config.transfer
     folder = asked.folder / config.name
-    if isinstance(asked, GlooTransfer | NcclTransfer):
+    if isinstance(asked, StreamTransferConfig) and asked.type != "ipc":
         # If trainers share GPUs with engines, shards are in host memory while the engines load.
         # NCCL cannot gather them there.
         shards = not (config.placement.device == "gpu" and config.placement.shares("engine"))
@@ -22,13 +24,13 @@ def build_transfer(config: ClusterConfig) -> Transfer:
             asked.checksums,
             asked.type,
             asked.bucket_bytes,
-            asked.timeout_s,
+            STREAM_TIMEOUT_S,
             asked.materialize,
             shards,
         )
-    if isinstance(asked, IpcTransfer):
+    if isinstance(asked, StreamTransferConfig):
         return SharedDeviceTransfer(
-            folder, asked.checksums, asked.bucket_bytes, asked.timeout_s, asked.materialize
+            folder, asked.checksums, asked.bucket_bytes, STREAM_TIMEOUT_S, asked.materialize
         )
     if asked.type == "object_store":
         return ObjectStoreTransfer(folder, asked.checksums)

@@ -14,7 +14,7 @@ class Delivery:
     """The configured transfer with its ranks. Files outside of `folder` are not its own."""
 
     def __init__(self, transfer: Transfer, policy: GroupSupervisor, folder: Path):
-        self._transfer = transfer
+        self.transfer = transfer
         self._policy = policy
         self._folder = str(folder)
 
@@ -28,16 +28,16 @@ class Delivery:
         """
         if (
             engine is None
-            or not self._transfer.needs_group
+            or not self.transfer.needs_group
             or not manifest.path.startswith(self._folder)
         ):
             return None  # the engine maps the file where it is
         if self._policy.group is None or self._policy.down is not None:
             raise PartDown(f"{self._policy.name} is restarting: {self._policy.down}")
-        return await self._transfer.deliver(manifest, self._policy.group, engine, place)
+        return await self.transfer.deliver(manifest, self._policy.group, engine, place)
 
     async def discard(self, weights: SamplerWeights, engines: list[ActorHandle]) -> None:
         """Free what was written for a version. Files of named checkpoints stay."""
         for part in weights.parts:
             if part.path.startswith(self._folder):
-                await self._transfer.discard(part, await self._policy.up(), engines)
+                await self.transfer.discard(part, await self._policy.up(), engines)

@@ -1,43 +1,33 @@
-"""Send and receive length-prefixed pickles over a stream, with bounds on buffered bytes.
+"""Send and receive length-prefixed frames over a stream, with bounds on buffered bytes.
 
 Reading: a frame's length is checked before its memory is allocated. Before authentication a frame
-has at most `HELLO_BYTES` and is not unpickled. `hold` stops reading.
+has at most `HELLO_BYTES` and is not decoded. `hold` stops reading.
 
 Writing: frames are sent in order. No frame is encoded while more than `WRITE_AHEAD` bytes are
 unread by the other side. Large frames are sent in parts, so that other connections of the event
-loop are served in between. Large arrays travel beside the pickle, without a copy into or out of it.
+loop are served in between. A frame's large arrays follow its body. They are copied neither into the
+frame nor out of it.
 """
 
 import asyncio
-import pickle
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from struct import Struct
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.errors import InvalidRequest, SkyrlActorsError
 
-HEAD = Struct(">QI")  # bytes of the body, number of arrays beside its pickle
+log = logging.getLogger(__name__)
+HEAD = Struct(">QI")  # bytes that follow, number of arrays after the body
 SIZE = Struct(">Q")
 HELLO_BYTES = 128
 READ_AHEAD = 2**20
 WRITE_AHEAD = 2**20
 PART = 2**20  # bytes of one read or write
 LONGEST_FRAME = 2**30
-NOT_ENCODED = (
-    pickle.PicklingError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    InvalidRequest,
-    ValueError,
-    OverflowError,
-    BufferError,
-    MemoryError,
-)
-BESIDE_BYTES = 2**16  # arrays from this size on travel beside the pickle
 ALIGNMENT = 16
 
 Frame = list[bytes | memoryview]
@@ -45,18 +35,12 @@ Encode = Callable[[], Frame | Awaitable[Frame]]
 OnFrame = Callable[[memoryview, int], None]
 
 
-def encoded(content: Any) -> Frame:
-    """Encode as head and body. Raises InvalidRequest when too long, and the errors of pickle."""
-    beside: list[memoryview] = []
+class Unreadable(Exception):
+    """A frame is not a message of this protocol."""
 
-    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < BESIDE_BYTES:
-            return True
-        beside.append(raw)
-        return False
 
-    body = pickle.dumps(content, protocol=5, buffer_callback=stays_inside)
+def framed(body: bytes, beside: list[memoryview]) -> Frame:
+    """Return the frame of a body and its arrays. Raises InvalidRequest when it is too long."""
     if not beside:
         _check_length(len(body))
         head = HEAD.pack(len(body), 0)
@@ -71,18 +55,25 @@ def encoded(content: Any) -> Frame:
     return [HEAD.pack(size, len(beside)), *parts]
 
 
-def decoded(body: memoryview, arrays: int) -> Any:
-    """Decode a body. Arrays beside the pickle are views of `body`; all else is copied."""
-    if not arrays:
-        return pickle.loads(body)
-    sizes = [SIZE.unpack_from(body, SIZE.size * i)[0] for i in range(arrays + 1)]
-    end = SIZE.size * len(sizes) + sizes[0]
-    pickled, beside = body[SIZE.size * len(sizes) : end], list[memoryview]()
+def parts_of(content: memoryview, arrays: int) -> tuple[memoryview, list[memoryview]]:
+    """Return the body and the arrays of a frame that has arrays, as views.
+
+    Raises:
+        ValueError: The frame is shorter than its parts.
+    """
+    end = SIZE.size * (arrays + 1)
+    if end > len(content):
+        raise ValueError("the frame is shorter than the sizes of its parts")
+    sizes = [SIZE.unpack_from(content, SIZE.size * i)[0] for i in range(arrays + 1)]
+    body, beside = content[end : end + sizes[0]], list[memoryview]()
+    end += sizes[0]
     for size in sizes[1:]:
         start = end + -end % ALIGNMENT
         end = start + size
-        beside.append(body[start:end])
-    return pickle.loads(pickled, buffers=beside)
+        beside.append(content[start:end])
+    if end > len(content):
+        raise ValueError("the frame is shorter than its parts")
+    return body, beside
 
 
 def _check_length(size: int) -> None:
@@ -148,7 +139,9 @@ class FrameStream(asyncio.BufferedProtocol):
         return await self._next
 
     def serve(self, take: OnFrame, relieved: Callable[[], None] = lambda: None) -> None:
-        """Pass frames of any size to `take`, which unpickles them.
+        """Pass frames of any size to `take`, which decodes them.
+
+        A frame for which it raises Unreadable ends this connection.
 
         Call this only after authentication. `relieved` is called when all queued frames are written
         and the other side reads again.
@@ -239,6 +232,8 @@ class FrameStream(asyncio.BufferedProtocol):
             try:
                 self._take(body, arrays)
                 understood = True
+            except Unreadable as error:
+                log.error("a connection is closed: %s", error)
             finally:
                 if not understood:
                     self.abort()
@@ -315,7 +310,7 @@ class FrameStream(asyncio.BufferedProtocol):
                 encode, sent = self._queue.popleft()
                 try:
                     await self._send_encoded(encode)
-                except NOT_ENCODED as error:
+                except SkyrlActorsError as error:
                     if not sent.cancelled():
                         sent.set_exception(error)
                     continue

@@ -4,6 +4,9 @@ The caller sends a random number. The server answers with its own random number 
 caller checks that proof and sends its own. A proof is an HMAC of both numbers under the secret. So
 the secret itself is never sent, and a recorded proof cannot be used again.
 
+The caller's number follows the version of its protocol. A server of another version answers with
+its own version only.
+
 Between machines the connection is encrypted when Ray's is, which RAY_USE_TLS enables. It uses the
 certificates in RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and RAY_TLS_CA_CERT. The proofs then also
 cover the server's certificate. This prevents a man in the middle with another certificate of the
@@ -20,9 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.errors import ConfigError, InternalError
 
-NONCE_BYTES = PROOF_BYTES = 32
+# Of calls, answers and their types: raise it when a message type changes.
+PROTOCOL_VERSION = 1
+VERSION_BYTES = 2
+NONCE_BYTES = PROOF_BYTES = TOKEN_BYTES = 32
 CERTIFICATE_BEGIN, CERTIFICATE_END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
 Side = Literal["caller", "server"]
 
@@ -45,8 +51,34 @@ class Challenge:
 
 
 def new_nonce() -> bytes:
-    """Return unpredictable random bytes, for use as a challenge or a secret."""
+    """Return a random number that is used for one connection."""
     return secrets.token_bytes(NONCE_BYTES)
+
+
+def new_token() -> bytes:
+    """Return the secret that a server shares with the processes that may call it."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def own_version() -> bytes:
+    """Encode this process's version. It begins a caller's first message, in every version."""
+    return PROTOCOL_VERSION.to_bytes(VERSION_BYTES)
+
+
+def nonce_in(hello: bytes) -> bytes | None:
+    """Return the number in a caller's first message, or None if it has another version."""
+    version, nonce = hello[:VERSION_BYTES], hello[VERSION_BYTES:]
+    return nonce if version == own_version() and len(nonce) == NONCE_BYTES else None
+
+
+def check_not_refused(answer: bytes) -> None:
+    """Raise InternalError if the server answered with its version only."""
+    if len(answer) == VERSION_BYTES:
+        raise InternalError(
+            f"the actor has version {int.from_bytes(answer)} of the RPC protocol and this process "
+            f"has version {PROTOCOL_VERSION}: install the same release of skyrl-actors for both, "
+            "then restart the service and this process"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,13 @@
 """Call methods of an actor over a socket. Ray finds and restarts the actor.
 
 A Protocol lists the methods that an actor serves. Clients pass a method of that Protocol, so a type
-checker knows its arguments and its result. The wire has the method's name.
+checker knows its arguments and its result. A message has the method's name, and only types that the
+Protocol names (`encoding`).
 
 A call costs a fraction of a millisecond; a call through Ray costs two milliseconds.
 
 Only processes of this service can connect. Both sides prove that they know a secret, which the
-actor hands out through Ray (`handshake`). Before that nothing is unpickled and almost nothing is
+actor hands out through Ray (`handshake`). Before that nothing is decoded and almost nothing is
 stored.
 
 Calls wait while the connection is full. `rpc_server` is the other side.
@@ -16,13 +17,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.remote import ActorDied, ended
-from skyrl_actors.transport import frames, handshake
+from skyrl_actors.transport import handshake
+from skyrl_actors.transport.encoding import CallEncoding
 from skyrl_actors.transport.frames import FrameStream
 from skyrl_actors.transport.handshake import NONCE_BYTES, PROOF_BYTES, Challenge, RayTls
+from skyrl_actors.transport.protocols import Deferred
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -42,30 +45,17 @@ class Address:
     tls: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deferred(Generic[R]):
-    """A method's answer that is loaded only while it is sent. `num_bytes` is an estimate."""
-
-    num_bytes: int
-    load: Callable[[], Awaitable[R]]
-
-
-def methods_of(protocol: type) -> frozenset[str]:
-    """Return the names of the methods that a Protocol declares."""
-    return frozenset(
-        name for name, value in vars(protocol).items() if callable(value) and name[0] != "_"
-    )
-
-
 class RpcClient:
     """The client of an actor's RPC server.
 
     The first call connects, and so does the first call after a lost connection. Calls that run when
     the connection is lost raise ActorDied. `find` requests the actor's address through Ray.
+    `protocol` is the one that the actor serves.
     """
 
-    def __init__(self, find: Callable[[], Awaitable[Address]]):
+    def __init__(self, find: Callable[[], Awaitable[Address]], protocol: type):
         self._find = find
+        self._encoding = CallEncoding(protocol)
         self._opening: asyncio.Task[Connection] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -99,9 +89,12 @@ class RpcClient:
             self._opening is not None and self._loop is loop and not _is_broken(self._opening)
         )
         if not is_usable:
-            self._loop, self._opening = loop, loop.create_task(Connection.to(self._find))
+            self._loop, self._opening = loop, loop.create_task(self._connected())
         assert self._opening is not None
         return await asyncio.shield(self._opening)
+
+    async def _connected(self) -> "Connection":
+        return Connection(await _stream_to(await self._find()), self._encoding)
 
     def hang_up(self) -> None:
         """Fail all running calls with ActorDied: the actor is known to be gone.
@@ -129,46 +122,15 @@ def _is_broken(opening: "asyncio.Task[Connection]") -> bool:
 class Connection:
     """One open connection of a client."""
 
-    def __init__(self, stream: FrameStream):
+    def __init__(self, stream: FrameStream, encoding: CallEncoding):
         self.broken = False
         self.stream = stream
+        self._encoding = encoding
         self._next = 0
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._places = asyncio.Semaphore(MOST_CALLS)
         stream.lost.add_done_callback(self._lost)
         stream.serve(self._take)
-
-    @staticmethod
-    async def to(find: Callable[[], Awaitable[Address]]) -> "Connection":
-        """Connect to the address from `find`. Raises ActorDied when the actor is not there."""
-        address = await find()
-        tls = RayTls.configured() if address.tls else None
-        if address.tls and tls is None:
-            raise InternalError(
-                "the actor's connections are encrypted by Ray's certificates: "
-                "set RAY_USE_TLS for this process too"
-            )
-        stream, proven = FrameStream(), False
-        try:
-            async with asyncio.timeout(HELLO_S):
-                await asyncio.get_running_loop().create_connection(
-                    lambda: stream,
-                    address.host,
-                    address.port,
-                    ssl=tls.context("caller") if tls else None,
-                )
-                proven = await _is_actor(stream, address.token)
-        except (OSError, TimeoutError) as error:
-            raise ActorDied(f"no connection to the actor: {error}") from None
-        finally:
-            if not proven:
-                stream.abort()
-        if not proven:
-            raise ActorDied(
-                "no connection to the actor: "
-                f"the process at {address.host}:{address.port} does not know its secret"
-            )
-        return Connection(stream)
 
     async def call(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call a method. If the calling task is cancelled, the server is notified."""
@@ -180,13 +142,15 @@ class Connection:
         try:
             if self.broken:
                 raise ActorDied("the connection to the actor was lost")
-            sending = self.stream.send(lambda: frames.encoded((number, method, arguments, named)))
+            sending = self.stream.send(
+                lambda: self._encoding.call(number, method, arguments, named)
+            )
             if sending is not None:
                 await asyncio.shield(sending)
             return await answer
         except asyncio.CancelledError:
             if not self.broken:
-                sending = self.stream.send(lambda: frames.encoded((number, GIVEN_UP, (), {})))
+                sending = self.stream.send(lambda: self._encoding.call(number, GIVEN_UP, (), {}))
             raise
         finally:
             self._waiting.pop(number, None)
@@ -196,7 +160,7 @@ class Connection:
                 sending.add_done_callback(lambda _: self._places.release())
 
     def _take(self, body: memoryview, arrays: int) -> None:
-        number, is_result, content = frames.decoded(body, arrays)
+        number, is_result, content = self._encoding.decoded_answer(body, arrays)
         answer = self._waiting.get(number)
         if answer is None or answer.done():
             return  # the caller gave up
@@ -217,11 +181,46 @@ class Connection:
         self.stream.abort()
 
 
+async def _stream_to(address: Address) -> FrameStream:
+    """Connect and authenticate. Raises ActorDied when the actor is not there."""
+    tls = RayTls.configured() if address.tls else None
+    if address.tls and tls is None:
+        raise InternalError(
+            "the actor's connections are encrypted by Ray's certificates: "
+            "set RAY_USE_TLS for this process too"
+        )
+    stream, proven = FrameStream(), False
+    try:
+        async with asyncio.timeout(HELLO_S):
+            await asyncio.get_running_loop().create_connection(
+                lambda: stream,
+                address.host,
+                address.port,
+                ssl=tls.context("caller") if tls else None,
+            )
+            proven = await _is_actor(stream, address.token)
+    except (OSError, TimeoutError) as error:
+        raise ActorDied(f"no connection to the actor: {error}") from None
+    finally:
+        if not proven:
+            stream.abort()
+    if not proven:
+        raise ActorDied(
+            "no connection to the actor: "
+            f"the process at {address.host}:{address.port} does not know its secret"
+        )
+    return stream
+
+
 async def _is_actor(stream: FrameStream, secret: bytes) -> bool:
-    """Return whether the other side knows the secret; if so, prove to know it too."""
+    """Return whether the other side knows the secret; if so, prove to know it too.
+
+    Raises InternalError when it has another version of the protocol.
+    """
     nonce = handshake.new_nonce()
-    stream.send_short(nonce)
+    stream.send_short(handshake.own_version() + nonce)
     answer = await stream.receive()
+    handshake.check_not_refused(answer)
     if len(answer) != NONCE_BYTES + PROOF_BYTES:
         return False
     certificate = handshake.digest_of_peer(stream.transport.get_extra_info("ssl_object"))

@@ -15,13 +15,15 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from skyrl_actors.messages.errors import InternalError, SkyrlActorsError
+from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.remote import ended, node_address
-from skyrl_actors.transport import frames, handshake
+from skyrl_actors.transport import handshake
 from skyrl_actors.transport.byte_budget import ByteBudget, Lease
+from skyrl_actors.transport.encoding import CallEncoding
 from skyrl_actors.transport.frames import Frame, FrameStream
-from skyrl_actors.transport.handshake import NONCE_BYTES, Challenge, RayTls
-from skyrl_actors.transport.rpc import GIVEN_UP, HELLO_S, MOST_CALLS, Address, Deferred, methods_of
+from skyrl_actors.transport.handshake import Challenge, RayTls
+from skyrl_actors.transport.protocols import Deferred, methods_of
+from skyrl_actors.transport.rpc import GIVEN_UP, HELLO_S, MOST_CALLS, Address
 
 log = logging.getLogger(__name__)
 STALLED_S = 30.0
@@ -29,6 +31,7 @@ MOST_UNKNOWN = 64  # connections that are not authenticated yet
 MOST_CALL_BYTES = 2**29  # of the arguments of running calls; one larger call runs alone
 BURST = 4  # calls to start before checking whether their answers are read
 ACCEPT_PAUSE_S = 0.1
+REFUSED_S = 1.0  # for a client of another version to read that it is refused
 UNSENT_BYTES = 2**28  # of large answers over all connections
 SMALL_BYTES = 2**16  # answers up to this size are not counted
 LOOPBACK = "127.0.0.1"
@@ -52,10 +55,11 @@ class RpcServer:
     ):
         self.unsent = ByteBudget(unsent_bytes, SMALL_BYTES)
         self.abandoned = frozenset(method.__name__ for method in abandoned)
-        self.token = handshake.new_nonce()
+        self.token = handshake.new_token()
         self.stalled_s = stalled_s
         self.target = target
         self.methods = methods_of(protocol)
+        self.encoding = CallEncoding(protocol)
         self._listening: dict[str, tuple[socket.socket, RayTls | None]] = {}
         self._accepting: list[asyncio.Task[None]] = []
         self._opening = asyncio.Lock()
@@ -120,8 +124,10 @@ class RpcServer:
             stream.lost.add_done_callback(lambda _: self.callers.discard(caller))
 
     async def _is_known(self, stream: FrameStream, tls: RayTls | None) -> bool:
-        nonce = await stream.receive()
-        if len(nonce) != NONCE_BYTES:
+        nonce = handshake.nonce_in(await stream.receive())
+        if nonce is None:
+            stream.send_short(handshake.own_version())
+            await asyncio.wait((stream.lost,), timeout=REFUSED_S)
             return False
         challenge = Challenge(nonce, handshake.new_nonce(), tls.digest() if tls else b"")
         stream.send_short(challenge.server_nonce + challenge.proof(self.token, "server"))
@@ -146,7 +152,7 @@ class Caller:
         stream.serve(self._take, self._read_on)
 
     def _take(self, body: memoryview, arrays: int) -> None:
-        number, method, arguments, named = frames.decoded(body, arrays)
+        number, method, arguments, named = self._server.encoding.decoded_call(body, arrays)
         if method == GIVEN_UP:
             if (given_up := self._abandoned.get(number)) is not None:
                 given_up.cancel()
@@ -190,17 +196,16 @@ class Caller:
             if call.cancelled()
             else call.exception()
         )
+        encoding = self._server.encoding
         if error is not None:
-            sending = self._stream.send(
-                partial(_encoded_reply, method, (number, False, _known(method, error)))
-            )
+            sending = self._stream.send(partial(encoding.error, number, method, error))
         elif isinstance(answer := call.result(), Deferred):
-            unsent = Unsent(self._server.unsent, number, method, answer)
+            unsent = Unsent(self._server, number, method, answer)
             sending = self._stream.send(unsent.encoded)
             if sending is not None:
                 sending.add_done_callback(unsent.sent)
         else:
-            sending = self._stream.send(partial(_encoded_reply, method, (number, True, answer)))
+            sending = self._stream.send(partial(encoding.answer, number, method, answer))
         if sending is None:
             self._answered(size)
         else:
@@ -220,8 +225,8 @@ class Caller:
 class Unsent:
     """A large answer in the send queue. It takes its bytes of the budget before it is loaded."""
 
-    def __init__(self, room: ByteBudget, number: int, method: str, answer: Deferred[Any]):
-        self._room = room
+    def __init__(self, server: RpcServer, number: int, method: str, answer: Deferred[Any]):
+        self._server = server
         self._number = number
         self._method = method
         self._answer = answer
@@ -229,30 +234,12 @@ class Unsent:
 
     async def encoded(self) -> Frame:
         """Load the answer and encode it."""
-        self._lease = await self._room.take("", self._answer.num_bytes)
+        self._lease = await self._server.unsent.take("", self._answer.num_bytes)
         (found,) = await asyncio.gather(self._answer.load(), return_exceptions=True)
         if isinstance(found, BaseException):
-            return _encoded_reply(self._method, (self._number, False, _known(self._method, found)))
-        return _encoded_reply(self._method, (self._number, True, found))
+            return self._server.encoding.error(self._number, self._method, found)
+        return self._server.encoding.answer(self._number, self._method, found)
 
     def sent(self, _: object) -> None:
         if self._lease is not None:
             self._lease.release()
-
-
-def _known(method: str, error: BaseException) -> SkyrlActorsError:
-    """Return an error that the client can unpickle."""
-    if isinstance(error, SkyrlActorsError):
-        return error
-    log.error("%s failed", method, exc_info=error)
-    return InternalError(f"{method}: {type(error).__name__}: {error}")
-
-
-def _encoded_reply(method: str, reply: tuple[int, bool, Any]) -> Frame:
-    try:
-        return frames.encoded(reply)
-    except frames.NOT_ENCODED as error:
-        log.error("the answer of %s cannot be sent", method, exc_info=error)
-        return frames.encoded(
-            (reply[0], False, InternalError(f"the answer of {method} cannot be sent: {error}"))
-        )

@@ -2,7 +2,7 @@
 
 Only Ray, torch and vLLM are missing. Run:
 
-python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_JSON [LIMITS_JSON ROOM_FOR_LORA_RANKS]]
+python -m tests.api.local PORT FOLDER BASE_FOLDER [HTTP_JSON [ROOM_FOR_LORA_RANKS SILENT_S]]
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
@@ -33,6 +34,8 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
 from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 from skyrl_actors.messages.weights import SamplerWeights
+from skyrl_actors.transport.encoding import CallEncoding
+from skyrl_actors.transport.frames import HEAD, Frame
 from tests.fakes import FakeBackend
 
 MODEL = "Qwen/Qwen3-8B"
@@ -130,8 +133,17 @@ class AnsweringBackend(FakeBackend):
         )
 
 
+ENCODING = CallEncoding(ControllerCalls)
+
+
+def sent(frame: Frame) -> tuple[memoryview, int]:
+    """Return the body and the number of arrays of a frame, as another process reads them."""
+    content = bytearray(b"".join(frame))
+    return memoryview(content)[HEAD.size :], HEAD.unpack_from(content)[1]
+
+
 class LocalClient(ControllerClient):
-    """A client of a controller in this process."""
+    """A client of a controller in this process. Calls and results are encoded and decoded."""
 
     def __init__(self, controller: Controller):
         handle: Any = None
@@ -143,8 +155,13 @@ class LocalClient(ControllerClient):
     ) -> Any:
         name = method.__name__
         own = getattr(self, f"_local_{name}", None)
-        result = (own or getattr(self._controller, name))(*arguments, **named)
-        return await result if inspect.isawaitable(result) else result
+        call = ENCODING.decoded_call(*sent(ENCODING.call(1, name, arguments, named)))
+        result = (own or getattr(self._controller, name))(*call[2], **call[3])
+        result = await result if inspect.isawaitable(result) else result
+        _, is_result, found = ENCODING.decoded_answer(*sent(ENCODING.answer(1, name, result)))
+        if not is_result:
+            raise found
+        return found
 
     async def _local_retrieve(self, request_id: str, timeout_s: float) -> Any:
         return await self._controller.ready(request_id, timeout_s) or self._controller.waiting(
@@ -207,17 +224,18 @@ async def resolved(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
 
 
 async def serve(
-    port: int, folder: Path, base_folder: str, http: str = "{}", limits: str = "{}", room: str = ""
+    port: int, folder: Path, base_folder: str, http: str = "{}", room: str = "", silent_s: str = ""
 ) -> None:
-    config, backend = (
-        config_for(folder, http=json.loads(http), limits=json.loads(limits)),
-        AnsweringBackend(base_folder),
-    )
+    config, backend = config_for(folder, http=json.loads(http)), AnsweringBackend(base_folder)
     if room:
         backend.adapters = AdapterMemory(int(room), 1)
     controller = Controller(config, backend, SqlJournal(config.journal))
+    state = ApiState(config, LocalClient(controller))
+    if silent_s:
+        controller._capacity.session_silent_s = float(silent_s)
+        state.long_poll_s = 1.0
     await controller.start()
-    app = build_app(ApiState(config, LocalClient(controller)))
+    app = build_app(state)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
     try:
         await server.serve()

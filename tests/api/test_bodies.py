@@ -200,11 +200,12 @@ async def test_a_body_without_memory_is_refused_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("skyrl_actors.api.app.PATIENCE_S", 0.05)
-    async with edge(config_for(tmp_path, limits=LimitsConfig(body_memory_bytes=4 * 2**20))) as http:
+    monkeypatch.setattr("skyrl_actors.api.state.BODY_MEMORY_BYTES", 4 * 2**20)
+    async with edge(config_for(tmp_path, limits=LimitsConfig(body_bytes=2**20))) as http:
         transport: Any = http._transport
         lease = await transport.app.state.api.body_budget.take("", 4 * 2**20)
         answer = await http.post("/forward_backward", content=b"x" * 2**20)
-        assert answer.status_code == 429 and "limits.body_memory_bytes" in answer.text
+        assert answer.status_code == 429 and "bytes of request bodies" in answer.text
         assert answer.headers["Retry-After"] == "1"
         lease.release()
 
@@ -213,9 +214,8 @@ async def test_a_body_that_does_not_arrive_releases_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("skyrl_actors.api.app.BODY_S", 0.1)
-    async with edge(
-        config_for(tmp_path, limits=LimitsConfig(body_bytes=2**20, body_memory_bytes=2**20))
-    ) as http:
+    monkeypatch.setattr("skyrl_actors.api.state.BODY_MEMORY_BYTES", 2**20)
+    async with edge(config_for(tmp_path, limits=LimitsConfig(body_bytes=2**20))) as http:
 
         async def never() -> AsyncIterator[bytes]:
             yield b"{"

@@ -242,6 +242,18 @@ async def test_ended_sessions_can_be_searched(http: httpx.AsyncClient):
     assert one["display_name"] == "First of May" and one["user_metadata"] == {"a": "1"}
 
 
+async def test_the_tags_of_a_session_are_kept_and_shown(http: httpx.AsyncClient):
+    tags = ["nightly", "team-a"]
+    session = (await posted(http, "/create_session", tags=tags))["session_id"]
+    assert (await http.get(f"/sessions/{session}")).json()["tags"] == tags
+    (found,) = (await posted(http, "/sessions/search"))["sessions"]
+    assert found["tags"] == tags
+    await posted(http, f"/sessions/{session}/finish")
+    assert (await http.get(f"/sessions/{session}")).json()["tags"] == tags
+    answer = await http.post("/create_session", json={"tags": ["x" * 17_000]})
+    assert answer.status_code == 422 and "tags have 17000 bytes" in answer.text
+
+
 async def model_in(http: httpx.AsyncClient) -> tuple[str, str]:
     session = (await posted(http, "/create_session"))["session_id"]
     await resolved(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from skyrl_actors.api import schema
 from skyrl_actors.api.app import build_app
-from skyrl_actors.config.cluster import HttpConfig, LimitsConfig
+from skyrl_actors.config.cluster import LimitsConfig
 from tests.api.local import MODEL, config_for, edge, posted, resolved
 
 ROUTES = [
@@ -69,9 +69,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")).save(
         str(folder / "checkpoints" / "tokenizer.json")
     )
-    limits = LimitsConfig(sessions_per_key=100_000, models_per_key=100_000, body_bytes=2**20)
-    config = config_for(folder, http=HttpConfig(long_poll_s=0.05), limits=limits)
-    with asyncio.Runner() as run:
+    config = config_for(folder, limits=LimitsConfig(models_per_key=100_000, body_bytes=2**20))
+    with asyncio.Runner() as run, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("skyrl_actors.api.state.LONG_POLL_S", 0.05)
+        patch.setattr("skyrl_actors.controller.controller.SESSIONS_PER_KEY", 100_000)
         context = edge(config)
         http = run.run(context.__aenter__())
         yield World(run, http, run.run(_furnished(http)))

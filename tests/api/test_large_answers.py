@@ -15,10 +15,10 @@ import uvicorn
 from skyrl_actors.api import schema, translate
 from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient
-from skyrl_actors.api.state import ApiState
-from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.api.state import SMALL_BYTES, ApiState
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages.results import LossOutput, Ready
+from skyrl_actors.transport.byte_budget import ByteBudget
 from tests.api.local import config_for
 
 MIB = 2**20
@@ -52,7 +52,8 @@ class OneAnswer(ControllerClient):
 @asynccontextmanager
 async def serving(folder: Path, limit: int) -> AsyncIterator[tuple[str, int, OneAnswer, ApiState]]:
     client = OneAnswer()
-    state = ApiState(config_for(folder, limits=LimitsConfig(body_memory_bytes=limit)), client)
+    state = ApiState(config_for(folder), client)
+    state.answer_budget = ByteBudget(limit, SMALL_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         host, port = listening.getsockname()
         server = uvicorn.Server(

@@ -167,8 +167,11 @@ async def test_a_version_is_dropped_from_engines_with_its_last_sampler(
     assert backend.dropped == backend.answered
 
 
-async def test_samplers_without_a_session_are_freed_when_idle(tmp_path: Path, backend: Serving):
-    limits = LimitsConfig(session_timeout_s=0.3, session_silent_s=0.1)
+async def test_samplers_without_a_session_are_freed_when_idle(
+    tmp_path: Path, backend: Serving, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_actors.controller.model_capacity.SESSION_SILENT_S", 0.1)
+    limits = LimitsConfig(session_timeout_s=0.3)
     async with edge(config_for(tmp_path, limits=limits), backend) as http:
         saved = await Saved(http).make()
         backend.sampling.clear()

@@ -218,9 +218,10 @@ ROOT_CAUSE = "rank 1 of policy died\nTraceback: prompt of another tenant"
 
 
 async def test_waiting_clients_see_a_general_reason_without_log_lines(
-    tmp_path: Path, backend: Watched
+    tmp_path: Path, backend: Watched, monkeypatch: pytest.MonkeyPatch
 ):
-    config = config_for(tmp_path, http=HttpConfig(api_keys=(f"alice={KEY}",), long_poll_s=0.05))
+    monkeypatch.setattr("skyrl_actors.api.state.LONG_POLL_S", 0.05)
+    config = config_for(tmp_path, http=HttpConfig(api_keys=(f"alice={KEY}",)))
     async with edge(config, backend, **{"X-API-Key": KEY}) as http:
         backend.sampling.clear()
         request_id = (await http.post("/asample", json=ASKED)).json()["request_id"]

@@ -1,6 +1,5 @@
 """More scripts than fit into the service, with the real SDK: they queue, and none fails."""
 
-import json
 import os
 import subprocess
 import sys
@@ -32,11 +31,8 @@ def started(module: str, *arguments: str, **variables: str) -> subprocess.Popen[
 def test_three_times_more_scripts_than_fit_end_without_an_error(tmp_path: Path):
     """No script closes its session. Sessions without heartbeats are removed for waiting scripts."""
     url = f"http://127.0.0.1:{(port := free_port())}"
-    http, limits = {"long_poll_s": 1.0}, {"session_silent_s": SILENT_S}
     folder, room = str(tmp_path), str(8 * FITS)
-    service = started(
-        "tests.api.local", str(port), folder, folder, json.dumps(http), json.dumps(limits), room
-    )
+    service = started("tests.api.local", str(port), folder, folder, "{}", room, str(SILENT_S))
     try:
         for _ in range(300):
             try:

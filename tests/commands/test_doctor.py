@@ -21,7 +21,7 @@ def test_a_taken_port_is_reported_with_a_remedy():
         assert (
             not finding.good
             and f"port {port} is taken by" in finding.what
-            and "http.port" in finding.cure
+            and "http.port" in finding.remedy
         )
     (finding,) = doctor._ports((port,))
     assert finding.good
@@ -55,4 +55,4 @@ def test_a_wrong_version_is_reported_with_a_remedy(monkeypatch):
     bad = [f for f in doctor._pins() if not f.good]
     assert [f.what for f in bad] == [
         "ray 2.0.0 (pinned 2.60.0)"
-    ] and "pip install 'ray==2.60.0'" in bad[0].cure
+    ] and "pip install 'ray==2.60.0'" in bad[0].remedy

@@ -1,12 +1,15 @@
+import re
 from pathlib import Path
 
 import pytest
 
+from skyrl_actors.config.changed_keys import REMOVED, RENAMED
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.messages.errors import ConfigError
 
+DOCS = Path(__file__).parent.parent.parent / "docs" / "reference"
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
 
@@ -78,6 +81,22 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
 def test_the_error_names_the_key_and_the_fault(override: str, said: str):
     with pytest.raises(ConfigError, match=said):
         load(CONFIGS / "cpu_tiny.yaml", [override])
+
+
+def test_every_changed_key_is_on_its_page_and_gone():
+    page = (DOCS / "config_changes.md").read_text()
+    rows = set(re.findall(r"^\| `([a-z0-9_.]+)`", (DOCS / "config.md").read_text(), re.MULTILINE))
+    for key in (*RENAMED, *REMOVED):
+        assert f"`{key}`" in page and key not in rows, key
+
+
+def test_a_changed_key_is_found_below_cluster():
+    with pytest.raises(ConfigError, match=r"renamed; use transfer\.materialize=eager"):
+        load(
+            CONFIGS / "jobs" / "ppo_tiny.yaml",
+            ["cluster.transfer={type: gloo, freeze: always}"],
+            JobConfig,
+        )
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "::", "example.org"])

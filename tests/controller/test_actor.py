@@ -9,6 +9,7 @@ import pytest
 
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller import actor
+from skyrl_actors.messages.catalog import SessionLabels
 from tests.fakes import FakeBackend
 
 
@@ -42,7 +43,7 @@ async def test_the_service_restarts_after_losing_journal_entries_or_slots(
         journal=JournalConfig(folder=tmp_path / "journal"),
     )
     made = actor.ControllerActor(config, str(tmp_path), False)
-    await made.create_session("s1", {}, None)
+    await made.create_session("s1", SessionLabels())
     lose(made.controller)
     async with asyncio.timeout(20):
         while len(backends) < 2 or made.controller.capabilities is None:  # noqa: ASYNC110

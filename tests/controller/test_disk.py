@@ -25,7 +25,7 @@ from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
-from skyrl_actors.messages.catalog import CatalogVerb, SessionNote
+from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNote
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, parse_path
 from tests.fakes import FakeBackend
@@ -119,7 +119,9 @@ async def test_no_checkpoint_file_is_touched_on_the_event_loop(
     monkeypatch.setattr(os, "stat", recorded)  # the interpreter has no audit event for it
     root = controller.config.checkpoint_dir
     with OPENED.below(root) as seen:
-        session = await controller.create_session("s1", {"a": "b"}, "name")
+        session = await controller.create_session(
+            "s1", SessionLabels(user_metadata={"a": "b"}, display_name="name")
+        )
         spec = ModelSpec(model_id="s1:train:0", base_model="tiny", lora=LoraSpec(rank=4))
         await done(controller, rq.CreateModel(spec=spec, session_id=session))
         await done(controller, rq.SaveWeights(model_id=spec.model_id, name="one"))

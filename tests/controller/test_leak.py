@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.journal.journal import SqlJournal
@@ -33,12 +33,12 @@ def rss() -> int:
 async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
-        limits=LimitsConfig(result_ttl_s=0.05),
         checkpoint_dir=tmp_path / "c",
         journal=JournalConfig(folder=tmp_path / "journal", snapshot_operations=1000),
     )
     backend = FakeBackend()
     controller = Controller(config, backend, SqlJournal(config.journal))
+    controller.results.ttl_s = 0.05
     await controller.start()
     session = await controller.create_session()
     tokens = np.ones(256, np.int32)

@@ -54,7 +54,10 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     made: list[Controller] = []
 
     async def new(
-        backend: FakeBackend | None = None, lora: LoraConfig | None = None, **limits: Any
+        backend: FakeBackend | None = None,
+        lora: LoraConfig | None = None,
+        session_silent_s: float = model_capacity.SESSION_SILENT_S,
+        **limits: Any,
     ) -> Controller:
         config = ClusterConfig(
             base_model=TinyBase(name="tiny"),
@@ -65,6 +68,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
         controller = Controller(
             config, backend or Backend(), SqlJournal(JournalConfig(folder=tmp_path / "journal"))
         )
+        controller._capacity.session_silent_s = session_silent_s
         await controller.start()
         made.append(controller)
         return controller

@@ -11,10 +11,10 @@ from skyrl_actors.colocation.healing import MoveHealing
 from skyrl_actors.config.cluster import (
     ClusterConfig,
     JournalConfig,
-    LimitsConfig,
     RestartConfig,
     TinyBase,
 )
+from skyrl_actors.controller import replay
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.entries import Accepted
 from skyrl_actors.journal.journal import SqlJournal
@@ -24,6 +24,7 @@ from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.paths import parse_path
+from skyrl_actors.observe.counts import COUNTS
 from tests.simulation.backend import Machines, SimBackend
 from tests.simulation.journal import Disk
 
@@ -35,7 +36,6 @@ class Service:
         self.config = ClusterConfig(
             base_model=TinyBase(name="tiny"),
             checkpoint_dir=folder / "checkpoints",
-            limits=LimitsConfig(result_ttl_s=0.01),
             journal=JournalConfig(folder=folder / "journal", snapshot_operations=10**6),
             restart=RestartConfig(attempts=3),
         )
@@ -45,6 +45,7 @@ class Service:
         controller = Controller(
             self.config, SimBackend(self.machines), SqlJournal(self.config.journal)
         )
+        controller.results.ttl_s = 0.01
         await controller.start()
         return controller
 
@@ -109,6 +110,23 @@ async def test_accepted_operations_are_never_answered_with_a_failed_move(service
         )
         assert isinstance(await done(controller, await controller.submit(sample)), rs.SampleOutput)
     assert sum(f["total"] for f in backend.phase_lock.failures.values()) > 3
+    await controller.close()
+
+
+async def test_all_recoveries_are_counted_although_few_durations_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replay, "KEPT_TIMES", 2)
+    service = Service(tmp_path)
+    controller = await service.start()
+    model_id = await made(controller, "s1")
+    for seq_id in range(1, 5):
+        service.machines.kill_rank()
+        answer = await done(controller, await controller.submit(batch(model_id, seq_id, seq_id)))
+        assert isinstance(answer, rs.LossOutput)
+    status = await controller.status()
+    assert status["recoveries"] == COUNTS.levels()["recoveries"] >= 4
+    assert len(status["recovery_s"]) == 2
     await controller.close()
 
 

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,13 +28,19 @@ from skyrl_actors.config.cluster import (
     RestartConfig,
 )
 from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
-from skyrl_actors.config.transfers import GlooTransfer, LogprobCheckConfig, ShmTransfer
+from skyrl_actors.config.transfers import (
+    FileTransferConfig,
+    LogprobCheckConfig,
+    StreamTransferConfig,
+)
 from skyrl_actors.engines.build import external_members
 from skyrl_actors.engines.vllm_server import VllmServer
-from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest, StateLost
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
+from skyrl_actors.supervision import backoff
 from tests.engines.test_transports import TOKENS, Tenant
 
 KEY, BASE = "a-key-of-theirs", SamplerWeights(version="base")
@@ -135,6 +142,11 @@ async def road(to_port: int, port: int) -> AsyncIterator[None]:
         await asyncio.gather(*ways, return_exceptions=True)
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "BACKOFF_S", 0.2)
+
+
 def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
     return ClusterConfig(
         name="external",
@@ -148,10 +160,17 @@ def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
             ),
         ),
         lora=LoraConfig(max_rank=8),
-        transfer=ShmTransfer(folder=folder),
+        transfer=FileTransferConfig(folder=folder),
         logprob_check=LogprobCheckConfig(action="refuse"),
-        restart=RestartConfig(standbys=0, backoff_s=0.2, max_in_a_row=8),
+        restart=RestartConfig(standbys=0, max_in_a_row=8),
     )
+
+
+async def _repeated(backend: RayBackend, request_id: str, *arguments: Any) -> SampleOutput:
+    """Sample as the controller does: again after a loss of the engine."""
+    while True:
+        with suppress(StateLost):
+            return await backend.sample(request_id, *arguments)
 
 
 @pytest.mark.slow
@@ -195,7 +214,7 @@ async def test_adapters_are_sampled_by_a_server_by_url(
             await _reads_along(backend)
             await _is_refused(backend, tmp_path)
             assert 0 < max(backend.engines.logprob_check.differences) < 1e-4
-        waiting = asyncio.create_task(backend.sample("r7", prompt, scoring, pinned))
+        waiting = asyncio.create_task(_repeated(backend, "r7", prompt, scoring, pinned))
         await asyncio.sleep(0.3)
         assert not waiting.done() and backend.fault() is not None
         # The server still has the adapters, which this service does not know.
@@ -371,7 +390,10 @@ async def _fails(url: str, key: str, model: str | None, said: str) -> None:
             "names a URL twice",
         ),
         (
-            {"engine": {"external": [{"url": "http://a"}]}, "transfer": GlooTransfer()},
+            {
+                "engine": {"external": [{"url": "http://a"}]},
+                "transfer": StreamTransferConfig(type="gloo"),
+            },
             "gloo does not reach engine.external",
         ),
         (

@@ -17,7 +17,7 @@ from skyrl_actors.config.cluster import (
     PlacementConfig,
     RestartConfig,
 )
-from skyrl_actors.config.transfers import NcclTransfer
+from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.engines.build import build_pool
 from skyrl_actors.engines.local_engine import LocalEngine
 from skyrl_actors.engines.logprob_check import LogprobCheck
@@ -44,7 +44,7 @@ def test_an_engine_with_several_gpus_gets_their_ids_or_bundles(
     config = ClusterConfig(
         policy=GroupConfig(num_ranks=2),
         critic=None,
-        transfer=NcclTransfer(),
+        transfer=StreamTransferConfig(type="nccl"),
         placement=PlacementConfig(device="gpu", layout="split"),
         engine=EngineConfig(num_engines=1, tensor_parallel=tensor, pipeline_parallel=pipeline),
         lora=LoraConfig(max_full_models=1),

@@ -23,12 +23,10 @@ from skyrl_actors.config.cluster import (
 )
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.transfers import (
-    DiskTransfer,
-    GlooTransfer,
+    DiskTransferConfig,
+    FileTransferConfig,
     LogprobCheckConfig,
-    LoraTransfer,
-    ObjectStoreTransfer,
-    ShmTransfer,
+    StreamTransferConfig,
 )
 from skyrl_actors.journal.encoding import decode, encode
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
@@ -139,7 +137,7 @@ def config_for(base: Path, folder: Path, otlp: str) -> ClusterConfig:
             num_engines=2, kv_cache_bytes=32 * 2**20, max_num_seqs=16, in_flight="keep", slice_s=0.2
         ),
         lora=LoraConfig(max_rank=8),
-        transfer=ShmTransfer(folder=folder, checksums=True),
+        transfer=FileTransferConfig(folder=folder, checksums=True),
         logprob_check=LogprobCheckConfig(action="refuse"),
         restart=RestartConfig(standbys=0),
         observe=ObserveConfig(otlp=otlp),
@@ -216,13 +214,15 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
         pinned: list[tuple[SamplerWeights, np.ndarray]] = []
         transports = [
             config.transfer,
-            DiskTransfer(folder=tmp_path / "exports"),
-            LoraTransfer(folder=tmp_path / "exports"),
-            ObjectStoreTransfer(folder=tmp_path / "exports"),
-            GlooTransfer(folder=tmp_path / "exports", bucket_bytes=100_000),
+            DiskTransferConfig(folder=tmp_path / "exports"),
+            FileTransferConfig(type="lora", folder=tmp_path / "exports"),
+            FileTransferConfig(type="object_store", folder=tmp_path / "exports"),
+            StreamTransferConfig(type="gloo", folder=tmp_path / "exports", bucket_bytes=100_000),
         ]
         for number, transport in enumerate(transports):
-            backend._transfer = build_transfer(config.model_copy(update={"transfer": transport}))
+            backend.delivery.transfer = build_transfer(
+                config.model_copy(update={"transfer": transport})
+            )
             for tenant in (lora,) if transport.type == "lora" else (full, lora):
                 await tenant.train(2)
                 wanted = await tenant.logprobs()

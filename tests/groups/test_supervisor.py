@@ -168,7 +168,7 @@ async def test_a_group_that_cannot_move_its_memory_restarts_and_its_phase_is_ent
     cluster, make, random_base: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A failed move is no rank death: three in a row succeed, although the limit is one restart."""
-    made = make("moves", random_base, max_in_a_row=1, cooldown_s=60)
+    made = make("moves", random_base, max_in_a_row=1)
     supervisor = await made.start()
     phase_lock = ColocatedPhaseLock(
         Offloader("gpu", [supervisor], pool_of(0)),
@@ -231,7 +231,7 @@ async def test_a_group_that_keeps_dying_is_given_up_with_its_log_tail(
 ):
     gone = tmp_path / "base"
     gone.symlink_to(random_base)
-    made = make("given-up", gone, max_in_a_row=2, backoff_s=0.1, cooldown_s=60)
+    made = make("given-up", gone, max_in_a_row=2)
     supervisor = await made.start()
     gone.unlink()
     os.kill((await supervisor.up()).pids[0], signal.SIGKILL)

@@ -119,7 +119,6 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
             "schedule": {
                 "type": "asynchronous",
                 "max_staleness": 1,
-                "in_flight": "update",
                 "slice_tokens": 3,
             },
         },

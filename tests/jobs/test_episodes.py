@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from skyrl_actors.config.algorithms import Overlong
-from skyrl_actors.config.environments import CustomEnv, DatasetConfig, EnvLimits, GymEnv, RewardEnv
+from skyrl_actors.config.environments import CustomEnv, DatasetConfig, GymEnv, RewardEnv
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.dataset_tasks import custom_tasks, gym_tasks, reward_tasks
 from skyrl_actors.jobs.environment import Environment, Message, Step
@@ -79,7 +79,7 @@ def play(
     sampler = EpisodeRunner(
         cast(Any, client),
         chat,
-        EnvLimits(**{"max_failed_share": 1.0, **limits}),
+        CustomEnv(tasks="a:b", **{"max_failed_share": 1.0, **limits}),
         overlong or Overlong(),
         512,
     )
@@ -247,13 +247,11 @@ def test_an_error_in_close_keeps_the_episode(chat: Chat):
     )
 
 
-def test_long_prompts_are_left_out_or_refused(chat: Chat):
+def test_long_prompts_are_left_out(chat: Chat):
     drawn, client = play(chat, [FakeTask(TwoTurns), FakeTask(TwoTurns)], max_prompt_tokens=3)
     assert (
         drawn.long_prompts == 2 and drawn.episodes == 0 and not drawn.rollouts and not client.asked
     )
-    with pytest.raises(ConfigError, match=r"a prompt has \d+ tokens, 3 are allowed"):
-        play(chat, [FakeTask(TwoTurns)], max_prompt_tokens=3, long_prompts="refuse")
 
 
 REWARDS = """

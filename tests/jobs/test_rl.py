@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from skyrl_actors.config.job import RlConfig
+from skyrl_actors.jobs import rl
 from skyrl_actors.jobs.envs import ReverseTask, ReverseTasks
 from skyrl_actors.jobs.episodes import Rollouts
 from skyrl_actors.jobs.preferences import logistic
@@ -250,14 +251,15 @@ def test_mismatch_and_drift_separate_current_and_older_weights():
     assert "policy_drift" in off_policy(b, 8) and "logprob_mismatch" not in off_policy(b, 8)
 
 
-def test_a_mismatch_causes_a_warning_or_ends_the_run():
+def test_a_mismatch_causes_a_warning_or_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rl, "MISMATCH_WARN", 0.01)
     watcher = WarningRecorder()
-    run = job(watcher, mismatch_warn=0.01, mismatch_stop=0.1)
+    run = job(watcher, mismatch_stop=0.1)
     run._check_mismatch(1, 0.005)
     assert not watcher.warnings
     run._check_mismatch(2, 0.02)
     assert watcher.warnings == [
-        "iteration 2: engine and trainer differ by 0.02 nats per token (job.mismatch_warn 0.01)"
+        "iteration 2: engine and trainer differ by 0.02 nats per token, more than 0.01"
     ]
     with pytest.raises(
         InternalError,

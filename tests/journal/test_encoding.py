@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hn
 
-from skyrl_actors.journal.encoding import TYPES, decode, encode, from_json, to_json
+from skyrl_actors.journal.encoding import TABLE, decode, encode, from_json, to_json
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Columns
@@ -113,7 +113,45 @@ def test_every_request_and_result_type_can_be_encoded():
 
     for union in (rq.Request, rs.Result):
         for cls in typing.get_args(union):
-            assert TYPES[cls.__name__] is cls
+            assert TABLE.types[cls.__name__] is cls
+
+
+def test_types_of_existing_journals_can_still_be_decoded():
+    """A type may leave this list only with a migration of the journal."""
+    assert set(TABLE.types) >= {
+        *("CreateModel", "ForwardBackward", "LoadWeights", "OptimStep", "Sample", "SaveExternal"),
+        *("SaveForSampler", "SaveWeights", "Unload", "AdamParams", "Columns", "LoraSpec"),
+        *("LossCall", "ModelSpec", "PromptTargets", "SamplingParams", "SparseLayout", "Failure"),
+        *("Loaded", "LossOutput", "ModelCreated", "SampleOutput", "SamplerSaved", "Saved"),
+        *("Sequence", "StepDone", "Unloaded", "PromptAlternatives", "TargetLogprobs"),
+        *("SamplerWeights", "TensorEntry", "WeightManifest"),
+    }
+
+
+def test_the_format_of_existing_journals_has_not_changed():
+    stored = (
+        b"\x86\xa1$\xafForwardBackward\xa8model_id\xa1m\xa7columns\x85\xa1$\xa7Columns"
+        b"\xa6tokens\xc7\x11\x01\x07\x00\x92\xa3<i4\x91\x02\x05\x00\x00\x00\x06\x00\x00\x00"
+        b"\xa7offsets\xc7\x19\x01\x07\x00\x92\xa3<i8\x91\x02"
+        + bytes(8)
+        + b"\x02"
+        + bytes(7)
+        + b"\xa6fields\x81\xa7weights\xc7\x11\x01\x07\x00\x92\xa3<f4\x91\x02\x00\x00\x80?"
+        b"\x00\x00\x00\x80\xa6widths\xc0\xa4loss\x83\xa1$\xa8LossCall\xa4name\xa3ppo\xa6config"
+        b"\x82\xa1$\xa0\xa5items\x91\x92\xa1$\xcb?\xe0\x00\x00\x00\x00\x00\x00"
+        b"\xacforward_only\xc2\xa6seq_id\x03"
+    )
+    message = rq.ForwardBackward(
+        model_id="m",
+        columns=Columns(
+            tokens=np.array([5, 6], np.int32),
+            offsets=np.array([0, 2]),
+            fields={"weights": np.array([1, -0.0], np.float32)},
+        ),
+        loss=LossCall("ppo", {"$": 0.5}),
+        seq_id=3,
+    )
+    assert encode(message) == stored and same(decode(stored), message)
 
 
 def test_weights_are_encoded_as_json_and_back():

@@ -372,8 +372,11 @@ async def test_damaged_snapshots_are_detected(config: JournalConfig):
     await journal.close()
 
 
-async def test_a_sweep_removes_what_retention_does_not_need(config: JournalConfig):
-    config = config.model_copy(update={"retention_s": 50.0, "keep_snapshots": 2})
+async def test_a_sweep_removes_what_retention_does_not_need(
+    config: JournalConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_actors.journal.journal.KEEP_SNAPSHOTS", 2)
+    config = config.model_copy(update={"retention_s": 50.0})
     journal = await opened(config)
     now = time.time()
     await journal.write(

@@ -4,6 +4,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.journal.entries import (
     Accepted,
@@ -66,10 +68,13 @@ def sample(seq_id: int) -> rq.Sample:
     )
 
 
+@pytest.fixture(autouse=True)
+def two_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_actors.journal.journal.KEEP_SNAPSHOTS", 2)
+
+
 async def opened(config: JournalConfig) -> SqlJournal:
-    journal = SqlJournal(
-        config.model_copy(update={"retention_s": 50.0, "keep_snapshots": 2}), lambda: NOW
-    )
+    journal = SqlJournal(config.model_copy(update={"retention_s": 50.0}), lambda: NOW)
     await journal.open("x")
     if await journal.find("r1") is None:
         await journal.write(SessionOpened("s", {}, OLD))

@@ -12,7 +12,7 @@ from skyrl_actors.config.cluster import (
     LoraConfig,
     PlacementConfig,
 )
-from skyrl_actors.config.transfers import IpcTransfer, LoraTransfer, NcclTransfer
+from skyrl_actors.config.transfers import FileTransferConfig, StreamTransferConfig
 from skyrl_actors.messages.errors import ConfigError
 
 TWO = GroupConfig(num_ranks=2)
@@ -41,15 +41,18 @@ def test_the_layout_determines_which_roles_share_slots(layout: str, together: li
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"transfer": NcclTransfer()}, "nccl needs GPUs"),
-        (
-            {"transfer": NcclTransfer(), "placement": PlacementConfig(device="gpu")},
-            "cannot connect two processes on one GPU",
-        ),
-        ({"transfer": IpcTransfer()}, "on a CPU use shm"),
+        ({"transfer": StreamTransferConfig(type="nccl")}, "nccl needs GPUs"),
         (
             {
-                "transfer": IpcTransfer(),
+                "transfer": StreamTransferConfig(type="nccl"),
+                "placement": PlacementConfig(device="gpu"),
+            },
+            "cannot connect two processes on one GPU",
+        ),
+        ({"transfer": StreamTransferConfig(type="ipc")}, "on a CPU use shm"),
+        (
+            {
+                "transfer": StreamTransferConfig(type="ipc"),
                 "placement": PlacementConfig(device="gpu", layout="split"),
                 "critic": None,
             },
@@ -57,7 +60,7 @@ def test_the_layout_determines_which_roles_share_slots(layout: str, together: li
         ),
         (
             {
-                "transfer": IpcTransfer(),
+                "transfer": StreamTransferConfig(type="ipc"),
                 "placement": PlacementConfig(device="gpu"),
                 "critic": None,
                 "policy": TWO,
@@ -65,7 +68,10 @@ def test_the_layout_determines_which_roles_share_slots(layout: str, together: li
             },
             "ipc needs engines of one device",
         ),
-        ({"transfer": LoraTransfer()}, "transfers adapters only, and lora.max_full_models is 1"),
+        (
+            {"transfer": FileTransferConfig(type="lora")},
+            "transfers adapters only, and lora.max_full_models is 1",
+        ),
         (
             {"placement": PlacementConfig(layout="mixed"), "engine": EngineConfig(num_engines=3)},
             "mixed layout: policy.num_ranks is 1",
@@ -75,7 +81,7 @@ def test_the_layout_determines_which_roles_share_slots(layout: str, together: li
 def test_impossible_configs_are_refused(options: dict[str, object], said: str):
     with pytest.raises(ValidationError, match=said):
         ClusterConfig.model_validate(options)
-    ClusterConfig(transfer=LoraTransfer(), lora=LoraConfig(max_full_models=0))
+    ClusterConfig(transfer=FileTransferConfig(type="lora"), lora=LoraConfig(max_full_models=0))
 
 
 def test_shared_memory_does_not_reach_another_host():

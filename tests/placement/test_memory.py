@@ -34,7 +34,7 @@ from skyrl_actors.config.cluster import (
 )
 from skyrl_actors.config.engines import ExternalEngineConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy
-from skyrl_actors.config.transfers import IpcTransfer
+from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers import head
@@ -335,7 +335,7 @@ def test_a_plan_that_does_not_fit_names_the_phase_and_a_change_that_fits():
 def test_shared_transfer_buckets_are_counted_and_external_engines_are_not():
     config = ask_of(full_strategy=Fsdp2Strategy(), strategy=Fsdp2Strategy())
     device = "policy & critic & engine"
-    lent, _ = plan_of(config.model_copy(update={"transfer": IpcTransfer()}))
+    lent, _ = plan_of(config.model_copy(update={"transfer": StreamTransferConfig(type="ipc")}))
     bucket = max(2**28, QWEN3_8B.vocab * QWEN3_8B.hidden * 2)
     assert lent.used(device, "SYNC") - plan_of(config)[0].used(device, "SYNC") == 3 * bucket
     theirs = EngineConfig(num_engines=0, external=(ExternalEngineConfig(url="http://a"),))

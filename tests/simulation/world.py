@@ -47,12 +47,9 @@ CONFIG = ClusterConfig(
     journal=JournalConfig(
         snapshot_operations=3,
         snapshot_s=1e9,
-        sweep_s=1e9,  # no sweeps, because they run in real threads
     ),
     restart=RestartConfig(attempts=1000),
-    limits=LimitsConfig(
-        session_timeout_s=1e9, session_silent_s=10.0, create_wait_s=1e5, result_ttl_s=1.0
-    ),
+    limits=LimitsConfig(session_timeout_s=1e9, create_wait_s=1e5),
     checkpoint_dir=Path("/nonexistent"),
 )
 
@@ -86,6 +83,9 @@ class World:
                 wall=self._wall,
             )
             controller._disk.run = _nothing  # the disk is simulated
+            controller.sweep_s = 1e9  # no sweeps, because they run in real threads
+            controller.results.ttl_s = 1.0
+            controller._capacity.session_silent_s = 10.0
             if self.chance.random() < 0.5:  # payloads of waiting requests leave memory
                 controller._ledger.memory.limit, controller._ledger.memory.small = 4000, 200
                 controller.results._limit_bytes = 4000

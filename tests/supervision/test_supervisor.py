@@ -6,6 +6,7 @@ import pytest
 
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.supervision import backoff
 from skyrl_actors.supervision.health import NEXT, Event, Health, after
 from skyrl_actors.supervision.supervisor import Supervisor
 
@@ -56,6 +57,12 @@ class Part(Supervisor):
         await self.detach()
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(backoff, "COOLDOWN_S", 1.0)
+
+
 async def test_a_detached_part_that_dies_is_not_lost_and_not_restarted():
     """When a pool stops, a call that is under way fails with its actor."""
     said: list[str] = []
@@ -75,7 +82,7 @@ async def test_a_detached_part_that_dies_is_not_lost_and_not_restarted():
 
 async def test_a_part_is_retried_with_pauses_and_waiters_get_it_when_it_runs():
     said: list[str] = []
-    part = Part("e", RestartConfig(backoff_s=0.0, max_in_a_row=5), said.append)
+    part = Part("e", RestartConfig(max_in_a_row=5), said.append)
     part.failures = 3
     part.start_later()
     await asyncio.wait_for(asyncio.gather(part.until_healthy(), part.until_healthy()), 60)
@@ -85,7 +92,7 @@ async def test_a_part_is_retried_with_pauses_and_waiters_get_it_when_it_runs():
 
 async def test_a_part_that_keeps_dying_is_given_up_with_its_log_tail():
     said: list[str] = []
-    part = Part("e", RestartConfig(backoff_s=0.0, max_in_a_row=2), said.append)
+    part = Part("e", RestartConfig(max_in_a_row=2), said.append)
     part.failures = 10
     await part.start()
     part.died("killed")
@@ -99,7 +106,7 @@ async def test_a_part_that_keeps_dying_is_given_up_with_its_log_tail():
 
 
 async def test_a_part_that_is_given_up_gets_a_new_row_of_restarts_after_its_cooldown():
-    part = Part("e", RestartConfig(backoff_s=0.0, max_in_a_row=1, cooldown_s=1), lambda _: None)
+    part = Part("e", RestartConfig(max_in_a_row=1), lambda _: None)
     part.failures = 1
     await part.start()
     part.died("killed")

@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_actors.messages.errors import InternalError, NotFound
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.remote import ActorDied
+from skyrl_actors.transport import handshake
+from skyrl_actors.transport.frames import HEAD
+from skyrl_actors.transport.handshake import PROTOCOL_VERSION
 from skyrl_actors.transport.rpc import Address, RpcClient
 from skyrl_actors.transport.rpc_server import RpcServer
 
@@ -36,6 +39,9 @@ class Target:
         self.waits.set()
         await self.hold.wait()
         self.done.set()
+
+    async def unsendable(self) -> Any:
+        return self.hold
 
     async def sample(self) -> None:
         try:
@@ -71,7 +77,7 @@ async def served():
 
 
 async def test_many_calls_at_once_over_one_connection(served: Served):
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     assert await asyncio.gather(*(client.call(Target.add, i, 1) for i in range(500))) == list(
         range(1, 501)
     )
@@ -82,7 +88,7 @@ async def test_many_calls_at_once_over_one_connection(served: Served):
 
 
 async def test_errors_arrive_as_they_were_raised(served: Served):
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     with pytest.raises(NotFound, match="nobody is here"):
         await client.call(Target.refuse)
     with pytest.raises(InternalError, match="break_: ZeroDivisionError: ours"):
@@ -97,7 +103,7 @@ async def test_errors_arrive_as_they_were_raised(served: Served):
 
 
 async def test_a_lost_connection_fails_its_calls_and_is_reopened(served: Served):
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     assert await client.call(Target.add, 1, 2) == 3
     waiting = asyncio.create_task(client.call(Target.wait))
     await asyncio.wait_for(served.target.waits.wait(), 10)
@@ -118,13 +124,58 @@ async def test_a_call_to_a_closed_server_raises_actor_died(served: Served):
         return Address(host="127.0.0.1", port=address.port, token=address.token)
 
     with pytest.raises(ActorDied, match="no connection to the actor"):
-        await RpcClient(find).call(Target.add, 1, 2)
+        await RpcClient(find, Target).call(Target.add, 1, 2)
+
+
+async def test_a_value_that_cannot_be_sent_is_refused_and_the_connection_stays(served: Served):
+    client = RpcClient(served.find, Target)
+    with pytest.raises(InternalError, match=r"echo cannot be called: .*builtins.set cannot be enc"):
+        await client.call(Target.echo, {1, 2})
+    with pytest.raises(InvalidRequest, match=r"echo: a value cannot be sent: .*at most 64 bits"):
+        await client.call(Target.echo, 2**70)
+    with pytest.raises(InternalError, match=r"the answer of unsendable cannot be sent: .*Event"):
+        await client.call(Target.unsendable)
+    assert await client.call(Target.echo, 1) == 1 and served.found == 1
+    await client.close()
+
+
+async def test_a_client_of_another_version_is_refused_with_both_versions(
+    served: Served,
+):
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(HEAD.size + handshake.VERSION_BYTES + handshake.NONCE_BYTES)
+        writer.write(HEAD.pack(2, 0) + (9).to_bytes(2))
+        writer.close()
+
+    listening = await asyncio.start_server(listen, "127.0.0.1", 0)
+
+    async def find() -> Address:
+        port = listening.sockets[0].getsockname()[1]
+        return Address(host="127.0.0.1", port=port, token=bytes(32))
+
+    with pytest.raises(
+        InternalError,
+        match=rf"the actor has version 9 .* this process has version {PROTOCOL_VERSION}: install",
+    ):
+        await RpcClient(find, Target).call(Target.add, 1, 2)
+    listening.close()
+
+
+@pytest.mark.parametrize("hello", [(9).to_bytes(2) + bytes(32), bytes(32), (9).to_bytes(2)])
+async def test_a_server_answers_another_version_with_its_own_only(served: Served, hello: bytes):
+    address = await served.find()
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(HEAD.pack(len(hello), 0) + hello)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    assert answer == HEAD.pack(2, 0) + PROTOCOL_VERSION.to_bytes(2)
+    assert not served.server.callers
+    writer.close()
 
 
 async def test_a_connection_without_the_token_is_closed(served: Served):
     address = await served.find()
     reader, writer = await asyncio.open_connection(address.host, address.port)
-    writer.write(b"x" * 32 + (8).to_bytes(8) + b"bad pickle")
+    writer.write(b"x" * 32 + (8).to_bytes(8) + b"bad bytes")
     assert await asyncio.wait_for(reader.read(), 5) == b""
     writer.close()
 
@@ -132,12 +183,12 @@ async def test_a_connection_without_the_token_is_closed(served: Served):
         return Address(host=address.host, port=address.port, token=b"y" * 32)
 
     with pytest.raises(ActorDied):
-        await RpcClient(find).call(Target.add, 1, 2)
+        await RpcClient(find, Target).call(Target.add, 1, 2)
     gc.collect()
 
 
 async def test_an_abandoned_call_does_not_break_the_connection(served: Served):
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(client.call(Target.wait), 0.05)
     served.target.hold.set()
@@ -148,7 +199,7 @@ async def test_an_abandoned_call_does_not_break_the_connection(served: Served):
 @pytest.mark.parametrize("how", ["given up", "connection lost", "not given up"])
 async def test_an_abandoned_call_is_cancelled_in_the_actor(served: Served, how: str):
     """Only calls of the `abandoned` methods are cancelled."""
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     call = asyncio.create_task(client.call(Target.sample))
     other = asyncio.create_task(client.call(Target.wait))
     await asyncio.wait_for(served.target.waits.wait(), 10)
@@ -168,7 +219,7 @@ async def test_an_abandoned_call_is_cancelled_in_the_actor(served: Served, how: 
 
 async def test_hang_up_fails_running_calls(served: Served):
     """Its machine may not have closed the connection."""
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     client.hang_up()
     call = asyncio.create_task(client.call(Target.wait))
     await asyncio.wait_for(served.target.waits.wait(), 10)
@@ -181,7 +232,7 @@ async def test_hang_up_fails_running_calls(served: Served):
 
 
 async def test_a_call_cancelled_in_the_actor_raises_for_its_client(served: Served):
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     call = asyncio.create_task(client.call(Target.wait))
     await asyncio.wait_for(served.target.waits.wait(), 10)
     for running in served.server.calls:

@@ -1,13 +1,13 @@
 """Limits of one RPC connection, and of unauthenticated connections."""
 
 import asyncio
-import os
 import pickle
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -16,9 +16,11 @@ import uvloop
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.remote import ActorDied
 from skyrl_actors.transport import frames, handshake, rpc, rpc_server
+from skyrl_actors.transport.encoding import CallEncoding
 from skyrl_actors.transport.frames import HEAD, FrameStream
 from skyrl_actors.transport.handshake import Challenge
-from skyrl_actors.transport.rpc import Address, Connection, Deferred, RpcClient
+from skyrl_actors.transport.protocols import Deferred
+from skyrl_actors.transport.rpc import Address, Connection, RpcClient
 from skyrl_actors.transport.rpc_server import RpcServer
 
 MIB = 2**20
@@ -41,7 +43,7 @@ class Target:
         self.calls += 1
         return bytes(mebibytes * MIB)
 
-    async def later(self, mebibytes: int) -> Deferred:
+    async def later(self, mebibytes: int) -> Deferred[bytes]:
         async def load() -> bytes:
             self.loaded += 1
             if mebibytes == 0:
@@ -54,7 +56,7 @@ class Target:
         return value
 
     async def local(self) -> Any:
-        return lambda: None  # cannot be pickled
+        return lambda: None  # cannot be encoded
 
     async def wait(self, content: bytes = b"") -> None:
         self.running += 1
@@ -103,8 +105,11 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
     return content
 
 
-def framed(content: Any) -> bytes:
-    return b"".join(frames.encoded(content))
+ENCODING = CallEncoding(Target)
+
+
+def call(number: int, method: str, *arguments: Any) -> bytes:
+    return b"".join(ENCODING.call(number, method, arguments, {}))
 
 
 # limits
@@ -117,15 +122,13 @@ async def test_large_answers_of_all_connections_share_one_memory_limit():
     for _ in range(8):
         stream = await connected(address)
         stream.transport.pause_reading()
-        stream.transport.write(
-            b"".join(framed((number, "later", (16,), {})) for number in range(10))
-        )
+        stream.transport.write(b"".join(call(number, "later", 16) for number in range(10)))
         streams.append(stream)
     await until(lambda: served.target.loaded == 4)
     await asyncio.sleep(0.5)
     assert served.target.loaded == 4, "of 80"
     assert psutil.Process().memory_info().rss - before < 64 * MIB + 8 * 4 * MIB
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     async with asyncio.timeout(20):  # until the clients that read nothing are disconnected
         assert await client.call(Target.later, 32) == bytes(32 * MIB)
     await until(lambda: served.server.unsent.taken == 0)
@@ -137,7 +140,7 @@ async def test_large_answers_of_all_connections_share_one_memory_limit():
 
 async def test_a_large_answer_that_fails_to_load_is_an_error_and_calls_continue():
     served = Served()
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     with pytest.raises(InternalError, match="later: ValueError: it was swept"):
         await client.call(Target.later, 0)
     assert await asyncio.gather(
@@ -160,9 +163,7 @@ async def test_clients_that_do_not_read_use_little_memory_and_are_disconnected()
     for _ in range(100):
         stream = await connected(address)
         stream.transport.pause_reading()
-        stream.transport.write(
-            b"".join(framed((number, "large", (1,), {})) for number in range(200))
-        )
+        stream.transport.write(b"".join(call(number, "large", 1) for number in range(200)))
         streams.append(stream)
     await until(lambda: served.target.calls >= 100)
     await asyncio.sleep(0.5)
@@ -182,13 +183,11 @@ async def test_a_client_may_send_calls_directly_after_its_proof():
     stream = FrameStream()
     await asyncio.get_running_loop().create_connection(lambda: stream, address.host, address.port)
     nonce = handshake.new_nonce()
-    stream.send_short(nonce)
+    stream.send_short(handshake.own_version() + nonce)
     challenge = Challenge(nonce, (await stream.receive())[: handshake.NONCE_BYTES])
     proof = challenge.proof(address.token, "caller")
     stream.transport.write(
-        HEAD.pack(len(proof), 0)
-        + proof
-        + b"".join(framed((n, "large", (0,), {})) for n in range(100))
+        HEAD.pack(len(proof), 0) + proof + b"".join(call(n, "large", 0) for n in range(100))
     )
     await until(lambda: served.target.calls == 100)
     stream.abort()
@@ -202,10 +201,10 @@ async def test_a_client_that_reads_slowly_is_served():
 
     def take(body: memoryview, arrays: int) -> None:
         nonlocal received
-        received += len(frames.decoded(body, arrays)[2])
+        received += len(ENCODING.decoded_answer(body, arrays)[2])
 
     stream.serve(take)
-    stream.transport.write(b"".join(framed((number, "large", (2,), {})) for number in range(20)))
+    stream.transport.write(b"".join(call(number, "large", 2) for number in range(20)))
     while received < 40 * MIB:
         assert not stream.lost.done()
         stream.release()
@@ -221,7 +220,7 @@ async def test_running_calls_of_a_connection_are_limited(monkeypatch: pytest.Mon
     served = Served()
     stream = await connected(await served.find())
     stream.serve(lambda body, arrays: None)
-    stream.transport.write(b"".join(framed((number, "wait", (), {})) for number in range(50)))
+    stream.transport.write(b"".join(call(number, "wait") for number in range(50)))
     await until(lambda: served.target.running == 10)
     await asyncio.sleep(0.1)
     assert served.target.most == 10
@@ -234,7 +233,7 @@ async def test_running_calls_of_a_connection_are_limited(monkeypatch: pytest.Mon
 async def test_bytes_of_running_calls_are_limited(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rpc_server, "MOST_CALL_BYTES", 4 * MIB)
     served = Served()
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     calls = [asyncio.create_task(client.call(Target.wait, bytes(MIB))) for _ in range(12)]
     await until(lambda: served.target.running == 4)
     await asyncio.sleep(0.1)
@@ -249,7 +248,7 @@ async def test_a_client_does_not_buffer_calls_that_the_actor_does_not_read():
     listening = await asyncio.get_running_loop().create_server(FrameStream, "127.0.0.1", 0)
     host, port = listening.sockets[0].getsockname()
     _, stream = await asyncio.get_running_loop().create_connection(FrameStream, host, port)
-    connection = Connection(stream)
+    connection = Connection(stream, ENCODING)
     content = bytes(MIB)
     calls = [asyncio.create_task(connection.call("echo", (content,), {})) for _ in range(200)]
     await asyncio.sleep(0.2)
@@ -266,7 +265,7 @@ async def test_calls_beyond_the_limit_of_a_connection_wait_and_then_run(
 ):
     monkeypatch.setattr(rpc, "MOST_CALLS", 3)
     served = Served()
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     first = [asyncio.create_task(client.call(Target.wait)) for _ in range(3)]
     await until(lambda: served.target.running == 3)
     later = asyncio.create_task(client.call(Target.echo, 1))
@@ -281,7 +280,7 @@ async def test_calls_beyond_the_limit_of_a_connection_wait_and_then_run(
 
 async def test_a_large_answer_does_not_delay_other_connections():
     served = Served()
-    large, small = RpcClient(served.find), RpcClient(served.find)
+    large, small = RpcClient(served.find, Target), RpcClient(served.find, Target)
     await small.call(Target.echo, 1)
     order: list[str] = []
 
@@ -304,7 +303,7 @@ async def test_a_message_that_is_too_long_is_refused_and_the_connection_stays(
     monkeypatch: pytest.MonkeyPatch,
 ):
     served = Served()
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     monkeypatch.setattr(frames, "LONGEST_FRAME", MIB)
     with pytest.raises(
         InvalidRequest, match=r"a message has \d+ bytes and at most 1048576 are allowed"
@@ -329,7 +328,7 @@ async def test_a_frame_length_beyond_the_limit_ends_the_connection_before_alloca
 
 async def test_arrays_keep_values_and_shape_and_are_writable():
     served = Served()
-    client = RpcClient(served.find)
+    client = RpcClient(served.find, Target)
     for shape in ((10,), (300_000,), (3, 100_000), (0,)):
         array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         sent = {"a": array, "b": [array[..., ::2], "text"], "c": array.T}
@@ -344,12 +343,49 @@ async def test_arrays_keep_values_and_shape_and_are_writable():
     await served.close()
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        msgspec.msgpack.encode((1, "echo", ({"$": "Popen", "args": "ls"},), {})),
+        msgspec.msgpack.encode((1, "echo", ({"$": "Waiting", "mode": 1},), {})),
+        msgspec.msgpack.encode((1, "echo", 5, {})),
+        msgspec.msgpack.encode("echo"),
+        b"\x91" * 100_000 + b"\xc0",
+        pickle.dumps((1, "echo", (), {})),
+    ],
+)
+async def test_a_frame_that_cannot_be_decoded_ends_only_its_connection(body: bytes):
+    served = Served()
+    client = RpcClient(served.find, Target)
+    waiting = asyncio.create_task(client.call(Target.wait))
+    await until(lambda: served.target.running == 1)
+    stream = await connected(await served.find())
+    stream.transport.write(HEAD.pack(len(body), 0) + body + call(2, "large", 0))
+    await asyncio.wait_for(stream.lost, 10)
+    assert served.target.calls == 0, "nothing behind it is read"
+    served.target.hold.set()
+    await asyncio.wait_for(waiting, 10)
+    assert await client.call(Target.echo, 1) == 1
+    await client.close()
+    await served.close()
+
+
+async def test_an_answer_that_cannot_be_decoded_ends_its_connection_and_its_calls():
+    served = Served()
+    client = RpcClient(served.find, Target)
+    waiting = asyncio.create_task(client.call(Target.wait))
+    await until(lambda: served.target.running == 1)
+    (caller,) = served.server.callers
+    body = msgspec.msgpack.encode((1, True, {"$": "Popen", "args": "ls"}))
+    caller._stream.transport.write(HEAD.pack(len(body), 0) + body)
+    with pytest.raises(ActorDied, match="the connection to the actor was lost"):
+        await asyncio.wait_for(waiting, 10)
+    assert await client.call(Target.echo, 1) == 1
+    await client.close()
+    await served.close()
+
+
 # unauthenticated connections
-
-
-class Exploit:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("unpickled-by-a-stranger",)
 
 
 async def test_the_secret_is_not_sent_over_the_connection(monkeypatch: pytest.MonkeyPatch):
@@ -376,7 +412,7 @@ async def test_the_secret_is_not_sent_over_the_connection(monkeypatch: pytest.Mo
         port = listening.sockets[0].getsockname()[1]
         return Address(host="127.0.0.1", port=port, token=address.token)
 
-    client = RpcClient(find)
+    client = RpcClient(find, Target)
     assert await client.call(Target.echo, "content") == "content"
     assert b"content" in seen and address.token not in seen
     # The recorded bytes do not authenticate a second connection.
@@ -389,21 +425,21 @@ async def test_the_secret_is_not_sent_over_the_connection(monkeypatch: pytest.Mo
     await served.close()
 
 
-async def test_the_server_unpickles_nothing_before_authentication(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
+def refuse_to_decode(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    seen: list[bytes] = []
+    for name in ("decoded_call", "decoded_answer"):
+        monkeypatch.setattr(CallEncoding, name, lambda _, body, arrays: seen.append(bytes(body)))
+    return seen
+
+
+async def test_the_server_decodes_nothing_before_authentication(monkeypatch: pytest.MonkeyPatch):
+    seen = refuse_to_decode(monkeypatch)
     served = Served()
     address = await served.find()
-    exploit = pickle.dumps((1, "echo", (Exploit(),)))
+    hello = handshake.own_version() + bytes(32)
     for content in (
-        HEAD.pack(len(exploit), 0) + exploit,
-        HEAD.pack(32, 0)
-        + bytes(32)
-        + HEAD.pack(32, 0)
-        + bytes(32)
-        + HEAD.pack(len(exploit), 0)
-        + exploit,
+        call(1, "echo", "x"),
+        HEAD.pack(len(hello), 0) + hello + HEAD.pack(32, 0) + bytes(32) + call(1, "echo", "x"),
         HEAD.pack(2**40, 3),
         b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 20,
     ):
@@ -412,19 +448,19 @@ async def test_the_server_unpickles_nothing_before_authentication(
         answered = await rest_of(reader)
         assert len(answered) <= HEAD.size + handshake.NONCE_BYTES + handshake.PROOF_BYTES
         writer.close()
-    assert not list(tmp_path.iterdir())
-    assert not served.server.callers
+    assert not seen and not served.server.callers
     await served.close()
 
 
-async def test_a_client_unpickles_nothing_from_a_server_without_the_secret(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_client_decodes_nothing_from_a_server_without_the_secret(
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.chdir(tmp_path)
+    seen = refuse_to_decode(monkeypatch)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(HEAD.size + handshake.NONCE_BYTES)
-        writer.write(HEAD.pack(64, 0) + bytes(64) + framed((1, True, Exploit())))
+        await reader.read(HEAD.size + handshake.VERSION_BYTES + handshake.NONCE_BYTES)
+        made = b"".join(ENCODING.answer(1, "echo", "x"))
+        writer.write(HEAD.pack(64, 0) + bytes(64) + made)
         writer.close()
 
     listening = await asyncio.start_server(answer, "127.0.0.1", 0)
@@ -435,8 +471,8 @@ async def test_a_client_unpickles_nothing_from_a_server_without_the_secret(
         )
 
     with pytest.raises(ActorDied, match="does not know its secret"):
-        await RpcClient(find).call(Target.echo, 1)
-    assert not list(tmp_path.iterdir())
+        await RpcClient(find, Target).call(Target.echo, 1)
+    assert not seen
     listening.close()
 
 
@@ -465,7 +501,7 @@ async def test_unauthenticated_connections_are_limited_and_do_not_block_clients(
             reader, writer = await asyncio.open_connection(address.host, address.port)
             stack.callback(writer.close)
             strangers.append(reader)
-        client = RpcClient(served.find)
+        client = RpcClient(served.find, Target)
         assert await asyncio.wait_for(client.call(Target.echo, 1), 10) == 1
         await until(lambda: len(served.server._unknown) <= 8)
         ended = [asyncio.create_task(rest_of(stranger)) for stranger in strangers]

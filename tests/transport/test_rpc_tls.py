@@ -15,7 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.remote import ActorDied
-from skyrl_actors.transport.handshake import RayTls
+from skyrl_actors.transport.frames import HEAD
+from skyrl_actors.transport.handshake import PROTOCOL_VERSION, RayTls
 from skyrl_actors.transport.rpc import Address, RpcClient
 from skyrl_actors.transport.rpc_server import RpcServer
 from tests.transport.test_rpc_bounds import Target, until
@@ -103,7 +104,7 @@ def through(server: asyncio.Server, address: Address) -> RpcClient:
         host, port = server.sockets[0].getsockname()
         return Address(host=host, port=port, token=address.token, tls=address.tls)
 
-    return RpcClient(find)
+    return RpcClient(find, Target)
 
 
 async def test_connections_between_machines_are_encrypted_if_ray_uses_tls(
@@ -137,7 +138,7 @@ async def test_a_lost_encrypted_connection_ends_its_calls(
     async def find() -> Address:
         return await server.address(ELSEWHERE)
 
-    client = RpcClient(find)
+    client = RpcClient(find, Target)
     waiting = asyncio.create_task(client.call(Target.wait))
     await until(lambda: target.running == 1)
     client.hang_up()
@@ -162,10 +163,28 @@ async def test_a_client_without_a_certificate_of_the_authority_is_refused(
     other = Authority(tmp_path, "other").member("stranger")
     use(monkeypatch, RayTls(certificate=other.certificate, key=other.key, ca=str(authority.file)))
     with pytest.raises(ActorDied):
-        await RpcClient(find).call(Target.echo, 1)
+        await RpcClient(find, Target).call(Target.echo, 1)
     monkeypatch.delenv("RAY_USE_TLS")
     with pytest.raises(InternalError, match="set RAY_USE_TLS for this process too"):
-        await RpcClient(find).call(Target.echo, 1)
+        await RpcClient(find, Target).call(Target.echo, 1)
+    await server.close()
+
+
+async def test_a_client_of_another_version_is_told_the_version_over_tls(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+):
+    tls = authority.member("node")
+    use(monkeypatch, tls)
+    server = RpcServer(Target(), Target)
+    address = await server.address(ELSEWHERE)
+    reader, writer = await asyncio.open_connection(
+        address.host, address.port, ssl=tls.context("caller")
+    )
+    hello = (9).to_bytes(2) + bytes(32)
+    writer.write(HEAD.pack(len(hello), 0) + hello)
+    answer = await asyncio.wait_for(reader.readexactly(HEAD.size + 2), 10)
+    assert int.from_bytes(answer[-2:]) == PROTOCOL_VERSION and not server.callers
+    writer.close()
     await server.close()
 
 

@@ -120,6 +120,27 @@ def settled(spec: ModelSpec, capabilities: Capabilities) -> ModelSpec:
     return replace(spec, lora=replace(spec.lora, train_unembed=reaches))
 
 
+def spec_from(request: CreateModel, saved: ModelSpec) -> ModelSpec:
+    """Return the spec of a model that starts from a checkpoint of `saved`.
+
+    Raises InvalidRequest when the request names another base model or an optimizer that does not
+    fit.
+    """
+    path, base_model = request.from_path or "", request.spec.base_model
+    if base_model not in ("", saved.base_model):
+        raise InvalidRequest(
+            f"base_model is {base_model!r} and {path} belongs to {saved.base_model!r}; "
+            "leave base_model out"
+        )
+    optimizer = request.optimizer or saved.optimizer
+    if optimizer != saved.optimizer and (request.with_optimizer or "/steps/" in path):
+        raise InvalidRequest(
+            f"optimizer_config is {optimizer} and {path} has the state of {saved.optimizer}; "
+            "leave optimizer_config out, or load the weights of a checkpoint alone"
+        )
+    return replace(saved, model_id=request.model_id, optimizer=optimizer)
+
+
 def check_spec(spec: ModelSpec, config: ClusterConfig, capabilities: Capabilities) -> None:
     """Raise InvalidRequest when this service cannot build such a model."""
     if spec.base_model != capabilities.base_model:

@@ -17,6 +17,8 @@ from skyrl_actors.messages.results import Result, SampleOutput
 from skyrl_actors.messages.seeds import SEEDS
 
 MIN_TEMPERATURE = 0.0
+MAX_LOGPROBS = 20  # alternative tokens for each position
+MAX_SCORED_CELLS = 4_000_000  # prompt tokens × vocabulary size of a sample that scores its prompt
 
 
 class SampleVerb(Verb[Sample]):
@@ -94,9 +96,9 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
         ("prompt", params.topk_prompt_logprobs),
         ("sample", params.topk_sample_logprobs),
     ):
-        if not 0 <= k <= config.engine.max_logprobs:
-            raise InvalidRequest(f"topk_{name}_logprobs {k}: use 0 to {config.engine.max_logprobs}")
-    _check_prompt_scores(request, config, capabilities)
+        if not 0 <= k <= MAX_LOGPROBS:
+            raise InvalidRequest(f"topk_{name}_logprobs {k}: use 0 to {MAX_LOGPROBS}")
+    _check_prompt_scores(request, capabilities)
     if params.prompt_logprobs_last_n is not None:
         if params.prompt_logprobs_last_n < 1:
             raise InvalidRequest(
@@ -109,14 +111,11 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
             )
 
 
-def _check_prompt_scores(
-    request: Sample, config: ClusterConfig, capabilities: Capabilities
-) -> None:
+def _check_prompt_scores(request: Sample, capabilities: Capabilities) -> None:
     params, length = request.params, len(request.prompt)
-    if not 0 <= params.prompt_alternatives <= config.engine.max_logprobs:
+    if not 0 <= params.prompt_alternatives <= MAX_LOGPROBS:
         raise InvalidRequest(
-            f"prompt_alt_tokens_k {params.prompt_alternatives}: "
-            f"use 0 to {config.engine.max_logprobs}"
+            f"prompt_alt_tokens_k {params.prompt_alternatives}: use 0 to {MAX_LOGPROBS}"
         )
     targets = params.prompt_targets
     if targets is not None:
@@ -129,10 +128,10 @@ def _check_prompt_scores(
             raise InvalidRequest(
                 f"target_prompt_logprobs has an id outside -1 to {capabilities.vocab_size - 1}"
             )
-    if params.scores_prompt and length * capabilities.vocab_size > config.engine.max_scored_cells:
-        most = config.engine.max_scored_cells // capabilities.vocab_size
+    if params.scores_prompt and length * capabilities.vocab_size > MAX_SCORED_CELLS:
+        most = MAX_SCORED_CELLS // capabilities.vocab_size
         raise InvalidRequest(
             f"target_prompt_logprobs and prompt_alt_tokens_k score the whole vocabulary at each "
-            f"position, for prompts of at most {most} tokens (engine.max_scored_cells); "
+            f"position, for prompts of at most {most} tokens; "
             f"this prompt has {length}"
         )

@@ -1,13 +1,21 @@
-"""The AdamW settings of every job, except the learning rate."""
+"""The keys that all kinds of jobs have."""
 
 from pydantic import Field
 
 from skyrl_actors.config.frozen import FrozenConfig
 
 
-class AdamFields(FrozenConfig):
-    """The AdamW keys that all kinds of jobs have."""
+class JobFields(FrozenConfig):
+    """The keys that all kinds of jobs have: seed, rank of adapters, and AdamW."""
 
+    seed: int = Field(
+        default=0,
+        ge=0,
+        description="seed of prompts, rows, samples and initial adapter weights",
+    )
+    lora_rank: int | None = Field(
+        default=None, ge=1, description="rank of the adapters; null = full fine-tune"
+    )
     final_lr_share: float = Field(
         default=0.1,
         ge=0,

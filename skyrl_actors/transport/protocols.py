@@ -1,0 +1,44 @@
+"""The Protocol of an actor: its methods, and the types of their arguments and results."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+from skyrl_actors.messages.tagged import TypeTable, types_in
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deferred(Generic[R]):
+    """A method's answer that is loaded only while it is sent. `num_bytes` is an estimate."""
+
+    num_bytes: int
+    load: Callable[[], Awaitable[R]]
+
+
+def methods_of(protocol: type) -> frozenset[str]:
+    """Return the names of the methods that a Protocol declares."""
+    return frozenset(
+        name for name, value in vars(protocol).items() if callable(value) and name[0] != "_"
+    )
+
+
+@cache
+def table_of(protocol: type) -> TypeTable:
+    """Return the closed set of types that a Protocol's annotations name.
+
+    Raises:
+        TypeError: An annotation allows values that cannot be sent.
+    """
+    return TypeTable(types_in(*_annotations(protocol)), keeps_lists=True)
+
+
+def _annotations(protocol: type) -> list[Any]:
+    found: list[Any] = []
+    for name in methods_of(protocol):
+        for annotation in get_type_hints(getattr(protocol, name)).values():
+            is_deferred = get_origin(annotation) is Deferred
+            found += get_args(annotation) if is_deferred else (annotation,)
+    return found
