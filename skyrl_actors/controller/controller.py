@@ -80,14 +80,13 @@ class Controller:
             config.checkpoint_dir, wall, config.checkpoint_mirror
         )
         self._sessions = SessionCatalog(self.tenants, folders, wall)
-        memory = bounds.payloads_of()
         self.completions = Completions()
         self._replies = Replies(self.results, journal)
         self._ledger = Ledger(
             journal=journal,
             queue=self.queue,
             results=self.results,
-            memory=memory,
+            memory=bounds.payloads_of(),
             completions=self.completions,
             wall=wall,
         )

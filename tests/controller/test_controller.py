@@ -10,7 +10,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from skyrl_actors.api import translate, wire
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
-from skyrl_actors.controller import lanes
+from skyrl_actors.controller import samples
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
@@ -23,7 +23,7 @@ from tests.fakes import FakeBackend
 
 @pytest.fixture
 async def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lanes, "LORA_SAMPLER_VERSIONS", 2)
+    monkeypatch.setattr(samples, "LORA_SAMPLER_VERSIONS", 2)
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
         limits=LimitsConfig(open_requests=50, datums=4),
