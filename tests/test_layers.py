@@ -160,6 +160,7 @@ HEAVY = {
         "backends/ray_backend.py",
         "backends/site.py",
         "backends/slots.py",
+        "backends/training_parts.py",
         "backends/exporter.py",
         "commands/cluster.py",
         "commands/serve.py",
@@ -173,7 +174,7 @@ HEAVY = {
 MODULE_TOKENS, FUNCTION_LINES = 2600, 60
 # These limits may only fall.
 LARGER_MODULES = {
-    "skyrl_actors/backends/ray_backend.py": 3660,
+    "skyrl_actors/backends/ray_backend.py": 3630,
     "skyrl_actors/controller/controller.py": 2880,
     "skyrl_actors/workers/torch_worker.py": 3760,
     "skyrl_actors/groups/actor_group.py": 3330,
@@ -184,7 +185,6 @@ LARGER_MODULES = {
 }
 LONGER_FUNCTIONS = {
     "placement/memory.py:trainer_parts": 75,
-    "skyrl_actors/backends/ray_backend.py:start": 78,
 }
 LAYOUT = {
     tokenize.COMMENT,

@@ -16,20 +16,21 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.types import Plan
 from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.backends.backend import Capabilities, Mixture
 from skyrl_actors.backends.monitoring import Monitoring
 from skyrl_actors.backends.offload import offloader_for, phase_lock_for
 from skyrl_actors.backends.site import adapters_of, reserved_site
 from skyrl_actors.backends.slots import SlotWatch
+from skyrl_actors.backends.training_parts import TrainingParts
 from skyrl_actors.colocation.in_flight import in_sample_phase
 from skyrl_actors.colocation.phase_lock import PhaseLock, SplitPhaseLock
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.build import build_pool
 from skyrl_actors.engines.pool import NO_FULL_WEIGHTS, EnginePool
-from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
-from skyrl_actors.groups.rank_env import rank_environment
+from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
@@ -87,36 +88,22 @@ class RayBackend:
             config, self.base_folder, self._report, self._detached
         )
         self._slots = SlotWatch(reserved)
-        if self.config.placement.device == "cpu" and self.config.restart.standbys:
-            self._standby = Standby(
-                self.config.name,
-                self.config.restart.standbys,
-                str(self.base_folder),
-                reserved,
-                plan.slots_of("policy")[0].index,
-                environment | rank_environment(self.config, self.config.policy),
-                epoch,
-                self._detached,
-                self._report,
-                self._no_restarts,
-                self.config.policy.call_timeout_s,
-            )
+        parts = TrainingParts(
+            config=config,
+            base_folder=self.base_folder,
+            plan=plan,
+            reserved=reserved,
+            environment=environment,
+            epoch=epoch,
+            detached=self._detached,
+            report=self._report,
+        )
+        self._standby = parts.standby(self._no_restarts)
+        if self._standby is not None:
             await self._standby.find()
         for role in self._roles:
-            builder = GroupBuilder(
-                role,
-                self.config,
-                str(self.base_folder),
-                plan,
-                reserved,
-                environment,
-                epoch,
-                self._detached,
-                self._standby,
-            )
-            lost = lambda role: self.on_lost(role)  # noqa: E731
-            self._groups[role] = GroupSupervisor(
-                builder, config.restart, self._report, self._load_context, lost
+            self._groups[role] = parts.supervisor(
+                role, self._standby, self._load_context, lambda role: self.on_lost(role)
             )
         self._delivery = Delivery(
             build_transfer(config), self._groups["policy"], config.transfer.folder
@@ -145,18 +132,21 @@ class RayBackend:
         self._monitoring = Monitoring(
             self.config.name, list(self._groups.values()), self._engines, self._phase_lock
         )
+        return await self._capabilities(plan)
+
+    async def _capabilities(self, plan: Plan) -> Capabilities:
         info = (await self._groups["policy"].up()).info
         assert info is not None
-        self._engines.logprob_check.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
+        self.engines.logprob_check.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
         return Capabilities(
             base_model=self.config.base_model.name,
             base_folder=str(self.base_folder),
             vocab_size=info.vocab_size,
             max_context_tokens=info.max_context_tokens,
-            max_sample_tokens=min(config.engine.max_model_len, info.max_context_tokens),
+            max_sample_tokens=min(self.config.engine.max_model_len, info.max_context_tokens),
             roles=self._roles,
             adapts_head=await self.engines.adapts_head(),
-            adapters=adapters_of(config, self.base_folder, plan),
+            adapters=adapters_of(self.config, self.base_folder, plan),
         )
 
     @property
