@@ -54,8 +54,8 @@ or `muon` (its momentum is `beta1`) |
 whose objective is not public; use `importance_sampling`) |
 | chunks of a prompt or a datum | text tokens |
 | `age_encryption_recipients` | none |
-| `project_id`, `project_ids` | `local` (there are no projects; `destination_project_id` of \
-`copy_weights` may be any text, and each copy gets a session of its own) |
+| `destination_project_id` of `copy_weights` | any text; each copy gets a session of its own, \
+in the project `local` |
 | `owner.type` of `sessions/search` | `own`, `accessible` |
 | `train_attn`, `train_mlp`, `train_unembed` with rank 0 | true \
 (a full fine-tune trains all weights) |

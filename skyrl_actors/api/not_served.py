@@ -16,7 +16,7 @@ CALLS: dict[tuple[str, str], str] = {
         "GET",
         "/billing/usage/checkpoints/current",
     ): "nothing is billed here; size_bytes of a checkpoint is its size",
-    ("PUT", "/sessions/{session_id}/project"): "there are no projects here",
+    ("PUT", "/sessions/{session_id}/project"): "the project of a session is fixed when it opens",
     ("GET", "/sessions/{session_id}/trace_export"): "traces are not exported over HTTP",
     ("GET", "/auth/apikey/me"): "keys have no accounts; they are configured with http.api_keys",
     ("DELETE", "/auth/apikey/me"): "keys are removed from http.api_keys, not over HTTP",

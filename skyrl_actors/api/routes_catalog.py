@@ -29,14 +29,19 @@ async def training_runs(
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: Scope = "owned",
-    project_id: wire.ProjectId = wire.PROJECT,  # all runs are of this project
+    project_id: wire.ProjectId | None = None,
 ) -> dict[str, Any]:
-    """List training runs, newest first."""
-    caller = caller_of(request)
-    found = await state_of(request).client.catalog(
-        "runs", caller.owner, access_scope == "accessible"
-    )
+    """List training runs, newest first. `project_id`: only those of the caller's sessions in it."""
+    caller, client = caller_of(request), state_of(request).client
+    found = await client.catalog("runs", caller.owner, access_scope == "accessible")
     runs = _visible(found, caller, access_scope)
+    if project_id is not None:
+        of_project = {
+            entry.note.session_id
+            for entry in await client.sessions(caller.owner)
+            if entry.note.project_id == project_id
+        }
+        runs = [run for run in runs if run.session_id in of_project]
     return {
         "training_runs": [_run(run) for run in runs[offset : offset + limit]],
         "cursor": _cursor(runs, limit, offset),

@@ -125,8 +125,7 @@ async def copy_weights(
     if body.session_id is not None and body.model_seq_id is not None:
         session_id, seq = caller.own(body.session_id, "session"), body.model_seq_id
     elif body.destination_project_id is not None:
-        # This service has no projects. The copy gets its own session, which is the same when the
-        # request is repeated.
+        # The copy gets its own session, which is the same when the request is repeated.
         digest = hashlib.sha256(
             f"{x_idempotency_key or time.time_ns()} {source} {body.destination_project_id}".encode()
         )

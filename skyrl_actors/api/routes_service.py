@@ -92,6 +92,7 @@ async def create_session(body: wire.CreateSession, request: Request) -> dict[str
         user_metadata={key: str(value) for key, value in body.user_metadata.items()},
         display_name=body.display_name,
         tags=body.tags,
+        project_id=body.project_id,
     )
     session_id = await state_of(request).client.create_session(labels, caller_of(request).mark)
     return {"type": "create_session", "session_id": session_id}

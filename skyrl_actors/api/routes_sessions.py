@@ -43,6 +43,7 @@ async def session(session_id: str, request: Request) -> dict[str, Any]:
         "user_metadata": entry.note.user_metadata,
         "display_name": entry.note.display_name,
         "tags": entry.note.tags,
+        "project_id": entry.note.project_id,
     }
 
 
@@ -70,7 +71,7 @@ def matches(entry: SessionEntry, wanted: wire.SearchSessions) -> bool:
         )
         if note.session_id != wanted.session_id and not is_named:
             return False
-    if wanted.project_ids is not None and wire.PROJECT not in wanted.project_ids:
+    if wanted.project_ids is not None and note.project_id not in wanted.project_ids:
         return False
     if any(note.user_metadata.get(key) != value for key, value in wanted.user_metadata.items()):
         return False
@@ -114,7 +115,7 @@ def _summary(entry: SessionEntry) -> dict[str, Any]:
         "session_id": note.session_id,
         "created_at": iso(note.created_at),
         "owner": "local",
-        "project_id": wire.PROJECT,
+        "project_id": note.project_id,
         "status": status,
         "checkpoints_count": entry.num_checkpoints,
         "checkpoint_storage_bytes": entry.num_bytes,

@@ -6,25 +6,13 @@
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from skyrl_actors.messages.catalog import LONGEST_TTL_S
+from skyrl_actors.messages.catalog import LONGEST_TTL_S, PROJECT
 from skyrl_actors.messages.model import OptimizerName
 
 LARGEST_INT = 2**62  # of numbers that are only identifiers
-PROJECT = "local"  # the project of every session
-
-
-def _only_project(project_id: str) -> str:
-    if project_id != PROJECT:
-        raise ValueError(
-            f"{project_id[:80]!r}: this service has no projects; "
-            "leave it out (SDKs read TINKER_PROJECT_ID)"
-        )
-    return project_id
-
-
-ProjectId = Annotated[str, AfterValidator(_only_project)]
+ProjectId = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Body(BaseModel):

@@ -46,7 +46,7 @@ FIELDS = (
         call="retrieve_futures",
         body="RetrieveFutures",
         field="retrieved_request_ids",
-        reason="a permission to delete answers early; `limits.result_ttl_s` decides that",
+        reason="a permission to delete answers early; they leave memory 30 s after they were read",
     ),
     FieldWithoutEffect(
         call="sessions/search",

@@ -211,6 +211,7 @@ class Controller:
                 user_metadata=labels.user_metadata,
                 display_name=labels.display_name,
                 tags=labels.tags,
+                project_id=labels.project_id,
             )
             await self._disk.write("few files", self._sessions.opened, note)
             await self.journal.write(SessionOpened(session_id, note.user_metadata, note.created_at))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LONGEST_TTL_S = 100 * 365 * 24 * 3600  # of a checkpoint; dates can represent far more
+PROJECT = "local"  # of sessions that name none
 SessionVerb = Literal["sessions", "session"]
 CatalogVerb = Literal[
     "runs",
@@ -68,6 +69,7 @@ class SessionLabels:
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
     display_name: str | None = None
     tags: list[str] = field(default_factory=list[str])
+    project_id: str = PROJECT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

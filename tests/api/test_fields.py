@@ -22,7 +22,6 @@ DISCRIMINATOR = "type"  # a constant of the SDK's requests; each path has one ki
 PASSED_WHOLE = {"AdamBody", "LossInput"}  # with model_dump
 # Any value but one is refused, so the value needs no reader.
 ONE_VALUE = {
-    ("CreateSession", "project_id"),
     ("StreamOptions", "include_obfuscation"),
     ("TextPart", "type"),
     ("SearchOwner", "type"),  # a part of `owner`, which is listed

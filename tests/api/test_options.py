@@ -21,7 +21,6 @@ async def http(tmp_path: Path):
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
-        ("/create_session", {"project_id": "p"}, "project_id: "),
         (
             "/create_model",
             {"lora_config": {"rank": 0, "train_mlp": False}},
@@ -93,7 +92,6 @@ async def http(tmp_path: Path):
             {**PROMPT, "sampling_session_id": "s:sample:0", "base_model": MODEL},
             "sampling_session_id and base_model are both given",
         ),
-        ("/sessions/search", {"project_ids": ["p"]}, "project_ids.0: "),
         (
             "/sessions/search",
             {"owner": {"type": "user", "owner_urns": ["u"]}},
@@ -118,14 +116,28 @@ async def test_an_option_without_effect_is_refused_by_name(
     assert answer.status_code == 422 and expected in answer.json()["detail"], answer.text
 
 
-async def test_the_only_project_is_accepted_and_others_are_refused(http: httpx.AsyncClient):
-    session = (await posted(http, "/create_session", project_id="local"))["session_id"]
+async def test_a_project_is_kept_with_its_sessions_and_limits_lists(http: httpx.AsyncClient):
+    without = (await posted(http, "/create_session"))["session_id"]
+    session = (await posted(http, "/create_session", project_id="p"))["session_id"]
+    (found,) = (await posted(http, "/sessions/search", project_ids=["p"]))["sessions"]
+    assert (found["session_id"], found["project_id"]) == (session, "p")
     (found,) = (await posted(http, "/sessions/search", project_ids=["local"]))["sessions"]
-    assert (found["session_id"], found["project_id"]) == (session, "local")
+    assert (found["session_id"], found["project_id"]) == (without, "local")
     assert (await posted(http, "/sessions/search", project_ids=[]))["sessions"] == []
-    assert (await http.get("/training_runs?project_id=local")).json()["training_runs"] == []
-    refused = await http.get("/training_runs?project_id=p")
-    assert refused.status_code == 422 and "this service has no projects" in refused.text
+    assert (await http.get(f"/sessions/{session}")).json()["project_id"] == "p"
+
+
+async def test_training_runs_are_limited_to_a_project(http: httpx.AsyncClient):
+    for project in ("p", "q"):
+        session = (await posted(http, "/create_session", project_id=project))["session_id"]
+        created = await posted(
+            http, "/create_model", session_id=session, model_seq_id=0, base_model="Qwen/Qwen3-8B"
+        )
+        await posted(http, "/retrieve_future", request_id=created["request_id"])
+        runs = (await http.get(f"/training_runs?project_id={project}")).json()["training_runs"]
+        assert [run["training_run_id"] for run in runs] == [f"{session}:train:0"]
+    assert len((await http.get("/training_runs")).json()["training_runs"]) == 2
+    assert (await http.get("/training_runs?project_id=r")).json()["training_runs"] == []
 
 
 async def test_a_model_from_a_checkpoint_takes_the_given_base_model_and_optimizer(
