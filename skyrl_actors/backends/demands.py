@@ -12,7 +12,7 @@ def demands_of(config: ClusterConfig) -> list[list[Demand]]:
     counts = {
         "policy": config.policy.num_ranks,
         "critic": config.critic.num_ranks if config.critic else 0,
-        "engine": engine.num_engines * engine.num_devices,
+        "engine": engine.num_engines * engine.topology.num_devices,
     }
     together: list[Demand] = []
     apart: list[list[Demand]] = []
@@ -22,8 +22,8 @@ def demands_of(config: ClusterConfig) -> list[list[Demand]]:
             kind=kind,
             count=count,
             share=COLOCATED_SHARE if shared else 1.0,
-            width=engine.num_devices if kind == "engine" else 1,
-            block=engine.tensor_parallel if kind == "engine" else 1,
+            width=engine.topology.num_devices if kind == "engine" else 1,
+            block=engine.topology.tensor_parallel if kind == "engine" else 1,
         )
         if count and shared:
             together.append(demand)

@@ -73,7 +73,7 @@ def memory_plan(
                 trainer_parts(_trainer(role, group, config, adapters), shape)
             )
     ask = EngineLayout(
-        devices=engine.num_devices,
+        devices=engine.topology.num_devices,
         weight_bytes=NUMBER_BYTES[engine.dtype],
         kv_bytes=engine.kv_cache_bytes,
         batched_tokens=max(engine.max_num_batched_tokens, engine.max_model_len),

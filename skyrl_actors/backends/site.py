@@ -40,7 +40,7 @@ async def reserved_site(
     # Pin slots to nodes where it matters which parts share one. Otherwise Ray may move slots when
     # a node is lost.
     pinned = len(nodes) > 1 and (
-        config.transfer.type in ("shm", "ipc") or config.engine.num_devices > 1
+        config.transfer.type in ("shm", "ipc") or config.engine.topology.num_devices > 1
     )
     try:
         reserved = await reserve(
@@ -51,7 +51,7 @@ async def reserved_site(
     try:
         plan = placed_on(plan, reserved)
         check_transfer(config, plan)
-        several = config.engine.num_devices > 1
+        several = config.engine.topology.num_devices > 1
         devices = (
             await gpu_ids(plan, reserved, "engine", config.placement.timeout_s) if several else {}
         )

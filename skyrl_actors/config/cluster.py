@@ -364,10 +364,10 @@ class ClusterConfig(FrozenConfig):
                 "transfer.type ipc needs trainers and engines on the same GPUs, and layout "
                 f"{place.layout} separates them; use nccl"
             )
-        if kind == "ipc" and self.engine.num_devices > 1:
+        if kind == "ipc" and self.engine.topology.num_devices > 1:
             raise ValueError(
                 "transfer.type ipc needs engines of one device, and each engine has "
-                f"{self.engine.num_devices}; use shm"
+                f"{self.engine.topology.num_devices}; use shm"
             )
         if self.engine.external and kind not in ("shm", "disk", "lora"):
             raise ValueError(
@@ -404,7 +404,7 @@ class ClusterConfig(FrozenConfig):
     @model_validator(mode="after")
     def _slots_agree(self) -> "ClusterConfig":
         engine = self.engine
-        slots = engine.num_engines * engine.num_devices
+        slots = engine.num_engines * engine.topology.num_devices
         for role, group in (("policy", self.policy), ("critic", self.critic)):
             if (
                 group is not None
@@ -412,9 +412,8 @@ class ClusterConfig(FrozenConfig):
                 and self.placement.shares(role)
                 and group.num_ranks != slots
             ):
-                times = (
-                    f" × {engine.num_devices} devices = {slots}" if engine.num_devices > 1 else ""
-                )
+                width = engine.topology.num_devices
+                times = f" × {width} devices = {slots}" if width > 1 else ""
                 raise ValueError(
                     f"{self.placement.layout} layout: {role}.num_ranks is {group.num_ranks} and "
                     f"engine.num_engines is {engine.num_engines}{times}; "

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config.frozen import FrozenConfig
+from skyrl_actors.messages.model import EngineTopology
 
 
 class ExternalEngineConfig(FrozenConfig):
@@ -119,6 +120,7 @@ class EngineConfig(FrozenConfig):
         return self
 
     @property
-    def num_devices(self) -> int:
-        """Number of devices of one engine."""
-        return self.tensor_parallel * self.pipeline_parallel
+    def topology(self) -> EngineTopology:
+        return EngineTopology(
+            tensor_parallel=self.tensor_parallel, pipeline_parallel=self.pipeline_parallel
+        )

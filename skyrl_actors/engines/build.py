@@ -63,7 +63,7 @@ def build_pool(
             for rank, slot in enumerate(plan.slots_of("policy"))
             if slot.index == slots[0].index
         ]
-        place = EnginePlace(engine.num_devices, *beside)
+        place = EnginePlace(engine.topology.num_devices, *beside)
         pool.engines.append(
             LocalEngine(site, engine, config.restart, epoch, pool.load, report, place)
         )
@@ -95,8 +95,7 @@ def _spec_of(
         max_adapters=config.engine_adapters,
         enforce_eager=engine.enforce_eager,
         call_timeout_s=engine.call_timeout_s,
-        tensor_parallel=engine.tensor_parallel,
-        pipeline_parallel=engine.pipeline_parallel,
+        topology=engine.topology,
         device_ids=() if over_nodes else tuple(ids),
         over_nodes=over_nodes,
         keeps_in_flight=engine.in_flight == "keep",

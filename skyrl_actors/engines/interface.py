@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from skyrl_actors.messages.model import EngineTopology
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.transport.handshake import PROTOCOL_VERSION
 
 BASE_VERSION = "base"
 CHECK = ".check"  # suffix of the request id under which an engine scores the logprob check
 FLAG = "tempered_logprobs"  # in vLLM's extra_args; also the name of the patch
 ALL_WEIGHTS = "skyrl_actors_full_weights"  # the weight-transfer backend that vLLM looks up
+ONE_DEVICE = EngineTopology()
 TEMPERED = 2**31 - 1  # the token id of a tempered logprob; beyond every vocabulary
 
 
@@ -31,11 +34,11 @@ class EngineSpec:
     max_adapters: int
     enforce_eager: bool
     call_timeout_s: float
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
+    topology: EngineTopology = ONE_DEVICE
     device_ids: tuple[str, ...] = ()  # of its GPUs, if it has several on one node
     over_nodes: bool = False
     keeps_in_flight: bool = False  # sleep freezes samples instead of waiting for them
+    protocol: int = PROTOCOL_VERSION  # of its RPC; one of another version is not taken over
     takes_full_weights: bool = True  # live updates; the engine proves them at its start
 
 

@@ -216,7 +216,7 @@ class VllmEngine:
             except EngineDeadError:
                 raise
             except Exception as error:  # vLLM raises its worker's error as a plain Exception
-                if self.spec.tensor_parallel * self.spec.pipeline_parallel > 1:
+                if self.spec.topology.num_devices > 1:
                     # The other workers' answers stay in their queues; the next call would get them.
                     self.dead.set()
                 log.warning("adapter %s of %s: %s", manifest.version, manifest.path, error)
@@ -406,14 +406,14 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         if spec.device == "cpu"
         else {"enable_sleep_mode": True}
     )
-    if spec.tensor_parallel * spec.pipeline_parallel > 1:
+    if spec.topology.num_devices > 1:
         on_device["distributed_executor_backend"] = "ray" if spec.over_nodes else "mp"
         if spec.device_ids:
             on_device["device_ids"] = list(spec.device_ids)
     return AsyncEngineArgs(
         model=spec.base_folder,
-        tensor_parallel_size=spec.tensor_parallel,
-        pipeline_parallel_size=spec.pipeline_parallel,
+        tensor_parallel_size=spec.topology.tensor_parallel,
+        pipeline_parallel_size=spec.topology.pipeline_parallel,
         dtype=literals.dtype,
         max_model_len=spec.max_model_len,
         max_num_seqs=spec.max_num_seqs,

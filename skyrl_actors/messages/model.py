@@ -71,3 +71,15 @@ class LossCall:
 
     name: str
     config: dict[str, float | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTopology:
+    """How one engine is spread over devices."""
+
+    tensor_parallel: int = 1  # devices that share each layer
+    pipeline_parallel: int = 1  # stages of layers, each on `tensor_parallel` devices
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel

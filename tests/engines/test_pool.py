@@ -56,7 +56,11 @@ def test_an_engine_with_several_gpus_gets_their_ids_or_bundles(
     (engine,) = pool.engines
     assert isinstance(engine, LocalEngine)
     spec, site, slots = engine.site.spec, engine.site, plan.actors_of("engine")[0]
-    assert (spec.tensor_parallel, spec.pipeline_parallel, engine.place.num_workers) == (
+    assert (
+        spec.topology.tensor_parallel,
+        spec.topology.pipeline_parallel,
+        engine.place.num_workers,
+    ) == (
         tensor,
         pipeline,
         tensor * pipeline,

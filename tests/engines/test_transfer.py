@@ -39,7 +39,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
     from skyrl_actors import losses
     from skyrl_actors.messages.errors import InternalError
     from skyrl_actors.messages.columns import TARGETS, Example, columns_from
-    from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+    from skyrl_actors.messages.model import AdamParams, EngineTopology, LoraSpec, ModelSpec
     from skyrl_actors.messages.requests import SamplingParams
     from skyrl_actors.messages.weights import WeightStream
     from skyrl_actors.transfer.folders import full_manifests
@@ -95,7 +95,7 @@ async def main(folder: str, devices: int, work: Path) -> None:
             max_adapters=8,
             enforce_eager=True,
             call_timeout_s=60.0,
-            tensor_parallel=devices,
+            topology=EngineTopology(tensor_parallel=devices),
         )
     )
     await engine.start()
