@@ -147,7 +147,7 @@ async def measured(
     calm = watch.take()
 
     await line.call(Served.let_go, False)
-    request, ids = six_mib(), []
+    request, ids = six_mib(), list[str]()
 
     async def submit_some(count: int) -> None:
         for _ in range(count):
@@ -168,7 +168,11 @@ async def measured(
     lines = [RpcClient(find, Served) for _ in range(readers)]
     for one in lines:
         (await one.opened()).stream.transport.pause_reading()
-    sizes = [(await line.call(Served.retrieve, few[i])).num_bytes for i in range(10)]
+    sizes: list[int] = []
+    for i in range(10):
+        ready = await line.call(Served.retrieve, few[i])
+        assert isinstance(ready, Ready), ready
+        sizes.append(ready.num_bytes)
     asked = [
         asyncio.create_task(one.call(Served.fetch, few[i], sizes[i]))
         for one in lines

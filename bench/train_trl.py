@@ -61,7 +61,7 @@ def _trainer_steps(base: Path, rows: list[Any], steps: int) -> list[float]:
     from datasets.table import InMemoryTable
     from peft import LoraConfig
     from transformers import TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]  optional
 
     from skyrl_actors.workers.tiny_base import make_tokenizer
 

@@ -32,7 +32,7 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)

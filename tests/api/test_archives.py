@@ -37,7 +37,8 @@ def test_the_tar_contains_the_files_of_the_folder(tmp_path: Path):
 def test_a_file_that_shrinks_during_the_download_is_an_error(tmp_path: Path):
     (tmp_path / "a").write_bytes(bytes(3 * 2**20))
     parts = archives.tar(tmp_path)
-    next(parts), next(parts)
+    next(parts)
+    next(parts)
     (tmp_path / "a").write_bytes(b"")
     with pytest.raises(OSError, match="became shorter"):
         list(parts)

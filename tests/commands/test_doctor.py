@@ -34,7 +34,7 @@ def test_a_port_with_a_service_of_this_project_passes():
             self.end_headers()
             self.wfile.write(b'{"status": "ok"}')
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)

@@ -33,11 +33,11 @@ class Faulty(FakeBackend):
         self.ended: list[str] = []
         self.tried = 0
 
-    async def sample(self, *arguments: Any) -> SampleOutput:
+    async def sample(self, *arguments: Any, **named: Any) -> SampleOutput:
         self.tried += 1
         if self.faults:
             raise self.faults.pop(0)
-        return await super().sample(*arguments)
+        return await super().sample(*arguments, **named)
 
     def end_stream(self, request_id: str) -> None:
         self.ended.append(request_id)

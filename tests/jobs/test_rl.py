@@ -160,10 +160,10 @@ def test_policy_rows_and_loss_options_follow_the_config(given):
             if given.get("correction")
             else np.ones(len(mask))
         )
-        np.testing.assert_allclose(weights[2:], mask * share * np.minimum(drift, 2.0), rtol=1e-5)
-        np.testing.assert_allclose(
-            rows.fields["advantages"][rows.positions([row])][2:], b.advantages[i], rtol=1e-6
-        )
+        wanted = np.asarray(mask * share * np.minimum(drift, 2.0), np.float64)
+        np.testing.assert_allclose(np.asarray(weights, np.float64)[2:], wanted, rtol=1e-5)
+        found = np.asarray(rows.fields["advantages"][rows.positions([row])], np.float64)
+        np.testing.assert_allclose(found[2:], np.asarray(b.advantages[i], np.float64), rtol=1e-6)
 
 
 def test_minibatches_contain_every_rollout_once_per_epoch():

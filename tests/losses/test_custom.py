@@ -52,7 +52,7 @@ def test_an_uploaded_loss_equals_the_loss_on_the_client(
         handle.graph(again[a : a + n], *(inputs[k][a : a + n] for k in names))
         for a, n in zip((0, 4, 11), lengths, strict=True)
     ]
-    total = sum(loss for loss, _ in parts)
+    total = torch.stack([loss for loss, _ in parts]).sum()
     assert terms.elementwise.shape == logprobs.shape
     torch.testing.assert_close(terms.elementwise.sum(), total)
     torch.testing.assert_close(gradient, torch.autograd.grad(total, again)[0])

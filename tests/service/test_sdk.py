@@ -142,7 +142,7 @@ def test_samples(model: tinker.TrainingClient):
 
     def draw(n: int = 1, **params) -> list[types.SampledSequence]:
         wanted = types.SamplingParams(**{"max_tokens": 8, "stop": [], **params})
-        return sampler.sample(prompt, n, wanted).result().sequences
+        return list(sampler.sample(prompt, n, wanted).result().sequences)
 
     both = draw(4, seed=11)
     assert [len(s.tokens) for s in both] == [8] * 4 and len({tuple(s.tokens) for s in both}) == 4
@@ -402,8 +402,9 @@ def test_full_fine_tune_is_sampled_version_by_version(
         .compute_logprobs(types.ModelInput.from_ints(row))
         .result()
     )
+    found = sampler.compute_logprobs(types.ModelInput.from_ints(row)).result()
     np.testing.assert_allclose(
-        sampler.compute_logprobs(types.ModelInput.from_ints(row)).result()[1:], base[1:], atol=1e-5
+        np.asarray(found[1:], np.float64), np.asarray(base[1:], np.float64), atol=1e-5
     )
 
 

@@ -355,7 +355,7 @@ def gradients_that_are_not_finite(
     worker = worker_of(rank, world, port, base, strategy, **options)
     worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
     before = gathered(worker, "m", "weights")
-    weights = columns.fields["weights"] * np.float32(1e37)
+    weights = np.asarray(columns.fields["weights"], np.float32) * np.float32(1e37)
     huge = Columns(
         tokens=columns.tokens,
         offsets=columns.offsets,

@@ -361,7 +361,9 @@ def test_metrics_of_entropy_and_kl_are_always_present(base: Path):
     (output,) = worker.forward_backward((part("m", columns, "ppo", {}),), False)
     assert isinstance(output, RowOutput)
     counted = columns.fields["weights"] != 0
-    difference = output.values.astype(np.float64) - columns.fields["logprobs"]
+    difference = output.values.astype(np.float64) - np.asarray(
+        columns.fields["logprobs"], np.float64
+    )
     assert output.sums["kl:sum"] == pytest.approx(
         float(((np.exp(difference) - 1 - difference) * counted).sum()), rel=1e-4
     )

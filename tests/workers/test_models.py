@@ -77,11 +77,10 @@ def test_gradients_and_export(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     again = worker_for(base)
     again.create_model(ModelSpec(model_id="m", base_model="tiny"))
     again.load_checkpoint("m", str(tmp_path / "saved"), True)
-    computed(worker, 5), computed(again, 5)
-    (
-        worker.optim_step("m", AdamParams(learning_rate=1e-3)),
-        again.optim_step("m", AdamParams(learning_rate=1e-3)),
-    )
+    computed(worker, 5)
+    computed(again, 5)
+    worker.optim_step("m", AdamParams(learning_rate=1e-3))
+    again.optim_step("m", AdamParams(learning_rate=1e-3))
     assert torch.equal(state.weights, again.models["m"].state.weights)  # type: ignore[attr-defined]
 
 

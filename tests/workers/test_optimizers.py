@@ -111,7 +111,8 @@ def test_muon_equals_torch(tmp_path: Path, lora: LoraSpec | None):
             betas=(adam.beta1, adam.beta2),
             eps=adam.eps,
         )
-        muon.step(), adamw.step()
+        muon.step()
+        adamw.step()
         worker.optim_step("m", adam)
         for name, view in held.views.items():
             torch.testing.assert_close(

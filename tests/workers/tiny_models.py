@@ -101,7 +101,7 @@ NOT_ISOLATED: dict[str, PreTrainedConfig] = {
     "lfm2": Lfm2Config(**SIZE, layer_types=["conv", "full_attention"], block_multiple_of=8),
     "nemotron-h": NemotronHConfig(
         **SIZE | {"num_hidden_layers": 4},
-        hybrid_override_pattern="M*-M",
+        hybrid_override_pattern="M*-M",  # pyright: ignore[reportCallIssue]  one of its kwargs
         mamba_num_heads=4,
         mamba_head_dim=16,
         ssm_state_size=16,
