@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -243,7 +243,7 @@ class CheckpointFolders:
                 shutil.rmtree(left, ignore_errors=True)
             for place in (run, *(run / kind for kind in CHECKPOINT_KINDS)):
                 sweep_abandoned(place)
-            for folder in list(_checkpoints_in(run)):
+            for folder in _checkpoints_in(run):
                 try:
                     if self._is_expired(folder):
                         self._remove(folder)
@@ -286,7 +286,7 @@ class CheckpointFolders:
 
     def _readable(self, folders: Iterable[Path]) -> list[RunEntry]:
         """Read the runs one by one. Report a damaged run and leave it out."""
-        found = []
+        found = list[RunEntry]()
         for folder in folders:
             try:
                 found.append(self._run(folder))
@@ -329,8 +329,8 @@ class CheckpointFolders:
 
     def _run(self, folder: Path) -> RunEntry:
         content = json.loads((folder / RUN_FILE).read_text())
-        found = []
-        for item in list(_checkpoints_in(folder)):
+        found = list[CheckpointEntry]()
+        for item in _checkpoints_in(folder):
             try:
                 if not self._is_expired(item):
                     found.append(self._entry(content["run_id"], item))
@@ -379,11 +379,13 @@ class CheckpointFolders:
         shutil.rmtree(hidden)
 
 
-def _checkpoints_in(run: Path) -> Iterator[Path]:
-    for kind in CHECKPOINT_KINDS:
-        for file in (run / kind).glob(f"*/{SPEC_FILE}"):
-            if not file.parent.name.startswith("."):
-                yield file.parent
+def _checkpoints_in(run: Path) -> list[Path]:
+    return [
+        file.parent
+        for kind in CHECKPOINT_KINDS
+        for file in (run / kind).glob(f"*/{SPEC_FILE}")
+        if not file.parent.name.startswith(".")
+    ]
 
 
 def _newest_first(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:

@@ -9,11 +9,12 @@ Neither defaults nor the encoding below may change.
 import hashlib
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_actors.messages.requests import ForwardBackward, Request
 
@@ -46,9 +47,9 @@ def digest_of(request: Request) -> RequestDigest:
 def _encoded(value: Any) -> Iterator[bytes | memoryview]:
     """Yield parts that contain their kind and length, so no two values have the same parts."""
     if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, np.ndarray):
-        dense = np.ascontiguousarray(value)
+        yield from _encoded(cast(Any, value).item())
+    elif isinstance(value, np.ndarray):
+        dense: NDArray[Any] = np.ascontiguousarray(cast(NDArray[Any], value))
         # By its checksum: a hash of a large batch would take many times as long.
         checksum = zlib.crc32(dense.reshape(-1).view(np.uint8).data)
         yield f"a{dense.dtype.str}{dense.shape}{checksum};".encode()
@@ -60,14 +61,16 @@ def _encoded(value: Any) -> Iterator[bytes | memoryview]:
     elif value is None or isinstance(value, bool | int | float):
         yield _number(value)
     elif isinstance(value, Mapping):
-        yield b"m%d:" % len(value)
-        for key in sorted(value):
+        mapping = cast(Mapping[Any, Any], value)
+        yield b"m%d:" % len(mapping)
+        for key in sorted(mapping):
             yield from _encoded(key)
-            yield from _encoded(value[key])
+            yield from _encoded(mapping[key])
     elif isinstance(value, tuple | list):
-        yield b"l%d:" % len(value)
-        yield from _items(value)
-    elif is_dataclass(value):
+        items = cast(Sequence[Any], value)
+        yield b"l%d:" % len(items)
+        yield from _items(items)
+    elif is_dataclass(cast(object, value)):
         given = {
             field.name: getattr(value, field.name)
             for field in fields(value)
@@ -76,10 +79,10 @@ def _encoded(value: Any) -> Iterator[bytes | memoryview]:
         yield f"d{type(value).__name__}:".encode()
         yield from _encoded(given)
     else:
-        raise TypeError(f"no digest of a {type(value).__name__}")
+        raise TypeError(f"no digest of a {type(cast(object, value)).__name__}")
 
 
-def _items(values: tuple[Any, ...] | list[Any]) -> Iterator[bytes | memoryview]:
+def _items(values: Sequence[Any]) -> Iterator[bytes | memoryview]:
     """Encode a list of integers at once, and any other list item by item."""
     if set(map(type, values)) == {int}:
         try:

@@ -9,7 +9,7 @@ import shutil
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from skyrl_actors.storage.files import PARTIAL, write_durably
 
@@ -26,10 +26,10 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 def read_json(file: Path) -> dict[str, Any] | None:
     """Return a JSON object, or None when there is no such file or it cannot be read."""
     try:
-        content = json.loads(file.read_text())
+        content: Any = json.loads(file.read_text())
         if not isinstance(content, dict):
             raise ValueError("it is not a JSON object")
-        return content
+        return cast(dict[str, Any], content)
     except FileNotFoundError:
         return None
     except UNREADABLE as error:

@@ -17,7 +17,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.progress import Progress
-from skyrl_actors.controller.tenants import Model, TenantTable
+from skyrl_actors.controller.tenants import Model, Sampler, TenantTable
 from skyrl_actors.controller.verbs import model_verb
 from skyrl_actors.controller.verbs.verb import ReplayedOp
 from skyrl_actors.journal.entries import Operation
@@ -123,7 +123,7 @@ class Replayer:
         if lost:
             await self.restore(model, [s.weights.version for s in lost])
 
-    async def lost_samplers(self, model_id: str) -> list:
+    async def lost_samplers(self, model_id: str) -> list[Sampler]:
         """Return the model's unnamed samplers whose weights are missing."""
         mine = [s for s in self.tenants.samplers.values() if s.owner == model_id]
         return [s for s in mine if not await self.backend.has_sampler(s.weights)]

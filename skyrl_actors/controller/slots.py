@@ -7,7 +7,7 @@ credit for that time.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -56,7 +56,7 @@ class FairSlots:
         self._tenants: dict[str, Tenant] = {}
 
     @asynccontextmanager
-    async def hold(self, name: str, sequences: int, tokens: int) -> AsyncIterator[Place]:
+    async def hold(self, name: str, sequences: int, tokens: int) -> AsyncGenerator[Place]:
         """Wait for admission of a request of tenant `name`, and hold its place."""
         place = Place(sequences, tokens)
         tenant = self._tenant(name)

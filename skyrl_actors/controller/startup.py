@@ -31,7 +31,7 @@ async def load_tables(
     ledger.answered_before = journal_state.recent
     ledger.recall.begin(journal_state.next_number)
     snapshots = {snapshot.model_id: snapshot for snapshot in journal_state.snapshots}
-    unanswered = []
+    unanswered: list[Op] = []
     for header in journal_state.operations:
         if (
             header.kind == "CreateModel"

@@ -42,7 +42,7 @@ def load(connection: sa.Connection, epoch: int) -> JournalState:
     owed = connection.execute(sa.select(t.operations).where(t.OWED)).all()
     recent = sa.select(OP.request_id, OP.answered_at).order_by(OP.number.desc()).limit(RECENT)
     operations = {row.number: operation_of(row) for row in owed}
-    snapshots = []
+    snapshots: list[SnapshotTaken] = []
     for creation in _creations(connection):
         snapshot = newest_snapshot(connection, str(creation.model_id))
         snapshots += [snapshot] if snapshot else []
@@ -103,8 +103,8 @@ def newest_snapshot(connection: sa.Connection, model_id: str) -> SnapshotTaken |
         .order_by(column.number.desc())
         .limit(1)
     )
-    row = connection.execute(query).first()
-    return SnapshotTaken(**row._mapping) if row else None
+    row = connection.execute(query).mappings().first()
+    return SnapshotTaken(**row) if row else None
 
 
 def last_step(connection: sa.Connection, model_id: str) -> int | None:

@@ -228,9 +228,11 @@ def _check_version(connection: sa.Connection, names: set[str]) -> None:
 
 def _run_migrations(connection: sa.Connection) -> None:
     scripts = _scripts()
-    with EnvironmentContext(
-        Config(), scripts, fn=lambda found, _: scripts._upgrade_revs("head", found)
-    ) as environment:
+
+    def upgrades(found: Any, _: Any) -> Any:
+        return scripts._upgrade_revs("head", found)  # pyright: ignore[reportPrivateUsage]
+
+    with EnvironmentContext(Config(), scripts, fn=upgrades) as environment:
         environment.configure(connection=connection, version_table=VERSION_TABLE)
         with environment.begin_transaction():
             environment.run_migrations()

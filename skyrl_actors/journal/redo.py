@@ -7,7 +7,7 @@ confirmed. Rows are small, so memory suffices for the newest ones.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from skyrl_actors.messages.errors import InternalError
 
@@ -30,7 +30,7 @@ class Commit:
     @property
     def rows(self) -> int:
         return 1 + sum(
-            len(parameters) if isinstance(parameters, list) else 1
+            len(cast(list[Any], parameters)) if isinstance(parameters, list) else 1
             for _, parameters in self.statements
         )
 

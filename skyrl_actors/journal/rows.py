@@ -28,7 +28,8 @@ ANSWER = sa.update(t.operations).where(t.operations.c.number == sa.bindparam("of
 
 def statements(entries: Sequence[Entry], blobs: Iterator[Blob]) -> list[tuple[Any, Any]]:
     """Return the statements to execute, each with its parameters."""
-    accepted, answered, others = [], [], []
+    accepted, answered = list[dict[str, Any]](), list[dict[str, Any]]()
+    others: list[Entry] = []
     for entry in entries:
         if isinstance(entry, Accepted):
             accepted.append(accepted_row(entry, next(blobs)))

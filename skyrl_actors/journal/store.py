@@ -254,7 +254,7 @@ class Store:
             .order_by(sa.func.min(column.number))
         )
         with self.engine.connect() as connection:
-            return [dict(row._mapping) for row in connection.execute(query)]
+            return [dict(row) for row in connection.execute(query).mappings()]
 
     def snapshots(self, model_id: str) -> list[SnapshotTaken]:
         query = (
@@ -263,7 +263,7 @@ class Store:
             .order_by(t.snapshots.c.number.desc())
         )
         with self.engine.connect() as connection:
-            return [SnapshotTaken(**row._mapping) for row in connection.execute(query)]
+            return [SnapshotTaken(**row) for row in connection.execute(query).mappings()]
 
     def snapshot_folders(self) -> set[str]:
         with self.engine.connect() as connection:

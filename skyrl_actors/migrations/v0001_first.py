@@ -1,5 +1,7 @@
 """The first schema of the journal."""
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -64,7 +66,7 @@ def upgrade() -> None:
     )
 
 
-def _blob(name: str) -> list[sa.Column]:
+def _blob(name: str) -> list[sa.Column[Any]]:
     return [
         sa.Column(f"{name}_pack", sa.String(64)),
         sa.Column(f"{name}_offset", sa.BigInteger()),

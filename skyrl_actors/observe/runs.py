@@ -24,7 +24,7 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
 
 def listed(parent: Path) -> list[dict[str, Any]]:
     """Return a summary of each run, sorted by name."""
-    found = []
+    found: list[dict[str, Any]] = []
     for run in (
         sorted(path for path in parent.iterdir() if (path / CONFIG).exists())
         if parent.is_dir()

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,7 +67,7 @@ class Spans:
     @contextmanager
     def sent(
         self, name: str, row: str, request_id: str, **attributes: str | int | float
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Send a span for the body of the context, in the trace of this request.
 
         The span has the attribute `outcome`: ok, or the type of the error.
