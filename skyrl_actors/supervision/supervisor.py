@@ -140,8 +140,9 @@ class Supervisor(ABC):
                         self._step("died")
                     continue
                 self.restarts += 1
-                self.on_restarted()
-                return
+                if self.health != "DEAD":  # otherwise it died again before this task ended
+                    self.on_restarted()
+                    return
             self.reason = f"{self.reason}\n{log_tail}".strip()
             self._report(f"{self.name} is given up: {self.reason}")
         finally:

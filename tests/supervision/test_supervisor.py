@@ -117,3 +117,21 @@ async def test_a_part_that_is_given_up_gets_a_new_row_of_restarts_after_its_cool
     await asyncio.sleep(1.1)
     await asyncio.wait_for(part.until_healthy(), 60)
     assert part.restarts == 1
+
+
+async def test_a_part_that_dies_before_its_restart_has_ended_is_restarted_again():
+    """Nobody asks for the part, so nobody else would notice."""
+
+    class Fragile(Part):
+        async def _come_back(self) -> None:
+            await super()._come_back()
+            if self.restarts == 0:
+                self.died("killed again")
+
+    told = list[int]()
+    part = Fragile("e", RestartConfig(max_in_a_row=5), lambda _: None)
+    part.on_restarted = lambda: told.append(part.restarts)
+    await part.start()
+    part.died("killed")
+    await asyncio.wait_for(part.wait_until_settled(), 60)
+    assert part.health == "HEALTHY" and part.restarts == 2 and told == [2]
