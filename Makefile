@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # A machine with a GPU gets the CUDA builds, and any other the CPU builds.
 ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
+# Two processes: one for the tests that start Ray, which keeps its address in one file of the machine,
+# and one for the others.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
 
 .PHONY: demo test test-slow test-fast check bench chaos simulate sdk-matrix setup clean
@@ -39,13 +42,13 @@ demo: $(READY)
 	$(BIN)/skyrl-actors demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not cluster"
+	$(PYTEST) -m "not slow and not cluster"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -45,7 +45,9 @@ class Run:
         self.errors: list[str] = []
         self._wanted = steps
         self._threads = [
-            threading.Thread(target=self._loop, args=(loop, name), name=loop) for loop in LOOPS
+            # daemons, because after Ctrl-C the SDK still repeats calls of a service that is gone
+            threading.Thread(target=self._loop, args=(loop, name), name=loop, daemon=True)
+            for loop in LOOPS
         ]
 
     def _loop(self, loop: str, name: str) -> None:

@@ -69,9 +69,11 @@ def service(
             served.serve()
             yield served
         finally:
-            cli("stop", "--name", NAME)
-            if served.nodes is not None:
-                served.nodes.end()
+            try:
+                cli("stop", "--name", NAME)
+            finally:
+                if served.nodes is not None:
+                    served.nodes.end()
 
 
 def base_folder(warmup_steps: int = 0) -> Path:

@@ -26,7 +26,7 @@ use_ray_token()  # before anything imports ray
 
 from skyrl_actors.backends.base_models import base_model_folder  # noqa: E402
 from skyrl_actors.config.cluster import TinyBase  # noqa: E402
-from tests.marks import mark_clusters  # noqa: E402
+from tests.marks import arrange, mark_clusters  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 # A slow example is not a failure.
@@ -36,13 +36,10 @@ settings.register_profile(
 settings.load_profile("shared-machine")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups after this
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that use the `service` fixture last.
-
-    A test that starts and stops Ray in its own process removes the address of the service's Ray.
-    """
     mark_clusters(items)
-    items.sort(key=lambda item: "service" in getattr(item, "fixturenames", ()))
+    arrange(items)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,14 @@
-"""Which tests need a cluster: Ray, vLLM, training processes or a service of their own."""
+"""Which tests need a cluster, and which of them must run in the same process one after another.
+
+A cluster is Ray, vLLM, training processes or a service of their own.
+"""
 
 import pytest
 
-FIXTURES = {"service", "local_ray", "cluster", "their_server", "runs", "ranks", "postgres"}
+FIXTURES = {"service", "local_ray", "cluster", "their_server", "ranks", "postgres"}
 FILES = (
     "tests/api/test_console.py",
     "tests/api/test_quick_starts.py",
-    "tests/engines/test_external.py",
     "tests/engines/test_gpu_bench.py",
     "tests/engines/test_tempered.py",
     "tests/engines/test_transfer.py",
@@ -18,10 +20,54 @@ FILES = (
     "tests/matrix/",
     "tests/service/",
 )
+# These start Ray, which keeps the address of its cluster in one file of the machine.
+RAY_FIXTURES = {"service", "local_ray", "cluster"}
+RAY_FILES = (
+    "tests/engines/test_external.py::test_adapters",
+    "tests/jobs/test_commands.py",
+    "tests/service/",
+)
+# Long files after those with Ray. The others follow, because short ones fill the last seconds best.
+EARLY_FILES = (
+    "tests/workers/test_strategies.py",
+    "tests/workers/test_order_of_verbs.py",
+    "tests/engines/test_transfer.py",
+    "tests/engines/test_vllm_start.py",
+    "tests/workers/test_head.py",
+    "tests/matrix/",
+)
 
 
 def mark_clusters(items: list[pytest.Item]) -> None:
     for item in items:
-        in_files = item.nodeid.startswith(FILES)
-        if in_files or FIXTURES & set(getattr(item, "fixturenames", ())):
+        if item.nodeid.startswith(FILES) or FIXTURES & fixtures_of(item):
             item.add_marker(pytest.mark.cluster)
+
+
+def arrange(items: list[pytest.Item]) -> None:
+    """Order the tests, and name the group of each, which pytest-xdist runs in one process.
+
+    All tests with Ray are one group, in which those with the `service` fixture are last: a test
+    that starts and stops Ray in its own process removes the address of the service's Ray. Any other
+    file is its own group, so that its fixtures are made once.
+    """
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=rank_of)
+
+
+def group_of(item: pytest.Item) -> str:
+    return "ray" if uses_ray(item) else item.nodeid.partition("::")[0]
+
+
+def uses_ray(item: pytest.Item) -> bool:
+    return item.nodeid.startswith(RAY_FILES) or bool(RAY_FIXTURES & fixtures_of(item))
+
+
+def rank_of(item: pytest.Item) -> tuple[bool, bool, bool]:
+    early = item.nodeid.startswith(EARLY_FILES)
+    return not uses_ray(item), not early, "service" in fixtures_of(item)
+
+
+def fixtures_of(item: pytest.Item) -> set[str]:
+    return set(getattr(item, "fixturenames", ()))

@@ -51,7 +51,7 @@ class Service:
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Service:
+def simulated(tmp_path: Path) -> Service:
     return Service(tmp_path)
 
 
@@ -78,20 +78,20 @@ def batch(model_id: str, token: int, seq_id: int | None = None) -> rq.ForwardBac
     )
 
 
-async def test_accepted_operations_are_never_answered_with_a_failed_move(service: Service):
+async def test_accepted_operations_are_never_answered_with_a_failed_move(simulated: Service):
     """A third of the moves fail, and each failure kills the ranks or the engine.
 
     An operation has one attempt.
     """
-    service.config = service.config.model_copy(update={"restart": RestartConfig(attempts=1)})
-    controller = await service.start()
+    simulated.config = simulated.config.model_copy(update={"restart": RestartConfig(attempts=1)})
+    controller = await simulated.start()
     backend = controller.backend
     assert isinstance(backend, SimBackend)
     # Short enough that the rank has sometimes restarted before the next attempt.
     backend.phase_lock._healing = MoveHealing(first_pause_s=0.2, longest_pause_s=0.2)
     backend.phase_lock._timeout_s = 0.1
     model_id = await made(controller, "s1")
-    service.machines.failing_moves = 0.33
+    simulated.machines.failing_moves = 0.33
     for seq_id in range(1, 17, 4):
         trained = await controller.submit(batch(model_id, seq_id, seq_id))
         step = await controller.submit(rq.OptimStep(model_id, AdamParams(), seq_id + 1))
@@ -117,11 +117,11 @@ async def test_all_recoveries_are_counted_although_few_durations_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(replay, "KEPT_TIMES", 2)
-    service = Service(tmp_path)
-    controller = await service.start()
+    simulated = Service(tmp_path)
+    controller = await simulated.start()
     model_id = await made(controller, "s1")
     for seq_id in range(1, 5):
-        service.machines.kill_rank()
+        simulated.machines.kill_rank()
         answer = await done(controller, await controller.submit(batch(model_id, seq_id, seq_id)))
         assert isinstance(answer, rs.LossOutput)
     status = await controller.status()
@@ -130,8 +130,8 @@ async def test_all_recoveries_are_counted_although_few_durations_are_kept(
     await controller.close()
 
 
-async def test_a_lost_payload_fails_its_model_and_no_other(service: Service):
-    controller = await service.start()
+async def test_a_lost_payload_fails_its_model_and_no_other(simulated: Service):
+    controller = await simulated.start()
     one, two = await made(controller, "s1"), await made(controller, "s2")
     await done(controller, await controller.submit(batch(one, 1)))
     request_id = await controller.submit(batch(one, 2))
@@ -139,8 +139,8 @@ async def test_a_lost_payload_fails_its_model_and_no_other(service: Service):
     lost = await controller.journal.find(request_id)
     answer = await done(controller, await controller.submit(batch(two, 3)))
     assert isinstance(answer, rs.LossOutput) and lost is not None and lost.payload is not None
-    (service.config.journal.folder / "packs" / lost.payload.pack).unlink()
-    service.machines.kill_rank()
+    (simulated.config.journal.folder / "packs" / lost.payload.pack).unlink()
+    simulated.machines.kill_rank()
     failed = await done(controller, await controller.submit(batch(one, 4)))
     assert (
         isinstance(failed, rs.Failure)
@@ -151,25 +151,25 @@ async def test_a_lost_payload_fails_its_model_and_no_other(service: Service):
     await controller.close()
 
 
-async def test_a_lost_creation_fails_its_model_and_no_other(service: Service):
-    controller = await service.start()
+async def test_a_lost_creation_fails_its_model_and_no_other(simulated: Service):
+    controller = await simulated.start()
     one, two = await made(controller, "s1"), await made(controller, "s2")
     (creation,) = await controller.journal.operations(one, 0, 99)
     assert creation.payload is not None
     await controller.close()
-    (service.config.journal.folder / "packs" / creation.payload.pack).unlink()
-    controller = await service.start()
+    (simulated.config.journal.folder / "packs" / creation.payload.pack).unlink()
+    controller = await simulated.start()
     with pytest.raises(Exception, match=f"model {one} is lost: .* is missing"):
         await controller.submit(batch(one, 1))
     assert isinstance(await done(controller, await controller.submit(batch(two, 1))), rs.LossOutput)
     await controller.close()
 
 
-async def test_the_service_starts_with_swept_or_damaged_records(service: Service):
-    controller = await service.start()
+async def test_the_service_starts_with_swept_or_damaged_records(simulated: Service):
+    controller = await simulated.start()
     one, two = await made(controller, "s1"), await made(controller, "s2")
-    assert service.machines.rank is not None
-    worker = service.machines.rank.worker
+    assert simulated.machines.rank is not None
+    worker = simulated.machines.rank.worker
     worker.faulty = 1
 
     class Again(set):
@@ -185,20 +185,20 @@ async def test_the_service_starts_with_swept_or_damaged_records(service: Service
     header = await controller.journal.find(failed_id)
     assert header is not None and header.payload is not None and header.result is not None
     await controller.close()
-    (service.config.journal.folder / "packs" / header.payload.pack).unlink()
-    controller = await service.start()
+    (simulated.config.journal.folder / "packs" / header.payload.pack).unlink()
+    controller = await simulated.start()
     refused = await done(controller, await controller.submit(rq.OptimStep(one, AdamParams())))
     assert isinstance(refused, rs.Failure) and "the reason is lost" in refused.message
     assert isinstance(await done(controller, await controller.submit(batch(two, 1))), rs.LossOutput)
-    (service.config.journal.folder / "packs" / header.result.pack).unlink(missing_ok=True)
+    (simulated.config.journal.folder / "packs" / header.result.pack).unlink(missing_ok=True)
     # The client gets a final answer and does not retry forever.
     lost = await controller.retrieve(failed_id, 0)
     assert isinstance(lost, rs.Failure) and "is missing" in lost.message
     await controller.close()
 
 
-async def test_numbers_beyond_64_bits_fail_only_their_own_request(service: Service):
-    controller = await service.start()
+async def test_numbers_beyond_64_bits_fail_only_their_own_request(simulated: Service):
+    controller = await simulated.start()
     one, two = await made(controller, "s1"), await made(controller, "s2")
     await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
     large = 2**70
@@ -245,15 +245,15 @@ async def test_numbers_beyond_64_bits_fail_only_their_own_request(service: Servi
     await controller.close()
 
 
-async def test_accepted_requests_and_answers_survive_the_controller(service: Service):
-    controller = await service.start()
+async def test_accepted_requests_and_answers_survive_the_controller(simulated: Service):
+    controller = await simulated.start()
     model_id = await made(controller, "s1")
     first = await controller.submit(batch(model_id, 1, seq_id=1))
     answer = await done(controller, first)
     step = await controller.submit(rq.OptimStep(model_id, AdamParams(), 2), "r-of-the-ingress")
     await done(controller, step)
     await controller.close()
-    controller = await service.start()
+    controller = await simulated.start()
     assert controller.epoch == 2
     again = await controller.retrieve(first, 0)
     assert isinstance(again, rs.LossOutput) and isinstance(answer, rs.LossOutput)
@@ -271,12 +271,12 @@ async def test_accepted_requests_and_answers_survive_the_controller(service: Ser
     await controller.close()
 
 
-async def test_a_finished_session_stays_finished(service: Service):
-    controller = await service.start()
+async def test_a_finished_session_stays_finished(simulated: Service):
+    controller = await simulated.start()
     model_id = await made(controller, "s1")
     await controller.finish_session("s1")
     await controller.close()
-    controller = await service.start()
+    controller = await simulated.start()
     with pytest.raises(NotFound, match="unknown session"):
         controller.heartbeat("s1")
     with pytest.raises(NotFound, match="unknown model"):
@@ -284,10 +284,10 @@ async def test_a_finished_session_stays_finished(service: Service):
     await controller.close()
 
 
-async def test_every_call_is_refused_until_the_journal_was_read(service: Service):
+async def test_every_call_is_refused_until_the_journal_was_read(simulated: Service):
     """NotFound is final for a client, so it is not returned before all ids are known."""
     controller = Controller(
-        service.config, SimBackend(service.machines), SqlJournal(service.config.journal)
+        simulated.config, SimBackend(simulated.machines), SqlJournal(simulated.config.journal)
     )
     for ask in (
         lambda: controller.submit(batch("s1:train:0", 1)),
@@ -300,12 +300,12 @@ async def test_every_call_is_refused_until_the_journal_was_read(service: Service
         controller.heartbeat("s1")
 
 
-async def test_only_the_client_of_an_unstorable_request_gets_an_error(service: Service):
+async def test_only_the_client_of_an_unstorable_request_gets_an_error(simulated: Service):
     """The requests have numbers beyond 64 bits, or text that is not Unicode.
 
     No other request waits, and the service stays healthy.
     """
-    controller = await service.start()
+    controller = await simulated.start()
     one, two = await made(controller, "s1"), await made(controller, "s2")
     await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
     large, broken = 2**70, "a\ud800"
@@ -350,8 +350,8 @@ async def test_only_the_client_of_an_unstorable_request_gets_an_error(service: S
     await controller.close()
 
 
-async def test_an_answer_that_cannot_be_stored_is_answered_as_a_failure(service: Service):
-    controller = await service.start()
+async def test_an_answer_that_cannot_be_stored_is_answered_as_a_failure(simulated: Service):
+    controller = await simulated.start()
     model_id = await made(controller, "s1")
 
     async def strange(*_: object) -> dict[str, float]:
@@ -368,9 +368,9 @@ async def test_an_answer_that_cannot_be_stored_is_answered_as_a_failure(service:
     await controller.close()
 
 
-async def test_samples_from_before_a_restart_are_read_on_the_first_request(service: Service):
+async def test_samples_from_before_a_restart_are_read_on_the_first_request(simulated: Service):
     """A start does not read them. A repeat and the list of answered samples do."""
-    controller = await service.start()
+    controller = await simulated.start()
     await controller.create_session("s1")
     await controller.open_sampler("s1:sample:0", "s1", "tiny", None)
     controller.backend.machines.exports[""] = "base"  # type: ignore[attr-defined]
@@ -392,7 +392,7 @@ async def test_samples_from_before_a_restart_are_read_on_the_first_request(servi
     for request_id in ids:
         await done(controller, request_id)
     await controller.close()
-    controller = await service.start()
+    controller = await simulated.start()
     controller.backend.sample = sampled  # type: ignore[method-assign]
     assert not controller.queue._accepted
     fresh = await controller.submit(
@@ -420,8 +420,8 @@ async def test_samples_from_before_a_restart_are_read_on_the_first_request(servi
     await controller.close()
 
 
-async def test_versions_of_weights_have_new_names_after_a_restart(service: Service):
-    controller = await service.start()
+async def test_versions_of_weights_have_new_names_after_a_restart(simulated: Service):
+    controller = await simulated.start()
     model_id = await made(controller, "s1")
 
     async def saved(number: int) -> str:
@@ -432,16 +432,16 @@ async def test_versions_of_weights_have_new_names_after_a_restart(service: Servi
 
     names = [await saved(0), await saved(1)]
     await controller.close()
-    controller = await service.start()
+    controller = await simulated.start()
     names += [await saved(2), await saved(3)]
     assert len(set(names)) == 4
     await controller.close()
 
 
 async def test_a_state_whose_operations_were_removed_is_not_rebuilt_without_them(
-    service: Service,
+    simulated: Service,
 ):
-    controller = await service.start()
+    controller = await simulated.start()
     model_id = await made(controller, "s1")
     for token in range(1, 4):
         await done(controller, await controller.submit(batch(model_id, token)))
@@ -453,22 +453,22 @@ async def test_a_state_whose_operations_were_removed_is_not_rebuilt_without_them
     journal = controller.journal
     assert isinstance(journal, SqlJournal)
     now = journal.wall()
-    journal.wall = lambda: now + service.config.journal.retention_s + 60
+    journal.wall = lambda: now + simulated.config.journal.retention_s + 60
     await done(controller, await controller.submit(batch(model_id, 4)))
     await journal.sweep()
     (snapshot,) = await journal.snapshots(model_id)
     folder = str(journal.folder / "snapshots" / snapshot.folder)
-    service.machines.disk.files[folder] = service.machines.disk.files[f"{folder}.partial"]
+    simulated.machines.disk.files[folder] = simulated.machines.disk.files[f"{folder}.partial"]
     # The creation, the last step and the operation after it are left.
     assert len(await journal.operations(model_id, 0, 10**6)) == 3
-    service.machines.kill_rank()
+    simulated.machines.kill_rank()
     assert isinstance(
         await done(controller, await controller.submit(batch(model_id, 5))), rs.LossOutput
     )
     with pytest.raises(NotFound, match="is at step 3; use 0 or 3 to 3; steps before 3 are older"):
         await controller.checkpoint_spec(parse_path(f"tinker://{model_id}/steps/1"))
     (journal.folder / "snapshots" / snapshot.folder / "manifest.json").unlink()
-    service.machines.kill_rank()
+    simulated.machines.kill_rank()
     refused = await done(controller, await controller.submit(batch(model_id, 6)))
     assert (
         isinstance(refused, rs.Failure)

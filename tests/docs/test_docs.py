@@ -107,24 +107,13 @@ def test_commands_of_the_docs(command: str, service: Service, tmp_path: Path):
             "trace": ["--name", service.name],
             "journal": [f"journal.folder={service.journal}"],
         }
-        if words[1] == "trace":  # an empty trace is refused
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "examples.sft",
-                    "--steps",
-                    "1",
-                    "--batch",
-                    "4",
-                    "--base-model",
-                    "tiny",
-                ],
-                cwd=ROOT,
-                check=True,
-                timeout=240,
-            )
         done = run_cli(*words[1:], *own.get(words[1], []), cwd=tmp_path)
+        if (
+            "no operations to show yet" in done.stderr
+        ):  # no earlier test has trained on this service
+            example = shlex.split(SMALLER["python -m examples.sft"])
+            subprocess.run([sys.executable, *example[1:]], cwd=ROOT, check=True, timeout=240)
+            done = run_cli(*words[1:], *own[words[1]], cwd=tmp_path)
     else:
         done = subprocess.run(
             [sys.executable, *words[1:]], capture_output=True, text=True, timeout=240, cwd=tmp_path

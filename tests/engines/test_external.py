@@ -321,7 +321,7 @@ async def _is_refused(backend: RayBackend, folder: Path) -> None:
         await backend.sample("x2", PROMPT, SamplingParams(max_tokens=1), nowhere)
 
 
-async def test_a_server_that_is_not_usable_is_refused_with_the_reason(their_server: int):
+async def test_a_server_that_is_not_usable_is_refused_with_the_reason():
     answers: dict[str, object] = {}
 
     class Page(BaseHTTPRequestHandler):
@@ -363,6 +363,10 @@ async def test_a_server_that_is_not_usable_is_refused_with_the_reason(their_serv
         await _fails(url, KEY, None, "loads no adapters: start it with --enable-lora")
         page.shutdown()
     await _fails(f"http://127.0.0.1:{free_port()}", KEY, None, "does not answer: ConnectError")
+
+
+@pytest.mark.slow
+async def test_a_real_server_is_refused_for_a_wrong_key_or_model(their_server: int):
     await _answers(their_server)
     await _fails(
         f"http://127.0.0.1:{their_server}",

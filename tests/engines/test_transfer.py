@@ -11,11 +11,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyrl_actors.backends.actor_env import actor_environment
+from skyrl_actors.config.cluster import ClusterConfig
 from tests.conftest import ROOT
 
 KV_BYTES = 256 * 2**20
@@ -289,40 +292,33 @@ def untied(base: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def runs(
-    random_base: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Start both processes at once, because their starts mostly wait."""
-    from skyrl_actors.backends.actor_env import actor_environment
-    from skyrl_actors.config.cluster import ClusterConfig
-
+@contextmanager
+def script_process(base: Path, devices: int, work: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run the script in a process of its own, because vLLM changes the process that it is in."""
+    (work / "transfer.py").write_text(SCRIPT)
+    command = [sys.executable, str(work / "transfer.py"), str(base), str(devices), str(work)]
     environment = {**os.environ, **actor_environment(ClusterConfig()), "OMP_NUM_THREADS": "1"}
-    started: dict[str, subprocess.Popen[str]] = {}
-    for name, devices in (("tied, two devices", 2), ("untied, one device", 1)):
-        work = tmp_path_factory.mktemp("transfer")
-        base = random_base if devices == 2 else untied(random_base, work / "untied")
-        (work / "transfer.py").write_text(SCRIPT)
-        command = [sys.executable, str(work / "transfer.py"), str(base), str(devices), str(work)]
-        with (work / "errors").open("w") as errors:
-            process = subprocess.Popen(
-                command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=errors, env=environment
-            )
-        process.errors = work / "errors"  # type: ignore[attr-defined]
-        started[name] = process
-    yield started
-    for process in started.values():
+    with (work / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=errors, env=environment
+        )
+    try:
+        yield process
+    finally:
         process.kill()
         process.wait()
 
 
-@pytest.mark.parametrize(("name", "devices"), [("tied, two devices", 2), ("untied, one device", 1)])
+@pytest.mark.parametrize(
+    ("tied", "devices"), [pytest.param(True, 2, marks=pytest.mark.slow), (False, 1)]
+)
 def test_weights_arrive_exactly_by_every_transfer(
-    runs: dict[str, subprocess.Popen[str]], name: str, devices: int
+    random_base: Path, tmp_path: Path, tied: bool, devices: int
 ):
-    process = runs[name]
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, process.errors.read_text()[-3000:]  # type: ignore[attr-defined]
+    base = random_base if tied else untied(random_base, tmp_path / "untied")
+    with script_process(base, devices, tmp_path) as process:
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, (tmp_path / "errors").read_text()[-3000:]
     said: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     assert (
         said["rss awake"] - said["rss asleep"] > 0.8 * devices * KV_BYTES
