@@ -176,7 +176,6 @@ MODULE_TOKENS, FUNCTION_LINES = 2600, 60
 LARGER_MODULES = {
     "skyrl_actors/backends/ray_backend.py": 3630,
     "skyrl_actors/controller/controller.py": 2880,
-    "skyrl_actors/workers/torch_worker.py": 3760,
     "skyrl_actors/groups/actor_group.py": 3330,
     "skyrl_actors/jobs/episodes.py": 2890,
     "skyrl_actors/engines/vllm_engine.py": 2800,
