@@ -177,7 +177,6 @@ LARGER_MODULES = {
     "skyrl_actors/controller/controller.py": 2880,
     "skyrl_actors/jobs/episodes.py": 2890,
     "skyrl_actors/jobs/rl.py": 2820,
-    "skyrl_actors/controller/checkpoints.py": 2700,
 }
 LONGER_FUNCTIONS = {
     "placement/memory.py:trainer_parts": 75,
