@@ -13,6 +13,8 @@ from placement.shape import ModelShape
 
 PHASES = ("TRAIN", "STEP", "SYNC", "SAMPLE")
 TRAINED, STEPPED, ALL = frozenset({"TRAIN", "STEP", "SYNC"}), frozenset({"STEP"}), frozenset(PHASES)
+# Passes run in STEP too, because all that TRAIN needs is loaded there.
+PASSES = frozenset({"TRAIN", "STEP"})
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2  # CUDA context and libraries of one process on a GPU
 GRAPHS_BYTES = GIB  # CUDA graphs of an engine that captures them
@@ -117,84 +119,107 @@ class MemoryPlan:
 
 def trainer_parts(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
     """Return the items of one training rank."""
-    total, c = shape.num_parameters, ask.compute_bytes
+    parts = [
+        *(_adapter_items(ask, shape) if ask.adapters else ()),
+        *(_full_model_items(ask, shape) if ask.full_models else ()),
+        *_pass_items(ask, shape),
+    ]
+    return [part for part in parts if part.bytes > 0]
+
+
+def _weight_phases(ask: TrainerLayout) -> frozenset[str]:
+    return TRAINED if ask.moves else ALL
+
+
+def _gradient_phases(ask: TrainerLayout) -> frozenset[str]:
+    return PASSES if ask.moves else ALL
+
+
+def _moment_phases(ask: TrainerLayout) -> frozenset[str]:
+    return STEPPED if ask.moves else ALL
+
+
+def _adapter_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
+    """Return the frozen base and the adapters over it."""
+    item = partial(_trainer_item, ask.kind)
+    base = shape.num_parameters * ask.compute_bytes / ask.base_shards
+    used = ask.adapters * shape.lora_parameters(ask.lora_rank)
+    if ask.all_adapters_bytes is not None:
+        used = min(used, ask.all_adapters_bytes // ADAPTER_BYTES)
+    keys = ("*lora.max_adapters", "*lora.max_rank")
+    items = [
+        item("base weights", base, _weight_phases(ask), "strategy=fsdp2", "num_ranks"),
+        item("adapters", used * 4, _weight_phases(ask), *keys),
+        item("adapters' gradients", used * 4, _gradient_phases(ask), *keys),
+        item("adapters' moments", used * 8, _moment_phases(ask), *keys),
+    ]
+    if ask.all_adapters_bytes is not None:
+        idle = ask.all_adapters_bytes - used * ADAPTER_BYTES
+        where = ALL if ask.one_memory else frozenset[str]()
+        items.append(item("idle adapters", idle, where, "*lora.max_host_gib", "*lora.max_rank"))
+    return items
+
+
+def _full_model_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
+    """Return the models that are trained whole."""
+    item = partial(_trainer_item, ask.kind)
+    full = ask.full_models * shape.num_parameters
     weights, gradient, moments = ask.full_bytes
-    parts: list[MemoryItem] = []
-
-    def add(what: str, size: float, phases: frozenset[str], *settings: str) -> None:
-        if size > 0:
-            parts.append(_trainer_item(ask.kind, what, int(size), phases, settings))
-
-    resident = TRAINED if ask.moves else ALL
-    gradients = frozenset({"TRAIN", "STEP"}) if ask.moves else ALL
-    optimizer = STEPPED if ask.moves else ALL
-    if ask.adapters:
-        add("base weights", total * c / ask.base_shards, resident, "strategy=fsdp2", "num_ranks")
-        used = ask.adapters * shape.lora_parameters(ask.lora_rank)
-        if ask.all_adapters_bytes is not None:
-            used = min(used, ask.all_adapters_bytes // ADAPTER_BYTES)
-        add("adapters", used * 4, resident, "*lora.max_adapters", "*lora.max_rank")
-        add("adapters' gradients", used * 4, gradients, "*lora.max_adapters", "*lora.max_rank")
-        add("adapters' moments", used * 8, optimizer, "*lora.max_adapters", "*lora.max_rank")
-        if ask.all_adapters_bytes is not None:
-            idle = frozenset(ALL) if ask.one_memory else frozenset[str]()
-            add(
-                "idle adapters",
-                ask.all_adapters_bytes - used * ADAPTER_BYTES,
-                idle,
-                "*lora.max_host_gib",
-                "*lora.max_rank",
-            )
-    if ask.full_models:
-        full = ask.full_models * total
-        add(
+    return [
+        item(
             "full weights",
             full * weights,
-            resident,
+            _weight_phases(ask),
             "full_strategy.stage=3",
             "num_ranks",
             "*lora.max_full_models",
-        )
-        add(
+        ),
+        item(
             "full gradients",
             full * gradient,
-            gradients,
+            _gradient_phases(ask),
             "full_strategy.stage=2",
             "*lora.max_full_models",
-        )
-        add(
+        ),
+        item(
             "full moments",
             full * moments,
-            frozenset[str]() if ask.offloaded else optimizer,
+            frozenset[str]() if ask.offloaded else _moment_phases(ask),
             "full_strategy.offload_optimizer=true",
             "*lora.max_full_models",
-        )
-    # Passes run in STEP too, because all that TRAIN needs is loaded there.
-    if ask.full_models and ask.kind != "critic":
-        add(
+        ),
+    ]
+
+
+def _pass_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
+    """Return what a pass needs while it runs."""
+    item = partial(_trainer_item, ask.kind)
+    has_trained_head = ask.full_models and ask.kind != "critic"
+    return [
+        item(
             "head's gradient in a pass",
-            head_gradient_bytes(ask, shape),
-            frozenset({"TRAIN", "STEP"}),
+            head_gradient_bytes(ask, shape) if has_trained_head else 0,
+            PASSES,
             "*lora.max_full_models",
-        )
-    add(
-        "activations",
-        activation_bytes(ask, shape),
-        frozenset({"TRAIN", "STEP"}),
-        "microbatch_tokens",
-        "activations=recompute",
-    )
-    return parts
+        ),
+        item(
+            "activations",
+            activation_bytes(ask, shape),
+            PASSES,
+            "microbatch_tokens",
+            "activations=recompute",
+        ),
+    ]
 
 
 def _trainer_item(
-    kind: str, what: str, size: int, phases: frozenset[str], settings: tuple[str, ...]
+    kind: str, what: str, size: float, phases: frozenset[str], *settings: str
 ) -> MemoryItem:
     """Return an item. `settings` are keys of the group; those with a star are of the root."""
     return MemoryItem(
         who=kind,
         what=what,
-        bytes=size,
+        bytes=int(size),
         phases=phases,
         settings=tuple(f"{kind}.{s}" if s[0] != "*" else s[1:] for s in settings),
         kept=what not in MADE_IN_A_PASS,

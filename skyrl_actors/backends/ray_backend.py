@@ -2,14 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    nullcontext,
-    suppress,
-)
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,21 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.types import Plan
-from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.backends.backend import Capabilities, Mixture
 from skyrl_actors.backends.monitoring import Monitoring
-from skyrl_actors.backends.offload import offloader_for, phase_lock_for
-from skyrl_actors.backends.site import adapters_of, reserved_site
-from skyrl_actors.backends.slots import SlotWatch
-from skyrl_actors.backends.training_parts import TrainingParts
+from skyrl_actors.backends.running_parts import RunningParts
+from skyrl_actors.backends.site import adapters_of
 from skyrl_actors.colocation.in_flight import in_sample_phase
-from skyrl_actors.colocation.phase_lock import PhaseLock, SplitPhaseLock
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.engines.build import build_pool
-from skyrl_actors.engines.pool import NO_FULL_WEIGHTS, EnginePool
+from skyrl_actors.engines.pool import NO_FULL_WEIGHTS
 from skyrl_actors.groups.actor_group import ActorGroup
-from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, PartDown, StateLost
@@ -40,13 +28,10 @@ from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights
-from skyrl_actors.transfer.build import build_transfer
-from skyrl_actors.transfer.delivery import Delivery
 from skyrl_actors.transfer.folders import manifests
-from skyrl_actors.workers.interface import TORN, TrainWorker
+from skyrl_actors.workers.interface import TrainWorker
 
 T = TypeVar("T")
-STOP_TIMEOUT_S = 20.0
 CROSS_ENTROPY = LossCall("cross_entropy", {})
 
 
@@ -67,199 +52,50 @@ class RayBackend:
         self.config = config
         self.base_folder = base_folder
         self.on_lost: Callable[[str], None] = lambda role: None
+        self.parts = RunningParts(
+            config, base_folder, report, detached, lambda role: self.on_lost(role)
+        )
         self._report = report
-        self._detached = detached
-        self._delivery: Delivery | None = None
-        self._groups: dict[str, GroupSupervisor] = {}
-        self._engines: EnginePool | None = None
-        self._slots: SlotWatch | None = None
-        self._standby: Standby | None = None
-        self._phase_lock: PhaseLock = SplitPhaseLock()
         self._monitoring: Monitoring | None = None
         self._attempts = itertools.count()
 
     async def start(self, epoch: int) -> Capabilities:
-        """Reserve the slots; take over or start groups and engines.
-
-        Engines that share devices are asleep afterwards.
-        """
-        config, environment = self.config, actor_environment(self.config)
-        plan, reserved, devices = await reserved_site(
-            config, self.base_folder, self._report, self._detached
-        )
-        self._slots = SlotWatch(reserved)
-        parts = TrainingParts(
-            config=config,
-            base_folder=self.base_folder,
-            plan=plan,
-            reserved=reserved,
-            environment=environment,
-            epoch=epoch,
-            detached=self._detached,
-            report=self._report,
-        )
-        self._standby = parts.standby(self._no_restarts)
-        if self._standby is not None:
-            await self._standby.find()
-        for role in self._roles:
-            self._groups[role] = parts.supervisor(
-                role, self._standby, self._load_context, lambda role: self.on_lost(role)
-            )
-        self._delivery = Delivery(
-            build_transfer(config), self._groups["policy"], config.transfer.folder
-        )
-        self._engines = build_pool(
-            config,
-            self.base_folder,
-            plan,
-            reserved,
-            devices,
-            environment,
-            self.delivery.deliver,
-            epoch,
-            self._detached,
-            self._report,
-        )
-        self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
-        if not await self._attach():
-            await self._start_parts()
-            self._phase_lock = phase_lock_for(
-                config, offloader_for(config, self._groups, self.engines)
-            )
-        await self.delivery.transfer.prove(await self._groups["policy"].up(), self._engines.actors)
-        if self._standby is not None:
-            self._standby.refill()
+        """Take over or start the groups and engines."""
+        plan = await self.parts.start(epoch)
         self._monitoring = Monitoring(
-            self.config.name, list(self._groups.values()), self._engines, self._phase_lock
+            self.config.name,
+            list(self.parts.groups.values()),
+            self.parts.engines,
+            self.parts.phase_lock,
         )
         return await self._capabilities(plan)
 
     async def _capabilities(self, plan: Plan) -> Capabilities:
-        info = (await self._groups["policy"].up()).info
+        info = (await self.parts.groups["policy"].up()).info
         assert info is not None
-        self.engines.logprob_check.choose_prompt(info.vocab_size, self.config.engine.max_model_len)
+        self.parts.engines.logprob_check.choose_prompt(
+            info.vocab_size, self.config.engine.max_model_len
+        )
         return Capabilities(
             base_model=self.config.base_model.name,
             base_folder=str(self.base_folder),
             vocab_size=info.vocab_size,
             max_context_tokens=info.max_context_tokens,
             max_sample_tokens=min(self.config.engine.max_model_len, info.max_context_tokens),
-            roles=self._roles,
-            adapts_head=await self.engines.adapts_head(),
+            roles=self.parts.roles,
+            adapts_head=await self.parts.engines.adapts_head(),
             adapters=adapters_of(self.config, self.base_folder, plan),
         )
 
     @property
     def lost(self) -> str | None:
-        return self._slots and self._slots.lost
-
-    async def _attach(self) -> bool:
-        """Attach to the parts that run; return False if none does.
-
-        Missing parts start in the background.
-        """
-        supervisors = list(self._groups.values())
-        taken_over = asyncio.gather(*(supervisor.take_over() for supervisor in supervisors))
-        groups, engines = await asyncio.gather(taken_over, self.engines.take_over())
-        managed = [
-            runs
-            for engine, runs in zip(self.engines.engines, engines, strict=True)
-            if engine.managed
-        ]
-        if not any(groups) and not any(managed):
-            return False
-        offloader = offloader_for(self.config, self._groups, self.engines)
-        self._phase_lock = phase_lock_for(self.config, offloader)
-        async with self._phase_lock.hold(Phase.TRAIN):  # restarted parts join after this
-            if self.config.placement.shares("engine") and self.engines.has_own:
-                await offloader.as_taken_over()
-            # An earlier config may have left versions that exist only as live weights.
-            if self.delivery.transfer.materialize == "eager":
-                for model_id, number in (await self.residents()).items():
-                    if number != TORN and (group := self._groups["policy"].group) is not None:
-                        await group.write_versions(model_id, ())
-        for part, runs in (
-            *zip(supervisors, groups, strict=True),
-            *zip(self.engines.engines, engines, strict=True),
-        ):
-            if not runs:
-                part.start_later()
-        return True
-
-    async def _no_restarts(self) -> None:
-        """Wait until no group is restarting."""
-        await asyncio.gather(
-            *(supervisor.wait_until_settled() for supervisor in self._groups.values())
-        )
-
-    def _load_context(self) -> AbstractAsyncContextManager[None]:
-        """Return the context in which new ranks load their weights.
-
-        On a GPU this holds TRAIN, when the other ranks' weights are on the device too.
-        """
-        return nullcontext() if self.config.placement.device == "cpu" else self._hold(Phase.TRAIN)
-
-    @asynccontextmanager
-    async def _hold(self, phase: Phase) -> AsyncGenerator[None]:
-        """Hold the phase in the current phase lock, which is chosen after all parts started."""
-        async with self._phase_lock.hold(phase):
-            yield
-
-    async def _start_parts(self) -> None:
-        colocated = self.config.placement.shares("engine")
-
-        async def engines() -> None:
-            self._report(
-                f"starting {self.config.engine.num_engines} vLLM engine(s): importing vLLM and "
-                "loading weights"
-            )
-            await self.engines.start()
-            if colocated:
-                await self.engines.memory.sleep()
-            self._report("engines ready" + (" and asleep" if colocated else ""))
-
-        async def groups() -> None:
-            for role in self._groups:
-                self._report(f"starting {role} group: each rank loads the base model")
-            await asyncio.gather(*(group.start() for group in self._groups.values()))
-            self._report("training groups ready")
-
-        if self.config.placement.device == "gpu" and colocated:
-            # vLLM needs free memory when it starts, so the engines start first and go to sleep.
-            await engines()
-            await groups()
-        else:
-            await asyncio.gather(engines(), groups())
-
-    @property
-    def delivery(self) -> Delivery:
-        if self._delivery is None:
-            raise InternalError("the backend was not started")
-        return self._delivery
-
-    @property
-    def _roles(self) -> tuple[Any, ...]:
-        return ("policy", "critic") if self.config.critic else ("policy",)
-
-    @property
-    def engines(self) -> EnginePool:
-        if self._engines is None:
-            raise InternalError("the backend was not started")
-        return self._engines
+        return self.parts.lost
 
     async def ready(self, role: str) -> None:
-        await self._groups[role].up()
+        await self.parts.groups[role].up()
 
     async def residents(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for supervisor in self._groups.values():
-            if (
-                # A group that restarts holds no model.
-                supervisor.group is not None and supervisor.down is None
-            ):
-                with suppress(StateLost):
-                    found |= await supervisor.guarded(supervisor.group.residents())
-        return found
+        return await self.parts.residents()
 
     async def _on(
         self,
@@ -273,10 +109,10 @@ class RayBackend:
         A restarting group raises PartDown at once. `leaves` names what the call ends: the live
         "weights", which may still be versions, or all that the ranks hold of the "model".
         """
-        supervisor = self._groups[spec.role]
+        supervisor = self.parts.groups[spec.role]
         before = supervisor.group
         async with (
-            self._phase_lock.hold(phase)
+            self.parts.phase_lock.hold(phase)
             if self.config.placement.shares(spec.role)
             else nullcontext()
         ):
@@ -291,7 +127,7 @@ class RayBackend:
                 leaves
                 and spec.lora is None
                 and spec.role == "policy"
-                and self.delivery.transfer.materialize == "lazy"
+                and self.parts.delivery.transfer.materialize == "lazy"
             ):
                 await self._write_versions(supervisor, group, spec.model_id, leaves == "model")
             return await supervisor.guarded(work(group))
@@ -302,7 +138,7 @@ class RayBackend:
         """Write versions before their weights change. One that fails is recomputed on request."""
         try:
             await supervisor.guarded(
-                group.write_versions(model_id, () if all_of_them else self.engines.needless())
+                group.write_versions(model_id, () if all_of_them else self.parts.engines.needless())
             )
         except StateLost:
             raise
@@ -369,7 +205,7 @@ class RayBackend:
     ) -> None:
         async def work(group: ActorGroup) -> None:
             notes = (
-                self.engines.logprob_check.notes(await self._score(group, spec, precondition))
+                self.parts.engines.logprob_check.notes(await self._score(group, spec, precondition))
                 if form == "weights"
                 else {}
             )
@@ -390,7 +226,7 @@ class RayBackend:
         self, group: ActorGroup, spec: ModelSpec, precondition: OpPrecondition
     ) -> NDArray[np.float32] | None:
         """Return the trainer's scores of the logprob check's prompt, or None if it is off."""
-        logprob_check = self.engines.logprob_check
+        logprob_check = self.parts.engines.logprob_check
         if logprob_check.check.action == "off" or spec.role != "policy":
             return None
         return (
@@ -416,11 +252,11 @@ class RayBackend:
         self, spec: ModelSpec, precondition: OpPrecondition
     ) -> tuple[ActorGroup, list[int]]:
         """Copy the state on all ranks; return the group and each rank's handle of its copy."""
-        group = self._groups[spec.role].group
+        group = self.parts.groups[spec.role].group
         handles = await self._on(
             spec, Phase.STEP, lambda g: g.copy_state(spec.model_id, precondition)
         )
-        if group is None or group is not self._groups[spec.role].group:
+        if group is None or group is not self.parts.groups[spec.role].group:
             raise StateLost(f"the {spec.role} group was restarted while its state was copied")
         return group, handles
 
@@ -452,22 +288,24 @@ class RayBackend:
     async def save_for_sampler(
         self, spec: ModelSpec, precondition: OpPrecondition, version: str, written: bool = False
     ) -> SamplerWeights:
-        if spec.lora is None and not self.engines.has_own:
+        if spec.lora is None and not self.parts.engines.has_own:
             raise InvalidRequest(NO_FULL_WEIGHTS)
 
         async def work(group: ActorGroup) -> SamplerWeights:
             scored = await self._score(group, spec, precondition)
-            made = await self.delivery.transfer.publish(group, spec.model_id, precondition, version)
+            made = await self.parts.delivery.transfer.publish(
+                group, spec.model_id, precondition, version
+            )
             if written:
                 await group.write_versions(spec.model_id, ())
-            return self.engines.logprob_check.attach(
+            return self.parts.engines.logprob_check.attach(
                 SamplerWeights(version=version, parts=(made,)), scored
             )
 
         return await self._on(spec, Phase.TRAIN, work)
 
     async def has_sampler(self, weights: SamplerWeights) -> bool:
-        supervisor = self._groups["policy"]
+        supervisor = self.parts.groups["policy"]
         return await supervisor.guarded(
             (await supervisor.up()).exists([part.path for part in weights.parts])
         )
@@ -475,13 +313,13 @@ class RayBackend:
     async def open_sampler(self, folder: str, version: str) -> SamplerWeights:
         def opened() -> SamplerWeights:
             weights = SamplerWeights(version=version, parts=manifests(Path(folder), version))
-            return self.engines.logprob_check.load(weights, Path(folder))
+            return self.parts.engines.logprob_check.load(weights, Path(folder))
 
         return await asyncio.to_thread(opened)
 
     async def drop_sampler(self, weights: SamplerWeights) -> None:
-        await self.engines.drop(weights)
-        await self.delivery.discard(weights, self.engines.actors)
+        await self.parts.engines.drop(weights)
+        await self.parts.delivery.discard(weights, self.parts.engines.actors)
 
     async def sample(
         self,
@@ -498,24 +336,28 @@ class RayBackend:
 
         def run(outside: bool = False) -> Awaitable[SampleOutput]:
             attempt_id = f"{request_id}.{next(self._attempts)}"
-            return self.engines.sample(attempt_id, prompt, params, weights, outside)
+            return self.parts.engines.sample(attempt_id, prompt, params, weights, outside)
 
-        with self.engines.versions.using(weights):
-            await self.engines.any_healthy(weights, params)
-            if self.delivery.transfer.needs_group:  # weights may have to come from the trainers
+        with self.parts.engines.versions.using(weights):
+            await self.parts.engines.any_healthy(weights, params)
+            if (
+                self.parts.delivery.transfer.needs_group
+            ):  # weights may have to come from the trainers
                 await self.ready("policy")
-            if self.engines.goes_outside(prompt, params, weights):
+            if self.parts.engines.goes_outside(prompt, params, weights):
                 return await run(outside=True)
-            if self.engines.needs_weights():
-                async with self._phase_lock.hold(Phase.SYNC):
-                    await self.engines.preload(weights)
-            return await in_sample_phase(self._phase_lock, engine.in_flight, engine.slice_s, run)
+            if self.parts.engines.needs_weights():
+                async with self.parts.phase_lock.hold(Phase.SYNC):
+                    await self.parts.engines.preload(weights)
+            return await in_sample_phase(
+                self.parts.phase_lock, engine.in_flight, engine.slice_s, run
+            )
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample:
-        return await self.engines.streamed.partial(request_id, have, timeout_s)
+        return await self.parts.engines.streamed.partial(request_id, have, timeout_s)
 
     def end_stream(self, request_id: str) -> None:
-        self.engines.streamed.end(request_id)
+        self.parts.engines.streamed.end(request_id)
 
     def fault(self) -> str | None:
         """Return what cannot be served now."""
@@ -528,28 +370,9 @@ class RayBackend:
     async def detach(self) -> None:
         if self._monitoring is not None:
             self._monitoring.close()
-        parts = [
-            *self._groups.values(),
-            *(self._engines.engines if self._engines else ()),
-            self._standby,
-            self._slots,
-        ]
-        await asyncio.gather(*(part.detach() for part in parts if part is not None))
+        await self.parts.detach()
 
     async def close(self) -> None:
         if self._monitoring is not None:
             self._monitoring.close()
-        try:
-            if self._engines is not None:
-                await self._engines.stop(STOP_TIMEOUT_S)
-        except InternalError as error:
-            self._report(f"engines did not stop cleanly: {error}")
-        for supervisor in self._groups.values():
-            try:
-                await supervisor.close()
-            except InternalError as error:
-                self._report(f"the {supervisor.role} group did not stop cleanly: {error}")
-        if self._standby is not None:
-            await self._standby.close()
-        if self._slots is not None:
-            self._slots.release()
+        await self.parts.close()

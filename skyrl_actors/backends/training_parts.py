@@ -9,7 +9,7 @@ from ray.util.placement_group import PlacementGroup
 
 from placement.types import Plan
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.groups.actor_group import GroupBuilder
+from skyrl_actors.groups.group_builder import GroupBuilder
 from skyrl_actors.groups.rank_env import rank_environment
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor

@@ -9,11 +9,12 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from skyrl_actors import clock
+from skyrl_actors.controller.checkpoint_metadata import ABOUT_FILE, CheckpointMetadata
 from skyrl_actors.controller.notes import UNREADABLE, read_json, report, sweep_abandoned, write_json
 from skyrl_actors.controller.owner_index import OwnerIndex
 from skyrl_actors.controller.published import Published
@@ -28,17 +29,8 @@ from skyrl_actors.storage.mirror import Mirror
 log = logging.getLogger(__name__)
 SPEC_FILE = "model_spec.json"
 RUN_FILE = "run.json"
-ABOUT_FILE = "about.json"
 SAVED_BY = "saved_by"
 DELETED = ".deleted"
-LAST_TIME = 253_000_000_000  # in the year 9987; Python has no dates after the year 9999
-ABOUT = {field.name for field in fields(CheckpointEntry)} - {
-    "run_id",
-    "kind",
-    "name",
-    "time",
-    "num_bytes",
-}
 OWN_FILES = (SPEC_FILE, ABOUT_FILE, SAVED_BY, SCORED_FILE)
 
 
@@ -59,6 +51,7 @@ class CheckpointFolders:
         """
         self.root = root.expanduser().resolve()
         self._wall = wall
+        self._metadata = CheckpointMetadata(wall)
         self._index = OwnerIndex(self.root)
         self._published = Published(self.runs)
         self._mirror = Mirror(self.root, mirror_url, SPEC_FILE) if mirror_url else None
@@ -105,7 +98,7 @@ class CheckpointFolders:
             folder.exists()
             and not overwrite
             and not self.saved_by(folder, request_id)
-            and not self._is_expired(folder)
+            and not self._metadata.is_expired(folder)
         ):
             raise Conflict(
                 f"{path} exists already; use another name"
@@ -128,7 +121,7 @@ class CheckpointFolders:
     def existing(self, path: TinkerPath) -> Path:
         """Return the folder of a checkpoint. Raises NotFound without one, or an expired one."""
         folder = self.folder(path)
-        if not (folder / SPEC_FILE).is_file() or self._is_expired(folder):
+        if not (folder / SPEC_FILE).is_file() or self._metadata.is_expired(folder):
             raise NotFound(f"no checkpoint {path}")
         return folder
 
@@ -167,11 +160,13 @@ class CheckpointFolders:
 
     def note(self, folder: Path, user_metadata: dict[str, str], ttl_seconds: int | None) -> None:
         """Write the client's metadata and lifetime of a checkpoint into its folder."""
-        self._write_about(folder, user_metadata=user_metadata, expires_at=self._end_of(ttl_seconds))
+        self._metadata.write(
+            folder, user_metadata=user_metadata, expires_at=self._metadata.end_of(ttl_seconds)
+        )
         self._mirrored(folder)
 
     def set_ttl(self, path: TinkerPath, ttl_seconds: int | None) -> None:
-        self._change(self.existing(path), expires_at=self._end_of(ttl_seconds))
+        self._change(self.existing(path), expires_at=self._metadata.end_of(ttl_seconds))
 
     def set_public(self, path: TinkerPath, public: bool) -> None:
         """Publish a checkpoint to the holders of other API keys, or withdraw it."""
@@ -195,7 +190,7 @@ class CheckpointFolders:
         the end of the first copy (`Disk.change`).
         """
         folder, spec = self.folder(target), replace(self.spec(source), model_id=target.model_id)
-        if not folder.exists() or _about(folder).get("copied_from") != str(source):
+        if not folder.exists() or self._metadata.read(folder).get("copied_from") != str(source):
             self._copy(source, target, folder, spec, ttl_seconds)
         self.note_run(spec, session_id, {})
         self._mirrored(folder)
@@ -218,7 +213,9 @@ class CheckpointFolders:
             if file.name not in OWN_FILES:
                 shutil.copyfile(file, staging / file.name)
         (staging / SPEC_FILE).write_text(json.dumps(asdict(spec), indent=2))
-        self._write_about(staging, copied_from=str(source), expires_at=self._end_of(ttl_seconds))
+        self._metadata.write(
+            staging, copied_from=str(source), expires_at=self._metadata.end_of(ttl_seconds)
+        )
         for file in staging.iterdir():
             fsync(file)
         try:
@@ -230,7 +227,8 @@ class CheckpointFolders:
 
     def is_public(self, path: TinkerPath) -> bool:
         folder = self.folder(path)
-        return bool(_about(folder).get("public")) and not self._is_expired(folder)
+        published = bool(self._metadata.read(folder).get("public"))
+        return published and not self._metadata.is_expired(folder)
 
     def delete(self, path: TinkerPath) -> None:
         self._remove(self.existing(path))
@@ -245,7 +243,7 @@ class CheckpointFolders:
                 sweep_abandoned(place)
             for folder in _checkpoints_in(run):
                 try:
-                    if self._is_expired(folder):
+                    if self._metadata.is_expired(folder):
                         self._remove(folder)
                         count += 1
                 except OSError as error:
@@ -332,7 +330,7 @@ class CheckpointFolders:
         found = list[CheckpointEntry]()
         for item in _checkpoints_in(folder):
             try:
-                if not self._is_expired(item):
+                if not self._metadata.is_expired(item):
                     found.append(self._entry(content["run_id"], item))
             except FileNotFoundError:
                 pass  # deleted during the listing
@@ -351,21 +349,11 @@ class CheckpointFolders:
             name=folder.name,
             time=saved,
             num_bytes=size,
-            **_about(folder),
+            **self._metadata.read(folder),
         )
 
-    def _end_of(self, ttl_seconds: int | None) -> float | None:
-        return None if ttl_seconds is None else min(self._wall() + ttl_seconds, LAST_TIME)
-
-    def _is_expired(self, folder: Path) -> bool:
-        end = _about(folder).get("expires_at")
-        return end is not None and end <= self._wall()
-
-    def _write_about(self, folder: Path, **changes: Any) -> None:
-        write_json(folder / ABOUT_FILE, _about(folder) | changes)
-
     def _change(self, folder: Path, **changes: Any) -> None:
-        self._write_about(folder, **changes)
+        self._metadata.write(folder, **changes)
         if self._mirror:
             self._mirror.put_file(folder / ABOUT_FILE)
 
@@ -390,15 +378,3 @@ def _checkpoints_in(run: Path) -> list[Path]:
 
 def _newest_first(entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
     return sorted(entries, key=lambda entry: (entry.time, entry.path), reverse=True)
-
-
-def _about(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's metadata. Fields of other versions of this project are left out."""
-    content = read_json(folder / ABOUT_FILE) or {}
-    about = {name: value for name, value in content.items() if name in ABOUT}
-    end = about.get("expires_at")
-    if end is not None:
-        about["expires_at"] = (
-            min(end, LAST_TIME) if isinstance(end, int | float) and end == end else None
-        )
-    return about

@@ -2,12 +2,9 @@
 
 import asyncio
 import logging
-import os
-import shutil
 import threading
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +21,9 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from skyrl_actors.engines import received_files
 from skyrl_actors.engines.adapter_files import check_adapter
+from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.interface import ALL_WEIGHTS, BASE_VERSION, FLAG, EngineSpec, EngineStatus
 from skyrl_actors.engines.logprob_check import fixed_prompt
 from skyrl_actors.engines.partials import Partials
@@ -37,7 +36,6 @@ from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.observe.process import resident_bytes
-from skyrl_actors.storage.private_folders import make_folder
 from skyrl_actors.transfer.folders import full_manifests
 
 log = logging.getLogger(__name__)
@@ -61,8 +59,7 @@ class VllmEngine:
         self._adapter_lock = asyncio.Lock()
         self._awake = {"weights", "kv_cache"}
         self._woken = asyncio.Event()
-        # Deadlines of samples; the value is the seconds left, valid while the engine sleeps.
-        self._deadlines: dict[asyncio.Timeout, float] = {}
+        self._deadlines = PausableDeadlines(spec.call_timeout_s)
         self._running = 0
         self._tempers = False  # the workers compute logprobs at the temperature of a sample
         self._stats = LastStats()
@@ -136,7 +133,7 @@ class VllmEngine:
         output: Any = None
         self._running += 1
         try:
-            async with self._while_awake():
+            async with self._deadlines.within():
                 stream = self.llm.generate(
                     {"prompt_token_ids": list(prompt)},
                     vllm_params(params),
@@ -163,30 +160,6 @@ class VllmEngine:
                 f"not {needed} alone"
             )
         return as_output(output, version, params)
-
-    @asynccontextmanager
-    async def _while_awake(self) -> AsyncGenerator[None]:
-        """Apply a deadline of call_timeout_s that pauses while the engine sleeps."""
-        async with asyncio.timeout(self.spec.call_timeout_s) as deadline:
-            self._deadlines[deadline] = self.spec.call_timeout_s
-            try:
-                yield
-            finally:
-                del self._deadlines[deadline]
-
-    def _pause_deadlines(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for deadline in self._deadlines:
-            when = deadline.when()
-            if when is not None:
-                self._deadlines[deadline] = when - now
-                deadline.reschedule(None)
-
-    def _resume_deadlines(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for deadline, left_s in self._deadlines.items():
-            if deadline.when() is None:
-                deadline.reschedule(now + left_s)
 
     async def _prepare(self, adapter: WeightManifest | None, needed: str) -> LoRARequest | None:
         """Wait until the engine holds the needed weights and the adapter.
@@ -279,14 +252,14 @@ class VllmEngine:
 
     async def receive(self, path: str, files: dict[str, bytes]) -> None:
         """Write files from the object store: one file at `path` (key ""), or a folder of files."""
-        await asyncio.to_thread(_write_files, Path(path), files)
+        await asyncio.to_thread(received_files.write, Path(path), files)
 
     async def reads(self, path: str, content: str) -> bool:
         file = Path(path)
         return await asyncio.to_thread(lambda: file.is_file() and file.read_text() == content)
 
     async def discard(self, path: str) -> None:
-        await asyncio.to_thread(_remove, Path(path))
+        await asyncio.to_thread(received_files.remove, Path(path))
 
     @property
     def asleep(self) -> bool:
@@ -303,7 +276,7 @@ class VllmEngine:
             before = await self._used_bytes()
             await self.llm.sleep(level, mode="keep" if self.spec.keeps_in_flight else "wait")
             self._awake = set()
-            self._pause_deadlines()
+            self._deadlines.pause()
             if level == 2:
                 self._loaded = None
             return max(0, before - await self._used_bytes())
@@ -336,7 +309,7 @@ class VllmEngine:
         self._awake.add(tag)
         if not self.asleep:
             self._woken.set()
-            self._resume_deadlines()
+            self._deadlines.resume()
         return max(0, await self._used_bytes() - before)
 
     async def _used_bytes(self) -> int:
@@ -365,27 +338,6 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
-
-
-def _write_files(target: Path, files: dict[str, bytes]) -> None:
-    if target.exists():
-        return
-    make_folder(target.parent)
-    staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    if "" in files:
-        staging.write_bytes(files[""])
-    else:
-        staging.mkdir()
-        for name, content in files.items():
-            (staging / Path(name).name).write_bytes(content)
-    staging.rename(target)
-
-
-def _remove(target: Path) -> None:
-    if target.is_dir():
-        shutil.rmtree(target)
-    else:
-        target.unlink(missing_ok=True)
 
 
 def _base_parts(spec: EngineSpec) -> tuple[WeightManifest, ...]:

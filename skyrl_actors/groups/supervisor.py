@@ -14,7 +14,8 @@ from ray.actor import ActorHandle
 
 from skyrl_actors import remote
 from skyrl_actors.config.cluster import RestartConfig
-from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
+from skyrl_actors.groups.actor_group import ActorGroup
+from skyrl_actors.groups.group_builder import GroupBuilder
 from skyrl_actors.groups.log_tail import log_tail, stacks_of
 from skyrl_actors.messages.errors import CollectiveFailed, InternalError, UserError
 from skyrl_actors.supervision.supervisor import Supervisor

@@ -1,6 +1,7 @@
 """The trained models of a rank: LoRA adapters or full fine-tunes, policies or critics."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -43,6 +44,15 @@ class TrainedModel:
         views = self.state.views if isinstance(self.state, FlatState) else {}
         scale = self.spec.lora.alpha / self.spec.lora.rank if self.spec.lora else 1.0
         return Segment(num_tokens, views, scale)
+
+
+def adapter_states(models: Iterable[TrainedModel]) -> dict[str, FlatState]:
+    """Return the states of the adapters among these models, by model id."""
+    return {
+        model.spec.model_id: model.state
+        for model in models
+        if model.shares_network and isinstance(model.state, FlatState)
+    }
 
 
 def value_head_tensors(network: Network) -> dict[str, Tensor]:

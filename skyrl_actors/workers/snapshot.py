@@ -74,6 +74,30 @@ class StateCopy:
             )
 
 
+class UnwrittenCopies:
+    """The copies of a rank that wait to be written, each by its handle."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, StateCopy] = {}
+        self._next = 0
+
+    def add(self, copy: StateCopy) -> int:
+        """Keep a copy and return its handle, which is never reused."""
+        self._next += 1
+        self._copies[self._next] = copy
+        return self._next
+
+    def take(self, handle: int) -> StateCopy:
+        """Remove and return a copy. Called by the thread that writes it."""
+        return self._copies.pop(handle)
+
+    def forget(self, model_id: str) -> None:
+        """Drop the copies of a model."""
+        for handle, copy in list(self._copies.items()):  # another thread can remove one
+            if copy.spec.model_id == model_id:
+                self._copies.pop(handle, None)
+
+
 def load(state: TrainState, folder: Path, rank: int, world_size: int) -> None:
     """Load a snapshot, under any number of ranks and any strategy.
 

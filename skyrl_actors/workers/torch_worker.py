@@ -3,8 +3,7 @@
 import gc
 import shutil
 import socket
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +16,10 @@ from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequ
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
 from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
 from skyrl_actors.storage.private_folders import make_folder
-from skyrl_actors.transport import streams
-from skyrl_actors.workers import checkpoint, export, snapshot
+from skyrl_actors.workers import checkpoint, export, snapshot, version_streams
 from skyrl_actors.workers.base_model import BaseModel
+from skyrl_actors.workers.batches import BatchRunner
 from skyrl_actors.workers.flat import FlatState
-from skyrl_actors.workers.gather_queue import GatherQueue
 from skyrl_actors.workers.interface import (
     BaseModelInfo,
     MemoryPart,
@@ -31,16 +29,12 @@ from skyrl_actors.workers.interface import (
     WorkerSpec,
 )
 from skyrl_actors.workers.model_factory import ModelFactory, collective, info_of
-from skyrl_actors.workers.models import TrainedModel
-from skyrl_actors.workers.packing import plan_passes
+from skyrl_actors.workers.models import TrainedModel, adapter_states
 from skyrl_actors.workers.paging import AdapterPager
-from skyrl_actors.workers.passes import PassPart as Rows
-from skyrl_actors.workers.passes import PassRunner, empty_pass, num_passes_of_all
-from skyrl_actors.workers.snapshot import StateCopy
+from skyrl_actors.workers.passes import PassPart
+from skyrl_actors.workers.snapshot import StateCopy, UnwrittenCopies
 
 T = TypeVar("T")
-# Elements of hidden states: 256 tokens of the tiny model, 96 of a model of width 512.
-ONE_THREAD_ELEMENTS = 50_000
 
 
 class TorchWorker:
@@ -52,8 +46,7 @@ class TorchWorker:
         self.models: dict[str, TrainedModel] = {}
         self._pager = AdapterPager(spec.max_adapters, self.device)
         self._model_factory: ModelFactory | None = None
-        self._copies: dict[int, StateCopy] = {}
-        self._next_copy = 0
+        self._copies = UnwrittenCopies()
         torch.set_num_threads(spec.num_threads)
 
     def rendezvous(self) -> int:
@@ -109,7 +102,7 @@ class TorchWorker:
 
     def delete_model(self, model_id: str) -> None:
         self.model_factory.release()
-        self._forget_copies(model_id)
+        self._copies.forget(model_id)
         self._free(model_id)
 
     def _free(self, model_id: str) -> None:
@@ -127,9 +120,8 @@ class TorchWorker:
     def forward_backward(
         self, calls: tuple[PartCall, ...], forward_only: bool
     ) -> list[RowOutput | Refused]:
-        started = time.perf_counter()
         parts = [
-            Rows(
+            PassPart(
                 model=self._model(call.model_id),
                 columns=call.columns,
                 rows=call.rows,
@@ -137,120 +129,8 @@ class TorchWorker:
             )
             for call in calls
         ]
-        together = [part for part in parts if part.model.shares_network]
-        refused: dict[int, Refused] = {}
-        for batch in self._fitting(together) + [
-            [part] for part in parts if not part.model.shares_network
-        ]:
-            refused |= self._run(batch, forward_only)
-        seconds = time.perf_counter() - started
-        return [refused.get(id(part)) or self._output(part, seconds) for part in parts]
-
-    def _fitting(self, parts: list[Rows]) -> list[list[Rows]]:
-        """Split the parts into batches whose adapters fit on the device at once."""
-        size = self.spec.max_adapters
-        return [parts[start : start + size] for start in range(0, len(parts), size)]
-
-    def _use(self, models: Sequence[TrainedModel]) -> None:
-        """Bring the adapters among these models to the device, before their weights are used."""
-        states = {model.spec.model_id: model.state for model in models if model.shares_network}
-        self._pager.use(
-            {model_id: state for model_id, state in states.items() if isinstance(state, FlatState)}
-        )
-
-    def _output(self, part: Rows, seconds: float) -> RowOutput:
-        field = "values" if part.model.spec.role == "critic" else "logprobs"
-        # The ranks of a sequence group have the same results; the first one reports them.
-        reports = self.spec.rank % self.spec.sequence_parallel == 0
-        if not reports:
-            part = Rows(model=part.model, columns=part.columns, rows=(), loss=part.loss)
-        values, elementwise = part.in_row_order()
-        return RowOutput(
-            rows=part.rows,
-            field=field,
-            values=values,
-            elementwise=elementwise,
-            sums=part.sums,
-            compute_s=seconds,
-        )
-
-    def _run(self, parts: list[Rows], forward_only: bool) -> dict[int, Refused]:
-        """Run parts that share passes.
-
-        When memory runs out, run them again with half the budget, if all added gradients can be
-        undone.
-        """
-        self._use([part.model for part in parts])
-        self.model_factory.bind(parts[0].model)
-        # Other ranks can have added the rows that this rank refuses. Then the model is rebuilt on
-        # all.
-        clean = {
-            id(part): forward_only or (self.spec.world_size == 1 and _can_put_back(part.model))
-            for part in parts
-        }
-        # Otherwise other ranks wait in this pass.
-        alone = not self.model_factory.in_step(parts[0].model) and self.spec.sequence_parallel == 1
-        saved = {id(part): None if forward_only else _saved(part.model) for part in parts}
-        budget, error = self.spec.microbatch_tokens, ""
-
-        def put_back(some: list[Rows]) -> None:
-            for part in some:
-                if not forward_only and clean[id(part)] and isinstance(part.model.state, FlatState):
-                    part.model.state.put_back(saved[id(part)])
-
-        for _ in range(2):
-            try:
-                if alone:
-                    self._run_passes(parts, budget, forward_only)
-                else:
-                    collective(
-                        self.spec,
-                        lambda: self._run_passes(parts, self.spec.microbatch_tokens, forward_only),
-                    )
-                break
-            except torch.OutOfMemoryError as full:
-                if not alone or not all(clean.values()):
-                    raise
-                error = str(full).splitlines()[0]
-            put_back(parts)
-            for part in parts:
-                part.clear()
-            budget = max(
-                1, min(budget, sum(int(p.columns.lengths[list(p.rows)].sum()) for p in parts)) // 2
-            )
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-        else:
-            return {id(part): Refused(_too_large(budget, error), clean=True) for part in parts}
-        odd = [part for part in parts if part.refused]
-        put_back(odd)
-        return {
-            id(part): Refused(InvalidRequest(part.refused or ""), clean[id(part)]) for part in odd
-        }
-
-    def _run_passes(self, parts: list[Rows], budget: int, forward_only: bool) -> None:
-        network = parts[0].model.network
-        runner = PassRunner(network, self.device, forward_only)
-        plans = plan_passes([(part.rows, part.columns.lengths) for part in parts], budget)
-        multiple = self.spec.sequence_parallel
-        plans = [plan.padded_to(multiple) for plan in plans]
-        if self.model_factory.in_step(parts[0].model):
-            missing = num_passes_of_all(len(plans), self.device) - len(plans)
-            plans += [empty_pass(multiple)] * missing
-        for plan in plans:
-            self._use_threads(plan.num_tokens * network.hidden_size)
-            runner.run(parts, plan)
-        for part in parts if not forward_only else ():
-            # Also on a rank without rows of the model, because other ranks wait for it in the next
-            # step.
-            part.model.state.pending = True
-
-    def _use_threads(self, num_elements: int) -> None:
-        """Use one thread for small operations, which is faster than waking a second thread."""
-        if self.device.type == "cpu":
-            torch.set_num_threads(
-                1 if num_elements < ONE_THREAD_ELEMENTS else self.spec.num_threads
-            )
+        runner = BatchRunner(self.spec, self.device, self.model_factory, self._pager)
+        return runner.run(parts, forward_only)
 
     def drop_gradients(self, model_id: str) -> None:
         self._model(model_id).state.drop_gradients()
@@ -258,7 +138,7 @@ class TorchWorker:
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         model = self._model(model_id)
         model.versions.end(self._patience_s)
-        self._use([model])
+        self._pager.use(adapter_states([model]))
         norm = collective(self.spec, lambda: model.state.step(adam))
         return {"skyrl.ai/grad_norm": norm, "skyrl.ai/learning_rate": adam.learning_rate}
 
@@ -285,7 +165,7 @@ class TorchWorker:
         mixed: tuple[str, float] | None = None,
     ) -> None:
         self._model(model_id).versions.end(self._patience_s)
-        self._use([self._model(model_id)])
+        self._pager.use(adapter_states([self._model(model_id)]))
         other = None if mixed is None else (Path(mixed[0]), mixed[1])
         self._gathering(
             model_id, lambda model: checkpoint.load(model, Path(folder), with_optimizer, other)
@@ -334,10 +214,8 @@ class TorchWorker:
         return wanted
 
     def copy_state(self, model_id: str) -> int:
-        self._forget_copies(model_id)  # an unwritten copy of a dead controller
-        self._next_copy += 1
-        self._copies[self._next_copy] = self._gathering(model_id, StateCopy.of)
-        return self._next_copy
+        self._copies.forget(model_id)  # an unwritten copy of a dead controller
+        return self._copies.add(self._gathering(model_id, StateCopy.of))
 
     def _gathering(self, model_id: str, work: Callable[[TrainedModel], T]) -> T:
         """Run work in which ranks meet to read or write sharded weights."""
@@ -348,14 +226,9 @@ class TorchWorker:
             else collective(self.spec, lambda: work(model))
         )
 
-    def _forget_copies(self, model_id: str) -> None:
-        for handle, copy in list(self._copies.items()):  # another thread can remove one
-            if copy.spec.model_id == model_id:
-                self._copies.pop(handle, None)
-
     def write_state(self, handle: int, folder: str) -> None:
         """Write a copy. A separate thread calls this while training continues."""
-        self._copies.pop(handle).write(Path(folder), self.spec.rank, self.spec.world_size)
+        self._copies.take(handle).write(Path(folder), self.spec.rank, self.spec.world_size)
 
     def restore_state(self, spec: ModelSpec, folder: str) -> int:
         self.create_model(spec)
@@ -375,47 +248,24 @@ class TorchWorker:
         )
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:
-        """Send a version from the live weights or from its file.
-
-        The live weights are used if they still equal the version, and it is unwritten or an engine
-        shares their device. The file can be read while training continues.
-        """
-        asked, version = replace(stream, host=self._address), manifest.version
-        model = next((m for m in self.models.values() if version in m.versions.paths), None)
-        state = model.state if model else None
-        if (
-            model
-            and isinstance(state, FlatState)
-            and (stream.backend == "ipc" or version not in model.versions.written)
-        ):
-            take = streams.from_live(manifest.tensors, state.weights)
-            found, sender = streams.open_stream(manifest, asked, self.device, take)
-            model.versions.read_by(sender)
-        elif model and version not in model.versions.written:
-            queue = GatherQueue(
-                manifest, stream.bucket_bytes, min(stream.timeout_s, self._patience_s)
-            )
-            found, _ = streams.open_stream(manifest, asked, self.device, queue.take, queue.close)
-            model.versions.feeds[stream.id] = queue
-        else:
-            found, _ = streams.open_stream(
-                manifest, asked, self.device, streams.from_file(manifest)
-            )
-        return found
+        return version_streams.opened(
+            self._model_of(manifest.version),
+            manifest,
+            replace(stream, host=self._address),
+            self.device,
+            self._patience_s,
+        )
 
     def feed(self, version: str, stream_id: str) -> None:
-        model = next((m for m in self.models.values() if version in m.versions.paths), None)
+        model = self._model_of(version)
         if model is None or version in model.versions.written or isinstance(model.state, FlatState):
             return  # that stream needs no gathering
-        queue = model.versions.feeds.pop(stream_id, None)
         dtype = getattr(torch, self.spec.export_dtype)
+        collective(self.spec, lambda: version_streams.gather(model, stream_id, dtype))
 
-        def gather(model: TrainedModel) -> None:
-            for _, tensor in model.state.tensors("weights"):
-                if queue is not None and tensor is not None:
-                    queue.put(tensor.detach().to(dtype))
-
-        self._gathering(model.spec.model_id, gather)
+    def _model_of(self, version: str) -> TrainedModel | None:
+        """Return the model whose live weights still equal this version."""
+        return next((m for m in self.models.values() if version in m.versions.paths), None)
 
     def write_probe(self, path: str, content: str) -> None:
         make_folder(Path(path).parent)
@@ -467,31 +317,6 @@ class TorchWorker:
             if source.is_file()
             else {f.name: f.read_bytes() for f in source.iterdir()}
         )
-
-
-def _can_put_back(model: TrainedModel) -> bool:
-    """Return whether gradients added by a call can be undone.
-
-    Gradients of adapters are small and are saved before each call. Gradients of a whole model are
-    not saved, but they are known to be zero when none are pending.
-    """
-    return isinstance(model.state, FlatState) and (model.shares_network or not model.state.pending)
-
-
-def _saved(model: TrainedModel) -> torch.Tensor | None:
-    return (
-        model.state.saved_gradients()
-        if model.shares_network and isinstance(model.state, FlatState)
-        else None
-    )
-
-
-def _too_large(budget: int, error: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"out of memory in a pass of {2 * budget} tokens, and in one of {budget}: {error}. "
-        "Send shorter rows, or set a lower microbatch_tokens, activations=recompute or "
-        "sequence_parallel"
-    )
 
 
 def load_and_forget(base_folder: str) -> None:

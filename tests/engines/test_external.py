@@ -213,7 +213,7 @@ async def test_adapters_are_sampled_by_a_server_by_url(
             await _draws(backend)
             await _reads_along(backend)
             await _is_refused(backend, tmp_path)
-            assert 0 < max(backend.engines.logprob_check.differences) < 1e-4
+            assert 0 < max(backend.parts.engines.logprob_check.differences) < 1e-4
         waiting = asyncio.create_task(_repeated(backend, "r7", prompt, scoring, pinned))
         await asyncio.sleep(0.3)
         assert not waiting.done() and backend.fault() is not None

@@ -85,13 +85,13 @@ async def compared_as_named_checkpoints(backend: RayBackend, tenant: Tenant, fol
         and len(set(weights.scored)) > 20
     )
     assert decode(encode(weights)) == weights
-    done = list(backend.engines.logprob_check.differences)
+    done = list(backend.parts.engines.logprob_check.differences)
     np.testing.assert_allclose(
         await sampled(backend, weights, 300), await tenant.logprobs(), atol=1e-4
     )
     # No difference was dropped meanwhile.
-    assert list(backend.engines.logprob_check.differences)[: len(done)] == done
-    assert len(backend.engines.logprob_check.differences) > len(done)
+    assert list(backend.parts.engines.logprob_check.differences)[: len(done)] == done
+    assert len(backend.parts.engines.logprob_check.differences) > len(done)
 
 
 async def sampled(
@@ -165,7 +165,7 @@ async def while_training_wants_the_devices(
     undisturbed = await drawn("alone")
     sampling = asyncio.create_task(drawn("disturbed"))
     # Another process runs the samples, so this polls.
-    while not any(status.running for status in await backend.engines.status()):  # noqa: ASYNC110
+    while not any(status.running for status in await backend.parts.engines.status()):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await tenant.backend.forward_backward(tenant.spec, tenant.change(), ROWS, CALL, False)
     assert not sampling.done()
@@ -220,7 +220,7 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
             StreamTransferConfig(type="gloo", folder=tmp_path / "exports", bucket_bytes=100_000),
         ]
         for number, transport in enumerate(transports):
-            backend.delivery.transfer = build_transfer(
+            backend.parts.delivery.transfer = build_transfer(
                 config.model_copy(update={"transfer": transport})
             )
             for tenant in (lora,) if transport.type == "lora" else (full, lora):
@@ -240,9 +240,9 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
             )
         assert float(np.abs(pinned[0][1] - await full.logprobs()).max()) > 0.1
         for here, there in itertools.product(Phase, Phase):  # all moves, on real engines
-            async with backend._phase_lock.hold(here):
+            async with backend.parts.phase_lock.hold(here):
                 pass
-            async with backend._phase_lock.hold(there):
+            async with backend.parts.phase_lock.hold(there):
                 pass
         np.testing.assert_allclose(
             await sampled(backend, *pinned[0][:1], 150, 2), pinned[0][1], atol=1e-4
@@ -288,7 +288,7 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
             await compared_as_named_checkpoints(backend, tenant, tmp_path)
         wrong = await full.freeze("full@wrong")
         logprob_check, shifted = (
-            backend.engines.logprob_check,
+            backend.parts.engines.logprob_check,
             tuple(value + 0.01 for value in wrong.scored),
         )
         wrong = replace(wrong, scored=shifted)

@@ -17,7 +17,8 @@ from placement.types import Demand, Node
 from skyrl_actors import losses
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy
-from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
+from skyrl_actors.groups.actor_group import ActorGroup
+from skyrl_actors.groups.group_builder import GroupBuilder
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec

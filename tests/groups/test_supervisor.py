@@ -20,7 +20,8 @@ from skyrl_actors.colocation.healing import MoveHealing
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, RestartConfig
-from skyrl_actors.groups.actor_group import ActorGroup, GroupBuilder
+from skyrl_actors.groups.actor_group import ActorGroup
+from skyrl_actors.groups.group_builder import GroupBuilder
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import InternalError, StateLost

@@ -1,0 +1,245 @@
+"""The slots, training groups and engines of one service: how they start, attach and end."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from pathlib import Path
+
+from placement.types import Plan
+from skyrl_actors.backends.actor_env import actor_environment
+from skyrl_actors.backends.offload import offloader_for, phase_lock_for
+from skyrl_actors.backends.site import reserved_site
+from skyrl_actors.backends.slots import SlotWatch
+from skyrl_actors.backends.training_parts import TrainingParts
+from skyrl_actors.colocation.phase_lock import PhaseLock, SplitPhaseLock
+from skyrl_actors.colocation.phases import Phase
+from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.engines.build import build_pool
+from skyrl_actors.engines.pool import EnginePool
+from skyrl_actors.groups.standby import Standby
+from skyrl_actors.groups.supervisor import GroupSupervisor
+from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.model import Role
+from skyrl_actors.transfer.build import build_transfer
+from skyrl_actors.transfer.delivery import Delivery
+from skyrl_actors.workers.interface import TORN
+
+STOP_TIMEOUT_S = 20.0
+
+
+class RunningParts:
+    """Own the parts of a service and the phase lock over their memory.
+
+    `on_group_up` is called with the role after each restart of a group.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        base_folder: Path,
+        report: Callable[[str], None],
+        detached: bool,
+        on_group_up: Callable[[str], None],
+    ):
+        self.groups: dict[str, GroupSupervisor] = {}
+        self.phase_lock: PhaseLock = SplitPhaseLock()
+        self._config = config
+        self._base_folder = base_folder
+        self._report = report
+        self._detached = detached
+        self._on_group_up = on_group_up
+        self._slots: SlotWatch | None = None
+        self._standby: Standby | None = None
+        self._engines: EnginePool | None = None
+        self._delivery: Delivery | None = None
+
+    @property
+    def delivery(self) -> Delivery:
+        if self._delivery is None:
+            raise InternalError("the backend was not started")
+        return self._delivery
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return ("policy", "critic") if self._config.critic else ("policy",)
+
+    @property
+    def engines(self) -> EnginePool:
+        if self._engines is None:
+            raise InternalError("the backend was not started")
+        return self._engines
+
+    async def start(self, epoch: int) -> Plan:
+        """Reserve the slots; take over or start groups and engines.
+
+        Engines that share devices are asleep afterwards.
+        """
+        config, environment = self._config, actor_environment(self._config)
+        plan, reserved, devices = await reserved_site(
+            config, self._base_folder, self._report, self._detached
+        )
+        self._slots = SlotWatch(reserved)
+        parts = TrainingParts(
+            config=config,
+            base_folder=self._base_folder,
+            plan=plan,
+            reserved=reserved,
+            environment=environment,
+            epoch=epoch,
+            detached=self._detached,
+            report=self._report,
+        )
+        self._standby = parts.standby(self._no_restarts)
+        if self._standby is not None:
+            await self._standby.find()
+        for role in self.roles:
+            self.groups[role] = parts.supervisor(
+                role, self._standby, self._load_context, self._on_group_up
+            )
+        self._delivery = Delivery(
+            build_transfer(config), self.groups["policy"], config.transfer.folder
+        )
+        self._engines = build_pool(
+            config,
+            self._base_folder,
+            plan,
+            reserved,
+            devices,
+            environment,
+            self.delivery.deliver,
+            epoch,
+            self._detached,
+            self._report,
+        )
+        self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
+        if not await self._attach():
+            await self._start_all()
+            self.phase_lock = phase_lock_for(
+                config, offloader_for(config, self.groups, self.engines)
+            )
+        await self.delivery.transfer.prove(await self.groups["policy"].up(), self._engines.actors)
+        if self._standby is not None:
+            self._standby.refill()
+        return plan
+
+    @property
+    def lost(self) -> str | None:
+        return self._slots and self._slots.lost
+
+    async def _attach(self) -> bool:
+        """Attach to the parts that run; return False if none does.
+
+        Missing parts start in the background.
+        """
+        supervisors = list(self.groups.values())
+        taken_over = asyncio.gather(*(supervisor.take_over() for supervisor in supervisors))
+        groups, engines = await asyncio.gather(taken_over, self.engines.take_over())
+        managed = [
+            runs
+            for engine, runs in zip(self.engines.engines, engines, strict=True)
+            if engine.managed
+        ]
+        if not any(groups) and not any(managed):
+            return False
+        offloader = offloader_for(self._config, self.groups, self.engines)
+        self.phase_lock = phase_lock_for(self._config, offloader)
+        async with self.phase_lock.hold(Phase.TRAIN):  # restarted parts join after this
+            if self._config.placement.shares("engine") and self.engines.has_own:
+                await offloader.as_taken_over()
+            # An earlier config may have left versions that exist only as live weights.
+            if self.delivery.transfer.materialize == "eager":
+                for model_id, number in (await self.residents()).items():
+                    if number != TORN and (group := self.groups["policy"].group) is not None:
+                        await group.write_versions(model_id, ())
+        for part, runs in (
+            *zip(supervisors, groups, strict=True),
+            *zip(self.engines.engines, engines, strict=True),
+        ):
+            if not runs:
+                part.start_later()
+        return True
+
+    async def _no_restarts(self) -> None:
+        """Wait until no group is restarting."""
+        await asyncio.gather(
+            *(supervisor.wait_until_settled() for supervisor in self.groups.values())
+        )
+
+    def _load_context(self) -> AbstractAsyncContextManager[None]:
+        """Return the context in which new ranks load their weights.
+
+        On a GPU this holds TRAIN, when the other ranks' weights are on the device too.
+        """
+        return nullcontext() if self._config.placement.device == "cpu" else self._hold(Phase.TRAIN)
+
+    @asynccontextmanager
+    async def _hold(self, phase: Phase) -> AsyncGenerator[None]:
+        """Hold the phase in the current phase lock, which is chosen after all parts started."""
+        async with self.phase_lock.hold(phase):
+            yield
+
+    async def _start_all(self) -> None:
+        """Start all groups and engines."""
+        colocated = self._config.placement.shares("engine")
+
+        async def engines() -> None:
+            self._report(
+                f"starting {self._config.engine.num_engines} vLLM engine(s): importing vLLM and "
+                "loading weights"
+            )
+            await self.engines.start()
+            if colocated:
+                await self.engines.memory.sleep()
+            self._report("engines ready" + (" and asleep" if colocated else ""))
+
+        async def groups() -> None:
+            for role in self.groups:
+                self._report(f"starting {role} group: each rank loads the base model")
+            await asyncio.gather(*(group.start() for group in self.groups.values()))
+            self._report("training groups ready")
+
+        if self._config.placement.device == "gpu" and colocated:
+            # vLLM needs free memory when it starts, so the engines start first and go to sleep.
+            await engines()
+            await groups()
+        else:
+            await asyncio.gather(engines(), groups())
+
+    async def residents(self) -> dict[str, int]:
+        """Return the models that ranks hold, with the last operation applied to each."""
+        found: dict[str, int] = {}
+        for supervisor in self.groups.values():
+            if (
+                # A group that restarts holds no model.
+                supervisor.group is not None and supervisor.down is None
+            ):
+                with suppress(StateLost):
+                    found |= await supervisor.guarded(supervisor.group.residents())
+        return found
+
+    async def detach(self) -> None:
+        """Stop watching the parts. They continue for the next controller."""
+        parts = [
+            *self.groups.values(),
+            *(self._engines.engines if self._engines else ()),
+            self._standby,
+            self._slots,
+        ]
+        await asyncio.gather(*(part.detach() for part in parts if part is not None))
+
+    async def close(self) -> None:
+        """End the parts and free the slots."""
+        try:
+            if self._engines is not None:
+                await self._engines.stop(STOP_TIMEOUT_S)
+        except InternalError as error:
+            self._report(f"engines did not stop cleanly: {error}")
+        for supervisor in self.groups.values():
+            try:
+                await supervisor.close()
+            except InternalError as error:
+                self._report(f"the {supervisor.role} group did not stop cleanly: {error}")
+        if self._standby is not None:
+            await self._standby.close()
+        if self._slots is not None:
+            self._slots.release()

@@ -1,0 +1,38 @@
+"""Deadlines of samples, which pause while their engine sleeps."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+
+class PausableDeadlines:
+    """Give each block of `within` the same seconds, not counting those between pause and resume."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        # The value is the seconds left, valid while the deadlines pause.
+        self._left_s: dict[asyncio.Timeout, float] = {}
+
+    @asynccontextmanager
+    async def within(self) -> AsyncGenerator[None]:
+        """Run a block with a deadline. Raises TimeoutError after it."""
+        async with asyncio.timeout(self._seconds) as deadline:
+            self._left_s[deadline] = self._seconds
+            try:
+                yield
+            finally:
+                del self._left_s[deadline]
+
+    def pause(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for deadline in self._left_s:
+            when = deadline.when()
+            if when is not None:
+                self._left_s[deadline] = when - now
+                deadline.reschedule(None)
+
+    def resume(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for deadline, left_s in self._left_s.items():
+            if deadline.when() is None:
+                deadline.reschedule(now + left_s)

@@ -1,0 +1,47 @@
+"""Send a version of the weights to engines, from the live weights or from its file."""
+
+import torch
+
+from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.transport import streams
+from skyrl_actors.workers.flat import FlatState
+from skyrl_actors.workers.gather_queue import GatherQueue
+from skyrl_actors.workers.models import TrainedModel
+
+
+def opened(
+    model: TrainedModel | None,
+    manifest: WeightManifest,
+    asked: WeightStream,
+    device: torch.device,
+    patience_s: float,
+) -> WeightStream:
+    """Start to send a version. `model` is the one whose live weights still equal it, if any.
+
+    The live weights are sent if the version is unwritten or an engine shares their device. The
+    file can be read while training continues.
+    """
+    version, state = manifest.version, model.state if model else None
+    if (
+        model
+        and isinstance(state, FlatState)
+        and (asked.backend == "ipc" or version not in model.versions.written)
+    ):
+        take = streams.from_live(manifest.tensors, state.weights)
+        found, sender = streams.open_stream(manifest, asked, device, take)
+        model.versions.read_by(sender)
+    elif model and version not in model.versions.written:
+        queue = GatherQueue(manifest, asked.bucket_bytes, min(asked.timeout_s, patience_s))
+        found, _ = streams.open_stream(manifest, asked, device, queue.take, queue.close)
+        model.versions.feeds[asked.id] = queue
+    else:
+        found, _ = streams.open_stream(manifest, asked, device, streams.from_file(manifest))
+    return found
+
+
+def gather(model: TrainedModel, stream_id: str, dtype: torch.dtype) -> None:
+    """Gather the sharded weights of a model, and queue them on the rank that sends the stream."""
+    queue = model.versions.feeds.pop(stream_id, None)
+    for _, tensor in model.state.tensors("weights"):
+        if queue is not None and tensor is not None:
+            queue.put(tensor.detach().to(dtype))

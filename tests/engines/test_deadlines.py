@@ -1,0 +1,44 @@
+"""The deadline of a sample counts only while its engine is awake."""
+
+import asyncio
+
+import pytest
+
+from skyrl_actors.engines.deadlines import PausableDeadlines
+
+
+async def test_a_block_ends_at_its_deadline():
+    deadlines = PausableDeadlines(0.05)
+    with pytest.raises(TimeoutError):
+        async with deadlines.within():
+            await asyncio.sleep(5)
+
+
+async def test_a_pause_does_not_count():
+    deadlines = PausableDeadlines(0.2)
+    async with deadlines.within():
+        deadlines.pause()
+        deadlines.pause()  # a second pause changes nothing
+        await asyncio.sleep(0.4)
+        deadlines.resume()
+
+
+async def test_after_a_pause_the_rest_of_the_time_is_left():
+    deadlines, loop = PausableDeadlines(1.0), asyncio.get_running_loop()
+    with pytest.raises(TimeoutError):
+        async with deadlines.within():
+            await asyncio.sleep(0.6)
+            deadlines.pause()
+            await asyncio.sleep(0.1)
+            deadlines.resume()
+            resumed = loop.time()
+            await asyncio.sleep(5)
+    assert loop.time() - resumed < 0.9
+
+
+async def test_a_block_that_ended_has_no_deadline():
+    deadlines = PausableDeadlines(5.0)
+    async with deadlines.within():
+        pass
+    deadlines.pause()
+    deadlines.resume()
