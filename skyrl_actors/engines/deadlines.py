@@ -27,12 +27,12 @@ class PausableDeadlines:
         now = asyncio.get_running_loop().time()
         for deadline in self._left_s:
             when = deadline.when()
-            if when is not None:
+            if when is not None and not deadline.expired():
                 self._left_s[deadline] = when - now
                 deadline.reschedule(None)
 
     def resume(self) -> None:
         now = asyncio.get_running_loop().time()
         for deadline, left_s in self._left_s.items():
-            if deadline.when() is None:
+            if deadline.when() is None and not deadline.expired():
                 deadline.reschedule(now + left_s)

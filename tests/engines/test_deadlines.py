@@ -1,6 +1,7 @@
 """The deadline of a sample counts only while its engine is awake."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -42,3 +43,23 @@ async def test_a_block_that_ended_has_no_deadline():
         pass
     deadlines.pause()
     deadlines.resume()
+
+
+async def test_a_pause_in_the_moment_of_a_deadline_does_not_fail():
+    deadlines, loop = PausableDeadlines(0.05), asyncio.get_running_loop()
+    paused = loop.create_future()
+
+    def pause() -> None:
+        try:
+            deadlines.pause()
+            deadlines.resume()
+            paused.set_result(None)
+        except RuntimeError as error:
+            paused.set_exception(error)
+
+    with pytest.raises(TimeoutError):
+        async with deadlines.within():
+            loop.call_later(0.06, pause)
+            time.sleep(0.1)  # noqa: ASYNC251  both are due in the next pass of the loop
+            await asyncio.sleep(5)
+    await paused
