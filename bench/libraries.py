@@ -432,9 +432,41 @@ def mirror() -> dict[str, Any]:
     return found
 
 
+# --- trackers: how long their libraries block without a server ---
+
+NO_SERVER = "http://127.0.0.1:9"
+BEGIN = {
+    "wandb": "wandb.init(project='bench', settings=wandb.Settings(silent=True))",
+    "mlflow": f"mlflow.set_tracking_uri('{NO_SERVER}'); mlflow.start_run()",
+}
+
+
+def trackers() -> dict[str, Any]:
+    """Seconds until a library raises that cannot reach its server. This takes minutes."""
+    found: dict[str, Any] = {}
+    environment = {**os.environ, "WANDB_BASE_URL": NO_SERVER, "WANDB_API_KEY": "a" * 40}
+    for kind, begin in BEGIN.items():
+        code = f"import time, {kind}\nt = time.perf_counter()\ntry: {begin}\n" + (
+            "except Exception as error: print(type(error).__name__, time.perf_counter() - t)"
+        )
+        with scratch() as folder:
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env=environment,
+                cwd=folder,
+                check=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        error, seconds = done.stdout.splitlines()[-1].split()
+        found[kind] = {"error": error, "seconds": round(float(seconds), 1)}
+    return found
+
+
 CASES = {
     case.__name__: case
-    for case in (payloads, safetensors, counters, spans, retries, descriptors, mirror)
+    for case in (payloads, safetensors, counters, spans, retries, descriptors, mirror, trackers)
 }
 
 
