@@ -6,6 +6,11 @@ A config that contains one is refused. docs/reference/config_changes.md lists al
 RENAMED = {
     "transfer.freeze": "transfer.materialize=eager for always, transfer.materialize=lazy for "
     "when_needed",
+    "job.policy_lr": "job.learning_rate",
+    "job.beta1": "job.betas=[0.9, 0.95] for both decays",
+    "job.beta2": "job.betas=[0.9, 0.95] for both decays",
+    "job.env.config": "job.env.options",
+    "run.trackers.experiment": "run.trackers.project",
 }
 """What to write instead, by the key without tags of unions and without `cluster.`."""
 
@@ -40,6 +45,8 @@ REMOVED = {
     "placement.colocated_share": "it is 0.3",
     "placement.memory_reserve": "it is 0.08; set placement.memory_check",
     "base_model.seed": "it is 0",
+    "run.trackers.mode": "set the environment variable WANDB_MODE",
+    "base_model.cache_dir": "it is ~/.cache/skyrl-actors, or skyrl-actors below $XDG_CACHE_HOME",
 }
 """What applies now, by the same keys."""
 

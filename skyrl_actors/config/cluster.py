@@ -24,36 +24,38 @@ from skyrl_actors.config.transfers import (
 )
 
 COLOCATED_SHARE = 0.3  # of a slot, which policy, critic and engine each reserve
+BASE_NAME = (
+    "name that clients use for the base model; for `pretrained` without a path also its name on "
+    "the hub"
+)
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-class TinyBase(FrozenConfig):
+class NamedBase(FrozenConfig):
+    """The key that all base models share."""
+
+    name: str = Field(description=BASE_NAME)
+
+
+class TinyBase(NamedBase):
     """A small model of the Qwen3 architecture with a byte-level tokenizer.
 
-    It is trained on this machine and cached.
+    It is trained on this machine and cached in `~/.cache/skyrl-actors`, or below XDG_CACHE_HOME.
     """
 
     type: Literal["tiny"] = "tiny"
-    name: str = Field(
-        default="skyrl-actors/tiny", description="name that clients use for the base model"
-    )
+    name: str = Field(default="skyrl-actors/tiny", description=BASE_NAME)
     warmup_steps: int = Field(
         default=150,
         ge=0,
         description="supervised steps on demonstrations with errors; 0 = random weights",
     )
-    cache_dir: Path = Field(
-        default=Path("~/.cache/skyrl-actors"), description="folder that the model is kept in"
-    )
 
 
-class PretrainedBase(FrozenConfig):
+class PretrainedBase(NamedBase):
     """A model in Hugging Face format: a folder, or a name on the Hugging Face hub."""
 
     type: Literal["pretrained"] = "pretrained"
-    name: str = Field(
-        description="name that clients use; also the name on the hub if `path` is null"
-    )
     path: Path | None = Field(
         default=None, description="folder of the model; null = download it by name"
     )
