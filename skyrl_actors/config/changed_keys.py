@@ -11,6 +11,7 @@ RENAMED = {
     "job.beta2": "job.betas=[0.9, 0.95] for both decays",
     "job.env.config": "job.env.options",
     "run.trackers.experiment": "run.trackers.project",
+    "http.tokens": "http.sdk.pjwt_auth_enabled",
 }
 """What to write instead, by the key without tags of unions and without `cluster.`."""
 

@@ -14,8 +14,10 @@ from pydantic_core import PydanticUndefined
 
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.frozen import FrozenConfig
+from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import TAG_KEYS, classes_in, tags_of
+from skyrl_actors.config.sdk_flags import FLAGS
 from skyrl_actors.config.transfers import SHARED_MEMORY
 
 Section = type[FrozenConfig]
@@ -86,6 +88,8 @@ def _sections(
         )
         yield "| key | values | default | meaning |"
         yield "|---|---|---|---|\n" + "".join(texts)
+    if HttpConfig in options:
+        yield _flags(f"{path}sdk")
     for name, (field, classes) in below.items():
         yield f"### `{path}{name}`\n"
         if field.description:
@@ -114,6 +118,14 @@ def _types(options: list[Section]) -> str:
         tags = [f"`{tag}`" for tag in tags_of(option)]
         shown.append(", ".join(tags) if len(tags) <= SHOWN_TAGS else f"{tags[0]} … {tags[-1]}")
     return ", ".join(shown)
+
+
+def _flags(key: str) -> str:
+    """Return the names of the flags for SDKs, with their defaults."""
+    lines = (
+        f"- `{name}` ({_shown(flag.default)}): {flag.meaning}\n" for name, flag in FLAGS.items()
+    )
+    return f"Flags of `{key}`:\n\n" + "".join(lines)
 
 
 def _owners(defaults: dict[str, list[Section]], options: list[Section]) -> str:

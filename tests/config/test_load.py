@@ -7,6 +7,7 @@ from skyrl_actors.config.changed_keys import REMOVED, RENAMED
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, to_yaml
+from skyrl_actors.config.sdk_flags import FLAGS
 from skyrl_actors.messages.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "reference"
@@ -75,6 +76,12 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
             "http={console: false, runs: elsewhere}",
             "runs elsewhere is shown by the console alone, and console is false",
         ),
+        (
+            "http.sdk.parallel_fwdbwd_chunk=true",
+            r"http\.sdk: parallel_fwdbwd_chunk is no flag of SDKs; "
+            r"did you mean parallel_fwdbwd_chunks\? allowed here: .*use_pyqwest_transport",
+        ),
+        ("http.sdk.use_pyqwest_transport=maybe", r"http\.sdk\.use_pyqwest_transport: .*maybe"),
         ("nonsense", "write key.sub=value"),
     ],
 )
@@ -88,6 +95,13 @@ def test_every_changed_key_is_on_its_page_and_gone():
     rows = set(re.findall(r"^\| `([a-z0-9_.]+)`", (DOCS / "config.md").read_text(), re.MULTILINE))
     for key in (*RENAMED, *REMOVED):
         assert f"`{key}`" in page and key not in rows, key
+
+
+def test_flags_for_sdks_are_given_by_name_and_the_others_keep_their_defaults(tmp_path: Path):
+    (tmp_path / "own.yaml").write_text("http: {sdk: {proto_compress_fwdbwd: true}}")
+    flags = load(tmp_path / "own.yaml", ["http.sdk.use_pyqwest_transport=false"]).http.sdk
+    own = {"proto_compress_fwdbwd": True, "use_pyqwest_transport": False}
+    assert flags == {name: flag.default for name, flag in FLAGS.items()} | own
 
 
 def test_a_changed_key_is_found_below_cluster():
