@@ -166,7 +166,7 @@ def trainer_parts(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
             "full moments",
             full * moments,
             frozenset[str]() if ask.offloaded else optimizer,
-            "full_strategy.offload_optimizer=true",
+            "full_strategy.offload=optimizer",
             "*lora.max_full_models",
         )
     # Passes run in STEP too, because all that TRAIN needs is loaded there.

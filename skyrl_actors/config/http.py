@@ -54,28 +54,16 @@ class HttpConfig(FrozenConfig):
         description="flags that the service sends to SDKs, each with true or false, for example "
         "`http.sdk.pjwt_auth_enabled=true`; the list below has their names and defaults",
     )
-    console: bool = Field(
-        default=True,
-        description="serve a read-only page at /; with API keys set, "
-        "unauthenticated visitors see totals only",
-    )
-    runs: Path | None = Field(
-        default=Path("runs"), description="folder of job runs that the console shows; null = none"
-    )
-    haproxy: bool = Field(
-        default=True,
-        description="use HAProxy as the proxy of Ray Serve instead of its Python proxy",
+    console: Path | None = Field(
+        default=Path("runs"),
+        description="folder of job runs that the read-only page at / shows; null = no page. With "
+        "API keys set, unauthenticated visitors see totals only",
     )
 
     @model_validator(mode="after")
     def _grows(self) -> "HttpConfig":
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
-        if not self.console and self.runs not in (None, Path("runs")):
-            raise ValueError(
-                f"runs {self.runs} is shown by the console alone, and console is false; "
-                "leave out runs, or set console to true"
-            )
         return self
 
     @model_validator(mode="before")

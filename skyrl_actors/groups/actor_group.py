@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from placement.types import Plan
 from skyrl_actors import remote
-from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
+from skyrl_actors.config.cluster import ClusterConfig, GroupConfig, RestartConfig
 from skyrl_actors.config.strategies import ReplicaStrategy
 from skyrl_actors.groups.batcher import Batcher, Call
 from skyrl_actors.groups.rank_env import rank_environment
@@ -54,13 +54,13 @@ class ActorGroup:
         config: GroupConfig,
         actors: list[ActorHandle],
         epoch: int,
-        start_timeout_s: float,
+        restart: RestartConfig,
     ):
         self.role: Role = role
         self.config = config
         self.actors = actors
         self.epoch = epoch
-        self.start_timeout_s = start_timeout_s
+        self.restart = restart
         self.info: BaseModelInfo | None = None
         self.pids: list[int] = []
         self.log_files: list[str] = []
@@ -74,7 +74,7 @@ class ActorGroup:
 
     async def start(self) -> BaseModelInfo:
         """Load the base model on every rank and connect the ranks."""
-        timeout_s = self.start_timeout_s
+        timeout_s = self.restart.start_timeout_s
         self._note(
             await self._gather(
                 [actor.adopt.remote(self.epoch) for actor in self.actors], "start", timeout_s
@@ -93,7 +93,7 @@ class ActorGroup:
     async def adopt(self, specs: Sequence[WorkerSpec]) -> bool:
         """Attach to running ranks. Return whether all run with the configured specs."""
         refs = [actor.adopt.remote(self.epoch) for actor in self.actors]
-        found: list[RankStatus] = await self._gather(refs, "take over", self.config.call_timeout_s)
+        found: list[RankStatus] = await self._gather(refs, "take over", self.restart.call_timeout_s)
         self.info = found[0].info
         self._note(found)
         return all(
@@ -137,7 +137,7 @@ class ActorGroup:
         self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float | None = None
     ) -> list[Any]:
         return await remote.gather(
-            refs, self.names[: len(refs)], what, timeout_s or self.config.call_timeout_s
+            refs, self.names[: len(refs)], what, timeout_s or self.restart.call_timeout_s
         )
 
     async def apply(
@@ -374,7 +374,7 @@ class GroupBuilder:
                 device=config.placement.device,
                 num_threads=group_config.num_threads,
                 microbatch_tokens=group_config.microbatch_tokens,
-                collective_timeout_s=group_config.collective_timeout_s,
+                collective_timeout_s=config.restart.collective_timeout_s,
                 strategy=group_config.strategy,
                 full_strategy=full_strategy,
                 activations=group_config.activations,
@@ -395,7 +395,7 @@ class GroupBuilder:
         self._lifetime = {"lifetime": "detached"} if detached else {}
         self._reserved = reserved
         self._environment = environment | rank_environment(config, group_config)
-        self._start_timeout_s = config.restart.start_timeout_s
+        self._restart = config.restart
 
     def running(self) -> ActorGroup | None:
         """Return the ranks of an earlier controller if all of them exist."""
@@ -438,7 +438,7 @@ class GroupBuilder:
         return remote.make_named(actor_class, spec)
 
     def _group(self, actors: list[ActorHandle]) -> ActorGroup:
-        return ActorGroup(self.role, self.config, actors, self.epoch, self._start_timeout_s)
+        return ActorGroup(self.role, self.config, actors, self.epoch, self._restart)
 
     async def remove(self, group: ActorGroup | None) -> None:
         """End the ranks of this role and wait until their names are free.

@@ -166,7 +166,7 @@ def test_single_values_of_a_preset_can_be_changed():
         ("job.overlong.penalty=2", "overlong.penalty: this key was removed; it is 1"),
         ("job.critic_lr=0.1", "critic_lr do nothing without a critic"),
         ("job.max_tokens=512", "leaves no tokens for a prompt"),
-        ("job.samples_per_prompt=100000", "is above cluster.limits.num_samples"),
+        ("job.samples_per_prompt=100000", "is above cluster.limits.samples_in_flight"),
         ("job.seed=-1", "greater than or equal to 0"),
         ("job.lora_rank=0", "greater than or equal to 1"),
         ("job.type=distill", "set reference.type to checkpoint"),
