@@ -83,6 +83,15 @@ class HttpConfig(FrozenConfig):
             raise ValueError(f"api_keys_file {file} has no key; write one [name=]key on each line")
         return content | {"api_keys": [*(content.get("api_keys") or ()), *found]}
 
+    @field_validator("console", mode="before")
+    @classmethod
+    def _is_a_folder(cls, console: object) -> object:
+        if isinstance(console, bool):
+            raise ValueError(
+                f"{str(console).lower()} is no folder; use the folder of runs, or null for no page"
+            )
+        return console
+
     @field_validator("sdk")
     @classmethod
     def _known_flags(cls, flags: dict[str, bool]) -> dict[str, bool]:

@@ -76,7 +76,11 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
         ("policy.sequence_parallel=2", "sequence_parallel 2 does not divide num_ranks 1"),
         ("policy.num_ranks=2", "policy.num_ranks is 2 and engine.num_engines is 1"),
         ("lora.max_rank=7", "max_rank 7: vLLM serves adapters of at most one of"),
-        ("http.console=false", r"http\.console: .*path.*got False"),
+        ("http.console=false", r"http\.console: false is no folder; .* or null for no page"),
+        (
+            "critic.full_strategy={type: fsdp2, cpu_offload: true}",
+            r"critic\.full_strategy\.fsdp2\.cpu_offload: this key was renamed; use offload=all",
+        ),
         (
             "http.sdk.parallel_fwdbwd_chunk=true",
             r"http\.sdk: parallel_fwdbwd_chunk is no flag of SDKs; "
