@@ -60,7 +60,6 @@ def service(
         options = (
             f"name={NAME}",
             f"http.port={PORT}",
-            "http.haproxy=true",
             f"journal.folder={scratch}",
             *overrides,
         )

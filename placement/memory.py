@@ -185,7 +185,7 @@ def _full_model_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]
             "full moments",
             full * moments,
             frozenset[str]() if ask.offloaded else _moment_phases(ask),
-            "full_strategy.offload_optimizer=true",
+            "full_strategy.offload=optimizer",
             "*lora.max_full_models",
         ),
     ]

@@ -45,8 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def random_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny base model with random weights, for tests of numbers only."""
-    base = TinyBase(name="tiny", warmup_steps=0, cache_dir=tmp_path_factory.mktemp("base"))
-    return base_model_folder(base, lambda count: [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("base")))
+        return base_model_folder(TinyBase(name="tiny", warmup_steps=0), lambda count: [])
 
 
 def run_cli(

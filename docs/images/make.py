@@ -74,7 +74,7 @@ def main(runs: str) -> None:
         options = [
             f"name={NAME}",
             f"http.port={PORT}",
-            f"http.runs={runs}",
+            f"http.console={runs}",
             f"journal.folder={folder}/journal",
             f"checkpoint_dir={folder}/checkpoints",
         ]

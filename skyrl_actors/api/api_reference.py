@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 from skyrl_actors.api import not_served, openai_wire, without_effect
 from skyrl_actors.api.app import build_app
 from skyrl_actors.config.frozen import FrozenConfig
-from skyrl_actors.config.http import SdkFlags
 from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.config.sdk_flags import FLAGS
 from skyrl_actors.messages import errors
 
 HEAD = """# The HTTP API
@@ -73,7 +73,7 @@ def markdown() -> str:
             _without_effect(),
             _not_served(),
             _keys(LimitsConfig, "limits"),
-            _keys(SdkFlags, "http.sdk"),
+            _flags(),
             _errors(),
         ]
     )
@@ -124,6 +124,11 @@ def _keys(config: type[FrozenConfig], section: str) -> str:
         for name, field in fields
     ]
     return _table(f"Config keys of `{section}`", ("key", "default", "meaning"), rows)
+
+
+def _flags() -> str:
+    rows = [(f"`{name}`", f"{flag.default}", flag.meaning) for name, flag in FLAGS.items()]
+    return _table("Flags of `http.sdk`", ("flag", "default", "meaning"), rows)
 
 
 def _errors() -> str:

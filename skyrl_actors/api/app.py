@@ -67,7 +67,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
         app.include_router(module.router, prefix="/api/v1")
 
     app.include_router(routes_openai.router)
-    if state is None or state.config.http.console:
+    if state is None or state.config.http.console is not None:
         app.state.answer_cache = routes_console.AnswerCache()
         app.include_router(routes_console.router)
 

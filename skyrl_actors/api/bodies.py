@@ -35,9 +35,8 @@ def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
         limit = limit_of(request.url.path, limits, able)
         body = await read_body(request, limit)
         check_json_size(body, limit, limits.datums)
-        found = await run_sized(
-            len(body), _validated, model, body, check, able.max_sample_tokens, limits.num_samples
-        )
+        longest, most = able.max_sample_tokens, limits.samples_in_flight
+        found = await run_sized(len(body), _validated, model, body, check, longest, most)
         request.state.body_lease.release()
         if isinstance(found, list):
             raise RequestValidationError(found)

@@ -51,7 +51,8 @@ def check_completion(body: openai_wire.Completion, most_tokens: int, most_prompt
         return
     if len(prompt) > most_prompts:
         raise InvalidRequest(
-            f"{len(prompt)} prompts in one request; at most {most_prompts} (limits.num_samples)"
+            f"{len(prompt)} prompts in one request; at most {most_prompts} "
+            "(limits.samples_in_flight)"
         )
     for one in prompt:
         if isinstance(one, list):

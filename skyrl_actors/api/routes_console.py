@@ -115,8 +115,8 @@ async def state(request: Request) -> JSONResponse:
 
 @router.get(PREFIX + "runs")
 async def runs(request: Request) -> JSONResponse:
-    """List jobs' runs in `http.runs`; with keys configured, only for requests with a key."""
-    folder = state_of(request).config.http.runs
+    """List jobs' runs in `http.console`; with keys configured, only for requests with a key."""
+    folder = state_of(request).config.http.console
     if not viewer_of(request).is_known or folder is None:
         return JSONResponse([])
     return JSONResponse(
@@ -129,7 +129,7 @@ async def runs(request: Request) -> JSONResponse:
 @router.get(PREFIX + "runs/{name}")
 async def curves(name: str, request: Request) -> JSONResponse:
     """Return rows of one run's metrics."""
-    folder = state_of(request).config.http.runs
+    folder = state_of(request).config.http.console
     if (
         not viewer_of(request).is_known
         or folder is None

@@ -21,9 +21,8 @@ async def client_config(request: Request) -> dict[str, Any]:
     """Return flags for SDKs. Older SDKs ignore them."""
     limits, flags = state_of(request).config.limits, state_of(request).config.http.sdk
     return {
-        **flags.model_dump(exclude={"sample_cancel_enabled"}),
-        "pjwt_auth_enabled": bool(state_of(request).owners)
-        and state_of(request).config.http.tokens,
+        **{name: value for name, value in flags.items() if name != "sample_cancel_enabled"},
+        "pjwt_auth_enabled": bool(state_of(request).owners) and flags["pjwt_auth_enabled"],
         "fwdbwd_max_chunk_len": limits.datums,
         "fwdbwd_max_chunk_bytes_count": min(limits.body_bytes // 2, 32 * 2**20),
         "sample_max_concurrent_requests": limits.samples_in_flight,
@@ -35,7 +34,7 @@ async def dynamic_config(request: Request) -> dict[str, Any]:
     """Return flags that can change while an SDK runs."""
     return {
         "refresh_interval_sec": 300,
-        "sample_cancel_enabled": state_of(request).config.http.sdk.sample_cancel_enabled,
+        "sample_cancel_enabled": state_of(request).config.http.sdk["sample_cancel_enabled"],
     }
 
 
@@ -43,9 +42,10 @@ async def dynamic_config(request: Request) -> dict[str, Any]:
 async def auth_token(request: Request) -> dict[str, Any]:
     """Exchange an API key, or a token that has not expired, for a token that expires later."""
     owner = caller_of(request).owner
-    if owner is None or not state_of(request).config.http.tokens:
+    if owner is None or not state_of(request).config.http.sdk["pjwt_auth_enabled"]:
         raise NotFound(
-            "this service issues no tokens (http.tokens is off, or no keys are configured)"
+            "this service issues no tokens (http.sdk.pjwt_auth_enabled is off, or no keys are "
+            "configured)"
         )
     return {"jwt": await asyncio.to_thread(token_for, state_of(request).folders.root, owner)}
 

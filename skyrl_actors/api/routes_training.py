@@ -159,7 +159,7 @@ async def create_custom_loss(body: wire.CreateCustomLoss, request: Request) -> d
     Its id is the id of the loss, which contains the loss.
     """
     caller_of(request).own(body.session_id, "session")
-    if not state_of(request).config.http.sdk.custom_loss_server_side:
+    if not state_of(request).config.http.sdk["custom_loss_server_side"]:
         raise NotFound(
             "custom losses run on the client here; "
             "http.sdk.custom_loss_server_side=true lets the workers run them"

@@ -101,6 +101,12 @@ def _check_longest(folder: Path, config: ClusterConfig) -> None:
         )
 
 
+def cache_dir() -> Path:
+    """Return the folder that tiny base models are kept in."""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(root) / "skyrl-actors").expanduser().resolve()
+
+
 def _tiny(
     base: TinyBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None
 ) -> Path:
@@ -108,7 +114,7 @@ def _tiny(
     digest = hashlib.sha256(
         json.dumps([LAYOUT, SEED, base.warmup_steps, rows]).encode()
     ).hexdigest()[:12]
-    folder = base.cache_dir.expanduser().resolve() / f"tiny-{digest}"
+    folder = cache_dir() / f"tiny-{digest}"
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -151,11 +151,11 @@ def _full_bytes(
     """
     ranks, compute = group.num_ranks, NUMBER_BYTES[group.dtype]
     if isinstance(strategy, Fsdp2Strategy):
-        return (4 / ranks, 4 / ranks, 8 / ranks), strategy.cpu_offload
+        return (4 / ranks, 4 / ranks, 8 / ranks), strategy.offload == "all"
     if isinstance(strategy, DeepSpeedStrategy):
         gathered, master = compute / (ranks if strategy.stage == 3 else 1), 4 / ranks
         gradients = 4 / (ranks if strategy.stage >= 2 else 1)
-        on_host = strategy.offload_optimizer
+        on_host = strategy.offload != "none"
         return (
             gathered if on_host else gathered + master,
             gradients,

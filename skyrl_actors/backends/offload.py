@@ -95,4 +95,4 @@ def phase_lock_for(config: ClusterConfig, offloader: Offloader) -> PhaseLock:
     if config.placement.layout == "split" or not config.engine.num_engines:
         return SplitPhaseLock()
     healing = MoveHealing(advise_after=max(config.restart.max_in_a_row, 1))
-    return ColocatedPhaseLock(offloader, Phase.TRAIN, 2 * config.engine.call_timeout_s, healing)
+    return ColocatedPhaseLock(offloader, Phase.TRAIN, 2 * config.restart.call_timeout_s, healing)

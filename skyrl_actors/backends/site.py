@@ -42,19 +42,17 @@ async def reserved_site(
     pinned = len(nodes) > 1 and (
         config.transfer.type in ("shm", "ipc") or config.engine.topology.num_devices > 1
     )
+    patience_s = config.restart.start_timeout_s
     try:
-        reserved = await reserve(
-            plan, config.name, config.placement.timeout_s, report, detached, pinned
-        )
+        reserved = await reserve(plan, config.name, patience_s, report, detached, pinned)
     except DoesNotFit as error:
         raise ConfigError(str(error)) from error
     try:
         plan = placed_on(plan, reserved)
         check_transfer(config, plan)
-        several = config.engine.topology.num_devices > 1
-        devices = (
-            await gpu_ids(plan, reserved, "engine", config.placement.timeout_s) if several else {}
-        )
+        devices = {}
+        if config.engine.topology.num_devices > 1:
+            devices = await gpu_ids(plan, reserved, "engine", patience_s)
     except (DoesNotFit, ConfigError) as error:
         remove_placement_group(reserved)
         raise ConfigError(str(error)) from error

@@ -15,6 +15,8 @@ from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.model import Role
 
+STANDBYS = 1  # spare training processes of a service on CPUs, which replace a dead rank at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingParts:
@@ -32,11 +34,12 @@ class TrainingParts:
     def standby(self, wait_until_settled: Callable[[], Awaitable[None]]) -> Standby | None:
         """Return the standby processes, or None if the service has none."""
         config = self.config
-        if config.placement.device != "cpu" or not config.restart.standbys:
+        # A job can wait until a rank has restarted. A service is detached.
+        if config.placement.device != "cpu" or not self.detached:
             return None
         return Standby(
             config.name,
-            config.restart.standbys,
+            STANDBYS,
             str(self.base_folder),
             self.reserved,
             self.plan.slots_of("policy")[0].index,
@@ -45,7 +48,7 @@ class TrainingParts:
             self.detached,
             self.report,
             wait_until_settled,
-            config.policy.call_timeout_s,
+            config.restart.call_timeout_s,
         )
 
     def supervisor(

@@ -24,7 +24,7 @@ from ray.util.placement_group import get_placement_group, remove_placement_group
 
 from skyrl_actors import remote
 from skyrl_actors.api.client import NAMESPACE, actor_name
-from skyrl_actors.backends.base_models import SEED, base_model_folder
+from skyrl_actors.backends.base_models import SEED, base_model_folder, cache_dir
 from skyrl_actors.commands.terminal import bar, note
 from skyrl_actors.config.cluster import ClusterConfig, TinyBase
 from skyrl_actors.controller.actor import ControllerActor
@@ -43,8 +43,7 @@ def prepare_base_model(config: ClusterConfig) -> Path:
     if not isinstance(base, TinyBase):
         return _fitting(config, base_model_folder(base, lambda count: []))
     note(
-        f"base model {base.name}: a small Qwen3 network with its tokenizer, cached in "
-        f"{base.cache_dir}"
+        f"base model {base.name}: a small Qwen3 network with its tokenizer, cached in {cache_dir()}"
     )
     with bar("supervised warm-up", max(base.warmup_steps, 1)) as progress:
         folder = base_model_folder(

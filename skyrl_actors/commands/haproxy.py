@@ -28,8 +28,9 @@ def folder(name: str) -> Path:
 
 
 def environment(config: ClusterConfig) -> dict[str, str]:
-    """Return the variables that Ray needs. Without `http.haproxy` none concerns HAProxy."""
-    common = {
+    """Return the variables that Ray and its HAProxy need."""
+    own = folder(config.name)
+    return {
         "RAY_worker_niceness": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # with Serve's default of 0.1, its controller takes 4 % of a core of a small machine
@@ -38,11 +39,6 @@ def environment(config: ClusterConfig) -> dict[str, str]:
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
         "RAY_health_check_period_ms": "1000",  # the same for a dead node
         "RAY_health_check_timeout_ms": "5000",
-    }
-    if not config.http.haproxy:
-        return common
-    own = folder(config.name)
-    return common | {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_launcher(own)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(own / "haproxy.cfg"),

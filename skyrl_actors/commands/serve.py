@@ -74,7 +74,7 @@ def with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
     )
     checkpoints = config.checkpoint_dir.expanduser().absolute()
     http = config.http.model_copy(
-        update={"runs": config.http.runs and config.http.runs.expanduser().absolute()}
+        update={"console": config.http.console and config.http.console.expanduser().absolute()}
     )
     return config.model_copy(
         update={"journal": journal, "checkpoint_dir": checkpoints, "http": http}

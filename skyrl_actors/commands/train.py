@@ -185,9 +185,7 @@ async def _run(
     # left by a killed run, which is resumed from its checkpoint
     cluster.remove_folder(path / JOURNAL)
     journal = config.cluster.journal.model_copy(update={"folder": (path / JOURNAL).resolve()})
-    # a job can wait until a rank has restarted
-    restart = config.cluster.restart.model_copy(update={"standbys": 0})
-    own = {"checkpoint_dir": (path / CHECKPOINTS).resolve(), "journal": journal, "restart": restart}
+    own = {"checkpoint_dir": (path / CHECKPOINTS).resolve(), "journal": journal}
     controller = cluster.create_controller(
         config.cluster.model_copy(update=own), base_folder, detached=False
     )

@@ -5,7 +5,7 @@ A named algorithm is a choice of parts. The config can change each part.
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from skyrl_actors.config.frozen import FrozenConfig
 
@@ -84,30 +84,45 @@ class NoKl(FrozenConfig):
     place: Literal["none"] = "none"
 
 
-COEF = "weight of the penalty; the start value if `target` is set"
-TARGET = (
-    "KL per token that the coefficient is adjusted to reach (Ziegler et al., 2019); "
-    "null = constant coefficient"
-)
-ESTIMATOR = "estimator of the divergence (Schulman, 2020)"
+ESTIMATOR = "estimator of the divergence (Schulman, 2020); k1 is for `reward` only"
 
 
-class RewardKl(FrozenConfig):
+class Penalty(FrozenConfig):
+    """The keys that both kinds of penalties share."""
+
+    coef: float = Field(
+        gt=0, description="weight of the penalty; the start value if `target` is set"
+    )
+    target: float | None = Field(
+        default=None,
+        gt=0,
+        description="KL per token that the coefficient is adjusted to reach (Ziegler et al., "
+        "2019); null = constant coefficient",
+    )
+
+
+class RewardKl(Penalty):
     """The penalty is subtracted from the reward of each token."""
 
     place: Literal["reward"] = "reward"
     estimator: Literal["k1", "k2", "k3"] = Field(default="k1", description=ESTIMATOR)
-    coef: float = Field(gt=0, description=COEF)
-    target: float | None = Field(default=None, gt=0, description=TARGET)
 
 
-class LossKl(FrozenConfig):
-    """The penalty is a term of the loss. There, k1 has no gradient in expectation."""
+class LossKl(Penalty):
+    """The penalty is a term of the loss."""
 
     place: Literal["loss"] = "loss"
-    estimator: Literal["k2", "k3"] = Field(default="k3", description=ESTIMATOR)
-    coef: float = Field(gt=0, description=COEF)
-    target: float | None = Field(default=None, gt=0, description=TARGET)
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description=ESTIMATOR)
+
+    @field_validator("estimator")
+    @classmethod
+    def _has_gradient(cls, estimator: str) -> str:
+        if estimator == "k1":
+            raise ValueError(
+                "estimator k1 has no gradient in expectation as a term of the loss; use k2 or k3, "
+                "or set place to reward"
+            )
+        return estimator
 
 
 KlTerm = Annotated[NoKl | RewardKl | LossKl, Field(discriminator="place")]

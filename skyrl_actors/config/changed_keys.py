@@ -6,6 +6,21 @@ A config that contains one is refused. docs/reference/config_changes.md lists al
 RENAMED = {
     "transfer.freeze": "transfer.materialize=eager for always, transfer.materialize=lazy for "
     "when_needed",
+    "job.policy_lr": "job.learning_rate",
+    "job.beta1": "job.betas=[0.9, 0.95] for both decays",
+    "job.beta2": "job.betas=[0.9, 0.95] for both decays",
+    "job.env.config": "job.env.options",
+    "run.trackers.experiment": "run.trackers.project",
+    "http.tokens": "http.sdk.pjwt_auth_enabled",
+    "placement.timeout_s": "restart.start_timeout_s",
+    "engine.start_timeout_s": "restart.start_timeout_s",
+    "engine.call_timeout_s": "restart.call_timeout_s",
+    "policy.call_timeout_s": "restart.call_timeout_s",
+    "limits.num_samples": "limits.samples_in_flight",
+    "http.runs": "http.console, whose value is the folder, or null for no console",
+    "policy.strategy.offload_optimizer": "offload=optimizer",
+    "policy.strategy.offload_parameters": "offload=all",
+    "policy.strategy.cpu_offload": "offload=all",
 }
 """What to write instead, by the key without tags of unions and without `cluster.`."""
 
@@ -40,13 +55,24 @@ REMOVED = {
     "placement.colocated_share": "it is 0.3",
     "placement.memory_reserve": "it is 0.08; set placement.memory_check",
     "base_model.seed": "it is 0",
+    "run.trackers.mode": "set the environment variable WANDB_MODE",
+    "base_model.cache_dir": "it is ~/.cache/skyrl-actors, or skyrl-actors below $XDG_CACHE_HOME",
+    "policy.collective_timeout_s": "it is a third of restart.call_timeout_s",
+    "restart.attempts": "it is one less than restart.max_in_a_row",
+    "limits.open_requests_per_key": "it is the free part of limits.open_requests",
+    "engine.external.model": "it is the first model that the server lists",
+    "restart.standbys": "a service on CPUs has one, a job none",
+    "http.haproxy": "HAProxy is always used",
 }
 """What applies now, by the same keys."""
+
+SAME_KEYS = {"critic": "policy", "full_strategy": "strategy"}  # sections with the same keys
 
 
 def advice(path: tuple[str, ...]) -> str | None:
     """Return what to write instead of a key of an earlier version, or None for other keys."""
-    key = ".".join(path[1:] if path[0] == "cluster" else path)
+    named = (SAME_KEYS.get(part, part) for part in (path[1:] if path[0] == "cluster" else path))
+    key = ".".join(named)
     if key in RENAMED:
         return f"this key was renamed; use {RENAMED[key]}"
     return f"this key was removed; {REMOVED[key]}" if key in REMOVED else None

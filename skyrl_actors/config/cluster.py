@@ -24,36 +24,39 @@ from skyrl_actors.config.transfers import (
 )
 
 COLOCATED_SHARE = 0.3  # of a slot, which policy, critic and engine each reserve
+BASE_NAME = (
+    "name that clients use for the base model; for `pretrained` without a path also its name on "
+    "the hub"
+)
+LEAST_COLLECTIVE_TIMEOUT_S = 30.0  # ranks connect within this time
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-class TinyBase(FrozenConfig):
+class NamedBase(FrozenConfig):
+    """The key that all base models share."""
+
+    name: str = Field(description=BASE_NAME)
+
+
+class TinyBase(NamedBase):
     """A small model of the Qwen3 architecture with a byte-level tokenizer.
 
-    It is trained on this machine and cached.
+    It is trained on this machine and cached in `~/.cache/skyrl-actors`, or below XDG_CACHE_HOME.
     """
 
     type: Literal["tiny"] = "tiny"
-    name: str = Field(
-        default="skyrl-actors/tiny", description="name that clients use for the base model"
-    )
+    name: str = Field(default="skyrl-actors/tiny", description=BASE_NAME)
     warmup_steps: int = Field(
         default=150,
         ge=0,
         description="supervised steps on demonstrations with errors; 0 = random weights",
     )
-    cache_dir: Path = Field(
-        default=Path("~/.cache/skyrl-actors"), description="folder that the model is kept in"
-    )
 
 
-class PretrainedBase(FrozenConfig):
+class PretrainedBase(NamedBase):
     """A model in Hugging Face format: a folder, or a name on the Hugging Face hub."""
 
     type: Literal["pretrained"] = "pretrained"
-    name: str = Field(
-        description="name that clients use; also the name on the hub if `path` is null"
-    )
     path: Path | None = Field(
         default=None, description="folder of the model; null = download it by name"
     )
@@ -75,7 +78,6 @@ class PlacementConfig(FrozenConfig):
         "split: each has its own devices; mixed: policy and engines share devices, "
         "the critic has its own",
     )
-    timeout_s: float = Field(default=180.0, gt=0, description="longest wait for free devices")
     memory_check: Literal["refuse", "warn", "off"] = Field(
         default="refuse", description="action if the memory plan does not fit the devices"
     )
@@ -141,12 +143,6 @@ class GroupConfig(FrozenConfig):
         description="load the frozen base model at start; false = load it with the first adapter",
     )
     num_threads: int = Field(default=1, ge=1, description="OpenMP threads of a rank on a CPU")
-    collective_timeout_s: float = Field(
-        default=300.0, gt=0, description="longest time of one collective operation between ranks"
-    )
-    call_timeout_s: float = Field(
-        default=900.0, gt=0, description="longest time of one operation on a rank"
-    )
 
     @model_validator(mode="after")
     def _can_be_held(self) -> "GroupConfig":
@@ -253,27 +249,37 @@ class JournalConfig(FrozenConfig):
 
 
 class RestartConfig(FrozenConfig):
-    """How processes are restarted that died or did not answer in time."""
+    """Deadlines of processes, and how those are restarted that died or exceeded one."""
 
+    start_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="longest wait for free devices, and longest time for a group or an engine to "
+        "load the base model",
+    )
+    call_timeout_s: float = Field(
+        default=900.0,
+        gt=0,
+        description="longest time of one operation on a rank, and of one sample or transfer of an "
+        "engine without the time in which it was suspended; a collective operation between ranks "
+        "may take a third of it",
+    )
     max_in_a_row: int = Field(
         default=5,
         ge=0,
-        description="consecutive restarts of an actor without a success; after that it is given up",
+        description="consecutive restarts of an actor without a success; after that it is given "
+        "up. One operation is tried once less, so that it fails before its actor is given up",
     )
-    start_timeout_s: float = Field(
-        default=180.0, gt=0, description="longest time for a restarted group to load the base model"
-    )
-    standbys: int = Field(
-        default=1,
-        ge=0,
-        description="spare training processes of a service on CPUs, "
-        "which replace a dead rank at once",
-    )
-    attempts: int = Field(
-        default=4,
-        ge=1,
-        description="how often one operation is tried if its ranks die while it runs",
-    )
+
+    @property
+    def attempts(self) -> int:
+        """How often one operation is tried if its ranks die while it runs."""
+        return max(self.max_in_a_row - 1, 1)
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Longest time of one collective operation between ranks."""
+        return max(self.call_timeout_s / 3, LEAST_COLLECTIVE_TIMEOUT_S)
 
 
 class ClusterConfig(FrozenConfig):

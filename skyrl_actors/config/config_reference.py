@@ -14,8 +14,10 @@ from pydantic_core import PydanticUndefined
 
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.frozen import FrozenConfig
+from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import TAG_KEYS, classes_in, tags_of
+from skyrl_actors.config.sdk_flags import FLAGS
 from skyrl_actors.config.transfers import SHARED_MEMORY
 
 Section = type[FrozenConfig]
@@ -57,10 +59,11 @@ def _sections(
 ) -> Iterator[str]:
     """Yield the keys of a section, then those of each section below it.
 
-    A section has one class, or the classes of a union. A key that several of them have in the same
-    way is listed once. A class that another section has too is listed there only.
+    A section has one class, or the classes of a union. A key that several of them have with the
+    same values and the same meaning is listed once. A class that another section has too is listed
+    there only.
     """
-    rows: dict[tuple[str, str], list[Section]] = {}
+    rows: dict[tuple[str, str, str], dict[str, list[Section]]] = {}
     below: dict[str, tuple[FieldInfo, list[Section]]] = {}
     for option in options:
         for name, field in option.model_fields.items():
@@ -69,18 +72,24 @@ def _sections(
             if classes := classes_in(field.annotation):
                 below.setdefault(name, (field, classes))
             else:
-                rows.setdefault((f"`{path}{name}`", _row(field)), []).append(option)
+                row = (f"`{path}{name}`", _values(field), _plain(field.description or ""))
+                rows.setdefault(row, {}).setdefault(_default(field), []).append(option)
     if rows and len(options) > 1:
         texts = (
-            f"| {key} | {'all' if owners == options else _types(owners)} {row}\n"
-            for (key, row), owners in rows.items()
+            f"| {key} | {_owners(defaults, options)} | {values} | {_by_type(defaults)} | {text} |\n"
+            for (key, values, text), defaults in rows.items()
         )
         yield "| key | type | values | default | meaning |"
         yield "|---|---|---|---|---|\n" + "".join(texts)
     elif rows:
-        texts = (f"| {key} {row}\n" for key, row in rows)
+        texts = (
+            f"| {key} | {values} | {_by_type(defaults)} | {text} |\n"
+            for (key, values, text), defaults in rows.items()
+        )
         yield "| key | values | default | meaning |"
         yield "|---|---|---|---|\n" + "".join(texts)
+    if HttpConfig in options:
+        yield _flags(f"{path}sdk")
     for name, (field, classes) in below.items():
         yield f"### `{path}{name}`\n"
         if field.description:
@@ -111,12 +120,31 @@ def _types(options: list[Section]) -> str:
     return ", ".join(shown)
 
 
-def _row(field: FieldInfo) -> str:
+def _flags(key: str) -> str:
+    """Return the names of the flags for SDKs, with their defaults."""
+    lines = (
+        f"- `{name}` ({_shown(flag.default)}): {flag.meaning}\n" for name, flag in FLAGS.items()
+    )
+    return f"Flags of `{key}`:\n\n" + "".join(lines)
+
+
+def _owners(defaults: dict[str, list[Section]], options: list[Section]) -> str:
+    """Return the types that have a key."""
+    owners = [option for option in options if any(option in each for each in defaults.values())]
+    return "all" if owners == options else _types(owners)
+
+
+def _by_type(defaults: dict[str, list[Section]]) -> str:
+    """Return the default of a key, with the types if they have different defaults."""
+    if len(defaults) == 1:
+        return next(iter(defaults))
+    return ", ".join(f"{text or 'required'} ({_types(each)})" for text, each in defaults.items())
+
+
+def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
-        default = "by type" if field.default_factory_takes_validated_data else ""
-    else:
-        default = "`null`" if field.default is None else _shown(field.default)
-    return f"| {_values(field)} | {default} | {_plain(field.description or '')} |"
+        return "by type" if field.default_factory_takes_validated_data else ""
+    return "`null`" if field.default is None else _shown(field.default)
 
 
 def _shown(value: Any) -> str:

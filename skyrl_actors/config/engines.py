@@ -11,15 +11,12 @@ from skyrl_actors.messages.model import EngineTopology
 class ExternalEngineConfig(FrozenConfig):
     """A vLLM server outside this service.
 
-    It serves the base model and the adapters that it reads from transfer.folder.
+    It serves the base model, which it lists first, and the adapters that it reads from
+    transfer.folder.
     """
 
     url: str = Field(
         description="address of an OpenAI-compatible vLLM server, for example http://host:8000"
-    )
-    model: str | None = Field(
-        default=None,
-        description="name of the base model on that server; null = the first model that it lists",
     )
     api_key_env: str | None = Field(
         default=None,
@@ -96,18 +93,6 @@ class EngineConfig(FrozenConfig):
         "suspended samples again",
     )
     num_threads: int = Field(default=1, ge=1, description="threads of an engine on a CPU")
-    start_timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="longest time for an engine to load the base model and pass a test "
-        "update of its weights",
-    )
-    call_timeout_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="longest time of one sample or transfer, "
-        "without the time in which it was suspended",
-    )
 
     @model_validator(mode="after")
     def _some_engine(self) -> "EngineConfig":

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from skyrl_actors.config.frozen import FrozenConfig
 
+MAX_TURNS = "largest number of answers in an episode"
+
 
 class DatasetConfig(FrozenConfig):
     """Rows of a JSONL or Parquet file, or of a Hugging Face dataset.
@@ -58,7 +60,32 @@ class EnvLimits(FrozenConfig):
         return 1
 
 
-class DatasetEnv(EnvLimits):
+class HeldOutEnv(EnvLimits):
+    """The key of environments that hold out prompts for evaluation."""
+
+    eval_prompts: int = Field(
+        default=200,
+        ge=1,
+        description="number of prompts for evaluation; with a dataset, they are its last rows, "
+        "unless eval_data is set",
+    )
+
+
+class CodedEnv(EnvLimits):
+    """The keys of environments that are code of their own."""
+
+    options: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="keyword arguments of the function, or the `env_config` of skyrl-gym",
+    )
+    max_turns: int = Field(default=1, ge=1, description=MAX_TURNS)
+
+    @property
+    def turns(self) -> int:
+        return self.max_turns
+
+
+class DatasetEnv(HeldOutEnv):
     """The keys that all environments of a dataset share."""
 
     data: DatasetConfig
@@ -67,22 +94,18 @@ class DatasetEnv(EnvLimits):
         description="held-out rows; null = the last eval_prompts rows of `data`, which are then "
         "not trained on",
     )
-    eval_prompts: int = Field(
-        default=200, ge=1, description="held-out rows of `data` if eval_data is null"
-    )
     prompt_column: str = Field(
         default="prompt", description="column with a text or a list of messages"
     )
 
 
-class ReverseEnv(EnvLimits):
+class ReverseEnv(HeldOutEnv):
     """The task to write a short word backwards. The reward is 1 for the exact answer, otherwise 0.
 
     Words for evaluation are never trained on.
     """
 
     type: Literal["reverse"] = "reverse"
-    eval_prompts: int = Field(default=200, ge=1, description="number of words for evaluation")
 
 
 class RewardEnv(DatasetEnv):
@@ -102,7 +125,7 @@ class RewardEnv(DatasetEnv):
     )
 
 
-class GymEnv(DatasetEnv):
+class GymEnv(CodedEnv, DatasetEnv):
     """An unchanged environment of skyrl-gym, by its id.
 
     Each row of the dataset becomes its `extras`.
@@ -112,15 +135,10 @@ class GymEnv(DatasetEnv):
     id: str = Field(
         description="id of the environment, for example gsm8k; or module:Class of a BaseTextEnv"
     )
-    config: dict[str, Any] = Field(default_factory=dict[str, Any], description="its `env_config`")
-    max_turns: int = Field(default=8, ge=1, description="largest number of answers in an episode")
-
-    @property
-    def turns(self) -> int:
-        return self.max_turns
+    max_turns: int = Field(default=8, ge=1, description=MAX_TURNS)
 
 
-class CustomEnv(EnvLimits):
+class CustomEnv(CodedEnv):
     """Your own environment: a function `(seed, **options)` that returns a task set.
 
     The type of a task set is `skyrl_actors.jobs.environment.TaskSet`.
@@ -131,14 +149,6 @@ class CustomEnv(EnvLimits):
         pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$",
         description="the function as module:function or path/to/file.py:function",
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict[str, Any], description="keyword arguments of the function"
-    )
-    max_turns: int = Field(default=1, ge=1, description="largest number of answers in an episode")
-
-    @property
-    def turns(self) -> int:
-        return self.max_turns
 
 
 Environment = Annotated[ReverseEnv | RewardEnv | GymEnv | CustomEnv, Field(discriminator="type")]

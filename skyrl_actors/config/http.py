@@ -1,4 +1,4 @@
-"""The config of the HTTP endpoint and the flags for SDKs."""
+"""The config of the HTTP endpoint."""
 
 import ipaddress
 from pathlib import Path
@@ -8,46 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config import keys
 from skyrl_actors.config.frozen import FrozenConfig
-
-
-class SdkFlags(FrozenConfig):
-    """Flags that the service sends to SDKs, under the names of the protocol."""
-
-    parallel_fwdbwd_chunks: bool = Field(
-        default=False,
-        description="SDKs send the chunks of a batch in parallel; this service still computes them "
-        "one after another",
-    )
-    proto_compress_fwdbwd: bool = Field(
-        default=False, description="SDKs compress bodies with zstd; for slow networks"
-    )
-    proto_write_fwdbwd: bool = Field(
-        default=False, description="SDKs 0.22.7 to 0.24 also send protobuf bodies"
-    )
-    fwd_via_fwdbwd: bool = Field(
-        default=False,
-        description="SDKs 0.22.7 to 0.24 send `forward` as a protobuf `forward_backward` without "
-        "gradient; needs proto_write_fwdbwd",
-    )
-    create_model_via_load_weights: bool = Field(
-        default=False,
-        description="SDKs from 0.24.1 create a model from a checkpoint with one request",
-    )
-    sample_use_retrieve_futures: bool = Field(
-        default=False, description="SDKs use one poll for all samples of a sampler"
-    )
-    sample_join_sampling_session: bool = Field(
-        default=False, description="copies of a sampling client request a number of their own"
-    )
-    sample_cancel_enabled: bool = Field(
-        default=True, description="SDKs cancel samples that no caller awaits"
-    )
-    custom_loss_server_side: bool = Field(
-        default=False, description="the workers run losses that `create_custom_loss` traced"
-    )
-    use_pyqwest_transport: bool = Field(
-        default=True, description="SDKs use the HTTP client pyqwest"
-    )
+from skyrl_actors.config.sdk_flags import with_defaults
 
 
 class HttpConfig(FrozenConfig):
@@ -80,11 +41,6 @@ class HttpConfig(FrozenConfig):
     api_keys_file: Path | None = Field(
         default=None, description="file with API keys in the same format, one on each line"
     )
-    tokens: bool = Field(
-        default=False,
-        description="SDKs exchange their key for a token that expires (their flag "
-        "pjwt_auth_enabled)",
-    )
     open_to_network: bool = Field(
         default=False, description="allow a host outside this machine although no API keys are set"
     )
@@ -93,29 +49,21 @@ class HttpConfig(FrozenConfig):
         description="return logprobs of samples at the sampling temperature instead of 1; "
         "a request can override this",
     )
-    sdk: SdkFlags = SdkFlags()
-    console: bool = Field(
-        default=True,
-        description="serve a read-only page at /; with API keys set, "
-        "unauthenticated visitors see totals only",
+    sdk: dict[str, bool] = Field(
+        default_factory=lambda: with_defaults({}),
+        description="flags that the service sends to SDKs, each with true or false, for example "
+        "`http.sdk.pjwt_auth_enabled=true`; the list below has their names and defaults",
     )
-    runs: Path | None = Field(
-        default=Path("runs"), description="folder of job runs that the console shows; null = none"
-    )
-    haproxy: bool = Field(
-        default=True,
-        description="use HAProxy as the proxy of Ray Serve instead of its Python proxy",
+    console: Path | None = Field(
+        default=Path("runs"),
+        description="folder of job runs that the read-only page at / shows; null = no page. With "
+        "API keys set, unauthenticated visitors see totals only",
     )
 
     @model_validator(mode="after")
     def _grows(self) -> "HttpConfig":
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas {self.max_replicas} is below replicas {self.replicas}")
-        if not self.console and self.runs not in (None, Path("runs")):
-            raise ValueError(
-                f"runs {self.runs} is shown by the console alone, and console is false; "
-                "leave out runs, or set console to true"
-            )
         return self
 
     @model_validator(mode="before")
@@ -134,6 +82,20 @@ class HttpConfig(FrozenConfig):
         if not found:
             raise ValueError(f"api_keys_file {file} has no key; write one [name=]key on each line")
         return content | {"api_keys": [*(content.get("api_keys") or ()), *found]}
+
+    @field_validator("console", mode="before")
+    @classmethod
+    def _is_a_folder(cls, console: object) -> object:
+        if isinstance(console, bool):
+            raise ValueError(
+                f"{str(console).lower()} is no folder; use the folder of runs, or null for no page"
+            )
+        return console
+
+    @field_validator("sdk")
+    @classmethod
+    def _known_flags(cls, flags: dict[str, bool]) -> dict[str, bool]:
+        return with_defaults(flags)
 
     @field_validator("api_keys")
     @classmethod

@@ -27,7 +27,7 @@ from skyrl_actors.config.algorithms import (
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.environments import Environment, ReverseEnv
 from skyrl_actors.config.frozen import FrozenConfig
-from skyrl_actors.config.job_fields import JobFields
+from skyrl_actors.config.job_fields import EPOCHS, EVAL_EVERY, JobFields
 from skyrl_actors.config.schedules import Asynchronous, OnPolicy, Schedule
 from skyrl_actors.config.supervised import DpoConfig, RewardModelConfig, SftConfig
 from skyrl_actors.config.trackers import Tracker
@@ -48,7 +48,7 @@ class RlConfig(JobFields):
         description="end the run when the mean reward of greedy answers to held-out prompts "
         "reaches this; null = never",
     )
-    eval_every: int = Field(default=5, ge=1, description="iterations between evaluations")
+    eval_every: int = Field(default=5, ge=1, description=EVAL_EVERY)
     prompts: int = Field(default=64, ge=1, description="number of prompts in an iteration")
     samples_per_prompt: int = Field(default=4, ge=1, description="number of answers to each prompt")
     max_tokens: int = Field(
@@ -93,15 +93,17 @@ class RlConfig(JobFields):
         description="weight of the mean token entropy of a minibatch, "
         "which is added to the objective",
     )
-    epochs: int = Field(default=2, ge=1, description="passes over the samples of an iteration")
+    epochs: int = Field(default=2, ge=1, description=EPOCHS)
     minibatches: int = Field(default=4, ge=1, description="optimizer steps of an epoch")
-    policy_lr: float = Field(default=2e-4, gt=0, description="initial learning rate of the policy")
     critic_lr: float = Field(default=1e-3, gt=0, description="initial learning rate of the critic")
     value_clip: float = Field(
         default=0.2, gt=0, description="largest change of a value in the clipped value loss"
     )
     mismatch_stop: float | None = Field(
-        default=None, gt=0, description="end the run if the same number exceeds this; null = never"
+        default=None,
+        gt=0,
+        description="end the run if engine and trainer differ by more than this, as the mean of "
+        "|Δ logprob| over the sampled tokens; null = never",
     )
     critic_warmup: int = Field(
         default=1,
@@ -294,10 +296,10 @@ class JobConfig(FrozenConfig):
                     f"job.max_tokens {job.max_tokens} leaves no tokens for a prompt, because "
                     f"cluster.engine.max_model_len is {self.cluster.engine.max_model_len}"
                 )
-            if job.samples_per_prompt > self.cluster.limits.num_samples:
+            if job.samples_per_prompt > self.cluster.limits.samples_in_flight:
                 raise ValueError(
                     f"job.samples_per_prompt {job.samples_per_prompt} is above "
-                    f"cluster.limits.num_samples {self.cluster.limits.num_samples}"
+                    f"cluster.limits.samples_in_flight {self.cluster.limits.samples_in_flight}"
                 )
             self._can_sample_beside_learning(job)
         if job.lora_rank is not None and job.lora_rank > lora.max_rank:

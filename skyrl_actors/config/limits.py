@@ -15,21 +15,11 @@ class LimitsConfig(FrozenConfig):
     tokens: int = Field(
         default=2**22, ge=1, description="tokens of all datums of one request together"
     )
-    num_samples: int = Field(
-        default=256,
-        ge=1,
-        description="samples of one asample; max_tokens is limited by engine.max_model_len",
-    )
     open_requests: int = Field(
         default=20_000,
         ge=1,
-        description="accepted requests without an answer, of all clients together",
-    )
-    open_requests_per_key: int = Field(
-        default=10_000,
-        ge=1,
-        description="the same for one API key; a key also cannot hold more than the number that is "
-        "still free, so that other keys get some",
+        description="accepted requests without an answer, of all clients together; an API key "
+        "cannot hold more of them than the number that is still free, so that other keys get some",
     )
     queued_bytes: int = Field(
         default=64 * 2**30,
@@ -43,8 +33,8 @@ class LimitsConfig(FrozenConfig):
     samples_in_flight: int = Field(
         default=512,
         ge=1,
-        description="sequences in the engines at once; others queue, and the tenant with the "
-        "fewest sampled tokens is first",
+        description="sequences in the engines at once, and the most of one request; others queue, "
+        "and the tenant with the fewest sampled tokens is first",
     )
     full_sampler_versions: int = Field(
         default=4,

@@ -17,7 +17,17 @@ class ReplicaStrategy(FrozenConfig):
     type: Literal["replica"] = "replica"
 
 
-class DeepSpeedStrategy(FrozenConfig):
+class ShardingStrategy(FrozenConfig):
+    """The key that all strategies share which shard a model."""
+
+    offload: Literal["none", "optimizer", "all"] = Field(
+        default="none",
+        description="what is kept in host memory. optimizer: optimizer moments and float32 "
+        "weights, for deepspeed; all: also sharded weights, for fsdp2 and for deepspeed stage 3",
+    )
+
+
+class DeepSpeedStrategy(ShardingStrategy):
     """ZeRO.
 
     The frozen base model under adapters has neither gradients nor optimizer moments. Stages 1 and 2
@@ -28,18 +38,13 @@ class DeepSpeedStrategy(FrozenConfig):
     stage: Literal[1, 2, 3] = Field(
         default=1, description="1: shard optimizer moments; 2: also gradients; 3: also weights"
     )
-    offload_optimizer: bool = Field(
-        default=False, description="keep optimizer moments and float32 weights in host memory"
-    )
-    offload_parameters: bool = Field(
-        default=False, description="keep sharded weights in host memory; needs stage 3"
-    )
 
     @model_validator(mode="after")
     def _available(self) -> "DeepSpeedStrategy":
-        if self.offload_parameters and self.stage != 3:
+        if self.offload == "all" and self.stage != 3:
             raise ValueError(
-                f"strategy deepspeed: offload_parameters needs stage 3, this is stage {self.stage}"
+                f"strategy deepspeed: offload all needs stage 3, and stage is {self.stage}; "
+                "use offload optimizer"
             )
         if find_spec("deepspeed") is None:
             raise ValueError(
@@ -49,7 +54,7 @@ class DeepSpeedStrategy(FrozenConfig):
         return self
 
 
-class Fsdp2Strategy(FrozenConfig):
+class Fsdp2Strategy(ShardingStrategy):
     """PyTorch's fully_shard.
 
     Weights, gradients and optimizer moments are sharded by rows over the ranks.
@@ -61,9 +66,14 @@ class Fsdp2Strategy(FrozenConfig):
         description="free gathered layers after the forward pass; false = faster, "
         "but needs more memory",
     )
-    cpu_offload: bool = Field(
-        default=False, description="keep sharded weights and optimizer moments in host memory"
-    )
+
+    @model_validator(mode="after")
+    def _together(self) -> "Fsdp2Strategy":
+        if self.offload == "optimizer":
+            raise ValueError(
+                "strategy fsdp2 offloads weights and optimizer moments together; use offload all"
+            )
+        return self
 
 
 StrategyConfig = Annotated[

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from skyrl_actors.config.environments import DatasetConfig
-from skyrl_actors.config.job_fields import JobFields
+from skyrl_actors.config.job_fields import LEARNING_RATE, JobFields
 
 
 class Supervised(JobFields):
@@ -20,8 +20,6 @@ class Supervised(JobFields):
     eval_rows: int = Field(
         default=100, ge=1, description="held-out rows of `data` if eval_data is null"
     )
-    eval_every: int = Field(default=20, ge=1, description="steps between evaluations")
-    epochs: int = Field(default=1, ge=1, description="passes over the data")
     batch_rows: int = Field(default=32, ge=1, description="rows of one step")
     max_steps: int | None = Field(
         default=None, ge=1, description="largest number of steps; null = all epochs"
@@ -32,7 +30,7 @@ class Supervised(JobFields):
         description="longest row; longer ones are counted and skipped. null = the longest row that "
         "the model takes",
     )
-    learning_rate: float = Field(default=2e-4, gt=0, description="peak learning rate")
+    prompt_column: str = Field(default="prompt", description="column with a text or a chat")
     warmup_steps: int = Field(
         default=0,
         ge=0,
@@ -52,14 +50,12 @@ class SftConfig(Supervised):
         default=None,
         description="column with chats; null = use prompt_column and completion_column",
     )
-    prompt_column: str = Field(default="prompt", description="column with a text or a chat")
     completion_column: str = Field(default="completion", description="column with the answer")
 
 
 class Preferences(Supervised):
     """Jobs on preferences: a row holds a prompt, a preferred answer and a rejected answer."""
 
-    prompt_column: str = Field(default="prompt", description="column with a text or a chat")
     chosen_column: str = Field(default="chosen", description="column with the preferred answer")
     rejected_column: str = Field(default="rejected", description="column with the rejected answer")
 
@@ -72,7 +68,7 @@ class DpoConfig(Preferences):
 
     type: Literal["dpo"] = "dpo"
     beta: float = Field(default=0.1, gt=0, description="β of eq. 7")
-    learning_rate: float = Field(default=5e-5, gt=0, description="peak learning rate")
+    learning_rate: float = Field(default=5e-5, gt=0, description=LEARNING_RATE)
 
 
 class RewardModelConfig(Preferences):
@@ -82,4 +78,4 @@ class RewardModelConfig(Preferences):
     """
 
     type: Literal["reward_model"] = "reward_model"
-    learning_rate: float = Field(default=1e-4, gt=0, description="peak learning rate")
+    learning_rate: float = Field(default=1e-4, gt=0, description=LEARNING_RATE)

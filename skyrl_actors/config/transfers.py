@@ -17,7 +17,7 @@ MATERIALIZE = (
     "weights are about to change and either no engine has it yet or samples from it are running. "
     "A version that was not written and is requested again is computed again from the journal"
 )
-FOLDER = "folder for files of exported weights"
+FOLDER = "folder for files of exported weights; for `disk` on storage that all nodes share"
 CHECKSUMS = (
     "compute the crc32 of every tensor of full weights, and of the file of an adapter, "
     "at the sender, and compare it at the receiver; false for shm and ipc, otherwise true"
@@ -38,16 +38,22 @@ def _bucket_bytes(given: dict[str, Any]) -> int:
     return BUCKET_BYTES[given["type"]]
 
 
-class WithFolder(FrozenConfig):
-    """Base class that makes `folder` absolute, to name the same folder in every process."""
+class Transfer(FrozenConfig):
+    """The keys that all transfers share.
 
-    @field_validator("folder", mode="after", check_fields=False)
+    `folder` becomes absolute, to name the same folder in every process.
+    """
+
+    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
+    checksums: bool = Field(default_factory=_checked, description=CHECKSUMS)
+
+    @field_validator("folder", mode="after")
     @classmethod
     def _absolute(cls, folder: Path) -> Path:
         return folder.expanduser().absolute()
 
 
-class FileTransferConfig(WithFolder):
+class FileTransferConfig(Transfer):
     """Files in shared memory.
 
     `shm`: for one host; the trainer writes a file, and the engine maps it. `object_store`: for any
@@ -56,19 +62,16 @@ class FileTransferConfig(WithFolder):
     """
 
     type: Literal["shm", "object_store", "lora"] = "shm"
-    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
-    checksums: bool = Field(default_factory=_checked, description=CHECKSUMS)
 
 
-class DiskTransferConfig(WithFolder):
+class DiskTransferConfig(Transfer):
     """For hosts with a shared folder: the trainer writes there, and engines read it."""
 
     type: Literal["disk"] = "disk"
-    folder: Path = Field(description="folder on storage that all nodes share")
-    checksums: bool = Field(default_factory=_checked, description=CHECKSUMS)
+    folder: Path = Field(description=FOLDER)
 
 
-class StreamTransferConfig(WithFolder):
+class StreamTransferConfig(Transfer):
     """Full weights go from the memory of the trainer to the engines in buckets.
 
     `gloo`: for any hosts, over TCP. `nccl`: for trainers and engines on separate GPUs, over NVLink
@@ -76,10 +79,8 @@ class StreamTransferConfig(WithFolder):
     """
 
     type: Literal["gloo", "nccl", "ipc"]
-    folder: Path = Field(default=SHARED_MEMORY, description=FOLDER)
     materialize: Materialize = Field(default="lazy", description=MATERIALIZE)
     bucket_bytes: int = Field(default_factory=_bucket_bytes, ge=1, description=BUCKET)
-    checksums: bool = Field(default_factory=_checked, description=CHECKSUMS)
 
 
 TransferConfig = Annotated[

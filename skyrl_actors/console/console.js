@@ -155,7 +155,7 @@ async function drawRuns() {
   table("runs", [
     ["run", (r) => r.run], ["job", (r) => r.job], ["state", (r) => r.state, "state"], ["steps", (r) => number(r.steps, 6), "number"], ["metric", (r) => r.metric],
     ["before", (r) => r.before, "number"], ["after", (r) => r.after, "number"], ["seconds", (r) => number(r.seconds || null), "number"],
-  ], rows, "no runs in the folder that http.runs names", { is: (row) => row.run === chosen, take: (row) => { chosen = row.run; drawRuns().catch(said); } });
+  ], rows, "no runs in the folder that http.console names", { is: (row) => row.run === chosen, take: (row) => { chosen = row.run; drawRuns().catch(said); } });
   if (chosen && rows.some((row) => row.run === chosen)) drawCurves(await ask(`/console/runs/${encodeURIComponent(chosen)}`));
 }
 

@@ -14,12 +14,8 @@ ALWAYS_OPEN = 16  # open requests that each key may have, whatever other keys ha
 
 def queue_of(limits: LimitsConfig) -> RequestQueue:
     """Return an empty queue that bounds open requests and their bytes."""
-    requests = Shares(
-        limit=limits.open_requests, per_key=limits.open_requests_per_key, floor=ALWAYS_OPEN
-    )
-    payload_bytes = Shares(
-        limit=limits.queued_bytes, per_key=limits.queued_bytes, floor=limits.body_bytes
-    )
+    requests = Shares(limit=limits.open_requests, floor=ALWAYS_OPEN)
+    payload_bytes = Shares(limit=limits.queued_bytes, floor=limits.body_bytes)
     return RequestQueue(requests, payload_bytes)
 
 

@@ -89,7 +89,7 @@ class RequestQueue:
         if not self._requests.has_room(owner, 1):
             raise CapacityError(
                 f"{self._requests.held(owner)} requests {whose}are open, the most there may be now "
-                "(limits.open_requests, limits.open_requests_per_key); "
+                "(limits.open_requests); "
                 "try again when some were answered"
             )
         if not self._bytes.has_room(owner, num_bytes):

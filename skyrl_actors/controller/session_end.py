@@ -45,7 +45,7 @@ class SessionEnd:
             unloads.append(op.request_id)
         for request_id in unloads:
             if request_id in results:  # otherwise its answer has left memory already
-                await results.wait(request_id, self._context.config.policy.call_timeout_s)
+                await results.wait(request_id, self._context.config.restart.call_timeout_s)
         # Again: a save that ran when the session ended has added a sampler since.
         await self._samples.retire_all_of(session_id)
         tenants.forget_expired(session_id)

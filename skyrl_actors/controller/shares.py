@@ -12,12 +12,12 @@ from collections import Counter
 class Shares:
     """`limit` units, shared between API keys.
 
-    Each key may always have `floor` units, also beyond the limit, and never more than `per_key`.
+    Each key may always have `floor` units, also while others hold the rest, and never more than
+    `limit`.
     """
 
-    def __init__(self, *, limit: int, per_key: int, floor: int):
+    def __init__(self, *, limit: int, floor: int):
         self.limit = limit
-        self.per_key = per_key
         self.floor = floor
         self.taken = 0
         self._of_owner: Counter[str] = Counter()
@@ -32,11 +32,11 @@ class Shares:
         An owner without units may take all free ones.
         """
         held, free = self._of_owner[owner], self.limit - self.taken
-        if held + amount <= min(self.per_key, self.floor):
+        if held + amount <= min(self.limit, self.floor):
             return True
         if not owner or not held:  # without API keys all clients are one owner
-            return amount <= free and held + amount <= self.per_key
-        return held + amount <= min(self.per_key, free)
+            return amount <= free
+        return held + amount <= free
 
     def take(self, owner: str, amount: int) -> None:
         """Take units for an owner, whether there is room or not."""

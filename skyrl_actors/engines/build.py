@@ -94,7 +94,7 @@ def _spec_of(
         max_lora_rank=config.lora.max_rank,
         max_adapters=config.engine_adapters,
         enforce_eager=engine.enforce_eager,
-        call_timeout_s=engine.call_timeout_s,
+        call_timeout_s=config.restart.call_timeout_s,
         topology=engine.topology,
         device_ids=() if over_nodes else tuple(ids),
         over_nodes=over_nodes,

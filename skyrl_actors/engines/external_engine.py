@@ -38,7 +38,7 @@ class ExternalEngine(EngineReplica):
         super().__init__(name, restart, report)
         self.asked = asked
         self.config = config
-        self.server = VllmServer(asked.url, api_key, config.call_timeout_s)
+        self.server = VllmServer(asked.url, api_key, restart.call_timeout_s)
         self.lock = StateLock[str](BASE_VERSION, _never)
         self._model = ""
         self._adapters: set[str] = set()
@@ -60,7 +60,7 @@ class ExternalEngine(EngineReplica):
         """Become HEALTHY. Raise ConfigError if the server is absent, no vLLM, or too limited."""
         if self.health == "HEALTHY":
             return
-        self._model, longest = await self.server.identify(self.asked.model)
+        self._model, longest = await self.server.identify()
         if longest < self.config.max_model_len:
             raise ConfigError(
                 f"engine.external {self.asked.url} takes at most {longest} tokens and "
@@ -124,7 +124,7 @@ class ExternalEngine(EngineReplica):
         try:
             if not params.stream or params.prompt_logprobs or params.topk_prompt_logprobs:
                 return await self.server.complete(model, prompt, params, version)
-            async with asyncio.timeout(self.config.call_timeout_s):
+            async with asyncio.timeout(self.restart.call_timeout_s):
                 return await self.server.grow(
                     model,
                     prompt,
@@ -134,7 +134,8 @@ class ExternalEngine(EngineReplica):
                 )
         except TimeoutError:
             raise InternalError(
-                f"{self.name} did not finish {request_id} within {self.config.call_timeout_s:.0f} s"
+                f"{self.name} did not finish {request_id} within "
+                f"{self.restart.call_timeout_s:.0f} s"
             ) from None
         except StateLost:
             if adapter is not None:  # a restarted server has lost its adapters

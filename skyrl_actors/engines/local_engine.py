@@ -162,14 +162,14 @@ class LocalEngine(EngineReplica):
         actor = self.site.make()
         self.actor, self._rpc = actor, self._rpc_to(actor)
         report: EngineReport = await self._ask(
-            [actor.adopt.remote(self.epoch)], "start", self.config.start_timeout_s
+            [actor.adopt.remote(self.epoch)], "start", self.restart.start_timeout_s
         )
         self._log_file = report.log_file
         self._report(
             f"{self.name}: vLLM is imported ({time.perf_counter() - started:.1f} s), "
             "loading weights"
         )
-        await self._ask([actor.start.remote(self.epoch)], "start", self.config.start_timeout_s)
+        await self._ask([actor.start.remote(self.epoch)], "start", self.restart.start_timeout_s)
         self._report(f"{self.name}: ready ({time.perf_counter() - started:.1f} s)")
         self.lock = self._new_lock(BASE_VERSION)
         self._begin_incarnation()
@@ -189,7 +189,7 @@ class LocalEngine(EngineReplica):
         self, refs: list[ray.ObjectRef], what: str, timeout_s: float | None = None
     ) -> Any:
         return (
-            await remote.gather(refs, [self.name], what, timeout_s or self.config.call_timeout_s)
+            await remote.gather(refs, [self.name], what, timeout_s or self.restart.call_timeout_s)
         )[0]
 
     async def ask(
@@ -226,10 +226,10 @@ class LocalEngine(EngineReplica):
         method = getattr(EngineCalls, name)
         call = asyncio.ensure_future(rpc.call(method, self.epoch, *arguments, **named))
         try:
-            while not (await asyncio.wait((call,), timeout=self.config.call_timeout_s))[0]:
+            while not (await asyncio.wait((call,), timeout=self.restart.call_timeout_s))[0]:
                 if name != "sample" or self.config.in_flight != "keep":
                     raise remote.Overdue(
-                        f"{name}: no answer within {self.config.call_timeout_s:g} s "
+                        f"{name}: no answer within {self.restart.call_timeout_s:g} s "
                         f"from {self.name}"
                     )
                 await self.status()

@@ -37,7 +37,7 @@ class VllmServer:
             trust_env=False,
         )
 
-    async def identify(self, model: str | None) -> tuple[str, int]:
+    async def identify(self) -> tuple[str, int]:
         """Return the base model's name and its longest sequence in tokens.
 
         Raises ConfigError if the server is not a vLLM server with the needed functions.
@@ -60,13 +60,9 @@ class VllmServer:
                 f"engine.external {self.url} is not a vLLM server: GET /v1/models answered "
                 f"{str(listed)[:200]}"
             ) from None
-        bases = list(served)
-        if not bases or (model is not None and model not in bases):
-            raise ConfigError(
-                f"engine.external {self.url} serves {', '.join(bases) or 'nothing'}, "
-                f"and not {model or 'a model'}"
-            )
-        name = model or bases[0]
+        if not served:
+            raise ConfigError(f"engine.external {self.url} serves no model")
+        name = next(iter(served))
         probe = SamplingParams(max_tokens=1, temperature=0.0)
         try:
             await self.complete(name, (0,), probe, "probe", SHORT_S)

@@ -11,7 +11,7 @@ import ray
 from ray.actor import ActorHandle
 
 from skyrl_actors import remote
-from skyrl_actors.config.cluster import GroupConfig
+from skyrl_actors.config.cluster import GroupConfig, RestartConfig
 from skyrl_actors.groups.batcher import Batcher, Call
 from skyrl_actors.groups.merging import merge_rows
 from skyrl_actors.groups.sharding import assign_parts
@@ -46,13 +46,13 @@ class ActorGroup:
         config: GroupConfig,
         actors: list[ActorHandle],
         epoch: int,
-        start_timeout_s: float,
+        restart: RestartConfig,
     ):
         self.role: Role = role
         self.config = config
         self.actors = actors
         self.epoch = epoch
-        self.start_timeout_s = start_timeout_s
+        self.restart = restart
         self.info: BaseModelInfo | None = None
         self.pids: list[int] = []
         self.log_files: list[str] = []
@@ -66,7 +66,7 @@ class ActorGroup:
 
     async def start(self) -> BaseModelInfo:
         """Load the base model on every rank and connect the ranks."""
-        timeout_s = self.start_timeout_s
+        timeout_s = self.restart.start_timeout_s
         self._note(
             await self._gather(
                 [actor.adopt.remote(self.epoch) for actor in self.actors], "start", timeout_s
@@ -85,7 +85,7 @@ class ActorGroup:
     async def adopt(self, specs: Sequence[WorkerSpec]) -> bool:
         """Attach to running ranks. Return whether all run with the configured specs."""
         refs = [actor.adopt.remote(self.epoch) for actor in self.actors]
-        found: list[RankStatus] = await self._gather(refs, "take over", self.config.call_timeout_s)
+        found: list[RankStatus] = await self._gather(refs, "take over", self.restart.call_timeout_s)
         self.info = found[0].info
         self._note(found)
         return all(
@@ -129,7 +129,7 @@ class ActorGroup:
         self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float | None = None
     ) -> list[Any]:
         return await remote.gather(
-            refs, self.names[: len(refs)], what, timeout_s or self.config.call_timeout_s
+            refs, self.names[: len(refs)], what, timeout_s or self.restart.call_timeout_s
         )
 
     async def apply(

@@ -55,7 +55,7 @@ class GroupBuilder:
                 device=config.placement.device,
                 num_threads=group_config.num_threads,
                 microbatch_tokens=group_config.microbatch_tokens,
-                collective_timeout_s=group_config.collective_timeout_s,
+                collective_timeout_s=config.restart.collective_timeout_s,
                 strategy=group_config.strategy,
                 full_strategy=full_strategy,
                 activations=group_config.activations,
@@ -76,7 +76,7 @@ class GroupBuilder:
         self._lifetime = {"lifetime": "detached"} if detached else {}
         self._reserved = reserved
         self._environment = environment | rank_environment(config, group_config)
-        self._start_timeout_s = config.restart.start_timeout_s
+        self._restart = config.restart
 
     def running(self) -> ActorGroup | None:
         """Return the ranks of an earlier controller if all of them exist."""
@@ -119,7 +119,7 @@ class GroupBuilder:
         return remote.make_named(actor_class, spec)
 
     def _group(self, actors: list[ActorHandle]) -> ActorGroup:
-        return ActorGroup(self.role, self.config, actors, self.epoch, self._start_timeout_s)
+        return ActorGroup(self.role, self.config, actors, self.epoch, self._restart)
 
     async def remove(self, group: ActorGroup | None) -> None:
         """End the ranks of this role and wait until their names are free.

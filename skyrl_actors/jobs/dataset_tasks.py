@@ -239,7 +239,7 @@ def _gym_maker(config: GymEnv) -> Callable[[Row], Any]:
         ) from None
     from omegaconf import OmegaConf
 
-    settings = OmegaConf.create(config.config)
+    settings = OmegaConf.create(config.options)
     kind = load_function(config.id) if ":" in config.id else None
 
     def make(row: Row) -> Any:

@@ -166,8 +166,8 @@ class SupervisedJob(ABC, Generic[C, T]):
             share = 1 - (1 - config.final_lr_share) * progress
         return AdamParams(
             learning_rate=share * config.learning_rate,
-            beta1=config.beta1,
-            beta2=config.beta2,
+            beta1=config.betas[0],
+            beta2=config.betas[1],
             eps=config.eps,
             weight_decay=config.weight_decay,
             grad_clip_norm=config.grad_clip_norm,

@@ -56,7 +56,6 @@ class Wandb:
 
         self._run = wandb.init(
             project=self._config.project,
-            mode=self._config.mode,
             name=self._name,
             id=run_id,
             resume="allow",
@@ -92,11 +91,11 @@ class Mlflow:
         # An earlier attempt that failed later may have created a run already.
         run_id = run_id or self._run_id or None
         if run_id is None:
-            found = self._client.get_experiment_by_name(self._config.experiment)
+            found = self._client.get_experiment_by_name(self._config.project)
             experiment = (
                 found.experiment_id
                 if found
-                else self._client.create_experiment(self._config.experiment)
+                else self._client.create_experiment(self._config.project)
             )
             run_id = str(self._client.create_run(experiment, run_name=self._name).info.run_id)
         self._run_id = run_id

@@ -145,11 +145,11 @@ class Updates:
 def adam_of(config: RlConfig, role: Role, iteration: int) -> AdamParams:
     """Return the optimizer parameters. Learning rates fall linearly over the iterations."""
     share = 1 - (1 - config.final_lr_share) * (iteration - 1) / max(1, config.iterations - 1)
-    rate = share * (config.policy_lr if role == "policy" else config.critic_lr)
+    rate = share * (config.learning_rate if role == "policy" else config.critic_lr)
     return AdamParams(
         learning_rate=rate,
-        beta1=config.beta1,
-        beta2=config.beta2,
+        beta1=config.betas[0],
+        beta2=config.betas[1],
         eps=config.eps,
         weight_decay=config.weight_decay,
         grad_clip_norm=config.grad_clip_norm,

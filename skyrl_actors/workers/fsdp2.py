@@ -83,7 +83,7 @@ def sharded_network(
             dtype if lower else None, torch.float32 if lower else None, cast_forward_inputs=False
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if strategy.cpu_offload
+        if strategy.offload == "all"
         else OffloadPolicy(),
     }
     for layer in module.model.layers:
@@ -93,7 +93,7 @@ def sharded_network(
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-    _materialize(network, torch.device("cpu") if strategy.cpu_offload else device)
+    _materialize(network, torch.device("cpu") if strategy.offload == "all" else device)
     parameters = own_names(network.whole)
     with weights_of(
         folder,
@@ -137,7 +137,7 @@ class Fsdp2State:
 
     def __init__(self, network: Network, strategy: Fsdp2Strategy):
         self._network = network
-        self._stays_on_host = strategy.cpu_offload
+        self._stays_on_host = strategy.offload == "all"
         self.parameters = cast("dict[str, DTensor]", trained_names(network.whole))
         self.shapes: dict[str, Shape] = {
             name: tuple(p.shape) for name, p in self.parameters.items()

@@ -235,7 +235,7 @@ class ModelFactory:
         elif (
             self._base is not None
             and isinstance(self.spec.strategy, Fsdp2Strategy)
-            and not self.spec.strategy.cpu_offload
+            and self.spec.strategy.offload == "none"
         ):
             self._base.whole.to(device)
 

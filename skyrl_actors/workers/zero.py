@@ -70,9 +70,9 @@ _engine_class._do_optimizer_sanity_check = _same_class_for_every_dtype
 def settings(strategy: DeepSpeedStrategy, dtype: torch.dtype, trained: bool) -> dict[str, Any]:
     """Return DeepSpeed's config. Without `trained`, the weights are a frozen base."""
     sharding: dict[str, Any] = {"stage": strategy.stage, "overlap_comm": False}
-    if strategy.offload_optimizer and trained:
+    if strategy.offload != "none" and trained:
         sharding["offload_optimizer"] = {"device": "cpu"}
-    if strategy.offload_parameters:
+    if strategy.offload == "all":
         sharding["offload_param"] = {"device": "cpu"}
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,

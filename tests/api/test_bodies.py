@@ -252,7 +252,9 @@ async def test_prompts_that_are_too_long_or_too_many_are_refused_when_parsed(
     with pytest.raises(InvalidRequest, match="600 tokens"):
         check_sample(wire.Asample.model_validate(long), 512, 256)
     many = openai_wire.Completion(model="m", prompt=["a"] * 300)
-    with pytest.raises(InvalidRequest, match=r"300 prompts .* at most 256 \(limits.num_samples\)"):
+    with pytest.raises(
+        InvalidRequest, match=r"300 prompts .* at most 256 \(limits.samples_in_flight\)"
+    ):
         check_completion(many, 512, 256)
     async with edge(config_for(tmp_path)) as http:
         answer = await http.post("/asample", json=long)

@@ -113,7 +113,7 @@ async def test_a_viewer_without_a_key_sees_no_names(tmp_path: Path):
 
 
 async def test_the_console_can_be_switched_off(tmp_path: Path):
-    async with edge(config_for(tmp_path, http=HttpConfig(console=False))) as client:
+    async with edge(config_for(tmp_path, http=HttpConfig(console=None))) as client:
         answer = await client.get(str(client.base_url).removesuffix("/api/v1/") + "/")
         assert answer.status_code == 404 and "is not served" in answer.json()["detail"]
 

@@ -41,7 +41,10 @@ async def of_alice_and_bob(
 
 @pytest.fixture
 async def both(tmp_path: Path):
-    config = config_for(tmp_path, http=HttpConfig(api_keys=(f"alice={ALICE}", BOB), tokens=True))
+    config = config_for(
+        tmp_path,
+        http=HttpConfig(api_keys=(f"alice={ALICE}", BOB), sdk={"pjwt_auth_enabled": True}),
+    )
     async with of_alice_and_bob(config) as pair:
         yield pair
 

@@ -73,9 +73,7 @@ def body(*prompts: list[int], **more: Any) -> dict[str, Any]:
 
 async def test_prompts_beyond_the_limit_leave_no_running_samples(tmp_path: Path, backend: Watched):
     backend.sampling.clear()
-    async with edge(
-        config_for(tmp_path, limits=LimitsConfig(open_requests=3, open_requests_per_key=3)), backend
-    ) as http:
+    async with edge(config_for(tmp_path, limits=LimitsConfig(open_requests=3)), backend) as http:
         refused = await http.post(URL, json=body(*[[1, 2]] * 5))
         assert refused.status_code == 429
         await until(lambda: not backend.running)

@@ -7,6 +7,7 @@ from skyrl_actors.config.changed_keys import REMOVED, RENAMED
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, to_yaml
+from skyrl_actors.config.sdk_flags import FLAGS
 from skyrl_actors.messages.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "reference"
@@ -65,16 +66,27 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
             r"policy\.strategy: .*'megatron'.*'replica', 'deepspeed', 'fsdp2'",
         ),
         (
-            "policy.strategy={type: deepspeed, stage: 1, offload_parameters: true}",
-            "offload_parameters needs stage 3, this is stage 1",
+            "policy.strategy={type: deepspeed, stage: 1, offload: all}",
+            "offload all needs stage 3, and stage is 1",
+        ),
+        (
+            "policy.strategy={type: fsdp2, offload: optimizer}",
+            "offloads weights and optimizer moments together; use offload all",
         ),
         ("policy.sequence_parallel=2", "sequence_parallel 2 does not divide num_ranks 1"),
         ("policy.num_ranks=2", "policy.num_ranks is 2 and engine.num_engines is 1"),
         ("lora.max_rank=7", "max_rank 7: vLLM serves adapters of at most one of"),
+        ("http.console=false", r"http\.console: false is no folder; .* or null for no page"),
         (
-            "http={console: false, runs: elsewhere}",
-            "runs elsewhere is shown by the console alone, and console is false",
+            "critic.full_strategy={type: fsdp2, cpu_offload: true}",
+            r"critic\.full_strategy\.fsdp2\.cpu_offload: this key was renamed; use offload=all",
         ),
+        (
+            "http.sdk.parallel_fwdbwd_chunk=true",
+            r"http\.sdk: parallel_fwdbwd_chunk is no flag of SDKs; "
+            r"did you mean parallel_fwdbwd_chunks\? allowed here: .*use_pyqwest_transport",
+        ),
+        ("http.sdk.use_pyqwest_transport=maybe", r"http\.sdk\.use_pyqwest_transport: .*maybe"),
         ("nonsense", "write key.sub=value"),
     ],
 )
@@ -88,6 +100,13 @@ def test_every_changed_key_is_on_its_page_and_gone():
     rows = set(re.findall(r"^\| `([a-z0-9_.]+)`", (DOCS / "config.md").read_text(), re.MULTILINE))
     for key in (*RENAMED, *REMOVED):
         assert f"`{key}`" in page and key not in rows, key
+
+
+def test_flags_for_sdks_are_given_by_name_and_the_others_keep_their_defaults(tmp_path: Path):
+    (tmp_path / "own.yaml").write_text("http: {sdk: {proto_compress_fwdbwd: true}}")
+    flags = load(tmp_path / "own.yaml", ["http.sdk.use_pyqwest_transport=false"]).http.sdk
+    own = {"proto_compress_fwdbwd": True, "use_pyqwest_transport": False}
+    assert flags == {name: flag.default for name, flag in FLAGS.items()} | own
 
 
 def test_a_changed_key_is_found_below_cluster():

@@ -9,8 +9,8 @@ from skyrl_actors.messages.errors import CapacityError, Conflict
 
 def queue_of(requests: int, num_bytes: int = 10**9, floor: int = 1) -> RequestQueue:
     return RequestQueue(
-        Shares(limit=requests, per_key=requests, floor=floor),
-        Shares(limit=num_bytes, per_key=num_bytes, floor=floor),
+        Shares(limit=requests, floor=floor),
+        Shares(limit=num_bytes, floor=floor),
     )
 
 
@@ -99,8 +99,8 @@ def key(number: int) -> str:
 def test_rule_4_two_greedy_keys_leave_capacity_for_a_third(what: str):
     requests, num_bytes = (20_000, 10**9) if what == "requests" else (10**9, 20_000 * 64)
     queue = RequestQueue(
-        Shares(limit=requests, per_key=requests, floor=16),
-        Shares(limit=num_bytes, per_key=num_bytes, floor=16 * 64),
+        Shares(limit=requests, floor=16),
+        Shares(limit=num_bytes, floor=16 * 64),
     )
     assert [fill(queue, number) for number in range(3)] == [10_000, 5_000, 2_500]
     late = [fill(queue, number) for number in range(3, 60)]

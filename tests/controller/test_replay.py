@@ -37,7 +37,7 @@ class Service:
             base_model=TinyBase(name="tiny"),
             checkpoint_dir=folder / "checkpoints",
             journal=JournalConfig(folder=folder / "journal", snapshot_operations=10**6),
-            restart=RestartConfig(attempts=3),
+            restart=RestartConfig(max_in_a_row=4),
         )
         self.machines = Machines(Disk(), random.Random(0), places=8)
 
@@ -83,7 +83,9 @@ async def test_accepted_operations_are_never_answered_with_a_failed_move(simulat
 
     An operation has one attempt.
     """
-    simulated.config = simulated.config.model_copy(update={"restart": RestartConfig(attempts=1)})
+    simulated.config = simulated.config.model_copy(
+        update={"restart": RestartConfig(max_in_a_row=1)}
+    )
     controller = await simulated.start()
     backend = controller.backend
     assert isinstance(backend, SimBackend)

@@ -48,7 +48,7 @@ async def sampled(folder: Path, backend: Faulty) -> Any:
         base_model=TinyBase(name="tiny"),
         checkpoint_dir=folder / "checkpoints",
         journal=JournalConfig(folder=folder / "journal"),
-        restart=RestartConfig(attempts=ATTEMPTS),
+        restart=RestartConfig(max_in_a_row=ATTEMPTS + 1),
     )
     controller = Controller(config, backend, SqlJournal(config.journal))
     await controller.start()

@@ -162,7 +162,7 @@ def config_for(base: Path, folder: Path, port: int) -> ClusterConfig:
         lora=LoraConfig(max_rank=8),
         transfer=FileTransferConfig(folder=folder),
         logprob_check=LogprobCheckConfig(action="refuse"),
-        restart=RestartConfig(standbys=0, max_in_a_row=8),
+        restart=RestartConfig(max_in_a_row=8),
     )
 
 
@@ -344,25 +344,23 @@ async def test_a_server_that_is_not_usable_is_refused_with_the_reason():
     with HTTPServer(("127.0.0.1", 0), Page) as page:
         threading.Thread(target=page.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{page.server_port}"
-        await _fails(url, KEY, None, r"is not a vLLM server: GET /version answered 200 <html>")
+        await _fails(url, KEY, r"is not a vLLM server: GET /version answered 200 <html>")
         answers["/version"] = {"version": "0.9"}
-        await _fails(url, KEY, None, r"is not a vLLM server: GET /v1/models answered 200 <html>")
+        await _fails(url, KEY, r"is not a vLLM server: GET /v1/models answered 200 <html>")
         answers["/v1/models"] = {
             "data": [{"id": "m"}, {"id": "a", "parent": "m", "max_model_len": 8}]
         }
-        await _fails(url, KEY, None, "serves nothing, and not a model")
+        await _fails(url, KEY, "serves nothing, and not a model")
         answers["/v1/models"] = {"data": [{"id": "m", "max_model_len": 8}]}
         choice = {"text": "a", "finish_reason": "length"}
         answers["/v1/completions"] = {"choices": [choice]}
-        await _fails(
-            url, KEY, None, "cannot sample by tokens, which vLLM does since .* lacks token_ids"
-        )
+        await _fails(url, KEY, "cannot sample by tokens, which vLLM does since .* lacks token_ids")
         answers["/v1/completions"] = {
             "choices": [choice | {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}]
         }
-        await _fails(url, KEY, None, "loads no adapters: start it with --enable-lora")
+        await _fails(url, KEY, "loads no adapters: start it with --enable-lora")
         page.shutdown()
-    await _fails(f"http://127.0.0.1:{free_port()}", KEY, None, "does not answer: ConnectError")
+    await _fails(f"http://127.0.0.1:{free_port()}", KEY, "does not answer: ConnectError")
 
 
 @pytest.mark.slow
@@ -371,16 +369,14 @@ async def test_a_real_server_is_refused_for_a_wrong_key_or_model(their_server: i
     await _fails(
         f"http://127.0.0.1:{their_server}",
         "wrong",
-        None,
         "needs an API key: name its variable in api_key_env",
     )
-    await _fails(f"http://127.0.0.1:{their_server}", KEY, "ours", "serves theirs, and not ours")
 
 
-async def _fails(url: str, key: str, model: str | None, said: str) -> None:
+async def _fails(url: str, key: str, said: str) -> None:
     server = VllmServer(url, key, 10.0)
     with pytest.raises(ConfigError, match=said):
-        await server.identify(model)
+        await server.identify()
     await server.close()
 
 

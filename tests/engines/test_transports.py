@@ -19,7 +19,6 @@ from skyrl_actors.config.cluster import (
     GroupConfig,
     LoraConfig,
     PretrainedBase,
-    RestartConfig,
 )
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.transfers import (
@@ -139,7 +138,6 @@ def config_for(base: Path, folder: Path, otlp: str) -> ClusterConfig:
         lora=LoraConfig(max_rank=8),
         transfer=FileTransferConfig(folder=folder, checksums=True),
         logprob_check=LogprobCheckConfig(action="refuse"),
-        restart=RestartConfig(standbys=0),
         observe=ObserveConfig(otlp=otlp),
     )
 

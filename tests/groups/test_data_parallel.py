@@ -15,7 +15,7 @@ from placement.planner import plan
 from placement.reserve import reserve
 from placement.types import Demand, Node
 from skyrl_actors import losses
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, RestartConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.groups.group_builder import GroupBuilder
@@ -40,9 +40,13 @@ def local_ray():
 
 
 async def group_of(ranks: int, base: Path, name: str, **options: Any) -> ActorGroup:
-    group_config = GroupConfig(num_ranks=ranks, microbatch_tokens=64, call_timeout_s=60, **options)
+    group_config = GroupConfig(num_ranks=ranks, microbatch_tokens=64, **options)
     config = ClusterConfig(
-        name=name, policy=group_config, critic=None, engine=EngineConfig(num_engines=ranks)
+        name=name,
+        policy=group_config,
+        critic=None,
+        engine=EngineConfig(num_engines=ranks),
+        restart=RestartConfig(call_timeout_s=60),
     )
     made = plan(
         [[Demand(kind="policy", count=ranks, share=0.3)]],

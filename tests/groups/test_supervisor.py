@@ -48,16 +48,14 @@ def cluster():
 class Made:
     """A supervisor of one or more ranks in their own slots, with the messages that it reports."""
 
-    def __init__(
-        self, name: str, base: Path, ranks: int = 1, call_timeout_s: float = 60, **restart
-    ):
-        group = GroupConfig(num_ranks=ranks, call_timeout_s=call_timeout_s)
+    def __init__(self, name: str, base: Path, ranks: int = 1, **restart):
+        group = GroupConfig(num_ranks=ranks)
         self.config = ClusterConfig(
             name=name,
             policy=group,
             critic=None,
             engine=EngineConfig(num_engines=ranks),
-            restart=RestartConfig(**restart),
+            restart=RestartConfig.model_validate({"call_timeout_s": 60, **restart}),
         )
         self.base, self.ranks = base, ranks
         self.messages: list[str] = []

@@ -104,11 +104,11 @@ def test_an_interrupted_run_cleans_up_and_ray_job_submit_resumes_it(
         f"cluster.placement.layout={layout}",
         f"run.folder={tmp_path}",
         "run.checkpoint_every=1",
-        f"cluster.base_model.cache_dir={tmp_path}/c",
     ]
     begin = ["demo"] if sent == signal.SIGINT else ["train", "configs/jobs/ppo_tiny.yaml"]
     command = [sys.executable, "-m", "skyrl_actors", *begin, *options]
     alone = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    alone["XDG_CACHE_HOME"] = f"{tmp_path}/c"
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=alone
     ) as process:

@@ -183,7 +183,7 @@ def test_minibatches_contain_every_rollout_once_per_epoch():
 
 
 def test_learning_rates_fall_linearly_to_the_final_share():
-    config = job(iterations=5, policy_lr=1.0, final_lr_share=0.2).config
+    config = job(iterations=5, learning_rate=1.0, final_lr_share=0.2).config
     assert [adam_of(config, "policy", i).learning_rate for i in (1, 3, 5)] == pytest.approx(
         [1.0, 0.6, 0.2]
     )

@@ -18,7 +18,7 @@ def test_mlflow_receives_all_rows_and_a_resumed_run_keeps_its_id(tmp_path: Path)
     from mlflow.tracking import MlflowClient
 
     tracker, warnings = (
-        MlflowTracker(uri=f"sqlite:///{tmp_path}/store.db", experiment="words"),
+        MlflowTracker(uri=f"sqlite:///{tmp_path}/store.db", project="words"),
         list[str](),
     )
     for steps in ((0, 1), (2, 3)):
@@ -48,11 +48,10 @@ def test_mlflow_receives_all_rows_and_a_resumed_run_keeps_its_id(tmp_path: Path)
     ]
 
 
-def test_offline_wandb_writes_local_files(tmp_path: Path):
+def test_offline_wandb_writes_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
     warnings: list[str] = []
-    (tracker_thread,) = trackers_of(
-        [WandbTracker(mode="offline")], "a", tmp_path, {"seed": 1}, warnings.append
-    )
+    (tracker_thread,) = trackers_of([WandbTracker()], "a", tmp_path, {"seed": 1}, warnings.append)
     tracker_thread.log(0, {"reward": 0.5})
     tracker_thread.close()
     assert not warnings and list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))

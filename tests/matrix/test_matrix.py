@@ -27,12 +27,13 @@ ALL_FLAGS = {
     "sample_use_retrieve_futures": True,
     "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
+    "pjwt_auth_enabled": True,
 }
 
 
 @pytest.mark.parametrize("version", ["0.38.0"])
 def test_every_call_works_with_keys_tokens_and_all_flags(version: str, random_base: Path):
-    with local_service(random_base, api_keys=["tml-matrix-key"], tokens=True, sdk=ALL_FLAGS) as url:
+    with local_service(random_base, api_keys=["tml-matrix-key"], sdk=ALL_FLAGS) as url:
         found = outcomes(version, url, key="tml-matrix-key")
     assert {name: said for name, said in found.items() if said not in ("ok", "absent")} == {}
     assert sum(said == "ok" for said in found.values()) >= 40

@@ -48,7 +48,7 @@ CONFIG = ClusterConfig(
         snapshot_operations=3,
         snapshot_s=1e9,
     ),
-    restart=RestartConfig(attempts=1000),
+    restart=RestartConfig(max_in_a_row=1001),
     limits=LimitsConfig(session_timeout_s=1e9, create_wait_s=1e5),
     checkpoint_dir=Path("/nonexistent"),
 )

@@ -101,7 +101,7 @@ def checked_batch(
 
 
 def _check_custom(call: LossCall, columns: Columns, config: ClusterConfig) -> None:
-    if not config.http.sdk.custom_loss_server_side:
+    if not config.http.sdk["custom_loss_server_side"]:
         raise InvalidRequest(
             "loss custom is off in this service (http.sdk.custom_loss_server_side); "
             "compute such a loss in the SDK"
