@@ -74,7 +74,7 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) ->
     session = await controller.create_session()
     models = [f"{session}:train:{i}" for i in range(MODELS)]
     for model_id in models:
-        await controller.retrieve(
+        await controller.answers.whole(
             await controller.submit(
                 CreateModel(
                     spec=ModelSpec(model_id=model_id, base_model="tiny", lora=LoraSpec(rank=1)),
@@ -118,7 +118,7 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) ->
     )
     accepted_s = time.perf_counter() - started
     for request_id in (request_id for some in ids for request_id in some):
-        await controller.retrieve(request_id, 60)
+        await controller.answers.whole(request_id, 60)
     answered_s = time.perf_counter() - started
     await controller.close()
     return {

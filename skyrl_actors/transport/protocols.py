@@ -19,9 +19,9 @@ class Deferred(Generic[R]):
 
 
 def methods_of(protocol: type) -> frozenset[str]:
-    """Return the names of the methods that a Protocol declares."""
+    """Return the names of the methods that a Protocol declares or inherits."""
     return frozenset(
-        name for name, value in vars(protocol).items() if callable(value) and name[0] != "_"
+        name for name in dir(protocol) if name[0] != "_" and callable(getattr(protocol, name))
     )
 
 

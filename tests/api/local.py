@@ -36,6 +36,7 @@ from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.transport.encoding import CallEncoding
 from skyrl_actors.transport.frames import HEAD, Frame
+from skyrl_actors.transport.protocols import Deferred
 from tests.fakes import FakeBackend
 
 MODEL = "Qwen/Qwen3-8B"
@@ -149,36 +150,22 @@ class LocalClient(ControllerClient):
         handle: Any = None
         super().__init__(handle)
         self._controller = controller
+        self._process = {"fault": controller.readiness, "status": controller}
 
     async def _ask(
         self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         name = method.__name__
-        own = getattr(self, f"_local_{name}", None)
         call = ENCODING.decoded_call(*sent(ENCODING.call(1, name, arguments, named)))
-        result = (own or getattr(self._controller, name))(*call[2], **call[3])
+        part = self._process.get(name) or self._controller.part_for(name)
+        result = getattr(part, name)(*call[2], **call[3])
         result = await result if inspect.isawaitable(result) else result
+        if isinstance(result, Deferred):
+            result = await result.load()
         _, is_result, found = ENCODING.decoded_answer(*sent(ENCODING.answer(1, name, result)))
         if not is_result:
             raise found
         return found
-
-    async def _local_retrieve(self, request_id: str, timeout_s: float) -> Any:
-        return await self._controller.ready(request_id, timeout_s) or self._controller.waiting(
-            request_id
-        )
-
-    async def _local_fetch(self, request_id: str, num_bytes: int) -> Any:
-        return await self._controller.retrieve(request_id, 0)
-
-    def _local_get_sampler(self, sampler_id: str) -> Any:
-        return self._controller.tenants.sampler(sampler_id)
-
-    def _local_get_model(self, model_id: str) -> Any:
-        return self._controller.tenants.model(model_id)
-
-    def _local_get_capabilities(self) -> Any:
-        return self._controller.able
 
 
 @asynccontextmanager

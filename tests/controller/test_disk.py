@@ -95,7 +95,7 @@ async def controller(tmp_path: Path):
 
 
 async def done(controller: Controller, request: rq.Request) -> rs.Result:
-    result = await controller.retrieve(await controller.submit(request), 20)
+    result = await controller.answers.whole(await controller.submit(request), 20)
     assert result is not None and not isinstance(result, rs.Failure), result
     return result
 

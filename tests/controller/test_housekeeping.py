@@ -108,7 +108,7 @@ async def test_a_service_without_any_client_keeps_its_models(
     assert controller.tenants.sessions.keys() == {lives, dies}
     async with asyncio.timeout(20):
         while dies in controller.tenants.sessions:
-            controller.heartbeat(lives)
+            await controller.heartbeat(lives)
             await asyncio.sleep(0.01)
     assert lives in controller.tenants.sessions
     await controller.close()

@@ -49,7 +49,7 @@ async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
             model_id=f"{session}:train:{index}", base_model="tiny", lora=LoraSpec(rank=2)
         )
         if first == 1:
-            await controller.retrieve(
+            await controller.answers.whole(
                 await controller.submit(CreateModel(spec=spec, session_id=session)), 30
             )
         for number in range(first, last):
@@ -66,7 +66,7 @@ async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
             )
             request_id = await controller.submit(request)
             if step:
-                assert await controller.retrieve(request_id, 30) is not None
+                assert await controller.answers.whole(request_id, 30) is not None
             backend.calls.clear()
 
     first = WARM // TENANTS

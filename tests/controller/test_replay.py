@@ -56,7 +56,7 @@ def service(tmp_path: Path) -> Service:
 
 
 async def done(controller: Controller, request_id: str) -> rs.Result:
-    result = await controller.retrieve(request_id, 60)
+    result = await controller.answers.whole(request_id, 60)
     assert result is not None
     return result
 
@@ -192,7 +192,7 @@ async def test_the_service_starts_with_swept_or_damaged_records(service: Service
     assert isinstance(await done(controller, await controller.submit(batch(two, 1))), rs.LossOutput)
     (service.config.journal.folder / "packs" / header.result.pack).unlink(missing_ok=True)
     # The client gets a final answer and does not retry forever.
-    lost = await controller.retrieve(failed_id, 0)
+    lost = await controller.answers.whole(failed_id, 0)
     assert isinstance(lost, rs.Failure) and "is missing" in lost.message
     await controller.close()
 
@@ -255,7 +255,7 @@ async def test_accepted_requests_and_answers_survive_the_controller(service: Ser
     await controller.close()
     controller = await service.start()
     assert controller.epoch == 2
-    again = await controller.retrieve(first, 0)
+    again = await controller.answers.whole(first, 0)
     assert isinstance(again, rs.LossOutput) and isinstance(answer, rs.LossOutput)
     assert again.fields["logprobs"].tolist() == answer.fields["logprobs"].tolist()
     # A client without the acknowledgement repeats its request, with its number or through the
@@ -267,7 +267,7 @@ async def test_accepted_requests_and_answers_survive_the_controller(service: Ser
     status = await controller.status()
     assert [m["steps"] for m in status["models"]] == [1]
     with pytest.raises(NotFound, match="not known"):
-        await controller.retrieve("r-nobody", 0)
+        await controller.answers.whole("r-nobody", 0)
     await controller.close()
 
 
@@ -278,7 +278,7 @@ async def test_a_finished_session_stays_finished(service: Service):
     await controller.close()
     controller = await service.start()
     with pytest.raises(NotFound, match="unknown session"):
-        controller.heartbeat("s1")
+        await controller.heartbeat("s1")
     with pytest.raises(NotFound, match="unknown model"):
         await controller.submit(batch(model_id, 1))
     await controller.close()
@@ -292,12 +292,11 @@ async def test_every_call_is_refused_until_the_journal_was_read(service: Service
     for ask in (
         lambda: controller.submit(batch("s1:train:0", 1)),
         lambda: controller.create_session("s1"),
-        lambda: controller.retrieve("r1", 0),
+        lambda: controller.answers.whole("r1", 0),
+        lambda: controller.heartbeat("s1"),
     ):
         with pytest.raises(Unavailable, match="still starting"):
             await ask()
-    with pytest.raises(Unavailable):
-        controller.heartbeat("s1")
 
 
 async def test_only_the_client_of_an_unstorable_request_gets_an_error(service: Service):
@@ -345,7 +344,7 @@ async def test_only_the_client_of_an_unstorable_request_gets_an_error(service: S
         assert isinstance(alone, InvalidRequest), request
         str(alone).encode()  # the error can be sent
         assert isinstance(await done(controller, beside), rs.LossOutput)  # type: ignore[arg-type]
-        assert controller.fault() is None
+        assert controller.readiness.fault() is None
     assert isinstance(await done(controller, await controller.submit(batch(one, 1))), rs.LossOutput)
     await controller.close()
 
@@ -364,7 +363,7 @@ async def test_an_answer_that_cannot_be_stored_is_answered_as_a_failure(service:
         and answer.category == "server"
         and "cannot be stored" in answer.message
     )
-    assert controller.fault() is None
+    assert controller.readiness.fault() is None
     await controller.close()
 
 
@@ -404,9 +403,9 @@ async def test_samples_from_before_a_restart_are_read_on_the_first_request(servi
         )
     )
     await done(controller, fresh)
-    found, cursor = await controller.completed("s1:sample:0", 0, 0, 5)
+    found, cursor = await controller.answers.completed("s1:sample:0", 0, 0, 5)
     assert [one.request_id for one in found] == [*ids, fresh]
-    assert await controller.completed("s1:sample:0", 0, cursor, 0) == ([], cursor)
+    assert await controller.answers.completed("s1:sample:0", 0, cursor, 0) == ([], cursor)
     assert [await controller.submit(request) for request in requests] == ids
     with pytest.raises(Conflict):
         await controller.submit(

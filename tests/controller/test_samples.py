@@ -62,7 +62,7 @@ async def sampled(folder: Path, backend: Faulty) -> Any:
             seq_id=0,
         )
         request_id = await controller.submit(request)
-        result = await controller.retrieve(request_id, 30)
+        result = await controller.answers.whole(request_id, 30)
         assert backend.ended == [request_id]
         return result
     finally:
