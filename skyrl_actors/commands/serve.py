@@ -297,7 +297,7 @@ def read_spans(name: str) -> list[Span]:
         ConfigError: There is no service of that name.
     """
     join(name)
-    return asyncio.run(ControllerClient(find_controller(name)).spans())
+    return asyncio.run(ControllerClient(find_controller(name)).once.spans())
 
 
 def status(name: str, as_json: bool) -> None:
@@ -323,7 +323,7 @@ def status(name: str, as_json: bool) -> None:
 
 async def _status(name: str) -> dict[str, Any]:
     join(name)
-    return await ControllerClient(find_controller(name)).status()
+    return await ControllerClient(find_controller(name)).once.status()
 
 
 def join(name: str) -> None:

@@ -96,3 +96,37 @@ class ProcessCalls(Protocol):
 
 class ControllerCalls(ServiceCalls, AnswerCalls, ProcessCalls, Protocol):
     """All methods that the controller's process serves."""
+
+
+class CatalogCalls(Protocol):
+    """The verbs of `ServiceCalls.catalog`: methods of `CheckpointFolders`, which documents them."""
+
+    async def runs(
+        self, owner: str | None = None, published: bool = False, /
+    ) -> list[RunEntry]: ...
+
+    async def run(self, run_id: str, /) -> RunEntry: ...
+
+    async def checkpoints(
+        self, owner: str | None = None, published: bool = False, /
+    ) -> list[CheckpointEntry]: ...
+
+    async def is_public(self, path: TinkerPath, /) -> bool: ...
+
+    async def copy(
+        self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None, /
+    ) -> None: ...
+
+    async def set_public(self, path: TinkerPath, public: bool, /) -> None: ...
+
+    async def set_ttl(self, path: TinkerPath, ttl_seconds: int | None, /) -> None: ...
+
+    async def delete(self, path: TinkerPath, /) -> None: ...
+
+
+class SessionCatalogCalls(Protocol):
+    """The verbs of `ServiceCalls.session_catalog`: methods of `SessionCatalog`."""
+
+    async def sessions(self, owner: str | None = None, /) -> list[SessionEntry]: ...
+
+    async def session(self, session_id: str, /) -> SessionEntry: ...
