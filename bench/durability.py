@@ -21,6 +21,7 @@ from bench.harness import base_folder, emit
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
 from skyrl_actors.controller import progress
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.entries import Entry, JournalState
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.journal.protocol import Journal
@@ -132,8 +133,8 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) ->
 async def compared(load: Load, url: str | None, repeats: int) -> dict[str, Any]:
     """Return medians over repeats that alternate between the two journals."""
     kinds: dict[str, Callable[[Path], Journal]] = {
-        "without": lambda folder: NoJournal(JournalConfig(folder=folder)),
-        "with": lambda folder: SqlJournal(JournalConfig(folder=folder, url=url)),
+        "without": lambda folder: NoJournal(JournalConfig(folder=folder), KINDS),
+        "with": lambda folder: SqlJournal(JournalConfig(folder=folder, url=url), KINDS),
     }
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     for _ in range(repeats):

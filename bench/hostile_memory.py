@@ -27,6 +27,7 @@ from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.controller import progress
 from skyrl_actors.controller.bounds import PAYLOAD_MEMORY_BYTES, RESULT_MEMORY_BYTES
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
@@ -84,7 +85,7 @@ async def serve(folder: Path, queued_bytes: int) -> None:
         ),
     )
     backend = WideBackend(str(folder))
-    controller = Controller(config, backend, SqlJournal(config.journal))
+    controller = Controller(config, backend, SqlJournal(config.journal, KINDS))
     controller.results.ttl_s = 3600
     progress.SNAPSHOT_BYTES = 2**60
     await controller.start()

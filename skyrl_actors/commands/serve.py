@@ -24,6 +24,7 @@ from skyrl_actors.commands.terminal import console, note, show_rows
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.observe.spans import Span
@@ -39,7 +40,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     """Start a service, and with `block` run until Ctrl-C. A failed start is undone."""
     config = with_absolute_paths(load(config_path, overrides))
     _check_port(config)
-    SqlJournal(config.journal).check()
+    SqlJournal(config.journal, KINDS).check()
     base_folder = cluster.prepare_base_model(config)
     started_ray = _join_or_start_ray(config)
     refuse_other_edge(config)

@@ -14,6 +14,7 @@ from skyrl_actors.controller import housekeeping
 from skyrl_actors.controller.bounds import RESULT_MEMORY_BYTES
 from skyrl_actors.controller.calls import ControllerCalls, ProcessCalls
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.build import build_journal
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.observe.process import Observed
@@ -61,7 +62,7 @@ class ControllerActor:
         return Controller(
             config,
             build_backend(config, base_folder, self._report, detached),
-            build_journal(config.journal),
+            build_journal(config.journal, KINDS),
         )
 
     async def start(self) -> Capabilities:

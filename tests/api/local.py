@@ -26,6 +26,7 @@ from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LossCall, ModelSpec
@@ -174,7 +175,9 @@ async def edge(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """The application in this process, without sockets."""
     controller = Controller(
-        config, backend or AnsweringBackend(str(config.checkpoint_dir)), SqlJournal(config.journal)
+        config,
+        backend or AnsweringBackend(str(config.checkpoint_dir)),
+        SqlJournal(config.journal, KINDS),
     )
     await controller.start()
     transport = httpx.ASGITransport(
@@ -216,7 +219,7 @@ async def serve(
     config, backend = config_for(folder, http=json.loads(http)), AnsweringBackend(base_folder)
     if room:
         backend.adapters = AdapterMemory(int(room), 1)
-    controller = Controller(config, backend, SqlJournal(config.journal))
+    controller = Controller(config, backend, SqlJournal(config.journal, KINDS))
     state = ApiState(config, LocalClient(controller))
     if silent_s:
         controller._capacity.session_silent_s = float(silent_s)

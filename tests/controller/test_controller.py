@@ -12,6 +12,7 @@ from skyrl_actors.api import translate, wire
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
 from skyrl_actors.controller import samples
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
@@ -29,7 +30,9 @@ async def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         limits=LimitsConfig(open_requests=50, datums=4),
         checkpoint_dir=tmp_path / "checkpoints",
     )
-    made = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
+    made = Controller(
+        config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal"), KINDS)
+    )
     await made.start()
     yield made
     await made.close()

@@ -17,6 +17,7 @@ from skyrl_actors.config.cluster import (
 )
 from skyrl_actors.controller import model_capacity
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
@@ -66,7 +67,9 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
             checkpoint_dir=tmp_path / "checkpoints",
         )
         controller = Controller(
-            config, backend or Backend(), SqlJournal(JournalConfig(folder=tmp_path / "journal"))
+            config,
+            backend or Backend(),
+            SqlJournal(JournalConfig(folder=tmp_path / "journal"), KINDS),
         )
         controller._capacity.session_silent_s = session_silent_s
         await controller.start()

@@ -16,6 +16,7 @@ from skyrl_actors.config.cluster import (
 )
 from skyrl_actors.controller import replay
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.entries import Accepted
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
@@ -43,7 +44,7 @@ class Service:
 
     async def start(self) -> Controller:
         controller = Controller(
-            self.config, SimBackend(self.machines), SqlJournal(self.config.journal)
+            self.config, SimBackend(self.machines), SqlJournal(self.config.journal, KINDS)
         )
         controller.results.ttl_s = 0.01
         await controller.start()
@@ -287,7 +288,7 @@ async def test_a_finished_session_stays_finished(service: Service):
 async def test_every_call_is_refused_until_the_journal_was_read(service: Service):
     """NotFound is final for a client, so it is not returned before all ids are known."""
     controller = Controller(
-        service.config, SimBackend(service.machines), SqlJournal(service.config.journal)
+        service.config, SimBackend(service.machines), SqlJournal(service.config.journal, KINDS)
     )
     for ask in (
         lambda: controller.submit(batch("s1:train:0", 1)),
