@@ -21,6 +21,7 @@ from bench.harness import base_folder, emit
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
 from skyrl_actors.controller import progress
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.entries import Entry, JournalState
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.journal.protocol import Journal
@@ -74,7 +75,7 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) ->
     session = await controller.create_session()
     models = [f"{session}:train:{i}" for i in range(MODELS)]
     for model_id in models:
-        await controller.retrieve(
+        await controller.answers.whole(
             await controller.submit(
                 CreateModel(
                     spec=ModelSpec(model_id=model_id, base_model="tiny", lora=LoraSpec(rank=1)),
@@ -118,7 +119,7 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) ->
     )
     accepted_s = time.perf_counter() - started
     for request_id in (request_id for some in ids for request_id in some):
-        await controller.retrieve(request_id, 60)
+        await controller.answers.whole(request_id, 60)
     answered_s = time.perf_counter() - started
     await controller.close()
     return {
@@ -132,8 +133,8 @@ async def measure(make: Callable[[Path], Journal], scratch: Path, load: Load) ->
 async def compared(load: Load, url: str | None, repeats: int) -> dict[str, Any]:
     """Return medians over repeats that alternate between the two journals."""
     kinds: dict[str, Callable[[Path], Journal]] = {
-        "without": lambda folder: NoJournal(JournalConfig(folder=folder)),
-        "with": lambda folder: SqlJournal(JournalConfig(folder=folder, url=url)),
+        "without": lambda folder: NoJournal(JournalConfig(folder=folder), KINDS),
+        "with": lambda folder: SqlJournal(JournalConfig(folder=folder, url=url), KINDS),
     }
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     for _ in range(repeats):

@@ -15,6 +15,7 @@ from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.load import load
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.build import build_journal
 from tests.api.local import AnsweringBackend
 
@@ -27,7 +28,7 @@ class AnsweringController(ControllerActor):
         self, config: ClusterConfig, base_folder: Path, detached: bool
     ) -> Controller:
         backend = AnsweringBackend(str(base_folder))
-        controller = Controller(config, backend, build_journal(config.journal))
+        controller = Controller(config, backend, build_journal(config.journal, KINDS))
         if config.journal.retention_s < SHORT_RETENTION_S:  # a test of memory
             controller.sweep_s, controller.results.ttl_s = 30.0, 5.0
         return controller

@@ -30,6 +30,7 @@ from bench.harness import emit
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.digests import digest_of
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal import rows, tables
 from skyrl_actors.journal.encoding import encode
 from skyrl_actors.journal.entries import Accepted, Answered, SamplerOpened, SessionOpened
@@ -106,7 +107,7 @@ def pairs(first: int, count: int) -> Iterator[tuple[Accepted, Answered]]:
 
 
 async def fill(folder: Path, samples: int) -> None:
-    journal = SqlJournal(config_of(folder).journal)
+    journal = SqlJournal(config_of(folder).journal, KINDS)
     await journal.open("bench")
     for session in range(SESSIONS):
         name = f"s{session}"
@@ -169,7 +170,7 @@ def restart(folder: Path) -> dict[str, float]:
     async def start() -> dict[str, float]:
         before, began = _peak_mib(), time.perf_counter()
         controller = Controller(
-            config_of(folder), FakeBackend(), SqlJournal(config_of(folder).journal)
+            config_of(folder), FakeBackend(), SqlJournal(config_of(folder).journal, KINDS)
         )
         await controller.start()
         restart_s, grown = time.perf_counter() - began, _peak_mib() - before
@@ -179,7 +180,7 @@ def restart(folder: Path) -> dict[str, float]:
             "a repeat must get the id of the first request"
         )
         repeat_ms = 1e3 * (time.perf_counter() - began)
-        assert await controller.retrieve(repeated, 0) is not None
+        assert await controller.answers.whole(repeated, 0) is not None
         await controller.close()
         return {
             "restart_s": round(restart_s, 3),
@@ -199,7 +200,7 @@ def _peak_mib() -> float:
 
 async def sweep(folder: Path, ahead_s: float) -> dict[str, float]:
     """Measure writes during a sweep. Retention's clock is `ahead_s` seconds ahead."""
-    journal = SqlJournal(config_of(folder).journal, lambda: time.time() + ahead_s)
+    journal = SqlJournal(config_of(folder).journal, KINDS, lambda: time.time() + ahead_s)
     state = await journal.open("bench")
     number, waits, calm_ms = state.next_number, list[float](), 0.0
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,15 @@ from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.controller import progress
 from skyrl_actors.controller.bounds import PAYLOAD_MEMORY_BYTES, RESULT_MEMORY_BYTES
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import TARGETS, Columns, offsets_of
 from skyrl_actors.messages.model import LoraSpec, LossCall, ModelSpec
 from skyrl_actors.messages.requests import CreateModel, ForwardBackward, Request
-from skyrl_actors.messages.results import LossOutput, Ready, Result
+from skyrl_actors.messages.results import LossOutput, Ready, Result, Waiting
 from skyrl_actors.transport.protocols import Deferred
 from skyrl_actors.transport.rpc import RpcClient
-from skyrl_actors.transport.rpc_server import RpcServer
+from skyrl_actors.transport.rpc_server import RpcServer, to_one
 from tests.api.local import AnsweringBackend
 
 MODEL = "m:train:0"
@@ -56,11 +56,11 @@ class Served:
     async def submit(self, request: Request) -> str:
         return await self._controller.submit(request)
 
-    async def retrieve(self, request_id: str) -> Result | Ready | None:
-        return await self._controller.ready(request_id, WAIT_S)
+    async def retrieve(self, request_id: str) -> Result | Ready | Waiting:
+        return await self._controller.answers.retrieve(request_id, WAIT_S)
 
-    async def fetch(self, request_id: str, num_bytes: int) -> Deferred[Result | None]:
-        return Deferred(num_bytes=num_bytes, load=partial(self._controller.retrieve, request_id, 0))
+    async def fetch(self, request_id: str, num_bytes: int) -> Deferred[Result]:
+        return await self._controller.answers.fetch(request_id, num_bytes)
 
     async def let_go(self, answers: bool) -> None:
         self._backend.go.set() if answers else self._backend.go.clear()
@@ -85,11 +85,13 @@ async def serve(folder: Path, queued_bytes: int) -> None:
         ),
     )
     backend = WideBackend(str(folder))
-    controller = Controller(config, backend, SqlJournal(config.journal))
+    controller = Controller(config, backend, SqlJournal(config.journal, KINDS))
     controller.results.ttl_s = 3600
     progress.SNAPSHOT_BYTES = 2**60
     await controller.start()
-    server = RpcServer(Served(controller, backend), Served, unsent_bytes=RESULT_MEMORY_BYTES)
+    server = RpcServer(
+        to_one(Served(controller, backend)), Served, unsent_bytes=RESULT_MEMORY_BYTES
+    )
     address = await server.address("127.0.0.1")
     (folder / "address.partial").write_bytes(pickle.dumps(address))
     (folder / "address.partial").rename(folder / "address")

@@ -54,4 +54,4 @@ async def readable(request: Request, path: TinkerPath, token: str | None = None)
 
 async def is_public(state: ApiState, path: TinkerPath) -> bool:
     """Return whether the checkpoint is published. Past steps never are."""
-    return path.kind != "steps" and await state.client.catalog("is_public", path)
+    return path.kind != "steps" and await state.client.catalog.is_public(path)

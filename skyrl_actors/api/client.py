@@ -3,29 +3,26 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
-from skyrl_actors.backends.backend import Capabilities
-from skyrl_actors.controller.calls import ControllerCalls
-from skyrl_actors.controller.tenants import Model, Sampler
-from skyrl_actors.messages.catalog import CatalogVerb, SessionEntry, SessionLabels
+from skyrl_actors.controller.calls import CatalogCalls, ControllerCalls, SessionCatalogCalls
+from skyrl_actors.messages.catalog import SessionLabels
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, Unavailable
-from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, Failure, PartialSample, Ready, Result, Waiting
 from skyrl_actors.messages.sizes import size_of
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled
+from skyrl_actors.transport.protocols import calls_of
 from skyrl_actors.transport.rpc import Address, RpcClient
 
-P = ParamSpec("P")
 R = TypeVar("R")
 POLL_S = 30.0
 PATIENCE_S = 45.0  # an SDK gives up one attempt after a minute
@@ -53,9 +50,6 @@ class Limits:
     timeout_s: float = PATIENCE_S
 
 
-ONCE = Limits(0.0)
-
-
 class ControllerClient:
     """A client of the controller that retries calls.
 
@@ -73,21 +67,23 @@ class ControllerClient:
     async def _address(self) -> Address:
         return await settled(self.handle.get_rpc_address.remote(node_address()))
 
-    async def _call(
-        self,
-        method: Callable[Concatenate[Any, P], Awaitable[R]],
-        *arguments: P.args,
-        **named: P.kwargs,
-    ) -> R:
-        return await self._within(Limits(self.patience_s), method, *arguments, **named)
+    def within(self, limits: Limits) -> ControllerCalls:
+        """Return the controller's methods, to be called within these limits."""
+        return calls_of(ControllerCalls, partial(self._repeated, limits))
 
-    async def _within(
-        self,
-        limits: Limits,
-        method: Callable[Concatenate[Any, P], Awaitable[R]],
-        *arguments: P.args,
-        **named: P.kwargs,
-    ) -> R:
+    @property
+    def calls(self) -> ControllerCalls:
+        """The controller's methods. A call is repeated while the controller restarts."""
+        return self.within(Limits(self.patience_s))
+
+    @property
+    def once(self) -> ControllerCalls:
+        """The controller's methods. A call is made once."""
+        return self.within(Limits(0.0))
+
+    async def _repeated(
+        self, limits: Limits, method: Callable[..., Any], *arguments: Any, **named: Any
+    ) -> Any:
         deadline = asyncio.get_running_loop().time() + limits.patience_s
         pause_s = FIRST_PAUSE_S
         while True:
@@ -122,7 +118,7 @@ class ControllerClient:
         """
         began, request_id = time.time(), request_id or f"r{uuid.uuid4().hex}{mark}"
         named(request_id)
-        accepted: str = await self._call(ControllerCalls.submit, request, request_id)
+        accepted = await self.calls.submit(request, request_id)
         self._spanned("accept", accepted, began)
         return accepted
 
@@ -151,7 +147,7 @@ class ControllerClient:
             left_s = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
                 limits = Limits(0.0, left_s + GRACE_S)
-                found = await self._within(limits, ControllerCalls.retrieve, request_id, left_s)
+                found = await self.within(limits).retrieve(request_id, left_s)
                 if not isinstance(found, Waiting):
                     self._spanned("deliver", request_id, began)
                 return found
@@ -162,7 +158,7 @@ class ControllerClient:
 
     async def fetch(self, request_id: str, ready: Ready) -> Result:
         """Return a large answer. Raises Unavailable when the controller dies and stays down."""
-        found: Any = await self._call(ControllerCalls.fetch, request_id, ready.num_bytes)
+        found: Any = await self.calls.fetch(request_id, ready.num_bytes)
         return found  # loaded: only the server sees the Deferred
 
     async def run(self, request: Request, expected: type[R]) -> R:
@@ -188,72 +184,38 @@ class ControllerClient:
                 )
                 return result
 
-    async def capabilities(self) -> Capabilities:
-        return await self._call(ControllerCalls.get_capabilities)
-
     async def create_session(self, labels: SessionLabels, mark: str = "") -> str:
-        session_id = f"s{uuid.uuid4().hex[:16]}{mark}"
-        return await self._call(ControllerCalls.create_session, session_id, labels)
+        """Create a session under a new id, which ends with the owner's mark."""
+        return await self.calls.create_session(f"s{uuid.uuid4().hex[:16]}{mark}", labels)
 
-    async def heartbeat(self, session_id: str) -> None:
-        await self._call(ControllerCalls.heartbeat, session_id)
+    @property
+    def catalog(self) -> CatalogCalls:
+        """The catalog of training runs and their checkpoints."""
+        return calls_of(CatalogCalls, self._of_catalog)
 
-    async def finish_session(
-        self, session_id: str, how: str | None = None, detail: str | None = None
-    ) -> None:
-        await self._call(ControllerCalls.finish_session, session_id, how, detail)
+    async def _of_catalog(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        timeout_s = COPY_TIMEOUT_S if method is CatalogCalls.copy else PATIENCE_S
+        verb: Any = method.__name__
+        return await self.within(Limits(self.patience_s, timeout_s)).catalog(verb, *arguments)
 
-    async def open_sampler(
-        self,
-        sampler_id: str | None,
-        session_id: str | None,
-        base_model: str | None,
-        path: str | None,
-    ) -> Sampler:
-        return await self._call(
-            ControllerCalls.open_sampler, sampler_id, session_id, base_model, path
-        )
+    @property
+    def session_catalog(self) -> SessionCatalogCalls:
+        """The catalog of live and recorded sessions."""
+        return calls_of(SessionCatalogCalls, self._of_session_catalog)
 
-    async def get_sampler(self, sampler_id: str) -> Sampler:
-        return await self._call(ControllerCalls.get_sampler, sampler_id)
-
-    async def get_model(self, model_id: str) -> Model:
-        return await self._call(ControllerCalls.get_model, model_id)
-
-    async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
-        return await self._call(ControllerCalls.checkpoint_spec, path)
-
-    async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
-        return await self._call(ControllerCalls.catalog, verb, *arguments)
-
-    async def copy_checkpoint(
-        self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None
-    ) -> None:
-        limits = Limits(self.patience_s, COPY_TIMEOUT_S)
-        await self._within(
-            limits, ControllerCalls.catalog, "copy", source, target, session_id, ttl_seconds
-        )
-
-    async def sessions(self, owner: str | None = None) -> list[SessionEntry]:
-        found: Any = await self._call(ControllerCalls.session_catalog, "sessions", owner)
-        return found
-
-    async def session(self, session_id: str) -> SessionEntry:
-        found: Any = await self._call(ControllerCalls.session_catalog, "session", session_id)
-        return found
+    async def _of_session_catalog(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        verb: Any = method.__name__
+        return await self.calls.session_catalog(verb, *arguments)
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample | Result:
         """Return new tokens of a streamed sample beyond the first `have`, or its result."""
         try:
             limits = Limits(0.0, timeout_s + GRACE_S)
-            news = await self._within(limits, ControllerCalls.partial, request_id, have, timeout_s)
+            news = await self.within(limits).partial(request_id, have, timeout_s)
             return await self.fetch(request_id, news) if isinstance(news, Ready) else news
         except Unavailable:
             await asyncio.sleep(LONGEST_PAUSE_S)
             return PartialSample()
-
-    async def cancel_sample(self, request_id: str) -> None:
-        await self._call(ControllerCalls.cancel_sample, request_id)
 
     async def completed(
         self, sampler_id: str, clone: int, cursor: int, timeout_s: float
@@ -264,20 +226,6 @@ class ControllerClient:
         """
         try:
             limits = Limits(0.0, timeout_s + GRACE_S)
-            return await self._within(
-                limits, ControllerCalls.completed, sampler_id, clone, cursor, timeout_s
-            )
+            return await self.within(limits).completed(sampler_id, clone, cursor, timeout_s)
         except Unavailable:
             return [], cursor
-
-    async def join_sampler(self, sampler_id: str) -> int:
-        return await self._call(ControllerCalls.join_sampler, sampler_id)
-
-    async def fault(self) -> str | None:
-        return await self._within(ONCE, ControllerCalls.fault)
-
-    async def spans(self) -> list[Span]:
-        return await self._within(ONCE, ControllerCalls.spans)
-
-    async def status(self) -> dict[str, Any]:
-        return await self._within(ONCE, ControllerCalls.status)

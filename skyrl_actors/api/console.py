@@ -21,7 +21,7 @@ TO_ALL = (
     "recoveries",
     "counts",
     "phase",
-    "seconds_in_phase",
+    "phase_seconds",
     "phase_timeline",
     "controller_rss_bytes",
     "logprob_differences",

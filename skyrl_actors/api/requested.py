@@ -66,7 +66,7 @@ class RequestedSamples:
     async def _cancelled(self, request_id: str, accepted: asyncio.Task[str]) -> None:
         try:
             await accepted  # a request cannot be cancelled before it is accepted
-            await self._client.cancel_sample(request_id)
+            await self._client.calls.cancel_sample(request_id)
         except SkyrlActorsError as error:
             log.info("sample %s was not cancelled: %s", request_id, error)
 

@@ -33,12 +33,12 @@ async def training_runs(
 ) -> dict[str, Any]:
     """List training runs, newest first. `project_id`: only those of the caller's sessions in it."""
     caller, client = caller_of(request), state_of(request).client
-    found = await client.catalog("runs", caller.owner, access_scope == "accessible")
+    found = await client.catalog.runs(caller.owner, access_scope == "accessible")
     runs = _visible(found, caller, access_scope)
     if project_id is not None:
         of_project = {
             entry.note.session_id
-            for entry in await client.sessions(caller.owner)
+            for entry in await client.session_catalog.sessions(caller.owner)
             if entry.note.project_id == project_id
         }
         runs = [run for run in runs if run.session_id in of_project]
@@ -63,7 +63,7 @@ def _visible(runs: Sequence[RunEntry], caller: Caller, scope: Scope) -> list[Run
 
 
 async def _one_run(run_id: str, request: Request, scope: Scope = "accessible") -> RunEntry:
-    run = await state_of(request).client.catalog("run", checked_id(run_id, "training run"))
+    run = await state_of(request).client.catalog.run(checked_id(run_id, "training run"))
     found = _visible([run], caller_of(request), scope)
     if not found:
         raise NotFound(f"no training run {run_id!r}")
@@ -101,7 +101,7 @@ def _known_to(entries: Iterable[CheckpointEntry], request: Request) -> list[Chec
 async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     """List the checkpoints of all runs, newest first."""
     caller = caller_of(request)
-    found = await state_of(request).client.catalog("checkpoints", caller.owner)
+    found = await state_of(request).client.catalog.checkpoints(caller.owner)
     entries = [entry for entry in _known_to(found, request) if caller.owns(entry.run_id)]
     shown = [_checkpoint(entry) for entry in entries[offset : offset + limit]]
     return {"checkpoints": shown, "cursor": _cursor(entries, limit, offset)}
@@ -110,26 +110,22 @@ async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) 
 @router.post("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def publish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
     """Allow every API key to read a checkpoint."""
-    await state_of(request).client.catalog(
-        "set_public", _own_path(run_id, checkpoint, request), True
-    )
+    await state_of(request).client.catalog.set_public(_own_path(run_id, checkpoint, request), True)
     return {}
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def unpublish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
     """Allow only the owner to read a checkpoint."""
-    await state_of(request).client.catalog(
-        "set_public", _own_path(run_id, checkpoint, request), False
-    )
+    await state_of(request).client.catalog.set_public(_own_path(run_id, checkpoint, request), False)
     return {}
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{checkpoint:path}/ttl")
 async def set_ttl(run_id: str, checkpoint: str, body: wire.Ttl, request: Request) -> dict[str, Any]:
     """Set the time after which a checkpoint is removed; null = never."""
-    await state_of(request).client.catalog(
-        "set_ttl", _own_path(run_id, checkpoint, request), body.ttl_seconds
+    await state_of(request).client.catalog.set_ttl(
+        _own_path(run_id, checkpoint, request), body.ttl_seconds
     )
     return {}
 
@@ -137,7 +133,7 @@ async def set_ttl(run_id: str, checkpoint: str, body: wire.Ttl, request: Request
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}")
 async def delete(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
     """Remove a checkpoint."""
-    await state_of(request).client.catalog("delete", _own_path(run_id, checkpoint, request))
+    await state_of(request).client.catalog.delete(_own_path(run_id, checkpoint, request))
     return {}
 
 

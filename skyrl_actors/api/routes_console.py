@@ -94,12 +94,12 @@ async def state(request: Request) -> JSONResponse:
     """Return the status that this viewer may see, and the viewer's newest checkpoints."""
     viewer, own = viewer_of(request), state_of(request)
     answer_cache: AnswerCache = request.app.state.answer_cache
-    shown = visible(await answer_cache.at("status", FRESH_S, own.client.status), viewer)
+    shown = visible(await answer_cache.at("status", FRESH_S, own.client.once.status), viewer)
     entries: list[CheckpointEntry] = []
     if viewer.is_known:
         of_owner = f"checkpoints of {viewer.owner}"
         entries = await answer_cache.at(
-            of_owner, SLOW_S, lambda: own.client.catalog("checkpoints", viewer.owner)
+            of_owner, SLOW_S, lambda: own.client.catalog.checkpoints(viewer.owner)
         )
     checkpoints = [_checkpoint(entry) for entry in entries if viewer.sees(entry.run_id)][
         :CHECKPOINTS

@@ -50,7 +50,7 @@ async def archive(run_id: str, checkpoint: str, request: Request) -> Response:
     SDKs read the link and its expiry from this answer.
     """
     path = await readable(request, checkpoint_path(run_id, checkpoint))
-    await state_of(request).client.checkpoint_spec(path)
+    await state_of(request).client.calls.checkpoint_spec(path)
     (link,), expires = await _links(request, path, [""])
     return Response(
         status_code=302, headers={"Location": link, "Expires": formatdate(expires, usegmt=True)}
@@ -135,5 +135,5 @@ async def copy_weights(
             "copy_weights needs session_id and model_seq_id, or destination_project_id"
         )
     target = TinkerPath(model_id_for(session_id, seq), source.kind, source.name)
-    await state_of(request).client.copy_checkpoint(source, target, session_id, body.ttl_seconds)
+    await state_of(request).client.catalog.copy(source, target, session_id, body.ttl_seconds)
     return {"tinker_path": str(target)}

@@ -25,7 +25,6 @@ from skyrl_actors.api.openai_answers import Form
 from skyrl_actors.api.openai_text import Codec, GrowingText, codec_for
 from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
 from skyrl_actors.api.state import shown, state_of
-from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.requests import Sample, SamplingParams
@@ -38,7 +37,7 @@ router = APIRouter(prefix="/v1")
 async def models(request: Request) -> dict[str, Any]:
     """List the base model and the saved samplers that the caller can read."""
     state, caller = state_of(request), caller_of(request)
-    found: list[CheckpointEntry] = await state.client.catalog("checkpoints", caller.owner, True)
+    found = await state.client.catalog.checkpoints(caller.owner, True)
     samplers = [
         c for c in found if c.kind == "sampler_weights" and (c.public or caller.owns(c.run_id))
     ]
@@ -198,7 +197,7 @@ async def _sampler(request: Request, model: str) -> str:
     elif model != (await state.capabilities()).base_model:
         raise NotFound(f"the model {model!r} does not exist; GET /v1/models lists the models")
     base, path = (None, model) if is_path else (model, None)
-    return (await state.client.open_sampler(None, None, base, path)).sampler_id
+    return (await state.client.calls.open_sampler(None, None, base, path)).sampler_id
 
 
 async def _events(

@@ -39,7 +39,7 @@ async def create_sampling_session(
     )
     if body.model_path is not None:
         await readable(request, parse_path(body.model_path))
-    await state_of(request).client.open_sampler(
+    await state_of(request).client.calls.open_sampler(
         sampler_id, body.session_id, body.base_model, body.model_path
     )
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
@@ -48,7 +48,7 @@ async def create_sampling_session(
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, request: Request) -> dict[str, Any]:
     """Return the weights that a sampler uses."""
-    sampler = await state_of(request).client.get_sampler(
+    sampler = await state_of(request).client.calls.get_sampler(
         caller_of(request).own(sampler_id, "sampler")
     )
     return {
@@ -83,7 +83,9 @@ async def _direct_sampler(request: Request, body: wire.Asample) -> str:
     if body.model_path is not None:
         await readable(request, parse_path(body.model_path))
     return (
-        await state_of(request).client.open_sampler(None, None, body.base_model, body.model_path)
+        await state_of(request).client.calls.open_sampler(
+            None, None, body.base_model, body.model_path
+        )
     ).sampler_id
 
 
@@ -93,7 +95,7 @@ async def join_sampling_session(body: wire.SamplerRef, request: Request) -> dict
     sampler_id = caller_of(request).own(body.sampling_session_id, "sampler")
     return {
         "type": "join_sampling_session",
-        "client_counter": await state_of(request).client.join_sampler(sampler_id),
+        "client_counter": await state_of(request).client.calls.join_sampler(sampler_id),
     }
 
 
@@ -103,7 +105,9 @@ async def cancel_future(body: wire.RequestRef, request: Request) -> dict[str, An
 
     It then fails. Other requests are not affected.
     """
-    await state_of(request).client.cancel_sample(caller_of(request).own(body.request_id, "request"))
+    await state_of(request).client.calls.cancel_sample(
+        caller_of(request).own(body.request_id, "request")
+    )
     return {}
 
 

@@ -102,7 +102,9 @@ async def create_session(body: wire.CreateSession, request: Request) -> dict[str
 async def session_heartbeat(body: wire.SessionRef, request: Request) -> JSONResponse:
     """Keep a session open. 410: the session has ended."""
     try:
-        await state_of(request).client.heartbeat(caller_of(request).own(body.session_id, "session"))
+        await state_of(request).client.calls.heartbeat(
+            caller_of(request).own(body.session_id, "session")
+        )
     except NotFound:
         return JSONResponse({"detail": f"session {body.session_id} has ended"}, 410)
     return JSONResponse({"type": "session_heartbeat"})
@@ -112,7 +114,7 @@ async def session_heartbeat(body: wire.SessionRef, request: Request) -> JSONResp
 async def finish(session_id: str, body: wire.FinishSession, request: Request) -> dict[str, Any]:
     """End a session, with its outcome. Its models and samplers are freed."""
     caller_of(request).own(session_id, "session")
-    await state_of(request).client.finish_session(session_id, body.reason.type, body.detail)
+    await state_of(request).client.calls.finish_session(session_id, body.reason.type, body.detail)
     return {}
 
 

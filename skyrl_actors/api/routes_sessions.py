@@ -18,7 +18,7 @@ async def _own(request: Request) -> list[SessionEntry]:
     caller = caller_of(request)
     return [
         entry
-        for entry in await state_of(request).client.sessions(caller.owner)
+        for entry in await state_of(request).client.session_catalog.sessions(caller.owner)
         if caller.owns(entry.note.session_id)
     ]
 
@@ -36,7 +36,9 @@ async def sessions(request: Request, limit: Limit = 20, offset: Offset = 0) -> d
 @router.get("/sessions/{session_id}")
 async def session(session_id: str, request: Request) -> dict[str, Any]:
     """Return the runs, samplers, metadata and tags of a session."""
-    entry = await state_of(request).client.session(caller_of(request).own(session_id, "session"))
+    entry = await state_of(request).client.session_catalog.session(
+        caller_of(request).own(session_id, "session")
+    )
     return {
         "training_run_ids": list(entry.run_ids),
         "sampler_ids": list(entry.sampler_ids),

@@ -46,7 +46,7 @@ async def _submitted(request: Request, wanted: ModelRequest) -> dict[str, Any]:
 async def get_info(body: wire.ModelRef, request: Request) -> dict[str, Any]:
     """Describe a model and the location of its tokenizer."""
     state = state_of(request)
-    spec = (await state.client.get_model(caller_of(request).own(body.model_id, "model"))).spec
+    spec = (await state.client.calls.get_model(caller_of(request).own(body.model_id, "model"))).spec
     able = await state.capabilities()
     return {
         "type": "get_info",
@@ -173,7 +173,7 @@ async def create_custom_loss(body: wire.CreateCustomLoss, request: Request) -> d
 async def weights_info(body: wire.TinkerPathRef, request: Request) -> dict[str, Any]:
     """Describe the contents of a checkpoint."""
     path = await readable(request, parse_path(body.tinker_path))
-    spec: ModelSpec = await state_of(request).client.checkpoint_spec(path)
+    spec: ModelSpec = await state_of(request).client.calls.checkpoint_spec(path)
     answer: dict[str, Any] = {
         "base_model": spec.base_model,
         "is_lora": spec.lora is not None,

@@ -53,13 +53,13 @@ class ApiState:
 
     async def capabilities(self) -> Capabilities:
         if self._capabilities is None:
-            self._capabilities = await self.client.capabilities()
+            self._capabilities = await self.client.calls.get_capabilities()
         return self._capabilities
 
     async def fault(self) -> str | None:
         """Return why a request would not be served now, or None when it would."""
         try:
-            return await asyncio.wait_for(self.client.fault(), HEALTH_TIMEOUT_S)
+            return await asyncio.wait_for(self.client.once.fault(), HEALTH_TIMEOUT_S)
         except TimeoutError:
             return f"the controller did not answer within {HEALTH_TIMEOUT_S:.0f} s"
         except SkyrlActorsError as error:

@@ -52,9 +52,9 @@ class Monitoring:
         phase_lock, engines = self._phase_lock, self._engines
         return {
             "phase": phase_lock.phase,
-            "phase_seconds": {name: round(s, 3) for name, s in phase_lock.move_seconds.items()},
+            "move_seconds": {name: round(s, 3) for name, s in phase_lock.move_seconds.items()},
             "failed_moves": phase_lock.failures,
-            "seconds_in_phase": {name: round(s, 3) for name, s in phase_lock.seconds_in().items()},
+            "phase_seconds": {name: round(s, 3) for name, s in phase_lock.phase_seconds().items()},
             "phase_timeline": [
                 asdict(entered) for entered in list(phase_lock.timeline)[-SHOWN_PHASES:]
             ],
@@ -142,7 +142,7 @@ class Monitoring:
             export.set(
                 "logprob_difference", self._engines.logprob_check.differences[-1], actor="engines"
             )
-        for phase, seconds in self._phase_lock.seconds_in().items():
+        for phase, seconds in self._phase_lock.phase_seconds().items():
             export.total("phase_seconds", seconds, phase=phase)
         for move, seconds in self._phase_lock.move_seconds.items():
             export.total("move_seconds", seconds, move=move)

@@ -87,7 +87,7 @@ class PhaseLock(Protocol):
         """The last changes of phase."""
         ...
 
-    def seconds_in(self) -> dict[str, float]:
+    def phase_seconds(self) -> dict[str, float]:
         """Return the seconds in each phase so far, without those of its moves."""
         ...
 
@@ -123,7 +123,7 @@ class ColocatedPhaseLock:
         self.move_seconds: dict[str, float] = {}
         self.move_bytes: dict[str, int] = {}
         self.timeline: deque[Entered] = deque(maxlen=TIMELINE)
-        self._seconds_in: dict[str, float] = {}
+        self._phase_seconds: dict[str, float] = {}
         self._since = time.perf_counter()
 
     @property
@@ -137,9 +137,9 @@ class ColocatedPhaseLock:
         await asyncio.sleep(after_s - (time.perf_counter() - self._since))
         await self._lock.contended()
 
-    def seconds_in(self) -> dict[str, float]:
-        return self._seconds_in | {
-            self.phase: self._seconds_in.get(self.phase, 0.0) + time.perf_counter() - self._since
+    def phase_seconds(self) -> dict[str, float]:
+        return self._phase_seconds | {
+            self.phase: self._phase_seconds.get(self.phase, 0.0) + time.perf_counter() - self._since
         }
 
     def fault(self) -> str | None:
@@ -161,7 +161,9 @@ class ColocatedPhaseLock:
 
     async def _enter(self, current: Phase, wanted: Phase) -> None:
         began, at, moves = time.perf_counter(), time.time(), list[tuple[str, float, int]]()
-        self._seconds_in[self.phase] = self._seconds_in.get(self.phase, 0.0) + began - self._since
+        self._phase_seconds[self.phase] = (
+            self._phase_seconds.get(self.phase, 0.0) + began - self._since
+        )
         try:
             for move in plan_from(self._resident, wanted):
                 started = time.perf_counter()
@@ -225,7 +227,7 @@ class SplitPhaseLock:
     async def contended(self, after_s: float) -> None:
         await asyncio.get_running_loop().create_future()  # never resolved: phases never compete
 
-    def seconds_in(self) -> dict[str, float]:
+    def phase_seconds(self) -> dict[str, float]:
         return {}
 
     def fault(self) -> str | None:

@@ -24,6 +24,7 @@ from skyrl_actors.commands.terminal import console, note, show_rows
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import differing, load, to_yaml
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.observe.spans import Span
@@ -39,7 +40,7 @@ def run(config_path: str | Path, overrides: Sequence[str], block: bool) -> None:
     """Start a service, and with `block` run until Ctrl-C. A failed start is undone."""
     config = with_absolute_paths(load(config_path, overrides))
     _check_port(config)
-    SqlJournal(config.journal).check()
+    SqlJournal(config.journal, KINDS).check()
     base_folder = cluster.prepare_base_model(config)
     started_ray = _join_or_start_ray(config)
     refuse_other_edge(config)
@@ -297,7 +298,7 @@ def read_spans(name: str) -> list[Span]:
         ConfigError: There is no service of that name.
     """
     join(name)
-    return asyncio.run(ControllerClient(find_controller(name)).spans())
+    return asyncio.run(ControllerClient(find_controller(name)).once.spans())
 
 
 def status(name: str, as_json: bool) -> None:
@@ -323,7 +324,7 @@ def status(name: str, as_json: bool) -> None:
 
 async def _status(name: str) -> dict[str, Any]:
     join(name)
-    return await ControllerClient(find_controller(name)).status()
+    return await ControllerClient(find_controller(name)).once.status()
 
 
 def join(name: str) -> None:

@@ -196,7 +196,9 @@ async def _run(
             outcome = await start(
                 client, view, Checkpoints(recorder.folder, config.run, view)
             ).run()
-        recorder.folder.write("status.json", json.dumps(await client.status(), indent=2) + "\n")
+        recorder.folder.write(
+            "status.json", json.dumps(await client.once.status(), indent=2) + "\n"
+        )
         _keep_weights(outcome, path)
         return outcome
     finally:

@@ -12,29 +12,27 @@ from skyrl_actors.backends.build import build_backend
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import housekeeping
 from skyrl_actors.controller.bounds import RESULT_MEMORY_BYTES
-from skyrl_actors.controller.calls import ControllerCalls
+from skyrl_actors.controller.calls import ControllerCalls, ProcessCalls
 from skyrl_actors.controller.controller import Controller
-from skyrl_actors.controller.tenants import Model, Sampler
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.build import build_journal
-from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionVerb
-from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, Unavailable
-from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.paths import TinkerPath
-from skyrl_actors.messages.requests import Request
-from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
+from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 from skyrl_actors.observe.process import Observed
 from skyrl_actors.observe.spans import SPANS, Span
-from skyrl_actors.transport.protocols import Deferred
+from skyrl_actors.transport.protocols import methods_of
 from skyrl_actors.transport.rpc import Address
 from skyrl_actors.transport.rpc_server import RpcServer
 
 log = logging.getLogger(__name__)
 AFTER_FAILURE_S = 2.0
 POLL_S = 1.0
+OF_PROCESS = methods_of(ProcessCalls)
 
 
 class ControllerActor:
-    """The methods that ingress replicas and jobs call; `Controller` documents them.
+    """The process of a controller: its start, its RPC server and its end.
+
+    Calls of ingress replicas and jobs go to the started controller (`calls`).
 
     Ray restarts this actor with the same arguments when its process dies. The first call then
     starts the controller, which opens its journal and attaches to the ranks and engines that run.
@@ -47,7 +45,7 @@ class ControllerActor:
         self.controller = self.build_controller(*self._arguments)
         self._starting: asyncio.Task[Capabilities] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._rpc = RpcServer(self, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
+        self._rpc = RpcServer(self._part_for, ControllerCalls, unsent_bytes=RESULT_MEMORY_BYTES)
 
     def __repr__(self) -> str:
         """Return the name that Ray's dashboard and log lines show."""
@@ -64,7 +62,7 @@ class ControllerActor:
         return Controller(
             config,
             build_backend(config, base_folder, self._report, detached),
-            build_journal(config.journal),
+            build_journal(config.journal, KINDS),
         )
 
     async def start(self) -> Capabilities:
@@ -129,6 +127,13 @@ class ControllerActor:
         except SkyrlActorsError as error:
             raise Unavailable(f"the service does not start: {error}") from None
 
+    async def _part_for(self, method: str) -> object:
+        """Return the object that serves this method of `ControllerCalls`."""
+        if method in OF_PROCESS:
+            return self
+        await self._ensure_started()
+        return self.controller.part_for(method)
+
     async def get_rpc_address(self, caller: str) -> Address:
         """Return the address at which a process on that machine calls the other methods."""
         return await self._rpc.address_for(caller)
@@ -136,101 +141,10 @@ class ControllerActor:
     async def get_progress(self) -> list[str]:
         return self.progress
 
-    async def get_capabilities(self) -> Capabilities:
-        await self._ensure_started()
-        return self.controller.able
-
-    async def create_session(self, session_id: str, labels: SessionLabels) -> str:
-        await self._ensure_started()
-        return await self.controller.create_session(session_id, labels)
-
-    async def heartbeat(self, session_id: str) -> None:
-        await self._ensure_started()
-        self.controller.heartbeat(session_id)
-
-    async def finish_session(self, session_id: str, how: str | None, detail: str | None) -> None:
-        await self._ensure_started()
-        await self.controller.finish_session(session_id, how, detail)
-
-    async def submit(self, request: Request, request_id: str) -> str:
-        await self._ensure_started()
-        # Shielded: the request is written even if the caller stops waiting.
-        return await asyncio.shield(
-            asyncio.ensure_future(self.controller.submit(request, request_id))
-        )
-
-    async def retrieve(self, request_id: str, timeout_s: float) -> Result | Ready | Waiting:
-        await self._ensure_started()
-        return await self.controller.ready(request_id, timeout_s) or self.controller.waiting(
-            request_id
-        )
-
-    async def fetch(self, request_id: str, num_bytes: int) -> Deferred[Result]:
-        """Return a large answer. `num_bytes` is the size that `retrieve` returned."""
-        await self._ensure_started()
-
-        async def load() -> Result:
-            found = await self.controller.retrieve(request_id, 0)
-            if found is None:
-                raise InternalError(f"request {request_id} is not answered yet")
-            return found
-
-        return Deferred(num_bytes=num_bytes, load=load)
-
-    async def open_sampler(
-        self,
-        sampler_id: str | None,
-        session_id: str | None,
-        base_model: str | None,
-        path: str | None,
-    ) -> Sampler:
-        await self._ensure_started()
-        return await self.controller.open_sampler(sampler_id, session_id, base_model, path)
-
-    async def get_sampler(self, sampler_id: str) -> Sampler:
-        await self._ensure_started()
-        return self.controller.tenants.sampler(sampler_id)
-
-    async def get_model(self, model_id: str) -> Model:
-        await self._ensure_started()
-        return self.controller.tenants.model(model_id)
-
-    async def checkpoint_spec(self, path: TinkerPath) -> ModelSpec:
-        await self._ensure_started()
-        return await self.controller.checkpoint_spec(path)
-
-    async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
-        await self._ensure_started()
-        return await self.controller.catalog(verb, *arguments)
-
-    async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
-        await self._ensure_started()
-        return await self.controller.session_catalog(verb, *arguments)
-
-    async def partial(
-        self, request_id: str, have: int, timeout_s: float
-    ) -> PartialSample | Result | Ready:
-        await self._ensure_started()
-        return await self.controller.partial(request_id, have, timeout_s)
-
-    async def cancel_sample(self, request_id: str) -> None:
-        await self._ensure_started()
-        self.controller.cancel_sample(request_id)
-
-    async def completed(
-        self, sampler_id: str, clone: int, cursor: int, timeout_s: float
-    ) -> tuple[list[Completion], int]:
-        await self._ensure_started()
-        return await self.controller.completed(sampler_id, clone, cursor, timeout_s)
-
-    async def join_sampler(self, sampler_id: str) -> int:
-        await self._ensure_started()
-        return self.controller.join_sampler(sampler_id)
-
     async def fault(self) -> str | None:
         if self._starting is None:  # the actor was restarted, and this is its first call
             self._starting = asyncio.create_task(self._start())
-        return self.controller.fault()
+        return self.controller.readiness.fault()
 
     def settings(self) -> ClusterConfig:
         """Return the configuration that the actor was created with."""
@@ -253,4 +167,4 @@ class ControllerActor:
 
 
 if TYPE_CHECKING:
-    _: type[ControllerCalls] = ControllerActor
+    _: type[ProcessCalls] = ControllerActor

@@ -1,4 +1,7 @@
-"""The controller's methods that ingress replicas and jobs call over RPC."""
+"""The methods that ingress replicas and jobs call over RPC, by the object that serves them.
+
+Every call is idempotent. The annotations are the closed set of types that RPC sends.
+"""
 
 from typing import Any, Protocol
 
@@ -23,11 +26,8 @@ CatalogArgument = TinkerPath | str | int | bool | None
 CatalogAnswer = list[RunEntry] | RunEntry | list[CheckpointEntry] | bool | None
 
 
-class ControllerCalls(Protocol):
-    """Every call is idempotent; `ControllerActor` documents them.
-
-    The annotations are the closed set of types that RPC sends. `status` has JSON values only.
-    """
+class ServiceCalls(Protocol):
+    """What the started `Controller` serves."""
 
     async def get_capabilities(self) -> Capabilities: ...
 
@@ -36,14 +36,12 @@ class ControllerCalls(Protocol):
     async def heartbeat(self, session_id: str) -> None: ...
 
     async def finish_session(
-        self, session_id: str, how: str | None, detail: str | None
+        self, session_id: str, how: str | None = None, detail: str | None = None
     ) -> None: ...
 
     async def submit(self, request: Request, request_id: str) -> str: ...
 
-    async def retrieve(self, request_id: str, timeout_s: float) -> Result | Ready | Waiting: ...
-
-    async def fetch(self, request_id: str, num_bytes: int) -> Deferred[Result]: ...
+    async def cancel_sample(self, request_id: str) -> None: ...
 
     async def open_sampler(
         self,
@@ -52,6 +50,8 @@ class ControllerCalls(Protocol):
         base_model: str | None,
         path: str | None,
     ) -> Sampler: ...
+
+    async def join_sampler(self, sampler_id: str) -> int: ...
 
     async def get_sampler(self, sampler_id: str) -> Sampler: ...
 
@@ -65,20 +65,68 @@ class ControllerCalls(Protocol):
         self, verb: SessionVerb, *arguments: str | None
     ) -> list[SessionEntry] | SessionEntry: ...
 
+
+class AnswerCalls(Protocol):
+    """What the `Answers` of the started controller serve."""
+
+    async def retrieve(self, request_id: str, timeout_s: float) -> Result | Ready | Waiting: ...
+
+    async def fetch(self, request_id: str, num_bytes: int) -> Deferred[Result]: ...
+
     async def partial(
         self, request_id: str, have: int, timeout_s: float
     ) -> PartialSample | Result | Ready: ...
-
-    async def cancel_sample(self, request_id: str) -> None: ...
 
     async def completed(
         self, sampler_id: str, clone: int, cursor: int, timeout_s: float
     ) -> tuple[list[Completion], int]: ...
 
-    async def join_sampler(self, sampler_id: str) -> int: ...
+
+class ProcessCalls(Protocol):
+    """What `ControllerActor` serves, also before its controller has started."""
 
     async def fault(self) -> str | None: ...
 
-    async def status(self) -> dict[str, Any]: ...
+    async def status(self) -> dict[str, Any]:
+        """Return JSON values only."""
+        ...
 
     async def spans(self) -> list[Span]: ...
+
+
+class ControllerCalls(ServiceCalls, AnswerCalls, ProcessCalls, Protocol):
+    """All methods that the controller's process serves."""
+
+
+class CatalogCalls(Protocol):
+    """The verbs of `ServiceCalls.catalog`: methods of `CheckpointFolders`, which documents them."""
+
+    async def runs(
+        self, owner: str | None = None, published: bool = False, /
+    ) -> list[RunEntry]: ...
+
+    async def run(self, run_id: str, /) -> RunEntry: ...
+
+    async def checkpoints(
+        self, owner: str | None = None, published: bool = False, /
+    ) -> list[CheckpointEntry]: ...
+
+    async def is_public(self, path: TinkerPath, /) -> bool: ...
+
+    async def copy(
+        self, source: TinkerPath, target: TinkerPath, session_id: str, ttl_seconds: int | None, /
+    ) -> None: ...
+
+    async def set_public(self, path: TinkerPath, public: bool, /) -> None: ...
+
+    async def set_ttl(self, path: TinkerPath, ttl_seconds: int | None, /) -> None: ...
+
+    async def delete(self, path: TinkerPath, /) -> None: ...
+
+
+class SessionCatalogCalls(Protocol):
+    """The verbs of `ServiceCalls.session_catalog`: methods of `SessionCatalog`."""
+
+    async def sessions(self, owner: str | None = None, /) -> list[SessionEntry]: ...
+
+    async def session(self, session_id: str, /) -> SessionEntry: ...

@@ -11,12 +11,14 @@ import os
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_actors import clock
 from skyrl_actors.backends.backend import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission, bounds, housekeeping, overview, startup
+from skyrl_actors.controller.answers import Answers
+from skyrl_actors.controller.calls import AnswerCalls, ServiceCalls
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.disk import Disk
@@ -25,29 +27,31 @@ from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger, Op, Outcome
 from skyrl_actors.controller.model_capacity import ModelCapacity
 from skyrl_actors.controller.named_samplers import NamedSamplers
+from skyrl_actors.controller.readiness import Readiness
 from skyrl_actors.controller.replay import Replayer
-from skyrl_actors.controller.replies import Replies
 from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.session_end import SessionEnd
 from skyrl_actors.controller.submission import Submission
 from skyrl_actors.controller.tasks import Tasks
-from skyrl_actors.controller.tenants import Sampler, TenantSession, TenantTable
+from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import SessionEnded, SessionOpened
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNote, SessionVerb
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, Unavailable
+from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id
-from skyrl_actors.messages.results import Completion, Failure, PartialSample, Ready, Result, Waiting
+from skyrl_actors.messages.results import Failure
+from skyrl_actors.transport.protocols import methods_of
 
 log = logging.getLogger(__name__)
 # Subtracted because the SDK multiplies the number of a copy by 10^9 and stores it in 64 bits.
 FIRST_JOIN_S = 1_750_000_000
 SESSIONS_PER_KEY = 1000  # open sessions of one API key
 SWEEP_S = 300.0  # between removals of entries older than journal.retention_s
+OF_ANSWERS = methods_of(AnswerCalls)
 
 
 class Controller:
@@ -71,7 +75,7 @@ class Controller:
         self.queue = bounds.queue_of(config.limits)
         self.results = bounds.results_of()
         self.started_at = wall()
-        self.capabilities: Capabilities | None = None
+        self.readiness = Readiness(backend, journal)
         self.epoch = 0
         self.wall = wall
         self._closing = False
@@ -81,7 +85,6 @@ class Controller:
         )
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         self.completions = Completions()
-        self._replies = Replies(self.results, journal)
         self._ledger = Ledger(
             journal=journal,
             queue=self.queue,
@@ -116,6 +119,7 @@ class Controller:
             self._replayer,
         )
         self._session_end = SessionEnd(self._context, self._ledger, self._lanes, self._samples)
+        self.answers = Answers(self._context, self._ledger, self.readiness)
 
     async def start(self) -> Capabilities:
         """Open the journal, attach to ranks and engines that run, and resume open requests."""
@@ -130,8 +134,8 @@ class Controller:
         )
         # Only once the tables are complete: before, a model would be restored to an older position.
         self.backend.on_lost = self._bring_back_role
-        self.capabilities = able
-        await self._resume(unanswered)
+        self.readiness.capabilities = able
+        await self._resume(unanswered, able)
         timeout_s = self.config.limits.session_timeout_s
         retention_s = self.config.journal.retention_s
         self._tasks.spawn(
@@ -145,16 +149,16 @@ class Controller:
         )
         return able
 
-    async def _resume(self, unanswered: list[Op]) -> None:
+    async def _resume(self, unanswered: list[Op], able: Capabilities) -> None:
         """Free unloaded models, restore live ones, then run unanswered operations."""
         residents = await self.backend.residents()
         for model_id in residents.keys() - self.tenants.models.keys():
-            for role in self.able.roles:
+            for role in able.roles:
                 with suppress(InternalError):  # restarted ranks do not hold it
                     await self.backend.delete_model(
-                        ModelSpec(model_id=model_id, base_model=self.able.base_model, role=role)
+                        ModelSpec(model_id=model_id, base_model=able.base_model, role=role)
                     )
-        self._capacity.begin(self.able, residents)
+        self._capacity.begin(able, residents)
         for sampler in list(self.tenants.samplers.values()):
             if sampler.session_id is not None and sampler.session_id not in self.tenants.sessions:
                 await self._samples.retire(sampler)
@@ -186,11 +190,9 @@ class Controller:
             if model.spec.role == role and model.ready and not self._closing:
                 self._tasks.spawn(self._lanes.bring_back(model, None))
 
-    @property
-    def able(self) -> Capabilities:
-        if self.capabilities is None:
-            raise Unavailable("the service is still starting; try again")
-        return self.capabilities
+    def part_for(self, method: str) -> object:
+        """Return the object that serves this method of `ServiceCalls` or `AnswerCalls`."""
+        return self.answers if method in OF_ANSWERS else self
 
     async def create_session(
         self,
@@ -199,7 +201,7 @@ class Controller:
     ) -> str:
         """Create a session and return its id. Idempotent by id."""
         labels = labels or SessionLabels()
-        self.able  # noqa: B018  raises until the journal is open
+        self.readiness.check_started()
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
             admission.check_count(self.tenants.sessions, session_id, SESSIONS_PER_KEY, "sessions")
@@ -220,9 +222,9 @@ class Controller:
             )
         return session_id
 
-    def heartbeat(self, session_id: str) -> None:
+    async def heartbeat(self, session_id: str) -> None:
         """Mark a session as active. Raises NotFound for an unknown session."""
-        self.able  # noqa: B018  before the journal is read, every session is unknown
+        self.readiness.check_started()
         self.tenants.mark_active(self.tenants.session(session_id).session_id, self._now())
 
     def _now(self) -> float:
@@ -248,72 +250,13 @@ class Controller:
         The same `request_id` again is the same request. Raises UserError or Unavailable; then
         nothing was accepted.
         """
-        return await self._submission.submit(request, request_id, self.able)
+        return await self._submission.submit(request, request_id, self.readiness.able)
 
-    async def retrieve(self, request_id: str, timeout_s: float) -> Result | None:
-        """Return an answer, or None when it is not ready in time.
-
-        Raises NotFound for an id that is unknown or was swept.
-        """
-        is_ready = await self._is_ready(request_id, timeout_s)
-        return await self._replies.whole(request_id) if is_ready else None
-
-    async def ready(self, request_id: str, timeout_s: float) -> Result | Ready | None:
-        """Return a small answer, the size of a large one, or None when it is not ready in time.
-
-        For callers in other processes. `retrieve` returns the large answer.
-        """
-        is_ready = await self._is_ready(request_id, timeout_s)
-        return await self._replies.ready(request_id) if is_ready else None
-
-    async def _is_ready(self, request_id: str, timeout_s: float) -> bool:
-        if request_id not in self.results:
-            self.able  # noqa: B018
-            return True
-        self._mark_client_active(request_id)
-        return await self.results.wait(request_id, timeout_s) is not None
-
-    def _mark_client_active(self, request_id: str) -> None:
-        """Count a poll for an answer as a sign of life of its session."""
-        op = self._ledger.ops.get(request_id)
-        holder = op and (
-            self.tenants.models.get(op.model_id or "") or self.tenants.samplers.get(op.stream)
-        )
-        if holder:
-            self.tenants.mark_active(holder.session_id, self._now())
-
-    async def partial(
-        self, request_id: str, have: int, timeout_s: float
-    ) -> PartialSample | Result | Ready:
-        """Return the tokens of a streamed sample after the first `have`, or its answer if ready."""
-        if request_id not in self.results:
-            return await self.ready(request_id, 0) or PartialSample()
-        answer = asyncio.ensure_future(self.results.wait(request_id, timeout_s))
-        growing = asyncio.ensure_future(self.backend.partial(request_id, have, timeout_s))
-        try:
-            await asyncio.wait([answer, growing], return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                return growing.result()
-            self.backend.end_stream(request_id)
-            return await self._replies.ready(request_id) if answer.result() else PartialSample()
-        finally:
-            answer.cancel()
-            growing.cancel()
-
-    def cancel_sample(self, request_id: str) -> None:
+    async def cancel_sample(self, request_id: str) -> None:
         """Cancel a sample that is not answered yet. Unknown ids and other verbs are ignored."""
         self._samples.cancel(request_id)
 
-    async def completed(
-        self, sampler_id: str, clone: int, cursor: int, timeout_s: float
-    ) -> tuple[list[Completion], int]:
-        """Return answered samples of a client copy after `cursor`, and the next cursor."""
-        self.able  # noqa: B018
-        self.tenants.sampler(sampler_id)
-        await self._ledger.recall.stream(sampler_id)
-        return await self.completions.after(sampler_id, clone, cursor, timeout_s)
-
-    def join_sampler(self, sampler_id: str) -> int:
+    async def join_sampler(self, sampler_id: str) -> int:
         """Return a number that no other copy of this sampler's client has.
 
         It is a time in seconds, so it stays unique over restarts without being stored.
@@ -321,16 +264,6 @@ class Controller:
         self.tenants.sampler(sampler_id)
         self._last_joined = max(self._last_joined + 1, int(self.wall()) - FIRST_JOIN_S)
         return self._last_joined
-
-    def waiting(self, request_id: str = "") -> Waiting:
-        """Return the reason why an answer is not ready."""
-        if (no_room := self._capacity.reason(request_id)) is not None:
-            return Waiting("paused_capacity", no_room)
-        if self.capabilities is None:
-            return Waiting.paused("starting")
-        if self.journal.trouble:
-            return Waiting.paused("recording")
-        return Waiting() if self.fault() is None else Waiting.paused("recovering")
 
     async def open_sampler(
         self,
@@ -343,7 +276,7 @@ class Controller:
 
         Raises UserError for an unknown base model or path.
         """
-        able = self.able
+        able = self.readiness.able
         if base_model is None and path is None:
             raise InvalidRequest(
                 "the request has neither base_model nor model_path; send one of them"
@@ -358,6 +291,15 @@ class Controller:
         """Return the model that a checkpoint or a past step belongs to."""
         return await self._submission.checkpoint_spec(path)
 
+    async def get_capabilities(self) -> Capabilities:
+        return self.readiness.able
+
+    async def get_sampler(self, sampler_id: str) -> Sampler:
+        return self.tenants.sampler(sampler_id)
+
+    async def get_model(self, model_id: str) -> Model:
+        return self.tenants.model(model_id)
+
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
         """Call a method of `CheckpointFolders` on a thread."""
         return await self._disk.catalog(self.folders, verb, *arguments)
@@ -366,21 +308,13 @@ class Controller:
         """Call a method of `SessionCatalog` on a thread."""
         return await self._disk.run("listings", getattr(self._sessions, verb), *arguments)
 
-    def fault(self) -> str | None:
-        """Return why requests are not served now, or None when they are."""
-        if self.capabilities is None:
-            return "the service is still starting"
-        if self.journal.trouble:
-            return f"the journal cannot write: {self.journal.trouble}"
-        return self.backend.fault()
-
     async def status(self) -> dict[str, Any]:
         """Return the state of the controller and its backend as JSON values."""
-        backend = await self.backend.status() if self.capabilities else {}
+        backend = await self.backend.status() if self.readiness.capabilities else {}
         mine = {
             "name": self.config.name,
-            "ready": self.capabilities is not None,
-            "fault": self.fault(),
+            "ready": self.readiness.capabilities is not None,
+            "fault": self.readiness.fault(),
             "epoch": self.epoch,
         }
         uptime_s = round(self.wall() - self.started_at, 1)
@@ -407,3 +341,7 @@ class Controller:
         await self._replayer.close()
         await end_backend()
         await self.journal.close()
+
+
+if TYPE_CHECKING:
+    _: type[ServiceCalls] = Controller

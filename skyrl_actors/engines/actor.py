@@ -28,7 +28,7 @@ from skyrl_actors.observe.log import named
 from skyrl_actors.observe.process import observed
 from skyrl_actors.observe.spans import SPANS
 from skyrl_actors.transport.rpc import Address
-from skyrl_actors.transport.rpc_server import RpcServer
+from skyrl_actors.transport.rpc_server import RpcServer, to_one
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class EngineActor:
         self._samples: set[asyncio.Task] = set()
         self._changes = asyncio.Lock()
         self._rpc = RpcServer(
-            self, EngineCalls, abandoned=(EngineCalls.sample, EngineCalls.partial)
+            to_one(self), EngineCalls, abandoned=(EngineCalls.sample, EngineCalls.partial)
         )
 
     def __repr__(self) -> str:

@@ -101,6 +101,6 @@ class Checkpoints:
     async def _delete(self, session: ServiceSession, *paths: str) -> None:
         for path in paths:
             try:
-                await session.client.catalog("delete", parse_path(path))
+                await session.client.catalog.delete(parse_path(path))
             except SkyrlActorsError as error:
                 self._watcher.warned(f"the old checkpoint {path} could not be deleted: {error}")

@@ -89,11 +89,11 @@ title="{{ part }}">{{ part }} {{ '%.0f'|format(percent) }} %</div>
 {% endfor %}
 </div>
 {% endif %}
-{% if phases %}
+{% if moves %}
 <h2>Moves between phases</h2>
 <table>
 <tr><th>move</th><th>total seconds</th></tr>
-{% for move, seconds in phases.items() %}
+{% for move, seconds in moves.items() %}
 <tr><td>{{ move }}</td><td class="n">{{ '%.3f'|format(seconds) }}</td></tr>
 {% endfor %}
 </table>
@@ -186,7 +186,7 @@ def write_page(run: Path) -> Path:
             ]
             if total
             else [],
-            phases=status.get("phase_seconds", {}),
+            moves=status.get("move_seconds", {}),
             samples=samples,
             metrics=_ends(history),
             environment=json.dumps(content_of(run / "environment.json"), indent=2),

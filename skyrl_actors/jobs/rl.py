@@ -76,9 +76,8 @@ class RlJob:
 
     async def run(self) -> RunOutcome:
         """Create the models, train for all iterations, and save the final weights."""
-        capabilities = await self.client.capabilities()
+        context = (await self.client.calls.get_capabilities()).max_sample_tokens
         config = self.config
-        context = capabilities.max_sample_tokens
         schedule = config.schedule
         slices = schedule.slice_tokens if isinstance(schedule, Asynchronous) else None
         runner = EpisodeRunner(self.client, self.chat, config.env, config.overlong, context, slices)

@@ -46,7 +46,7 @@ class ServiceSession:
     async def create_from(self, path: str, with_optimizer: bool = False) -> str:
         """Create a model from a checkpoint, and return its id."""
         return await self._create(
-            await self.client.checkpoint_spec(parse_path(path)), path, with_optimizer
+            await self.client.calls.checkpoint_spec(parse_path(path)), path, with_optimizer
         )
 
     async def _create(self, spec: ModelSpec, path: str | None, with_optimizer: bool = False) -> str:
@@ -187,7 +187,7 @@ async def opened(client: ControllerClient, job: str) -> AsyncIterator[ServiceSes
         InternalError: The controller has not answered for LOST_S seconds. The controller of a job
             is not restarted.
     """
-    capabilities = await client.capabilities()
+    capabilities = await client.calls.get_capabilities()
     session_id = await client.create_session(SessionLabels(user_metadata={"job": job}))
     lost: list[str] = []
     owner = asyncio.current_task()
@@ -206,7 +206,7 @@ async def opened(client: ControllerClient, job: str) -> AsyncIterator[ServiceSes
         beating.cancel()
         if not lost:
             try:
-                await asyncio.wait_for(client.finish_session(session_id), FINISH_S)
+                await asyncio.wait_for(client.calls.finish_session(session_id), FINISH_S)
             except (SkyrlActorsError, TimeoutError) as error:
                 log.warning("the session could not be finished: %s", error)
 
@@ -218,7 +218,7 @@ async def _beat(
     while True:
         await asyncio.sleep(HEARTBEAT_S)
         try:
-            await client.heartbeat(session_id)
+            await client.calls.heartbeat(session_id)
             last_answer = time.monotonic()
         except SkyrlActorsError as error:
             log.warning("a heartbeat was not answered: %s", error)

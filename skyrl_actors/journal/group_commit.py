@@ -19,14 +19,14 @@ from sqlalchemy.exc import DBAPIError
 
 from skyrl_actors.journal.entries import Accepted, Answered, Entry
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable, UserError
-from skyrl_actors.messages.requests import ForwardBackward
-from skyrl_actors.messages.results import LossOutput
+from skyrl_actors.messages.sizes import size_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SLOW_S = 5.0
 BATCH_ENTRIES = 1024
 BATCH_BYTES = 64 * 2**20
+ROW_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,6 @@ def _take(waiting: deque[Write]) -> list[Write]:
 
 
 def _size(entry: Entry) -> int:
-    if isinstance(entry, Accepted) and isinstance(entry.request, ForwardBackward):
-        return entry.request.columns.nbytes
-    if isinstance(entry, Answered) and isinstance(entry.result, LossOutput):
-        return sum(array.nbytes for array in entry.result.fields.values())
-    return 1024
+    if isinstance(entry, Accepted):
+        return ROW_BYTES + size_of(entry.request)
+    return ROW_BYTES + size_of(entry.result) if isinstance(entry, Answered) else ROW_BYTES

@@ -20,6 +20,7 @@ from skyrl_actors.journal import opening
 from skyrl_actors.journal.encoding import decode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.group_commit import GroupCommit, reason
+from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.retention import KEEP_SNAPSHOTS, Retention
 from skyrl_actors.journal.snapshots import SnapshotFolders
@@ -45,8 +46,9 @@ FAULTS = (OSError, SQLAlchemyError, SkyrlActorsError, ValueError, TypeError, Ove
 class SqlJournal:
     """Implements `Journal` on SQL and files. `wall` returns seconds since the epoch."""
 
-    def __init__(self, config: JournalConfig, wall: Callable[[], float] = clock.now):
+    def __init__(self, config: JournalConfig, kinds: Kinds, wall: Callable[[], float] = clock.now):
         self.config = config
+        self._kinds = kinds
         self.wall = wall
         self.folder = config.folder.expanduser().resolve()
         self._url = opening.database_url(self.folder, config.url)
@@ -94,7 +96,9 @@ class SqlJournal:
                 marked = (self.folder / opening.MARKER).exists()
                 opening.mark(self.folder, opening.migrate(engine, self.folder, marked))
                 self._store = Store(engine, self._packs)
-                journal_state = self._store.begin_epoch(holder, opening.last_epoch(self.folder))
+                journal_state = self._store.begin_epoch(
+                    holder, self._kinds, opening.last_epoch(self.folder)
+                )
                 opening.note_epoch(self.folder, journal_state.epoch)
                 # Remove what an interrupted snapshot left. The first sweep checks the packs.
                 self._folders.sweep(self._store.snapshot_folders())
@@ -188,7 +192,7 @@ class SqlJournal:
 
     async def sweep(self) -> int:
         policy = Retention(self.config.retention_s, KEEP_SNAPSHOTS)
-        steps = Sweeper(self.store, policy, self.wall()).steps()
+        steps = Sweeper(self.store, self._kinds, policy, self.wall()).steps()
         freed = 0
         try:
             while True:

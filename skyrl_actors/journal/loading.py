@@ -18,18 +18,15 @@ from skyrl_actors.journal.entries import (
     SessionOpened,
     SnapshotTaken,
 )
+from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.rows import operation_of
 
 RECENT = 10_000
 LIVE = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
 OP = t.operations.c
-STEPPED = sa.and_(OP.kind == "OptimStep", OP.effect != "none")
-"""Condition for operations after which no earlier one is pending."""
-CHANGED = sa.or_(OP.effect != "none", sa.and_(OP.kind == "ForwardBackward", OP.failed))
-"""Condition for operations that determine a model's state: all that changed it or should have."""
 
 
-def load(connection: sa.Connection, epoch: int) -> JournalState:
+def load(connection: sa.Connection, kinds: Kinds, epoch: int) -> JournalState:
     """Load all open sessions, samplers, models and unanswered requests."""
     last = connection.execute(sa.select(sa.func.max(OP.number))).scalar() or 0
     marked = connection.execute(
@@ -43,12 +40,11 @@ def load(connection: sa.Connection, epoch: int) -> JournalState:
     recent = sa.select(OP.request_id, OP.answered_at).order_by(OP.number.desc()).limit(RECENT)
     operations = {row.number: operation_of(row) for row in owed}
     snapshots: list[SnapshotTaken] = []
-    for creation in _creations(connection):
+    for creation in _creations(connection, kinds):
         snapshot = newest_snapshot(connection, str(creation.model_id))
         snapshots += [snapshot] if snapshot else []
         operations[creation.number] = creation
-        since = _since(connection, str(creation.model_id), snapshot)
-        operations |= {op.number: op for op in _changes(connection, str(creation.model_id), since)}
+        operations |= {op.number: op for op in _changes(connection, kinds, creation, snapshot)}
     return JournalState(
         epoch=epoch,
         next_number=max(last, int(marked or 0)) + 1,
@@ -75,18 +71,18 @@ def load(connection: sa.Connection, epoch: int) -> JournalState:
     )
 
 
-def _creations(connection: sa.Connection) -> list[Operation]:
+def _creations(connection: sa.Connection, kinds: Kinds) -> list[Operation]:
     """Return the creations of living models."""
     unload = t.operations.alias().c
     unloaded = sa.select(unload.model_id).where(
-        sa.text("kind IN ('CreateModel', 'Unload')"),
-        unload.kind == "Unload",
+        t.LIFETIMES,
+        unload.kind == kinds.ends,
         unload.answered_at.is_not(None),
         ~unload.failed,
     )
     query = sa.select(t.operations).where(
         t.LIFETIMES,
-        OP.kind == "CreateModel",
+        OP.kind == kinds.creates,
         OP.session_id.in_(LIVE),
         ~OP.failed,
         OP.model_id.not_in(unloaded),
@@ -107,25 +103,28 @@ def newest_snapshot(connection: sa.Connection, model_id: str) -> SnapshotTaken |
     return SnapshotTaken(**row) if row else None
 
 
-def last_step(connection: sa.Connection, model_id: str) -> int | None:
+def last_settled(connection: sa.Connection, kinds: Kinds, model_id: str) -> int | None:
     """Return the newest operation of a model after which no earlier one is pending."""
     query = (
         sa.select(OP.number)
-        .where(OP.model_id == model_id, STEPPED)
+        .where(OP.model_id == model_id, OP.kind.in_(kinds.settles), OP.effect != "none")
         .order_by(OP.number.desc())
         .limit(1)
     )
     return connection.execute(query).scalar()
 
 
-def _since(connection: sa.Connection, model_id: str, snapshot: SnapshotTaken | None) -> int:
-    step = last_step(connection, model_id)
-    return 0 if step is None else min(step, snapshot.number if snapshot else 0)
-
-
-def _changes(connection: sa.Connection, model_id: str, since: int) -> Sequence[Operation]:
+def _changes(
+    connection: sa.Connection, kinds: Kinds, creation: Operation, snapshot: SnapshotTaken | None
+) -> Sequence[Operation]:
+    """Return the operations after a snapshot that changed the model, or should have."""
+    settled = last_settled(connection, kinds, str(creation.model_id))
+    since = 0 if settled is None else min(settled, snapshot.number if snapshot else 0)
     query = sa.select(t.operations).where(
-        OP.model_id == model_id, OP.number >= since, OP.answered_at.is_not(None), CHANGED
+        OP.model_id == creation.model_id,
+        OP.number >= since,
+        OP.answered_at.is_not(None),
+        sa.or_(OP.effect != "none", sa.and_(OP.kind.in_(kinds.failure_matters), OP.failed)),
     )
     return [operation_of(row) for row in connection.execute(query.order_by(OP.number))]
 

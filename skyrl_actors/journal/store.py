@@ -6,7 +6,7 @@ One `write` is one pack and one transaction.
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tenacity import (
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.encoding import UNENCODABLE, encode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
+from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.loading import load, newest_answered
 from skyrl_actors.journal.packs import Pack, PackStore
 from skyrl_actors.journal.redo import Commit, CommitsLost, RedoLog, Statement
@@ -71,7 +72,7 @@ class Store:
         self._inode: int | None = None
         self._suspects: set[str] | None = None
 
-    def begin_epoch(self, holder: str, at_least: int = 0) -> JournalState:
+    def begin_epoch(self, holder: str, kinds: Kinds, at_least: int = 0) -> JournalState:
         """Fence off earlier writers and read the journal's state.
 
         `at_least`: an epoch that is known to have begun.
@@ -99,7 +100,7 @@ class Store:
             for name, value in (("holder", holder), ("commit", self._token)):
                 connection.execute(sa.delete(t.info).where(key == name))
                 connection.execute(sa.insert(t.info).values(key=name, value=value))
-            return load(connection, self.epoch)
+            return load(connection, kinds, self.epoch)
 
     def write(self, entries: Sequence[Entry]) -> None:
         """Write all entries, or none.
@@ -269,13 +270,9 @@ class Store:
         with self.engine.connect() as connection:
             return set(connection.execute(sa.select(t.snapshots.c.folder)).scalars())
 
-    def loads(self, model_id: str, numbers: Sequence[int]) -> set[int]:
-        """Return which of these operations read files outside of the journal.
-
-        They cannot be replayed, so their snapshots must be kept.
-        """
+    def of_kinds(self, model_id: str, numbers: Sequence[int], kinds: Collection[str]) -> set[int]:
+        """Return which of these operations are of these kinds."""
         column = t.operations.c
-        kinds = ("LoadWeights", "CreateModel")
         where = (
             column.model_id == model_id,
             column.number.in_(list(numbers)),

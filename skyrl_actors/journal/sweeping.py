@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from skyrl_actors.journal import loading
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.entries import SnapshotDropped
+from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.retention import Retention, plan_sweep
 from skyrl_actors.journal.store import Store
 
@@ -46,8 +47,9 @@ class Swept:
 class Sweeper:
     """One sweep of the journal. `now` is in seconds since the epoch."""
 
-    def __init__(self, store: Store, policy: Retention, now: float):
+    def __init__(self, store: Store, kinds: Kinds, policy: Retention, now: float):
         self._store = store
+        self._kinds = kinds
         self._policy = policy
         self._now = now
         self._before = now - policy.retention_s
@@ -91,28 +93,38 @@ class Sweeper:
         yield from self._chunks(
             t.IDLE,
             OP.answered_at < self._before,
-            OP.kind.not_in(("CreateModel", "Unload")),
-            sa.not_(sa.and_(OP.kind == "ForwardBackward", OP.failed)),
+            OP.kind.not_in((self._kinds.creates, self._kinds.ends)),
+            sa.not_(sa.and_(OP.kind.in_(self._kinds.failure_matters), OP.failed)),
             OP.number.not_in(kept),
             order=OP.answered_at,
         )
         yield from self._chunks(
-            t.IDLE, OP.answered_at < self._before, OP.kind == "CreateModel", order=OP.answered_at
+            t.IDLE,
+            OP.answered_at < self._before,
+            OP.kind == self._kinds.creates,
+            order=OP.answered_at,
         )
 
     def _unloaded_models(self) -> Sequence[str]:
-        where = (t.LIFETIMES, OP.kind == "Unload", OP.answered_at < self._before, ~OP.failed)
+        where = (
+            t.LIFETIMES,
+            OP.kind == self._kinds.ends,
+            OP.answered_at < self._before,
+            ~OP.failed,
+        )
         return self._ids(sa.select(OP.model_id).where(*where))
 
     def _live_models(self) -> Sequence[str]:
         query = sa.select(OP.model_id).where(
-            t.LIFETIMES, OP.kind == "CreateModel", OP.session_id.in_(loading.LIVE)
+            t.LIFETIMES, OP.kind == self._kinds.creates, OP.session_id.in_(loading.LIVE)
         )
         return self._ids(query)
 
     def _model(self, model_id: str) -> Iterator[Swept]:
         store, snapshots = self._store, self._store.snapshots(model_id)
-        pinned = store.loads(model_id, [s.number for s in snapshots])
+        # An operation that read files cannot be replayed, so the snapshot after it is kept.
+        numbers = [snapshot.number for snapshot in snapshots]
+        pinned = store.of_kinds(model_id, numbers, self._kinds.reads_files)
         plan = plan_sweep(
             self._policy, snapshots, store.oldest_sampler(model_id), pinned, self._now
         )
@@ -122,16 +134,16 @@ class Sweeper:
         if plan.forget_upto is None:
             return
         with store.engine.connect() as connection:
-            step = loading.last_step(connection, model_id)
-        # Failures since the last step explain missing gradients, so they are kept.
-        bound = min(plan.forget_upto, step or 0)
+            settled = loading.last_settled(connection, self._kinds, model_id)
+        # Failures since then explain missing gradients, so they are kept.
+        bound = min(plan.forget_upto, settled or 0)
         if not bound:
             return
         # This comes first, so that no rebuild omits what is removed.
         with store.engine.begin() as connection:
             connection.execute(TRIM, {"model_id": model_id, "number": bound - 1})
         yield from self._chunks(
-            OP.model_id == model_id, OP.number < bound, ANSWERED, OP.kind != "CreateModel"
+            OP.model_id == model_id, OP.number < bound, ANSWERED, OP.kind != self._kinds.creates
         )
         yield self._without_records(model_id, plan.forget_upto)
 
@@ -140,7 +152,12 @@ class Sweeper:
 
         The row is kept, because its step can be restored.
         """
-        where = (OP.model_id == model_id, OP.number == number, OP.kind != "CreateModel", ANSWERED)
+        where = (
+            OP.model_id == model_id,
+            OP.number == number,
+            OP.kind != self._kinds.creates,
+            ANSWERED,
+        )
         with self._store.engine.begin() as connection:
             rows = connection.execute(
                 sa.select(OP.payload_pack, OP.result_pack).where(*where)
@@ -190,7 +207,7 @@ class Sweeper:
             ).all()
             if not rows:
                 return Swept(), None
-            created = {row.model_id for row in rows if row.kind == "CreateModel"}
+            created = {row.model_id for row in rows if row.kind == self._kinds.creates}
             folders = _forget_models(connection, created) if created else ()
             connection.execute(
                 sa.delete(t.operations).where(OP.number.in_([row.number for row in rows]))

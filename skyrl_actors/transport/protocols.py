@@ -2,12 +2,13 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from skyrl_actors.messages.tagged import TypeTable, types_in
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +19,27 @@ class Deferred(Generic[R]):
     load: Callable[[], Awaitable[R]]
 
 
+class CallProxy:
+    """An object with the methods of a Protocol. Each passes the Protocol's method to `call`."""
+
+    def __init__(self, protocol: type, call: Callable[..., Awaitable[Any]]):
+        self._protocol = protocol
+        self._call = call
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        return partial(self._call, getattr(self._protocol, name))
+
+
+def calls_of(protocol: type[T], call: Callable[..., Awaitable[Any]]) -> T:
+    """Return an object whose methods are calls: `call(method of the Protocol, arguments...)`."""
+    proxy: Any = CallProxy(protocol, call)
+    return proxy
+
+
 def methods_of(protocol: type) -> frozenset[str]:
-    """Return the names of the methods that a Protocol declares."""
+    """Return the names of the methods that a Protocol declares or inherits."""
     return frozenset(
-        name for name, value in vars(protocol).items() if callable(value) and name[0] != "_"
+        name for name in dir(protocol) if name[0] != "_" and callable(getattr(protocol, name))
     )
 
 

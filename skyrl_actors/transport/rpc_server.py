@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,22 @@ REFUSED_S = 1.0  # for a client of another version to read that it is refused
 UNSENT_BYTES = 2**28  # of large answers over all connections
 SMALL_BYTES = 2**16  # answers up to this size are not counted
 LOOPBACK = "127.0.0.1"
+Route = Callable[[str], Awaitable[object]]
+
+
+def to_one(target: object) -> Route:
+    """Return the route of a protocol whose methods are all served by one object."""
+
+    async def route(_: str) -> object:
+        return target
+
+    return route
 
 
 class RpcServer:
-    """Serve the methods of `protocol` on `target`, concurrently, on the loop that started them.
+    """Serve the methods of `protocol`, concurrently, on the loop that started them.
+
+    `route` returns the object whose method of that name is called, and may wait for it.
 
     Calls of methods in `abandoned` are cancelled when their client gives them up. All other calls
     run to their end.
@@ -46,7 +58,7 @@ class RpcServer:
 
     def __init__(
         self,
-        target: Any,
+        route: Route,
         protocol: type,
         abandoned: Collection[Callable[..., Any]] = (),
         *,
@@ -57,7 +69,7 @@ class RpcServer:
         self.abandoned = frozenset(method.__name__ for method in abandoned)
         self.token = handshake.new_token()
         self.stalled_s = stalled_s
-        self.target = target
+        self.route = route
         self.methods = methods_of(protocol)
         self.encoding = CallEncoding(protocol)
         self._listening: dict[str, tuple[socket.socket, RayTls | None]] = {}
@@ -181,7 +193,8 @@ class Caller:
     async def _called(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if method not in self._server.methods:
             raise InternalError(f"{method!r} cannot be called over RPC")
-        return await getattr(self._server.target, method)(*arguments, **named)
+        target = await self._server.route(method)
+        return await getattr(target, method)(*arguments, **named)
 
     def _is_full(self) -> bool:
         # Twice a client's limit: it must be able to give up calls when all of them are in use.

@@ -26,6 +26,7 @@ from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LossCall, ModelSpec
@@ -36,6 +37,7 @@ from skyrl_actors.messages.sampling import PromptAlternatives, TargetLogprobs
 from skyrl_actors.messages.weights import SamplerWeights
 from skyrl_actors.transport.encoding import CallEncoding
 from skyrl_actors.transport.frames import HEAD, Frame
+from skyrl_actors.transport.protocols import Deferred
 from tests.fakes import FakeBackend
 
 MODEL = "Qwen/Qwen3-8B"
@@ -149,36 +151,22 @@ class LocalClient(ControllerClient):
         handle: Any = None
         super().__init__(handle)
         self._controller = controller
+        self._process = {"fault": controller.readiness, "status": controller}
 
     async def _ask(
         self, method: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Any:
         name = method.__name__
-        own = getattr(self, f"_local_{name}", None)
         call = ENCODING.decoded_call(*sent(ENCODING.call(1, name, arguments, named)))
-        result = (own or getattr(self._controller, name))(*call[2], **call[3])
+        part = self._process.get(name) or self._controller.part_for(name)
+        result = getattr(part, name)(*call[2], **call[3])
         result = await result if inspect.isawaitable(result) else result
+        if isinstance(result, Deferred):
+            result = await result.load()
         _, is_result, found = ENCODING.decoded_answer(*sent(ENCODING.answer(1, name, result)))
         if not is_result:
             raise found
         return found
-
-    async def _local_retrieve(self, request_id: str, timeout_s: float) -> Any:
-        return await self._controller.ready(request_id, timeout_s) or self._controller.waiting(
-            request_id
-        )
-
-    async def _local_fetch(self, request_id: str, num_bytes: int) -> Any:
-        return await self._controller.retrieve(request_id, 0)
-
-    def _local_get_sampler(self, sampler_id: str) -> Any:
-        return self._controller.tenants.sampler(sampler_id)
-
-    def _local_get_model(self, model_id: str) -> Any:
-        return self._controller.tenants.model(model_id)
-
-    def _local_get_capabilities(self) -> Any:
-        return self._controller.able
 
 
 @asynccontextmanager
@@ -187,7 +175,9 @@ async def edge(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """The application in this process, without sockets."""
     controller = Controller(
-        config, backend or AnsweringBackend(str(config.checkpoint_dir)), SqlJournal(config.journal)
+        config,
+        backend or AnsweringBackend(str(config.checkpoint_dir)),
+        SqlJournal(config.journal, KINDS),
     )
     await controller.start()
     transport = httpx.ASGITransport(
@@ -229,7 +219,7 @@ async def serve(
     config, backend = config_for(folder, http=json.loads(http)), AnsweringBackend(base_folder)
     if room:
         backend.adapters = AdapterMemory(int(room), 1)
-    controller = Controller(config, backend, SqlJournal(config.journal))
+    controller = Controller(config, backend, SqlJournal(config.journal, KINDS))
     state = ApiState(config, LocalClient(controller))
     if silent_s:
         controller._capacity.session_silent_s = float(silent_s)

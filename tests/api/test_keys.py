@@ -278,6 +278,10 @@ async def test_log_lines_in_health_are_hidden_when_keys_are_configured(
     tmp_path: Path, keys: tuple[str, ...], expected: str
 ):
     class Down:
+        @property
+        def once(self) -> "Down":
+            return self
+
         async def fault(self) -> str:
             return "rank 0 died\nlast lines of its log"
 

@@ -79,7 +79,7 @@ async def test_holders_of_one_phase_share_it_and_its_moves_happen_once():
         ("load KV cache", 16),
     ]
     assert entered.seconds >= sum(seconds for _, seconds, _ in entered.moves)
-    assert phase_lock.seconds_in()["SAMPLE"] >= 0.01 and phase_lock.seconds_in()["TRAIN"] >= 0
+    assert phase_lock.phase_seconds()["SAMPLE"] >= 0.01 and phase_lock.phase_seconds()["TRAIN"] >= 0
     assert recorder.moves == [
         "free gradients",
         "free train weights",

@@ -9,7 +9,10 @@ import pytest
 
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller import actor
+from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages.catalog import SessionLabels
+from skyrl_actors.messages.errors import NotFound
+from skyrl_actors.transport.rpc import RpcClient
 from tests.fakes import FakeBackend
 
 
@@ -43,12 +46,17 @@ async def test_the_service_restarts_after_losing_journal_entries_or_slots(
         journal=JournalConfig(folder=tmp_path / "journal"),
     )
     made = actor.ControllerActor(config, str(tmp_path), False)
-    await made.create_session("s1", SessionLabels())
+    client = RpcClient(lambda: made._rpc.address("127.0.0.1"), ControllerCalls)
+    assert await client.call(ControllerCalls.fault) == "the service is still starting"
+    await client.call(ControllerCalls.create_session, "s1", SessionLabels())
     lose(made.controller)
     async with asyncio.timeout(20):
-        while len(backends) < 2 or made.controller.capabilities is None:  # noqa: ASYNC110
+        while len(backends) < 2 or made.controller.readiness.capabilities is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert made.controller.epoch == 2 and backends[0].calls[-1] == ("close", "")
     assert "it is lost" in made.progress
-    await made.heartbeat("s1")
+    await client.call(ControllerCalls.heartbeat, "s1")
+    with pytest.raises(NotFound):
+        await client.call(ControllerCalls.retrieve, "r1", 0)
+    await client.close()
     await made.close()

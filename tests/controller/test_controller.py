@@ -12,6 +12,7 @@ from skyrl_actors.api import translate, wire
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
 from skyrl_actors.controller import samples
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
@@ -29,7 +30,9 @@ async def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         limits=LimitsConfig(open_requests=50, datums=4),
         checkpoint_dir=tmp_path / "checkpoints",
     )
-    made = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
+    made = Controller(
+        config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal"), KINDS)
+    )
     await made.start()
     yield made
     await made.close()
@@ -45,7 +48,7 @@ async def model_in(controller: Controller, number: int = 0, **fields) -> tuple[s
 
 
 async def done(controller: Controller, request_id: str) -> rs.Result:
-    result = await controller.retrieve(request_id, 5)
+    result = await controller.answers.whole(request_id, 5)
     assert result is not None
     return result
 
@@ -115,14 +118,14 @@ async def test_many_callers_can_wait_for_an_answer_and_read_it_again(controller:
     backend: FakeBackend = controller.backend  # type: ignore[assignment]
     backend.go.clear()
     request_id = await controller.submit(rq.OptimStep(model_id, AdamParams()))
-    assert await controller.retrieve(request_id, 0.01) is None
-    waiting = [asyncio.create_task(controller.retrieve(request_id, 5)) for _ in range(3)]
+    assert await controller.answers.whole(request_id, 0.01) is None
+    waiting = [asyncio.create_task(controller.answers.whole(request_id, 5)) for _ in range(3)]
     await asyncio.sleep(0)
     backend.go.set()
     assert [await w for w in waiting] == [rs.StepDone({})] * 3
-    assert await controller.retrieve(request_id, 0) == rs.StepDone({})
+    assert await controller.answers.whole(request_id, 0) == rs.StepDone({})
     with pytest.raises(NotFound, match="not known"):
-        await controller.retrieve("r-none", 0)
+        await controller.answers.whole("r-none", 0)
 
 
 async def test_a_failure_is_an_answer_and_the_model_continues(controller: Controller):
@@ -172,7 +175,7 @@ async def test_finishing_a_session_frees_its_models_and_samplers(controller: Con
     with pytest.raises(NotFound, match="unknown model"):
         await controller.submit(batch(model_id))
     with pytest.raises(NotFound):
-        controller.heartbeat(session)
+        await controller.heartbeat(session)
 
 
 async def test_only_the_newest_sampler_versions_are_kept(controller: Controller):
@@ -452,7 +455,7 @@ async def test_a_new_model_is_deleted_when_its_checkpoint_does_not_load(controll
 async def test_a_model_is_created_without_an_output_layer_that_engines_cannot_sample(
     controller: Controller,
 ):
-    controller.capabilities = replace(controller.able, adapts_head=False)
+    controller.readiness.capabilities = replace(controller.readiness.able, adapts_head=False)
     session = await controller.create_session()
     body = {"session_id": session, "base_model": "tiny", "lora_config": {"rank": 4}}
     request = translate.create_model(
@@ -527,7 +530,7 @@ async def test_requests_whose_payloads_left_memory_run(
         [Example(np.full(2**17, 7, np.int32), {"target_tokens": np.full(2**17, 7, np.int32)})]
     )
     controller.config = controller.config.model_copy(update={"limits": LimitsConfig(tokens=2**20)})
-    controller.capabilities = replace(controller.able, max_context_tokens=2**20)
+    controller.readiness.capabilities = replace(controller.readiness.able, max_context_tokens=2**20)
     ids = [
         await controller.submit(
             rq.ForwardBackward(

@@ -22,6 +22,7 @@ from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.owner_index import OwnerIndex
 from skyrl_actors.controller.session_catalog import SessionCatalog
 from skyrl_actors.controller.tenants import TenantTable
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
@@ -88,14 +89,16 @@ async def controller(tmp_path: Path):
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"), checkpoint_dir=tmp_path / "checkpoints"
     )
-    made = Controller(config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal")))
+    made = Controller(
+        config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal"), KINDS)
+    )
     await made.start()
     yield made
     await made.close()
 
 
 async def done(controller: Controller, request: rq.Request) -> rs.Result:
-    result = await controller.retrieve(await controller.submit(request), 20)
+    result = await controller.answers.whole(await controller.submit(request), 20)
     assert result is not None and not isinstance(result, rs.Failure), result
     return result
 

@@ -12,6 +12,7 @@ from skyrl_actors.controller import housekeeping
 from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import TenantSession, TenantTable
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.entries import Accepted, Answered
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.model import ModelSpec
@@ -100,7 +101,7 @@ async def test_a_service_without_any_client_keeps_its_models(
         checkpoint_dir=tmp_path / "checkpoints",
     )
     controller = Controller(
-        config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal"))
+        config, FakeBackend(), SqlJournal(JournalConfig(folder=tmp_path / "journal"), KINDS)
     )
     await controller.start()
     lives, dies = await controller.create_session(), await controller.create_session()
@@ -108,7 +109,7 @@ async def test_a_service_without_any_client_keeps_its_models(
     assert controller.tenants.sessions.keys() == {lives, dies}
     async with asyncio.timeout(20):
         while dies in controller.tenants.sessions:
-            controller.heartbeat(lives)
+            await controller.heartbeat(lives)
             await asyncio.sleep(0.01)
     assert lives in controller.tenants.sessions
     await controller.close()
@@ -118,7 +119,7 @@ async def test_setting_the_wall_clock_does_not_change_lifetimes_and_retention(tm
     wall, elapsed = [1e9], [0.0]
     now = SteadyClock(lambda: wall[0], lambda: elapsed[0])
     config = JournalConfig(folder=tmp_path / "journal", retention_s=3600.0)
-    journal = SqlJournal(config, now)
+    journal = SqlJournal(config, KINDS, now)
     await journal.open("x")
     sample = Sample(sampler_id="s:sample:0", prompt=(1,), params=SamplingParams(max_tokens=1))
     await journal.write(

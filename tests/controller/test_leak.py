@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
@@ -37,7 +38,7 @@ async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
         journal=JournalConfig(folder=tmp_path / "journal", snapshot_operations=1000),
     )
     backend = FakeBackend()
-    controller = Controller(config, backend, SqlJournal(config.journal))
+    controller = Controller(config, backend, SqlJournal(config.journal, KINDS))
     controller.results.ttl_s = 0.05
     await controller.start()
     session = await controller.create_session()
@@ -49,7 +50,7 @@ async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
             model_id=f"{session}:train:{index}", base_model="tiny", lora=LoraSpec(rank=2)
         )
         if first == 1:
-            await controller.retrieve(
+            await controller.answers.whole(
                 await controller.submit(CreateModel(spec=spec, session_id=session)), 30
             )
         for number in range(first, last):
@@ -66,7 +67,7 @@ async def test_the_memory_of_the_controller_stays_flat(tmp_path: Path):
             )
             request_id = await controller.submit(request)
             if step:
-                assert await controller.retrieve(request_id, 30) is not None
+                assert await controller.answers.whole(request_id, 30) is not None
             backend.calls.clear()
 
     first = WARM // TENANTS

@@ -17,6 +17,7 @@ from skyrl_actors.config.cluster import (
 )
 from skyrl_actors.controller import model_capacity
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
@@ -66,7 +67,9 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
             checkpoint_dir=tmp_path / "checkpoints",
         )
         controller = Controller(
-            config, backend or Backend(), SqlJournal(JournalConfig(folder=tmp_path / "journal"))
+            config,
+            backend or Backend(),
+            SqlJournal(JournalConfig(folder=tmp_path / "journal"), KINDS),
         )
         controller._capacity.session_silent_s = session_silent_s
         await controller.start()
@@ -102,14 +105,14 @@ async def asked(
 
 
 async def done(controller: Controller, request_id: str) -> rs.Result:
-    result = await controller.retrieve(request_id, 5)
-    assert result is not None, controller.waiting(request_id)
+    result = await controller.answers.whole(request_id, 5)
+    assert result is not None, controller.answers.waiting(request_id)
     return result
 
 
 async def waits(controller: Controller, request_id: str) -> Waiting:
-    assert await controller.retrieve(request_id, 0.05) is None
-    return controller.waiting(request_id)
+    assert await controller.answers.whole(request_id, 0.05) is None
+    return controller.answers.waiting(request_id)
 
 
 async def test_a_create_without_capacity_waits_and_reports_the_reason(make: Make):
@@ -130,7 +133,7 @@ async def test_a_create_without_capacity_waits_and_reports_the_reason(make: Make
     await controller.finish_session("s0")
     assert await done(controller, third) == rs.ModelCreated("s2:train:0")
     assert await done(controller, behind) == rs.StepDone({})
-    assert controller.waiting(third) == Waiting()
+    assert controller.answers.waiting(third) == Waiting()
 
 
 async def test_capacity_is_counted_in_bytes(make: Make):
@@ -177,7 +180,7 @@ async def test_only_as_many_silent_sessions_end_as_a_waiting_create_needs(
         await done(controller, await asked(controller, session))
     await asyncio.sleep(0.4)
     assert len(controller.tenants.sessions) == 3  # silent, but no create waits
-    controller.heartbeat("s2")
+    await controller.heartbeat("s2")
     await done(controller, await asked(controller, "s3"))
     assert set(controller.tenants.sessions) == {"s1", "s2", "s3"}  # s0 was silent for longest
 
@@ -199,8 +202,8 @@ async def test_polling_for_an_answer_keeps_a_session_active(make: Make):
     step = await controller.submit(rq.OptimStep("s0:train:0", AdamParams()))
     waiting = await asked(controller, "s1")
     for _ in range(10):
-        assert await controller.retrieve(step, 0.05) is None
-        assert await controller.retrieve(waiting, 0) is None
+        assert await controller.answers.whole(step, 0.05) is None
+        assert await controller.answers.whole(waiting, 0) is None
     assert set(controller.tenants.sessions) == {"s0", "s1"}
     backend.go.set()
     assert await done(controller, step) == rs.StepDone({})

@@ -16,6 +16,7 @@ from skyrl_actors.config.cluster import (
 )
 from skyrl_actors.controller import replay
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.entries import Accepted
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
@@ -43,7 +44,7 @@ class Service:
 
     async def start(self) -> Controller:
         controller = Controller(
-            self.config, SimBackend(self.machines), SqlJournal(self.config.journal)
+            self.config, SimBackend(self.machines), SqlJournal(self.config.journal, KINDS)
         )
         controller.results.ttl_s = 0.01
         await controller.start()
@@ -56,7 +57,7 @@ def simulated(tmp_path: Path) -> Service:
 
 
 async def done(controller: Controller, request_id: str) -> rs.Result:
-    result = await controller.retrieve(request_id, 60)
+    result = await controller.answers.whole(request_id, 60)
     assert result is not None
     return result
 
@@ -194,7 +195,7 @@ async def test_the_service_starts_with_swept_or_damaged_records(simulated: Servi
     assert isinstance(await done(controller, await controller.submit(batch(two, 1))), rs.LossOutput)
     (simulated.config.journal.folder / "packs" / header.result.pack).unlink(missing_ok=True)
     # The client gets a final answer and does not retry forever.
-    lost = await controller.retrieve(failed_id, 0)
+    lost = await controller.answers.whole(failed_id, 0)
     assert isinstance(lost, rs.Failure) and "is missing" in lost.message
     await controller.close()
 
@@ -257,7 +258,7 @@ async def test_accepted_requests_and_answers_survive_the_controller(simulated: S
     await controller.close()
     controller = await simulated.start()
     assert controller.epoch == 2
-    again = await controller.retrieve(first, 0)
+    again = await controller.answers.whole(first, 0)
     assert isinstance(again, rs.LossOutput) and isinstance(answer, rs.LossOutput)
     assert again.fields["logprobs"].tolist() == answer.fields["logprobs"].tolist()
     # A client without the acknowledgement repeats its request, with its number or through the
@@ -269,7 +270,7 @@ async def test_accepted_requests_and_answers_survive_the_controller(simulated: S
     status = await controller.status()
     assert [m["steps"] for m in status["models"]] == [1]
     with pytest.raises(NotFound, match="not known"):
-        await controller.retrieve("r-nobody", 0)
+        await controller.answers.whole("r-nobody", 0)
     await controller.close()
 
 
@@ -280,7 +281,7 @@ async def test_a_finished_session_stays_finished(simulated: Service):
     await controller.close()
     controller = await simulated.start()
     with pytest.raises(NotFound, match="unknown session"):
-        controller.heartbeat("s1")
+        await controller.heartbeat("s1")
     with pytest.raises(NotFound, match="unknown model"):
         await controller.submit(batch(model_id, 1))
     await controller.close()
@@ -289,17 +290,18 @@ async def test_a_finished_session_stays_finished(simulated: Service):
 async def test_every_call_is_refused_until_the_journal_was_read(simulated: Service):
     """NotFound is final for a client, so it is not returned before all ids are known."""
     controller = Controller(
-        simulated.config, SimBackend(simulated.machines), SqlJournal(simulated.config.journal)
+        simulated.config,
+        SimBackend(simulated.machines),
+        SqlJournal(simulated.config.journal, KINDS),
     )
     for ask in (
         lambda: controller.submit(batch("s1:train:0", 1)),
         lambda: controller.create_session("s1"),
-        lambda: controller.retrieve("r1", 0),
+        lambda: controller.answers.whole("r1", 0),
+        lambda: controller.heartbeat("s1"),
     ):
         with pytest.raises(Unavailable, match="still starting"):
             await ask()
-    with pytest.raises(Unavailable):
-        controller.heartbeat("s1")
 
 
 async def test_only_the_client_of_an_unstorable_request_gets_an_error(simulated: Service):
@@ -347,7 +349,7 @@ async def test_only_the_client_of_an_unstorable_request_gets_an_error(simulated:
         assert isinstance(alone, InvalidRequest), request
         str(alone).encode()  # the error can be sent
         assert isinstance(await done(controller, beside), rs.LossOutput)  # type: ignore[arg-type]
-        assert controller.fault() is None
+        assert controller.readiness.fault() is None
     assert isinstance(await done(controller, await controller.submit(batch(one, 1))), rs.LossOutput)
     await controller.close()
 
@@ -366,7 +368,7 @@ async def test_an_answer_that_cannot_be_stored_is_answered_as_a_failure(simulate
         and answer.category == "server"
         and "cannot be stored" in answer.message
     )
-    assert controller.fault() is None
+    assert controller.readiness.fault() is None
     await controller.close()
 
 
@@ -406,9 +408,9 @@ async def test_samples_from_before_a_restart_are_read_on_the_first_request(simul
         )
     )
     await done(controller, fresh)
-    found, cursor = await controller.completed("s1:sample:0", 0, 0, 5)
+    found, cursor = await controller.answers.completed("s1:sample:0", 0, 0, 5)
     assert [one.request_id for one in found] == [*ids, fresh]
-    assert await controller.completed("s1:sample:0", 0, cursor, 0) == ([], cursor)
+    assert await controller.answers.completed("s1:sample:0", 0, cursor, 0) == ([], cursor)
     assert [await controller.submit(request) for request in requests] == ids
     with pytest.raises(Conflict):
         await controller.submit(

@@ -7,6 +7,7 @@ import pytest
 
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, RestartConfig, TinyBase
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import (
@@ -50,7 +51,7 @@ async def sampled(folder: Path, backend: Faulty) -> Any:
         journal=JournalConfig(folder=folder / "journal"),
         restart=RestartConfig(max_in_a_row=ATTEMPTS + 1),
     )
-    controller = Controller(config, backend, SqlJournal(config.journal))
+    controller = Controller(config, backend, SqlJournal(config.journal, KINDS))
     await controller.start()
     try:
         session = await controller.create_session()
@@ -62,7 +63,7 @@ async def sampled(folder: Path, backend: Faulty) -> Any:
             seq_id=0,
         )
         request_id = await controller.submit(request)
-        result = await controller.retrieve(request_id, 30)
+        result = await controller.answers.whole(request_id, 30)
         assert backend.ended == [request_id]
         return result
     finally:

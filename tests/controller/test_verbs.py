@@ -6,8 +6,10 @@ import pytest
 
 from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.tenants import Model, TenantTable
-from skyrl_actors.controller.verbs import MODEL_VERBS, SAMPLE, model_verb, verb_of
+from skyrl_actors.controller.verbs import KINDS, MODEL_VERBS, SAMPLE, model_verb, verb_of
 from skyrl_actors.controller.verbs.verb import AnsweredOp, ModelTables
+from skyrl_actors.journal.kinds import Kinds
+from skyrl_actors.journal.tables import LIFETIMES
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InternalError
@@ -51,6 +53,20 @@ def test_every_kind_of_request_has_a_verb():
         verb_of(rq.Sample(sampler_id="s", prompt=(1,), params=rq.SamplingParams(max_tokens=1)))
         is SAMPLE
     )
+
+
+def test_the_journal_gets_the_kinds_by_the_properties_that_verbs_state():
+    assert (
+        Kinds(
+            creates="CreateModel",
+            ends="Unload",
+            settles=frozenset({"OptimStep"}),
+            failure_matters=frozenset({"ForwardBackward"}),
+            reads_files=frozenset({"CreateModel", "LoadWeights"}),
+        )
+        == KINDS
+    )
+    assert str(LIFETIMES) == f"kind IN ('{KINDS.creates}', '{KINDS.ends}')", "of a partial index"
 
 
 def test_a_kind_that_a_later_version_wrote_is_refused_by_name():

@@ -267,7 +267,7 @@ async def _moves_weights(random_base: Path, config: ClusterConfig, tmp_path: Pat
         ]
         assert (
             len(status["phase_timeline"]) >= 50
-            and status["seconds_in_phase"]["SAMPLE"] > 0
+            and status["phase_seconds"]["SAMPLE"] > 0
             and max(freed) > 0
         )
         to_train = [entered for entered in status["phase_timeline"] if entered["phase"] == "TRAIN"]

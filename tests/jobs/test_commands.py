@@ -71,8 +71,8 @@ def check_run_folder(run: Path) -> None:
     assert [e.step for e in events.Scalars("reward")] == [1, 2]
     status = json.loads((run / "status.json").read_text())
     assert (
-        status["phase_seconds"]["free engine weights"] > 0
-        and status["phase_seconds"]["load KV cache"] > 0
+        status["move_seconds"]["free engine weights"] > 0
+        and status["move_seconds"]["load KV cache"] > 0
     )
     assert not [p for p in run.rglob("*") if "partial" in p.name]
     model, tokenizer = (

@@ -132,7 +132,7 @@ class FakeSession:
         self.saved: list[str] = []
         self.deleted: list[str] = []
         self.full = False
-        self.client = self
+        self.client = self.catalog = self
 
     async def save(self, model_id: str, name: str) -> Saved:
         if self.full:
@@ -140,8 +140,7 @@ class FakeSession:
         self.saved.append(name)
         return Saved(f"tinker://{model_id}/weights/{name}", f"/f/{model_id}/{name}")
 
-    async def catalog(self, verb: str, path: Any) -> None:
-        assert verb == "delete"
+    async def delete(self, path: Any) -> None:
         self.deleted.append(path.name)
 
 

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 
 from skyrl_actors.config.cluster import JournalConfig
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal import opening
 from skyrl_actors.journal.entries import (
     Accepted,
@@ -62,7 +63,7 @@ def answered(number: int, step: int = 1) -> Answered:
 
 
 async def opened(config: JournalConfig) -> SqlJournal:
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("service 'first' (process 1)")
     return journal
 
@@ -109,7 +110,7 @@ async def test_entries_can_be_read_after_a_restart(config: JournalConfig):
     await journal.write(SessionEnded("gone", 2.0))
     await journal.close()
 
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     journal_state = await journal.open("service 'second'")
     assert (journal_state.epoch, journal_state.next_number) == (2, 4)
     assert [(s.session_id, s.user_metadata) for s in journal_state.sessions] == [
@@ -185,9 +186,9 @@ async def test_a_second_service_cannot_open_the_journal(config: JournalConfig):
     with pytest.raises(
         ConfigError, match=r"in use by service 'first' \(process 1\); stop it first"
     ):
-        await SqlJournal(config).open("service 'second'")
+        await SqlJournal(config, KINDS).open("service 'second'")
     with pytest.raises(ConfigError, match="in use by service 'first'"):
-        SqlJournal(config).check()
+        SqlJournal(config, KINDS).check()
     await journal.close()
     await (await opened(config)).close()
 
@@ -199,7 +200,7 @@ async def test_a_fenced_off_journal_cannot_write(config: JournalConfig):
         opening.connect(opening.database_url(journal.folder, config.url)),
         PackStore(journal.folder / "packs"),
     )
-    later.begin_epoch("service 'second'")
+    later.begin_epoch("service 'second'", KINDS)
     with pytest.raises(Unavailable, match="another service has opened this journal since"):
         await journal.write(accepted(1))
     later.engine.dispose()
@@ -253,7 +254,7 @@ async def test_writes_fail_without_the_folder_and_resume_when_it_is_back(config:
     hidden.rename(config.folder)
     await journal.write(accepted(2))
     await journal.close()
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     journal_state = await journal.open("x")
     assert [op.number for op in journal_state.operations] == [1, 2]
     await journal.close()
@@ -269,7 +270,7 @@ async def test_writes_fail_when_the_database_file_was_deleted(tmp_path: Path):
         await journal.write(accepted(2))
     await journal.close()
     with pytest.raises(ConfigError, match=r"is empty, but .* is a journal: restore"):
-        await SqlJournal(config).open("x")
+        await SqlJournal(config, KINDS).open("x")
 
 
 async def test_writes_fail_without_postgres_and_resume_when_it_is_back(tmp_path: Path):
@@ -324,8 +325,8 @@ async def test_other_folders_and_files_are_refused(tmp_path: Path, prepare, expe
     prepare(folder)
     before = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else None
     for take in (
-        lambda: SqlJournal(JournalConfig(folder=folder)).check(),
-        lambda: SqlJournal(JournalConfig(folder=folder))._open("x"),
+        lambda: SqlJournal(JournalConfig(folder=folder), KINDS).check(),
+        lambda: SqlJournal(JournalConfig(folder=folder), KINDS)._open("x"),
     ):
         with pytest.raises(ConfigError, match=expected):
             take()
@@ -340,7 +341,7 @@ async def test_a_database_of_another_program_is_refused(tmp_path: Path, config: 
         connection.execute(sa.text("CREATE TABLE invoices (id INTEGER)"))
     engine.dispose()
     with pytest.raises(ConfigError, match="has tables of another program"):
-        await SqlJournal(config).open("x")
+        await SqlJournal(config, KINDS).open("x")
 
 
 async def test_a_folder_and_a_database_of_different_journals_are_refused(
@@ -349,7 +350,7 @@ async def test_a_folder_and_a_database_of_different_journals_are_refused(
     one, two = tmp_path / "one", tmp_path / "two"
     await (await opened(JournalConfig(folder=one, url=postgres))).close()
     with pytest.raises(ConfigError, match="belongs to journal None and the database to"):
-        await SqlJournal(JournalConfig(folder=two, url=postgres)).open("x")
+        await SqlJournal(JournalConfig(folder=two, url=postgres), KINDS).open("x")
 
 
 async def test_damaged_snapshots_are_detected(config: JournalConfig):

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from skyrl_actors.config.cluster import JournalConfig
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from tests.journal.test_journal import accepted, answered
 
@@ -42,7 +43,7 @@ def cut_once_when(journal: SqlJournal, moment: str) -> list[str]:
 async def test_the_outcome_of_a_commit_without_an_answer_is_queried(
     config: JournalConfig, moment: str
 ):
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("service 'first'")
     await journal.write(accepted(1))
     cuts = cut_once_when(journal, moment)
@@ -63,7 +64,7 @@ async def test_the_outcome_of_a_commit_without_an_answer_is_queried(
 async def test_a_commit_waits_while_the_database_is_unreachable_and_the_reason_is_shown(
     config: JournalConfig,
 ):
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("service 'first'")
     cuts, back = cut_once_when(journal, "behind"), False
     engine = journal.store.engine

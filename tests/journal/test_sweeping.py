@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_actors.config.cluster import JournalConfig
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.entries import (
     Accepted,
     Answered,
@@ -74,7 +75,7 @@ def two_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def opened(config: JournalConfig) -> SqlJournal:
-    journal = SqlJournal(config.model_copy(update={"retention_s": 50.0}), lambda: NOW)
+    journal = SqlJournal(config.model_copy(update={"retention_s": 50.0}), KINDS, lambda: NOW)
     await journal.open("x")
     if await journal.find("r1") is None:
         await journal.write(SessionOpened("s", {}, OLD))
@@ -146,7 +147,7 @@ async def test_numbers_of_removed_rows_are_not_reused(config: JournalConfig):
     await journal.sweep()
     assert await left(journal) == []
     await journal.close()
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     assert (await journal.open("x")).next_number == 6
     await journal.close()
 
@@ -200,7 +201,7 @@ async def test_rows_that_determine_a_models_state_are_kept(config: JournalConfig
     await journal.sweep()
     assert await left(journal) == [1, 7, 8, 10, 11]
     await journal.close()
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     journal_state = await journal.open("x")
     assert [op.number for op in journal_state.operations] == [1, 7, 8, 10]
     assert [(s.number, s.step) for s in journal_state.snapshots] == [(10, 6)]
@@ -225,7 +226,7 @@ async def test_an_unloaded_model_is_removed_with_its_snapshots(
     await journal.sweep()
     assert 3 in await left(journal)
     await journal.close()
-    journal = SqlJournal(config.model_copy(update={"retention_s": 50.0}), lambda: NOW + 20)
+    journal = SqlJournal(config.model_copy(update={"retention_s": 50.0}), KINDS, lambda: NOW + 20)
     assert (await journal.open("x")).operations == ()
     await journal.sweep()
     assert await left(journal) == [] and not list((journal.folder / "snapshots").iterdir())
@@ -263,11 +264,13 @@ async def test_a_sweep_consists_of_short_steps(config: JournalConfig):
                 for entry in done(number, sample(number))
             )
         )
-    sweeper = Sweeper(journal.store, Retention(50.0, 2), NOW)
+    sweeper = Sweeper(journal.store, KINDS, Retention(50.0, 2), NOW)
     steps = [step.rows for step in sweeper.steps()]
     assert sum(steps) == 3000 and max(steps) <= LARGEST and len(steps) > 6
     assert [
-        step.rows for step in Sweeper(journal.store, Retention(50.0, 2), NOW).steps() if step.rows
+        step.rows
+        for step in Sweeper(journal.store, KINDS, Retention(50.0, 2), NOW).steps()
+        if step.rows
     ] == []
     await journal.close()
 
@@ -300,7 +303,7 @@ async def test_queries_of_a_sweep_and_a_start_use_indexes(config: JournalConfig,
             plans.extend(f"{row[3]}  in  {statement}" for row in rows)
 
     await journal.sweep()
-    journal.store.begin_epoch("y")
+    journal.store.begin_epoch("y", KINDS)
     await journal.newest_answered("s:sample:0", 10, 10)
     scans = [plan for plan in plans if plan.startswith("SCAN operations")]
     newest = [

@@ -9,6 +9,7 @@ from alembic.config import Config
 from alembic.runtime.environment import EnvironmentContext
 
 from skyrl_actors.config.cluster import JournalConfig
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal import opening, tables
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError
@@ -52,7 +53,7 @@ async def test_a_journal_of_the_first_version_is_migrated(config: JournalConfig)
         ):
             connection.execute(sa.text(row.format(number, kind, at, effect)))
     engine.dispose()
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     journal_state = await journal.open("x")
     assert [op.step for op in await journal.operations("m", 0, 9)] == [0, 1, 1, 2, None]
     assert [op.number for op in journal_state.operations] == [1, 2, 3, 4, 5]
@@ -86,7 +87,7 @@ async def test_packs_of_an_older_journal_are_removed_with_their_last_row(
     (config.folder / "packs").mkdir()
     for name in ("old", "mixed", "orphan"):
         (config.folder / "packs" / name).write_text("x")
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("x")
     with journal.store.engine.connect() as connection:
         found = dict(
@@ -101,7 +102,7 @@ async def test_packs_of_an_older_journal_are_removed_with_their_last_row(
 
 
 async def test_the_migrations_create_the_tables_of_the_code(config: JournalConfig):
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("x")
     found = sa.inspect(journal.store.engine)
     for table in tables.metadata.sorted_tables:
@@ -113,7 +114,7 @@ async def test_the_migrations_create_the_tables_of_the_code(config: JournalConfi
 
 
 async def test_a_newer_journal_is_refused(config: JournalConfig):
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("x")
     with journal.store.engine.begin() as connection:
         connection.execute(sa.text(f"UPDATE {opening.VERSION_TABLE} SET version_num = '0042'"))
@@ -123,12 +124,12 @@ async def test_a_newer_journal_is_refused(config: JournalConfig):
         match="version 0042, written by a newer skyrl-actors, "
         "and this one supports versions up to 0003",
     ):
-        await SqlJournal(config).open("x")
+        await SqlJournal(config, KINDS).open("x")
 
 
 def test_the_folder_of_a_journal_is_marked_and_private(tmp_path: Path):
     config = JournalConfig(folder=tmp_path / "journal")
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     journal._open("x")
     assert '"project": "skyrl-actors"' in (config.folder / "journal.json").read_text()
     # Prompts and rewards are private.

@@ -11,6 +11,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import make_url
 
 from skyrl_actors.config.cluster import JournalConfig
+from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal import group_commit, redo, watchdog
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.journal.opening import EPOCH, database_url
@@ -48,7 +49,7 @@ async def test_a_vanished_host_is_reported_and_its_successor_is_used(
 ):
     monkeypatch.setattr(group_commit, "SLOW_S", 0.5)
     monkeypatch.setattr(watchdog, "LONGEST_CALL_S", 2.0)
-    journal = SqlJournal(through(proxy, config))
+    journal = SqlJournal(through(proxy, config), KINDS)
     await journal.open("x")
     await journal.write(accepted(1))
     proxy.silence()
@@ -70,7 +71,7 @@ async def test_a_read_from_a_vanished_host_ends(
     config: JournalConfig, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(watchdog, "LONGEST_CALL_S", 1.0)
-    journal = SqlJournal(through(proxy, config))
+    journal = SqlJournal(through(proxy, config), KINDS)
     await journal.open("x")
     await journal.write(accepted(1))
     assert await journal.find("r1") is not None
@@ -87,7 +88,7 @@ async def test_a_read_from_a_vanished_host_ends(
 
 
 async def test_connections_have_timeouts_on_both_ends(config: JournalConfig, proxy: Proxy):
-    journal = SqlJournal(through(proxy, config))
+    journal = SqlJournal(through(proxy, config), KINDS)
     await journal.open("x")
     with journal.store.engine.connect() as connection:
         shown = {
@@ -123,7 +124,7 @@ def fail_over(config: JournalConfig, commit: str, upto: int, epoch: int | None =
 
 
 async def test_commits_lost_in_a_failover_are_repeated(config: JournalConfig):
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("x")
     await journal.write(accepted(1))  # commit 1.1
     await journal.write(accepted(2))
@@ -147,7 +148,7 @@ async def test_commits_lost_in_a_failover_are_repeated(config: JournalConfig):
 async def test_a_sweep_after_a_failover_keeps_packs_of_lost_rows(
     config: JournalConfig,
 ):
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("x")
     await journal.write(accepted(1))
     await journal.write(accepted(2))
@@ -164,7 +165,7 @@ async def test_a_database_that_lost_too_much_is_reported_and_opened_again(
     config: JournalConfig, monkeypatch: pytest.MonkeyPatch, epoch: int | None
 ):
     monkeypatch.setattr(redo, "KEPT_ROWS", 1 if epoch is None else 20_000)
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("x")
     for number in range(1, 6):
         await journal.write(accepted(number))
@@ -176,7 +177,7 @@ async def test_a_database_that_lost_too_much_is_reported_and_opened_again(
         await journal.write(accepted(6))
     assert journal.lost is not None and "another service" not in journal.lost
     await journal.close()
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     journal_state = await journal.open("x")
     assert journal_state.epoch == 2, (
         "ranks have seen epoch 1, and refuse calls of that epoch or an earlier one"
@@ -189,7 +190,7 @@ async def test_a_database_that_lost_too_much_is_reported_and_opened_again(
 
 async def test_the_outcome_of_a_running_commit_is_awaited(config: JournalConfig):
     """The connection is lost while the server commits: the outcome is queried, not guessed."""
-    journal = SqlJournal(config)
+    journal = SqlJournal(config, KINDS)
     await journal.open("x")
     await journal.write(accepted(1))
     store = journal.store

@@ -162,7 +162,7 @@ class World:
 
     async def answer(self, request_id: str) -> rs.Result:
         while True:
-            result = await self.call(lambda c: c.retrieve(request_id, 1.0))
+            result = await self.call(lambda c: c.answers.whole(request_id, 1.0))
             if result is not None:
                 return result
             await asyncio.sleep(
@@ -334,7 +334,7 @@ async def heartbeats(world: World, tenants: list[Tenant]) -> None:
         for tenant in tenants:
             if world.controller is not None and not tenant.has_left:
                 with suppress(NotFound):  # its session is not open yet
-                    world.controller.heartbeat(tenant.session)
+                    await world.controller.heartbeat(tenant.session)
 
 
 async def simulate(seed: int, report: Callable[[str], None]) -> int:

@@ -13,7 +13,7 @@ from skyrl_actors.transport import handshake
 from skyrl_actors.transport.frames import HEAD
 from skyrl_actors.transport.handshake import PROTOCOL_VERSION
 from skyrl_actors.transport.rpc import Address, RpcClient
-from skyrl_actors.transport.rpc_server import RpcServer
+from skyrl_actors.transport.rpc_server import RpcServer, to_one
 
 
 class Target:
@@ -61,7 +61,7 @@ class Wider(Target):
 class Served:
     def __init__(self) -> None:
         self.target = Wider()
-        self.server = RpcServer(self.target, Target, abandoned=(Target.sample,))
+        self.server = RpcServer(to_one(self.target), Target, abandoned=(Target.sample,))
         self.found = 0
 
     async def find(self) -> Address:

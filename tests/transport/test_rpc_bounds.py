@@ -21,7 +21,7 @@ from skyrl_actors.transport.frames import HEAD, FrameStream
 from skyrl_actors.transport.handshake import Challenge
 from skyrl_actors.transport.protocols import Deferred
 from skyrl_actors.transport.rpc import Address, Connection, RpcClient
-from skyrl_actors.transport.rpc_server import RpcServer
+from skyrl_actors.transport.rpc_server import RpcServer, to_one
 
 MIB = 2**20
 
@@ -68,7 +68,7 @@ class Target:
 class Served:
     def __init__(self, **options: Any):
         self.target = Target()
-        self.server = RpcServer(self.target, Target, abandoned=(Target.wait,), **options)
+        self.server = RpcServer(to_one(self.target), Target, abandoned=(Target.wait,), **options)
 
     async def find(self) -> Address:
         return await self.server.address("127.0.0.1")

@@ -18,7 +18,7 @@ from skyrl_actors.remote import ActorDied
 from skyrl_actors.transport.frames import HEAD
 from skyrl_actors.transport.handshake import PROTOCOL_VERSION, RayTls
 from skyrl_actors.transport.rpc import Address, RpcClient
-from skyrl_actors.transport.rpc_server import RpcServer
+from skyrl_actors.transport.rpc_server import RpcServer, to_one
 from tests.transport.test_rpc_bounds import Target, until
 
 ELSEWHERE = "127.0.0.2"  # an address that the server treats as another machine
@@ -111,7 +111,7 @@ async def test_connections_between_machines_are_encrypted_if_ray_uses_tls(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ):
     use(monkeypatch, authority.member("node"))
-    server = RpcServer(Target(), Target)
+    server = RpcServer(to_one(Target()), Target)
     outside, inside = await server.address(ELSEWHERE), await server.address("127.0.0.1")
     assert outside.tls and not inside.tls
     seen = bytearray()
@@ -133,7 +133,7 @@ async def test_a_lost_encrypted_connection_ends_its_calls(
 ):
     use(monkeypatch, authority.member("node"))
     target = Target()
-    server = RpcServer(target, Target, abandoned=(Target.wait,))
+    server = RpcServer(to_one(target), Target, abandoned=(Target.wait,))
 
     async def find() -> Address:
         return await server.address(ELSEWHERE)
@@ -154,7 +154,7 @@ async def test_a_client_without_a_certificate_of_the_authority_is_refused(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     use(monkeypatch, authority.member("node"))
-    server = RpcServer(Target(), Target)
+    server = RpcServer(to_one(Target()), Target)
     address = await server.address(ELSEWHERE)
 
     async def find() -> Address:
@@ -175,7 +175,7 @@ async def test_a_client_of_another_version_is_told_the_version_over_tls(
 ):
     tls = authority.member("node")
     use(monkeypatch, tls)
-    server = RpcServer(Target(), Target)
+    server = RpcServer(to_one(Target()), Target)
     address = await server.address(ELSEWHERE)
     reader, writer = await asyncio.open_connection(
         address.host, address.port, ssl=tls.context("caller")
@@ -193,7 +193,7 @@ async def test_a_man_in_the_middle_with_another_certificate_is_refused(
 ):
     """The man in the middle forwards challenges and proofs, which it cannot compute."""
     use(monkeypatch, authority.member("node"))
-    server = RpcServer(Target(), Target)
+    server = RpcServer(to_one(Target()), Target)
     address = await server.address(ELSEWHERE)
     middle = authority.member("middle")
 

@@ -1,5 +1,6 @@
 """The kinds of requests. Each module holds everything that the controller knows of one kind."""
 
+from collections.abc import Callable
 from typing import Any
 
 from skyrl_actors.controller.verbs.create_model import CreateModelVerb
@@ -12,6 +13,7 @@ from skyrl_actors.controller.verbs.save_for_sampler import SaveForSamplerVerb
 from skyrl_actors.controller.verbs.save_weights import SaveWeightsVerb
 from skyrl_actors.controller.verbs.unload import UnloadVerb
 from skyrl_actors.controller.verbs.verb import ModelVerb, Verb
+from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.errors import InternalError
 
@@ -26,6 +28,22 @@ MODEL_VERBS: dict[str, ModelVerb[Any]] = {
     rq.LoadWeights.__name__: LoadWeightsVerb(),
     rq.Unload.__name__: UnloadVerb(),
 }
+
+
+def _having(holds: Callable[[ModelVerb[Any]], bool]) -> frozenset[str]:
+    return frozenset(kind for kind, verb in MODEL_VERBS.items() if holds(verb))
+
+
+(CREATES,) = _having(lambda verb: verb.creates_model)
+(ENDS,) = _having(lambda verb: verb.ends_model)
+KINDS = Kinds(
+    creates=CREATES,
+    ends=ENDS,
+    settles=_having(lambda verb: verb.settles),
+    failure_matters=_having(lambda verb: verb.failure_matters),
+    reads_files=_having(lambda verb: verb.can_read_files),
+)
+"""What the journal needs to know of the kinds of requests."""
 
 
 def verb_of(request: rq.Request) -> Verb[Any]:

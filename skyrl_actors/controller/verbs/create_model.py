@@ -28,6 +28,8 @@ class CreateModelVerb(ModelVerb[CreateModel]):
     """Create a model. The client chooses its id."""
 
     needs = "ranks"
+    creates_model = True
+    can_read_files = True
 
     def check(
         self,

@@ -18,6 +18,7 @@ class LoadWeightsVerb(ModelVerb[LoadWeights]):
     """Load a checkpoint, or a mixture of two."""
 
     is_repeatable = True
+    can_read_files = True
 
     def check(
         self,
@@ -28,9 +29,6 @@ class LoadWeightsVerb(ModelVerb[LoadWeights]):
     ) -> LoadWeights:
         parse_path(request.path)
         return request
-
-    def reads_files(self, request: LoadWeights) -> bool:
-        return True
 
     async def execute(self, op: Op, request: LoadWeights, context: VerbContext) -> Outcome:
         model = context.ready_model(request.model_id)

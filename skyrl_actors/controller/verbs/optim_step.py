@@ -27,6 +27,7 @@ class OptimStepVerb(ModelVerb[OptimStep]):
     """
 
     is_repeatable = True
+    settles = True
 
     def check(
         self,

@@ -121,7 +121,10 @@ class ModelVerb(Verb[R]):
 
     is_repeatable = False  # it runs again after it raised in ranks that stay alive
     failure_matters = False  # a failure without an effect changes the tables
+    creates_model = False
     ends_model = False
+    settles = False  # with an effect, no gradients of earlier operations are pending
+    can_read_files = False
     needs: Needs = "state"
 
     def accepted(self, request: R, context: VerbContext) -> None:
@@ -143,7 +146,7 @@ class ModelVerb(Verb[R]):
 
         Such a request cannot be replayed, so a snapshot follows it before its answer.
         """
-        return False
+        return self.can_read_files
 
     async def replay(self, op: ReplayedOp[R]) -> None:
         """Apply an answered operation with effect "applied" again."""

@@ -1,0 +1,111 @@
+"""Serve the calls that wait for the answers of accepted requests."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from skyrl_actors.controller.calls import AnswerCalls
+from skyrl_actors.controller.ledger import Ledger
+from skyrl_actors.controller.readiness import Readiness
+from skyrl_actors.controller.replies import Replies
+from skyrl_actors.controller.verbs.verb import VerbContext
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
+from skyrl_actors.transport.protocols import Deferred
+
+
+class Answers:
+    """The answers of one controller's requests; it serves `AnswerCalls`.
+
+    A poll for an answer counts as a sign of life of the request's session.
+    """
+
+    def __init__(self, context: VerbContext, ledger: Ledger, readiness: Readiness):
+        self._backend = context.backend
+        self._tenants = context.tenants
+        self._capacity = context.capacity
+        self._ledger = ledger
+        self._results = ledger.results
+        self._readiness = readiness
+        self._replies = Replies(ledger.results, ledger.journal)
+
+    async def retrieve(self, request_id: str, timeout_s: float) -> Result | Ready | Waiting:
+        """Return a small answer, the size of a large one, or why there is none after `timeout_s`.
+
+        Raises NotFound for an id that is unknown or was swept.
+        """
+        is_ready = await self._is_ready(request_id, timeout_s)
+        return await self._replies.ready(request_id) if is_ready else self.waiting(request_id)
+
+    async def fetch(self, request_id: str, num_bytes: int) -> Deferred[Result]:
+        """Return a large answer. `num_bytes` is the size that `retrieve` returned."""
+
+        async def load() -> Result:
+            found = await self.whole(request_id, 0)
+            if found is None:
+                raise InternalError(f"request {request_id} is not answered yet")
+            return found
+
+        return Deferred(num_bytes=num_bytes, load=load)
+
+    async def whole(self, request_id: str, timeout_s: float) -> Result | None:
+        """Return an answer of any size, or None when it is not ready in time.
+
+        Raises NotFound for an id that is unknown or was swept.
+        """
+        is_ready = await self._is_ready(request_id, timeout_s)
+        return await self._replies.whole(request_id) if is_ready else None
+
+    async def _is_ready(self, request_id: str, timeout_s: float) -> bool:
+        if request_id not in self._results:
+            self._readiness.check_started()
+            return True
+        self._mark_client_active(request_id)
+        return await self._results.wait(request_id, timeout_s) is not None
+
+    def _mark_client_active(self, request_id: str) -> None:
+        op = self._ledger.ops.get(request_id)
+        holder = op and (
+            self._tenants.models.get(op.model_id or "") or self._tenants.samplers.get(op.stream)
+        )
+        if holder:
+            now = asyncio.get_running_loop().time()
+            self._tenants.mark_active(holder.session_id, now)
+
+    async def partial(
+        self, request_id: str, have: int, timeout_s: float
+    ) -> PartialSample | Result | Ready:
+        """Return the tokens of a streamed sample after the first `have`, or its answer if ready."""
+        if request_id not in self._results:
+            self._readiness.check_started()
+            return await self._replies.ready(request_id)
+        answer = asyncio.ensure_future(self._results.wait(request_id, timeout_s))
+        growing = asyncio.ensure_future(self._backend.partial(request_id, have, timeout_s))
+        try:
+            await asyncio.wait([answer, growing], return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                return growing.result()
+            self._backend.end_stream(request_id)
+            return await self._replies.ready(request_id) if answer.result() else PartialSample()
+        finally:
+            answer.cancel()
+            growing.cancel()
+
+    async def completed(
+        self, sampler_id: str, clone: int, cursor: int, timeout_s: float
+    ) -> tuple[list[Completion], int]:
+        """Return answered samples of a client copy after `cursor`, and the next cursor."""
+        self._readiness.check_started()
+        self._tenants.sampler(sampler_id)
+        await self._ledger.recall.stream(sampler_id)
+        return await self._ledger.completions.after(sampler_id, clone, cursor, timeout_s)
+
+    def waiting(self, request_id: str = "") -> Waiting:
+        """Return the reason why an answer is not ready."""
+        if (no_room := self._capacity.reason(request_id)) is not None:
+            return Waiting("paused_capacity", no_room)
+        state = self._readiness.pause()
+        return Waiting() if state is None else Waiting.paused(state)
+
+
+if TYPE_CHECKING:
+    _: type[AnswerCalls] = Answers
