@@ -178,9 +178,7 @@ LARGER_MODULES = {
     "skyrl_actors/controller/controller.py": 2880,
     "skyrl_actors/workers/torch_worker.py": 3760,
     "skyrl_actors/groups/actor_group.py": 3330,
-    "skyrl_actors/jobs/episodes.py": 2890,
     "skyrl_actors/engines/vllm_engine.py": 2800,
-    "skyrl_actors/jobs/rl.py": 2820,
     "skyrl_actors/controller/checkpoints.py": 2700,
 }
 LONGER_FUNCTIONS = {
