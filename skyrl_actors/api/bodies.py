@@ -39,16 +39,20 @@ def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
             len(body), _validated, model, body, check, able.max_sample_tokens, limits.num_samples
         )
         request.state.body_lease.release()
-        if isinstance(found, list):
+        if isinstance(found, Faults):
             raise RequestValidationError(found)
         return found
 
     return parsed
 
 
+class Faults(list[dict[str, Any]]):
+    """What is wrong with a body, as pydantic lists it."""
+
+
 def _validated(
     model: type[M], body: bytes, check: Check, most_tokens: int, most_prompts: int
-) -> M | list[dict[str, Any]]:
+) -> M | Faults:
     """Return the model, or the faults: pydantic's error cannot be pickled between processes."""
     try:
         found = model.model_validate_json(body)
@@ -56,7 +60,7 @@ def _validated(
         return found
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        return [{**fault, "loc": ("body", *fault["loc"])} for fault in faults]
+        return Faults({**fault, "loc": ("body", *fault["loc"])} for fault in faults)
 
 
 def documented(model: type[BaseModel]) -> dict[str, object]:
