@@ -7,8 +7,8 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import ray
 from ray import ObjectRef
@@ -25,6 +25,7 @@ from skyrl_actors.messages.errors import (
 )
 
 log = logging.getLogger(__name__)
+Method = TypeVar("Method", bound=Callable[..., Any])
 NAMESPACE = "skyrl-actors"
 NAME_FREE_S = 20.0
 ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -35,7 +36,7 @@ class TypedUtil(Protocol):
 
     def get_node_ip_address(self) -> str: ...
 
-    def list_named_actors(self, all_namespaces: bool) -> list[dict[str, str]]: ...
+    def list_named_actors(self, **options: bool) -> list[dict[str, str]]: ...
 
 
 class TypedContext(Protocol):
@@ -55,6 +56,10 @@ class TypedRay(Protocol):
     def get_actor(self, name: str, namespace: str | None = None) -> ActorHandle[Any]: ...
 
     def kill(self, actor: ActorHandle[Any]) -> None: ...
+
+    def cancel(self, ref: ObjectRef[Any]) -> None: ...
+
+    def method(self, **options: str) -> Callable[[Method], Method]: ...
 
     def init(self, address: str | None = None, **options: Any) -> object: ...
 
