@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -41,10 +41,11 @@ def nodes_from_cluster_file(path: Path) -> list[Node]:
         DoesNotFit: The file cannot be read, or is not a cluster-launcher file.
     """
     try:
-        content: Any = yaml.safe_load(path.read_text())
+        loaded: Any = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise DoesNotFit(f"{path}: cannot be read: {error}") from error
-    types: Any = content.get("available_node_types") if isinstance(content, dict) else None
+    content = cast(dict[str, Any], loaded) if isinstance(loaded, dict) else dict[str, Any]()
+    types: dict[str, dict[str, Any]] | None = content.get("available_node_types")
     if not types:
         raise DoesNotFit(
             f"{path}: no available_node_types; it should be a Ray cluster-launcher file"
@@ -52,8 +53,10 @@ def nodes_from_cluster_file(path: Path) -> list[Node]:
     head = content.get("head_node_type")
     nodes: list[Node] = []
     for name, entry in types.items():
-        resources = entry.get("resources") or {}
-        labels = {str(key): str(value) for key, value in (entry.get("labels") or {}).items()}
+        resources = entry.get("resources") or dict[str, float]()
+        labels = {
+            str(key): str(value) for key, value in (entry.get("labels") or dict[str, Any]()).items()
+        }
         memory = resources.get("memory")
         count = 1 if name == head else int(entry.get("max_workers", content.get("max_workers", 0)))
         for i in range(count):

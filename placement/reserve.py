@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Protocol, cast
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -11,7 +12,6 @@ from ray.util.placement_group import (
     PlacementGroup,
     get_placement_group,
     placement_group,
-    placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -23,14 +23,52 @@ PROBE_SHARE = 0.01
 NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
 
 
+class Probe(Protocol):
+    """A function that Ray runs in another process."""
+
+    def options(self, **options: Any) -> "Probe": ...
+
+    def remote(self) -> ray.ObjectRef[str]: ...
+
+
+class RayClusterUtil(Protocol):
+    """Functions of ray.util, with the types that its own annotations leave out."""
+
+    def placement_group_table(self, placement_group: PlacementGroup) -> dict[str, Any]: ...
+
+
+class RayCluster(Protocol):
+    """Functions of Ray, with the types that its own annotations leave out."""
+
+    util: RayClusterUtil
+
+    def nodes(self) -> list[dict[str, Any]]: ...
+
+    def cluster_resources(self) -> dict[str, float]: ...
+
+    def available_resources(self) -> dict[str, float]: ...
+
+    def remote(self, function: Callable[[], str]) -> Probe: ...
+
+    def cancel(self, ref: ray.ObjectRef[str]) -> None: ...
+
+
+ray_cluster = cast(RayCluster, ray)
+placement_group_table = ray_cluster.util.placement_group_table
+
+
+def _free_by_node() -> dict[str, dict[str, float]]:
+    return cast(dict[str, dict[str, float]], available_resources_per_node())
+
+
 def cluster_nodes(free: bool = False) -> list[Node]:
     """Return the living nodes of the Ray cluster, with their total or their `free` resources.
 
     A node has the name of its host. If a host has two nodes, the second name also contains its id.
     """
     found: dict[str, Node] = {}
-    available = available_resources_per_node() if free else {}
-    for n in ray.nodes():
+    available = _free_by_node() if free else {}
+    for n in ray_cluster.nodes():
         if n["Alive"]:
             name, total = n["NodeManagerHostname"], n["Resources"]
             name = f"{name}/{n['NodeID'][:8]}" if name in found else name
@@ -109,7 +147,7 @@ async def gpu_ids(plan: Plan, group: PlacementGroup, kind: str, timeout_s: float
     def own_id() -> str:
         return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
 
-    probe = ray.remote(own_id)
+    probe = ray_cluster.remote(own_id)
     asked = [
         probe.options(
             num_gpus=PROBE_SHARE,
@@ -124,7 +162,7 @@ async def gpu_ids(plan: Plan, group: PlacementGroup, kind: str, timeout_s: float
         found = await asyncio.wait_for(asyncio.gather(*asked), timeout_s)
     except TimeoutError:
         for ref in asked:
-            ray.cancel(ref)
+            ray_cluster.cancel(ref)
         raise DoesNotFit(
             f"the GPU ids of {kind} could not be read within {timeout_s:.0f} s"
         ) from None
@@ -143,7 +181,8 @@ def reserved_before(plan: Plan, name: str) -> PlacementGroup | None:
         return None
     living = {node.ray_id for node in cluster_nodes()}
     where = placement_group_table(group)["bundles_to_node_id"].values()
-    if group.bundle_specs == [slot.resources for slot in plan.slots] and living.issuperset(where):
+    specs: list[dict[str, float]] = cast(Any, group).bundle_specs
+    if specs == [slot.resources for slot in plan.slots] and living.issuperset(where):
         return group
     remove_placement_group(group)
     return None
@@ -160,7 +199,7 @@ def left_without_node(group: PlacementGroup) -> list[dict[str, float]]:
     ]
     if table["state"] != "RESCHEDULING" or not waiting:
         return []
-    return waiting if fits(waiting, list(available_resources_per_node().values())) else []
+    return waiting if fits(waiting, list(_free_by_node().values())) else []
 
 
 def fits(bundles: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]]) -> bool:
@@ -204,7 +243,7 @@ def _not_placed(plan: Plan, name: str, timeout_s: float) -> str:
     here = {node.name: node for node in cluster_nodes(free=True)}
     asked = Counter(slot.node for slot in plan.slots)
     gone = sorted(set(asked) - set(here))
-    total, free = ray.cluster_resources(), ray.available_resources()
+    total, free = ray_cluster.cluster_resources(), ray_cluster.available_resources()
     key = plan.device
     return (
         f"placement group {name}: {len(plan.slots)} bundles of {plan.slots[0].resources} were not "

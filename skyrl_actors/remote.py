@@ -7,8 +7,8 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import ray
 from ray import ObjectRef
@@ -25,9 +25,51 @@ from skyrl_actors.messages.errors import (
 )
 
 log = logging.getLogger(__name__)
+Method = TypeVar("Method", bound=Callable[..., Any])
 NAMESPACE = "skyrl-actors"
 NAME_FREE_S = 20.0
 ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class TypedUtil(Protocol):
+    """Functions of ray.util, with the types that its own annotations leave out."""
+
+    def get_node_ip_address(self) -> str: ...
+
+    def list_named_actors(self, **options: bool) -> list[dict[str, str]]: ...
+
+
+class TypedContext(Protocol):
+    """What Ray knows about this process, with the types that its own annotations leave out."""
+
+    @property
+    def gcs_address(self) -> str: ...
+
+
+class TypedRay(Protocol):
+    """Functions of Ray, with the types that its own annotations leave out."""
+
+    util: TypedUtil
+
+    def get(self, ref: ObjectRef[Any], *, timeout: float) -> Any: ...
+
+    def get_actor(self, name: str, namespace: str | None = None) -> ActorHandle[Any]: ...
+
+    def kill(self, actor: ActorHandle[Any]) -> None: ...
+
+    def cancel(self, ref: ObjectRef[Any]) -> None: ...
+
+    def method(self, **options: str) -> Callable[[Method], Method]: ...
+
+    def init(self, address: str | None = None, **options: Any) -> object: ...
+
+    def shutdown(self) -> None: ...
+
+    def get_runtime_context(self) -> TypedContext: ...
+
+
+typed_ray = cast(TypedRay, ray)
+key_values = cast(Any, internal_kv)  # its functions have private names only
 
 
 class ActorDied(StateLost):
@@ -49,7 +91,7 @@ async def ended(*tasks: asyncio.Task[Any] | None) -> None:
 
 
 async def gather(
-    refs: Sequence[ObjectRef], names: Sequence[str], what: str, timeout_s: float
+    refs: Sequence[ObjectRef[Any]], names: Sequence[str], what: str, timeout_s: float
 ) -> list[Any]:
     """Return the results in order.
 
@@ -80,7 +122,7 @@ async def gather(
     return [task.result() for task in tasks]
 
 
-async def settled(ref: ObjectRef) -> Any:
+async def settled(ref: ObjectRef[Any]) -> Any:
     """Return the result of one call.
 
     The project's own errors are raised unchanged, all others as InternalError.
@@ -124,26 +166,26 @@ def merged(errors: dict[str, BaseException | None], what: str) -> BaseException:
 
 def node_address() -> str:
     """Return the address of this process's machine, as Ray knows it."""
-    return ray.util.get_node_ip_address()
+    return typed_ray.util.get_node_ip_address()
 
 
-def named(name: str) -> ActorHandle | None:
+def named(name: str) -> ActorHandle[Any] | None:
     """Return the living actor of this name, or None."""
     try:
-        return ray.get_actor(name, namespace=NAMESPACE)
+        return typed_ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
 
 
 def names_with(prefix: str) -> list[str]:
     """Return the names of living actors that start with `prefix`."""
-    entries: Any = ray.util.list_named_actors(all_namespaces=True)
+    entries = typed_ray.util.list_named_actors(all_namespaces=True)
     return [
         e["name"] for e in entries if e["namespace"] == NAMESPACE and e["name"].startswith(prefix)
     ]
 
 
-def make_named(actor_class: Any, *arguments: Any) -> ActorHandle:
+def make_named(actor_class: Any, *arguments: Any) -> ActorHandle[Any]:
     """Create a named actor. Raises InternalError when the name is taken."""
     try:
         return actor_class.remote(*arguments)
@@ -158,10 +200,10 @@ async def publish(service: str, content: dict[str, str] | None) -> None:
     """
     try:
         if content is None:
-            await asyncio.to_thread(internal_kv._internal_kv_del, service, namespace=NAMESPACE)
+            await asyncio.to_thread(key_values._internal_kv_del, service, namespace=NAMESPACE)
         else:
             await asyncio.to_thread(
-                internal_kv._internal_kv_put, service, json.dumps(content), namespace=NAMESPACE
+                key_values._internal_kv_put, service, json.dumps(content), namespace=NAMESPACE
             )
     except RayError as error:
         log.warning("the address of %s was not published: %s", service, error)
@@ -169,7 +211,7 @@ async def publish(service: str, content: dict[str, str] | None) -> None:
 
 def published(service: str) -> dict[str, str] | None:
     """Return what a service of this Ray cluster published, or None."""
-    content: bytes | None = internal_kv._internal_kv_get(service, namespace=NAMESPACE)
+    content: bytes | None = key_values._internal_kv_get(service, namespace=NAMESPACE)
     return json.loads(content) if content else None
 
 
@@ -178,7 +220,7 @@ async def end_named(names: Sequence[str]) -> None:
     for name in names:
         actor = named(name)
         if actor is not None:
-            ray.kill(actor)
+            typed_ray.kill(actor)
     deadline = asyncio.get_running_loop().time() + NAME_FREE_S
     while taken := [name for name in names if named(name) is not None]:
         # Ray has no event for a free name. It takes milliseconds.

@@ -52,7 +52,7 @@ def _cut(array: NDArray[np.float32], start: int, end: int, width: int) -> NDArra
 
 def loss_output_to_json(output: LossOutput) -> dict[str, Any]:
     """Encode as JSON, for clients that do not accept protobuf."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     widths = np.zeros(len(output.offsets) - 1, np.int64) if output.widths is None else output.widths
     for (start, end), width in zip(pairwise(output.offsets.tolist()), widths.tolist(), strict=True):
         parts = {name: _cut(array, start, end, width) for name, array in output.fields.items()}

@@ -38,16 +38,20 @@ def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
         longest, most = able.max_sample_tokens, limits.samples_in_flight
         found = await run_sized(len(body), _validated, model, body, check, longest, most)
         request.state.body_lease.release()
-        if isinstance(found, list):
+        if isinstance(found, Faults):
             raise RequestValidationError(found)
         return found
 
     return parsed
 
 
+class Faults(list[dict[str, Any]]):
+    """What is wrong with a body, as pydantic lists it."""
+
+
 def _validated(
     model: type[M], body: bytes, check: Check, most_tokens: int, most_prompts: int
-) -> M | list[dict[str, Any]]:
+) -> M | Faults:
     """Return the model, or the faults: pydantic's error cannot be pickled between processes."""
     try:
         found = model.model_validate_json(body)
@@ -55,7 +59,7 @@ def _validated(
         return found
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        return [{**fault, "loc": ("body", *fault["loc"])} for fault in faults]
+        return Faults({**fault, "loc": ("body", *fault["loc"])} for fault in faults)
 
 
 def documented(model: type[BaseModel]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from skyrl_actors.api import openai_wire, wire
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.narrowing import is_array
 
 SMALL_BYTES = 256 * 2**10  # of bodies without batches and prompts: names, numbers, metadata
 SAMPLE_BYTES_PER_TOKEN = 512  # a token id, and the ids to score at its position
@@ -38,7 +39,7 @@ def limit_of(path: str, limits: LimitsConfig, able: Capabilities | None) -> int:
 def check_sample(body: wire.Asample, most_tokens: int, most_prompts: int) -> None:
     """Check the prompt's length. Raises InvalidRequest."""
     chunks: Sequence[Any] = [chunk.get("tokens") for chunk in body.prompt.chunks]
-    _check_length(sum(len(tokens) for tokens in chunks if isinstance(tokens, list)), most_tokens)
+    _check_length(sum(len(tokens) for tokens in chunks if is_array(tokens)), most_tokens)
 
 
 def check_completion(body: openai_wire.Completion, most_tokens: int, most_prompts: int) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import ray
 from ray.actor import ActorHandle
 
 from skyrl_actors.controller.calls import CatalogCalls, ControllerCalls, SessionCatalogCalls
@@ -19,7 +18,7 @@ from skyrl_actors.messages.results import Completion, Failure, PartialSample, Re
 from skyrl_actors.messages.sizes import size_of
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.spans import SPANS, Span
-from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled
+from skyrl_actors.remote import NAMESPACE, ActorDied, node_address, settled, typed_ray
 from skyrl_actors.transport.protocols import calls_of
 from skyrl_actors.transport.rpc import Address, RpcClient
 
@@ -37,9 +36,9 @@ def actor_name(name: str) -> str:
     return f"{name}:controller"
 
 
-def find_controller(name: str) -> ActorHandle:
+def find_controller(name: str) -> ActorHandle[Any]:
     """Return the controller actor of this service. Raises ValueError when there is none."""
-    return ray.get_actor(actor_name(name), namespace=NAMESPACE)
+    return typed_ray.get_actor(actor_name(name), namespace=NAMESPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class ControllerClient:
     `patience_s`, while Ray restarts it. Then the client raises Unavailable, which SDKs retry.
     """
 
-    def __init__(self, handle: ActorHandle, patience_s: float = PATIENCE_S):
+    def __init__(self, handle: ActorHandle[Any], patience_s: float = PATIENCE_S):
         self.handle = handle
         self.patience_s = patience_s
         self._connection = RpcClient(self._address, ControllerCalls)

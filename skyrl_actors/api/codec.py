@@ -13,6 +13,7 @@ from skyrl_actors.api import schema
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LossCall
+from skyrl_actors.messages.narrowing import is_array, is_mapping
 from skyrl_actors.messages.requests import ForwardBackward
 from skyrl_actors.messages.sampling import PromptTargets, SparseLayout
 
@@ -68,7 +69,7 @@ def forward_backward_from_proto(body: bytes, limit: int = 2**31) -> ForwardBackw
 
 
 def _example_from_proto(index: int, datum: Any, bound: "SparseBound") -> Example:
-    parts = []
+    parts: list[NDArray[Any]] = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("kind") != "encoded_text":
             raise InvalidRequest(
@@ -157,22 +158,18 @@ def forward_backward_from_json(
 ) -> ForwardBackward:
     """Decode the JSON body of /forward_backward or /forward (SDKs before 0.25)."""
     content = body.get("forward_input" if forward_only else "forward_backward_input")
-    if not isinstance(content, Mapping) or not isinstance(body.get("model_id"), str):
+    if not is_mapping(content) or not isinstance(body.get("model_id"), str):
         raise InvalidRequest(
             "the body needs model_id and "
             + ("forward_input" if forward_only else "forward_backward_input")
         )
     data = content.get("data")
-    if not isinstance(data, list) or not isinstance(content.get("loss_fn"), str):
+    if not is_array(data) or not isinstance(content.get("loss_fn"), str):
         raise InvalidRequest("the input needs data (a list) and loss_fn (a string)")
     bound = SparseBound(limit)
     examples = [_example_from_json(i, datum, bound) for i, datum in enumerate(data)]
-    config, seq_id = content.get("loss_fn_config") or {}, body.get("seq_id")
-    if (
-        not isinstance(config, Mapping)
-        or isinstance(seq_id, bool)
-        or not isinstance(seq_id, int | None)
-    ):
+    config, seq_id = content.get("loss_fn_config") or dict[str, Any](), body.get("seq_id")
+    if not is_mapping(config) or isinstance(seq_id, bool) or not isinstance(seq_id, int | None):
         raise InvalidRequest("loss_fn_config must be an object, and seq_id a whole number")
     return ForwardBackward(
         model_id=body["model_id"],
@@ -203,7 +200,7 @@ def _example_from_json(index: int, datum: Any, bound: SparseBound) -> Example:
 def _tensor_from_json(what: str, tensor: Any, bound: SparseBound) -> NDArray[np.generic]:
     values, shape = (
         _numbers(what, tensor["data"], DTYPES[tensor["dtype"]]),
-        tensor.get("shape") or [],
+        tensor.get("shape") or list[int](),
     )
     if not all(isinstance(size, int) for size in shape):
         raise InvalidRequest(f"{what}: shape must be a list of whole numbers")
@@ -232,14 +229,14 @@ def _numbers(what: str, data: Any, dtype: Any) -> NDArray[Any]:
         return found.astype(dtype)
 
 
-def tokens_from_chunks(chunks: Sequence[Mapping[str, Any]]) -> list[int]:
+def tokens_from_chunks(chunks: Sequence[object]) -> list[int]:
     """Return the tokens of all text chunks in order.
 
     SDKs up to 0.16 omit `type`, so the keys decide the kind.
     """
     tokens: list[int] = []
     for chunk in chunks:
-        if not isinstance(chunk, Mapping):
+        if not is_mapping(chunk):
             raise InvalidRequest(
                 f"a chunk must be an object with tokens, not {type(chunk).__name__}"
             )
@@ -254,14 +251,14 @@ def tokens_from_chunks(chunks: Sequence[Mapping[str, Any]]) -> list[int]:
 def prompt_targets_from_json(tensor: Any, limit: int) -> PromptTargets:
     """Decode the ids to score at each prompt position, [P - 1, K] int64; -1 scores nothing."""
     what = "target_prompt_logprobs"
-    if not isinstance(tensor, Mapping) or tensor.get("dtype") != "int64":
+    if not is_mapping(tensor) or tensor.get("dtype") != "int64":
         raise InvalidRequest(f"{what} must be an int64 tensor of token ids")
     shape, crow, col = (
         tensor.get(key) for key in ("shape", "sparse_crow_indices", "sparse_col_indices")
     )
     ids = _numbers(what, tensor.get("data", ()), np.int64)
     if (
-        not isinstance(shape, list)
+        not is_array(shape)
         or len(shape) != 2
         or not all(isinstance(size, int) and size >= 0 for size in shape)
     ):

@@ -1,5 +1,8 @@
 """The Ray Serve deployment: stateless HTTP replicas in front of the controller actor."""
 
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.schema import LoggingConfig
@@ -10,8 +13,33 @@ from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.observe.process import Observed
 
+Replica = TypeVar("Replica", bound=type)
 
-@serve.deployment(
+
+class Deployed(Protocol):
+    """A class that Serve runs in replicas."""
+
+    def options(self, **options: Any) -> "Deployed": ...
+
+    def bind(self, *arguments: Any) -> serve.Application: ...
+
+
+class TypedServe(Protocol):
+    """Functions of Ray Serve, with the types that its own annotations leave out."""
+
+    def deployment(self, **options: Any) -> Callable[[type], Deployed]: ...
+
+    def ingress(self) -> Callable[[Replica], Replica]: ...
+
+    def start(self, **options: Any) -> None: ...
+
+    def run(self, target: serve.Application, **options: Any) -> object: ...
+
+
+typed_serve = cast(TypedServe, serve)
+
+
+@typed_serve.deployment(
     name="tinker-api",
     max_ongoing_requests=4000,
     ray_actor_options={"num_cpus": 0},
@@ -23,7 +51,7 @@ from skyrl_actors.observe.process import Observed
     # An access log line for each poll would cost more than the poll.
     logging_config=LoggingConfig(enable_access_log=False),
 )
-@serve.ingress()
+@typed_serve.ingress()
 class TinkerApi:
     """A stateless HTTP replica. It sends requests to the controller of the configured service."""
 

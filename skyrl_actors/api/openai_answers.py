@@ -56,7 +56,7 @@ def whole(
 ) -> dict[str, Any]:
     """Format complete answers. The text ends before the first of `stops`, as in OpenAI's API."""
     sampled = [sequence for output in outputs for sequence in output.sequences]
-    choices = []
+    choices: list[dict[str, Any]] = []
     for index, one in enumerate(sampled):
         text = GrowingText(form.codec, stops).more(one.tokens.tolist(), last=True)
         content: dict[str, Any] = (

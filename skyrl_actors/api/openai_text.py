@@ -4,13 +4,14 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.narrowing import is_object
 
 INCOMPLETE = "\ufffd"  # what an incomplete character decodes to
 
@@ -56,9 +57,10 @@ class Codec:
         """Apply the chat template and encode the result. Raises InvalidRequest."""
         if not isinstance(self._template, str):
             raise InvalidRequest("the base model has no chat template; use /v1/completions")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        # Any: Jinja's annotations know only its own filters and globals.
+        environment = cast(Any, ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True))
         environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        environment.filters["tojson"] = _as_json
         special = {
             key: _as_text(self._config.get(key))
             for key in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -125,7 +127,11 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _as_text(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
+    return token.get("content") if is_object(token) else token
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _refuse(message: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from skyrl_actors.messages.narrowing import is_object
+
 # Fields that are accepted with any value and have no effect, with the reason.
 WITHOUT_EFFECT = {
     "user": "samples are not attributed to the users of a client",
@@ -62,9 +64,9 @@ class OpenAiBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _off_is_fine(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not is_object(data):
             return data
-        kept = {}
+        kept: dict[str, Any] = {}
         for key, value in data.items():
             if value is None or key in WITHOUT_EFFECT:
                 continue
@@ -119,7 +121,7 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_is_absent(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+        if not is_object(data):
             return data
         return {key: value for key, value in data.items() if value not in (None, [])}
 

@@ -53,7 +53,7 @@ def _visible(runs: Sequence[RunEntry], caller: Caller, scope: Scope) -> list[Run
 
     With scope "accessible", add other runs that have published checkpoints, with only those.
     """
-    shown = []
+    shown: list[RunEntry] = []
     for run in runs:
         if caller.owns(run.run_id):
             shown.append(run)

@@ -16,6 +16,7 @@ from skyrl_actors.api.state import state_of
 from skyrl_actors.api.tokens import owner_of_credential
 from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import NotFound, UserError
+from skyrl_actors.messages.narrowing import is_object, is_sequence
 from skyrl_actors.observe.figures import phase_periods
 from skyrl_actors.observe.runs import METRICS, listed, rows_in
 
@@ -155,8 +156,8 @@ def _checkpoint(entry: CheckpointEntry) -> dict[str, Any]:
 
 def finite(content: Any) -> Any:
     """Replace numbers that are not finite by null, because JSON has no NaN."""
-    if isinstance(content, dict):
+    if is_object(content):
         return {key: finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
+    if is_sequence(content):
         return [finite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -15,6 +15,7 @@ from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.losses.custom_graph import loss_id_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.narrowing import is_object
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.requests import ForwardBackward, ModelRequest, Unload
 
@@ -100,7 +101,7 @@ def _from_json(body: bytes, forward_only: bool, limit: int) -> ForwardBackward:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise InvalidRequest("the body is not a JSON object")
     return codec.forward_backward_from_json(content, forward_only, limit)
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from skyrl_actors.messages.catalog import LONGEST_TTL_S, PROJECT
 from skyrl_actors.messages.model import OptimizerName
+from skyrl_actors.messages.narrowing import is_object
 
 LARGEST_INT = 2**62  # of numbers that are only identifiers
 ProjectId = Annotated[str, Field(min_length=1, max_length=200)]
@@ -25,7 +26,7 @@ class Body(BaseModel):
     def _nulls_are_absent(cls, data: Any) -> Any:
         return (
             {key: value for key, value in data.items() if value is not None}
-            if isinstance(data, dict)
+            if is_object(data)
             else data
         )
 

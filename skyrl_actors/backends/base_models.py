@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
@@ -45,11 +46,12 @@ def base_model_folder(
                 "Hugging Face format"
             )
         return folder
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(base.name, revision=base.revision))
+        hub = cast(Any, huggingface_hub)  # its annotations leave out types
+        return Path(hub.snapshot_download(base.name, revision=base.revision))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
             f"base_model.name {base.name!r} cannot be fetched ({error}); set base_model.path to "

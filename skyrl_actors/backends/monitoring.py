@@ -77,7 +77,7 @@ class Monitoring:
                 "rss_bytes": ranks,
                 "pids": supervisor.group.pids if supervisor.group else [],
             }
-        engines = []
+        engines: list[dict[str, Any]] = []
         for engine in self._engines.engines:
             row: dict[str, Any] = {
                 "name": engine.name,

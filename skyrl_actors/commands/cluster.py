@@ -30,7 +30,7 @@ from skyrl_actors.config.cluster import ClusterConfig, TinyBase
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.jobs.envs import noisy_demonstrations
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.remote import settled
+from skyrl_actors.remote import settled, typed_ray
 from skyrl_actors.storage.private_folders import is_trusted
 
 STOP_TIMEOUT_S = 40.0
@@ -64,7 +64,7 @@ def context_tokens(config: ClusterConfig, folder: Path) -> int:
 
     If its config does not contain it, return engine.max_model_len.
     """
-    content = json.loads((folder / "config.json").read_text())
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return int(content.get("max_position_embeddings") or config.engine.max_model_len)
 
 
@@ -74,12 +74,13 @@ def _fitting(config: ClusterConfig, folder: Path) -> Path:
     vLLM would refuse it too, but half a minute later.
     """
     file = folder / "config.json"
-    content = json.loads(file.read_text()) if file.is_file() else {}
+    content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     longest = content.get("max_position_embeddings")
-    scaled = bool(
-        (content.get("rope_scaling") or {}).get("factor")
-        or (content.get("rope_parameters") or {}).get("factor")
-    )
+    scalings: list[dict[str, Any] | None] = [
+        content.get("rope_scaling"),
+        content.get("rope_parameters"),
+    ]
+    scaled = any(scaling and scaling.get("factor") for scaling in scalings)
     if isinstance(longest, int) and not scaled and config.engine.max_model_len > longest:
         raise ConfigError(
             f"engine.max_model_len {config.engine.max_model_len} is above the {longest} tokens of "
@@ -109,7 +110,7 @@ def _init_ray(**options: Any) -> None:
     Ray replaces the handler by one that aborts. The restored one cleans up as Ctrl-C does.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **options)
+    typed_ray.init(namespace=NAMESPACE, log_to_driver=False, configure_logging=False, **options)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
 
@@ -197,7 +198,7 @@ def ray_command(
     )
 
 
-def create_controller(config: ClusterConfig, base_folder: Path, detached: bool) -> ActorHandle:
+def create_controller(config: ClusterConfig, base_folder: Path, detached: bool) -> ActorHandle[Any]:
     """Create the controller actor.
 
     A detached controller outlives this process. If it dies, Ray restarts it, and it resumes from
@@ -214,7 +215,7 @@ def create_controller(config: ClusterConfig, base_folder: Path, detached: bool) 
     return actor_class.remote(config, str(base_folder), detached)
 
 
-async def wait_until_started(controller: ActorHandle) -> None:
+async def wait_until_started(controller: ActorHandle[Any]) -> None:
     """Start the controller's backend, and print its progress."""
     starting = asyncio.ensure_future(settled(controller.start.remote()))
     told = 0
@@ -228,12 +229,12 @@ async def wait_until_started(controller: ActorHandle) -> None:
     await starting
 
 
-async def close_controller(controller: ActorHandle) -> None:
+async def close_controller(controller: ActorHandle[Any]) -> None:
     """Close the controller, then kill its actor even if closing failed or timed out."""
     try:
         await asyncio.wait_for(settled(controller.close.remote()), STOP_TIMEOUT_S)
     finally:
-        ray.kill(controller)
+        typed_ray.kill(controller)
 
 
 def end_parts(name: str) -> None:
@@ -241,7 +242,7 @@ def end_parts(name: str) -> None:
     for part in remote.names_with(f"{name}:"):
         actor = remote.named(part)
         if actor is not None:
-            ray.kill(actor)
+            typed_ray.kill(actor)
     with suppress(ValueError):  # there is no such placement group
         remove_placement_group(get_placement_group(name))
 

@@ -14,6 +14,7 @@ import httpx
 import psutil
 
 from skyrl_actors.commands.terminal import console
+from skyrl_actors.messages.narrowing import is_object
 
 NEEDED_GIB = 6.0
 SHM_GIB = 0.5
@@ -158,15 +159,11 @@ def _known(port: int) -> str | None:
             found = answer.json()
         except (httpx.HTTPError, ValueError):
             continue
-        if (
-            path == "healthz"
-            and isinstance(found, dict)
-            and found.get("status") in ("ok", "unavailable")
-        ):
+        if path == "healthz" and is_object(found) and found.get("status") in ("ok", "unavailable"):
             return words + (
                 "" if found["status"] == "ok" else f" but is not ready: {found.get('reason')}"
             )
-        if path == "api/version" and isinstance(found, dict) and "ray_version" in found:
+        if path == "api/version" and is_object(found) and "ray_version" in found:
             return words
     return None
 

@@ -72,7 +72,7 @@ def _launcher(own: Path) -> Path:
     private_folder(own)
     (own / haproxy_launcher.CLOSING).unlink(missing_ok=True)
     script = own / "haproxy"
-    words = [sys.executable, "-I", "-S", haproxy_launcher.__file__, str(get_haproxy_binary())]
+    words = [sys.executable, "-I", "-S", haproxy_launcher.__file__, get_haproxy_binary()]
     script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     script.chmod(0o700)
     return script

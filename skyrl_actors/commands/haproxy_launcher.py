@@ -61,7 +61,7 @@ def _mended(line: str) -> str:
 
 def alone(arguments: list[str]) -> list[str]:
     """Return the arguments without the options that name earlier processes, which can be dead."""
-    kept, skipping = [], ""
+    kept, skipping = list[str](), ""
     for word in arguments:
         if word.startswith("-"):
             skipping = word if word in ("-sf", "-st", "-x") else ""

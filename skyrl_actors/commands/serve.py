@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import psutil
 import ray
 from ray import serve
-from ray.serve.context import _get_global_client
+from ray.serve import context
 
 from skyrl_actors import remote
 from skyrl_actors.api.client import ControllerClient, find_controller
@@ -28,6 +28,7 @@ from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.observe.spans import Span
+from skyrl_actors.remote import typed_ray
 from skyrl_actors.storage.private_folders import private_folder, run_folder
 
 READY_TIMEOUT_S = 60.0
@@ -103,7 +104,7 @@ def _join_or_start_ray(config: ClusterConfig) -> bool:
     os.environ.update(environment)
     try:
         cluster.join_ray()
-        note(f"joined the running Ray cluster at {ray.get_runtime_context().gcs_address}")
+        note(f"joined the running Ray cluster at {typed_ray.get_runtime_context().gcs_address}")
         return False
     except ConnectionError:
         pass
@@ -148,7 +149,8 @@ def refuse_other_edge(config: ClusterConfig) -> None:
 
     A Ray cluster has one Ray Serve, with one address and one application at its root.
     """
-    client = _get_global_client(raise_if_no_controller_running=False)
+    # Ray exports its client under a private name only.
+    client = cast(Any, context)._get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return
     there, wanted = client.http_config, config.http
@@ -158,7 +160,8 @@ def refuse_other_edge(config: ClusterConfig) -> None:
             f"{wanted.host}:{wanted.port}; use that address (http.host, http.port), "
             "or another Ray cluster"
         )
-    for name, application in client.get_serve_details().get("applications", {}).items():
+    applications: dict[str, dict[str, Any]] = client.get_serve_details().get("applications", {})
+    for name, application in applications.items():
         if application.get("route_prefix") == "/" and name != config.name:
             raise ConfigError(
                 f"application {name!r} is at the root of this cluster's Ray Serve; "
@@ -173,14 +176,14 @@ async def _start_controller(config: ClusterConfig, base_folder: Path) -> None:
 
 def start_ingress(config: ClusterConfig) -> None:
     """Start the HTTP proxy on the head node, and deploy the HTTP replicas."""
-    from skyrl_actors.api.deployment import TinkerApi
+    from skyrl_actors.api.deployment import TinkerApi, typed_serve
 
     note("starting the HTTP endpoint (Ray Serve)")
-    serve.start(
+    typed_serve.start(
         proxy_location="HeadOnly", http_options={"host": config.http.host, "port": config.http.port}
     )
     application = TinkerApi.options(**scaling(config.http)).bind(config)
-    serve.run(application, name=config.name, route_prefix="/", blocking=False)
+    typed_serve.run(application, name=config.name, route_prefix="/", blocking=False)
 
 
 def scaling(http: HttpConfig) -> dict[str, Any]:
@@ -238,7 +241,7 @@ def _say_how_to_use(config: ClusterConfig) -> None:
 def _dashboard() -> str:
     from ray._private.worker import get_dashboard_url
 
-    return get_dashboard_url() or "(not running)"
+    return cast(str | None, get_dashboard_url()) or "(not running)"
 
 
 def deployed_application(arguments: dict[str, Any]) -> serve.Application:
@@ -254,11 +257,11 @@ def deployed_application(arguments: dict[str, Any]) -> serve.Application:
         base_folder = cluster.prepare_base_model(config)
         with ExitStack() as undo:
             # the next deploy would otherwise find a controller that serves nothing
-            undo.callback(lambda: ray.kill(find_controller(config.name)))
+            undo.callback(lambda: typed_ray.kill(find_controller(config.name)))
             asyncio.run(_start_controller(config, base_folder))
             undo.pop_all()
     else:
-        settings: Any = ray.get(running.settings.remote(), timeout=SETTINGS_S)
+        settings = typed_ray.get(running.settings.remote(), timeout=SETTINGS_S)
         refuse_other_config(settings, config)
     return TinkerApi.options(**scaling(config.http)).bind(config)
 
@@ -361,7 +364,7 @@ def stop(name: str) -> None:
         if not state["started_ray"]:
             cluster.end_parts(name)
             asyncio.run(remote.publish(name, None))
-        ray.shutdown()
+        typed_ray.shutdown()
     haproxy.closing(name)
     if state["started_ray"]:
         end_ray_session(state["marks"])

@@ -1,6 +1,6 @@
 """Output in the terminal: notes, progress bars, one line for each iteration, a closing table."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,7 +72,7 @@ def show_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def bar(label: str, total: int | None) -> Iterator[Progress]:
+def bar(label: str, total: int | None) -> Generator[Progress]:
     """Show a progress bar, which is removed at the end. In a log file, nothing is drawn."""
     columns = (
         TextColumn("{task.description}"),

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.commands import cluster
 from skyrl_actors.commands.terminal import RunView, bar, closing_table, console, note
@@ -33,6 +31,7 @@ from skyrl_actors.jobs.watcher import RunOutcome
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest, NotFound
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.observe.runs import STATE
+from skyrl_actors.remote import typed_ray
 
 JOURNAL, CHECKPOINTS = ".journal", ".checkpoints"
 REFERENCE = "tinker://reference:train:0/weights/given"
@@ -172,7 +171,7 @@ def _with_ray(config: JobConfig, base_folder: Path, recorder: Recorder, start: S
     try:
         return asyncio.run(_run(config, base_folder, recorder, start))
     finally:
-        ray.shutdown()
+        typed_ray.shutdown()
         if not joined:
             cluster.end_children()
         cluster.remove_scratch(config.cluster)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from skyrl_actors.engines.interface import (
     CHECK,
@@ -44,7 +44,7 @@ class EngineActor:
         self._started = False
         self._log_file = os.path.realpath("/proc/self/fd/2")
         self._epoch = 0
-        self._samples: set[asyncio.Task] = set()
+        self._samples: set[asyncio.Task[SampleOutput]] = set()
         self._changes = asyncio.Lock()
         self._rpc = RpcServer(
             to_one(self), EngineCalls, abandoned=(EngineCalls.sample, EngineCalls.partial)
@@ -165,7 +165,7 @@ class EngineActor:
                 ) from None
             raise
 
-    def _fence(self, epoch: int, work: Awaitable | None = None) -> None:
+    def _fence(self, epoch: int, work: Awaitable[Any] | None = None) -> None:
         if epoch < self._epoch:
             if asyncio.iscoroutine(work):
                 work.close()

@@ -3,14 +3,32 @@
 import json
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol, cast
 
 from safetensors import SafetensorError, safe_open
 
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.weights import ADAPTER_FILE, WeightManifest
 
+
+class TensorSlice(Protocol):
+    """One tensor of a safetensors file, before it is read."""
+
+    def get_shape(self) -> list[int]: ...
+
+
+class TensorFile(Protocol):
+    """An open safetensors file, with the types that the library's annotations leave out."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_slice(self, name: str) -> TensorSlice: ...
+
+
+open_tensors = cast(Callable[[Path, str], AbstractContextManager[TensorFile]], safe_open)
 log = logging.getLogger(__name__)
 
 
@@ -19,7 +37,7 @@ def check_adapter(manifest: WeightManifest, base_shapes: Mapping[str, tuple[int,
     file = Path(manifest.path) / ADAPTER_FILE
     try:
         json.loads((Path(manifest.path) / "adapter_config.json").read_text())
-        with safe_open(file, "np") as tensors:
+        with open_tensors(file, "np") as tensors:
             shapes = {
                 name: tuple(tensors.get_slice(name).get_shape())
                 for name in tensors.keys()  # noqa: SIM118  not a mapping

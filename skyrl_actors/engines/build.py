@@ -105,7 +105,7 @@ def _spec_of(
 
 def external_members(config: ClusterConfig, report: Callable[[str], None]) -> list[ExternalEngine]:
     """Build the engines by URL. Raise ConfigError if the variable of an API key is not set."""
-    found = []
+    found: list[ExternalEngine] = []
     for number, asked in enumerate(config.engine.external):
         key = os.environ.get(asked.api_key_env) if asked.api_key_env else None
         if asked.api_key_env and key is None:

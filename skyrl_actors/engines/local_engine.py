@@ -56,7 +56,7 @@ class EngineSite:
     detached: bool
     over_nodes: bool = False
 
-    def make(self) -> ActorHandle:
+    def make(self) -> ActorHandle[Any]:
         from skyrl_actors.engines.actor import EngineActor
 
         options: dict[str, Any] = {"lifetime": "detached"} if self.detached else {}
@@ -99,7 +99,7 @@ class LocalEngine(EngineReplica):
         self._log_file = ""
         self._watching: asyncio.Task[None] | None = None
         self._rpc: RpcClient | None = None
-        self._killed: ActorHandle | None = None  # the last actor killed after a failed move
+        self._killed: ActorHandle[Any] | None = None  # the last actor killed after a failed move
         self.lock = self._new_lock(BASE_VERSION)
 
     def _new_lock(self, version: str) -> StateLock[str]:
@@ -149,7 +149,7 @@ class LocalEngine(EngineReplica):
         self._step("started")
         self._step("ready")
 
-    async def _adopt(self, actor: ActorHandle) -> EngineReport | None:
+    async def _adopt(self, actor: ActorHandle[Any]) -> EngineReport | None:
         try:
             report = await self._ask([actor.adopt.remote(self.epoch)], "take over")
         except InternalError as error:
@@ -179,14 +179,14 @@ class LocalEngine(EngineReplica):
         assert self.actor is not None
         self._watching = asyncio.create_task(self._await_death(self.actor))
 
-    async def _await_death(self, actor: ActorHandle) -> None:
+    async def _await_death(self, actor: ActorHandle[Any]) -> None:
         try:
             await remote.settled(actor.watch.remote())
         except InternalError as error:
             self.lost(actor, str(error))
 
     async def _ask(
-        self, refs: list[ray.ObjectRef], what: str, timeout_s: float | None = None
+        self, refs: list[ray.ObjectRef[Any]], what: str, timeout_s: float | None = None
     ) -> Any:
         return (
             await remote.gather(refs, [self.name], what, timeout_s or self.restart.call_timeout_s)
@@ -209,7 +209,7 @@ class LocalEngine(EngineReplica):
             try:
                 return await self._ask([ref], name)
             except asyncio.CancelledError:
-                ray.cancel(ref)
+                remote.typed_ray.cancel(ref)
                 raise
         except StateLost as error:
             self.lost(actor, str(error))
@@ -238,7 +238,7 @@ class LocalEngine(EngineReplica):
             if not call.cancel() and not call.cancelled():
                 call.exception()  # retrieve the error: the caller was cancelled as the call ended
 
-    def _rpc_to(self, actor: ActorHandle) -> RpcClient:
+    def _rpc_to(self, actor: ActorHandle[Any]) -> RpcClient:
         async def find() -> Address:
             return await self._ask(
                 [actor.get_rpc_address.remote(self.epoch, remote.node_address())], "line"
@@ -250,7 +250,7 @@ class LocalEngine(EngineReplica):
         assert self.actor is not None
         return await self._ask([self.actor.status.remote()], "status", STATUS_TIMEOUT_S)
 
-    def lost(self, actor: ActorHandle, reason: str) -> None:
+    def lost(self, actor: ActorHandle[Any], reason: str) -> None:
         if actor is self.actor:
             if self._rpc is not None:
                 self._rpc.hang_up()
@@ -262,7 +262,7 @@ class LocalEngine(EngineReplica):
             self._killed = self.actor
             if self._rpc is not None:
                 self._rpc.hang_up()
-            ray.kill(self.actor)
+            remote.typed_ray.kill(self.actor)
         super().restart_now(reason)
 
     async def log_tail(self) -> str:
@@ -289,8 +289,7 @@ class LocalEngine(EngineReplica):
         self._report(f"{self.name} runs again ({time.perf_counter() - started:.1f} s)")
 
     async def _join(self) -> None:
-        if self.health == "DEAD":  # it died while it queued for its phase
-            raise StateLost(f"{self.name} died before it could join: {self.reason}")
+        self._check_alive("before it could join")  # it can die while it queues for its phase
         self._step("started")
         if self.wanted != self.lock.state:
             try:
@@ -298,9 +297,12 @@ class LocalEngine(EngineReplica):
                     pass
             except WeightsGone as error:  # only the version is gone; the next request rebuilds it
                 self._report(f"{self.name} runs without weights: {error}")
-        if self.health == "DEAD":
-            raise StateLost(f"{self.name} died while it joined: {self.reason}")
+        self._check_alive("while it joined")
         self._step("ready")
+
+    def _check_alive(self, when: str) -> None:
+        if self.health == "DEAD":
+            raise StateLost(f"{self.name} died {when}: {self.reason}")
 
     async def detach(self) -> None:
         await super().detach()

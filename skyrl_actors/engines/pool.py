@@ -47,7 +47,7 @@ from skyrl_actors.transfer.folders import full_manifests
 from skyrl_actors.transfer.transport import EnginePlace
 
 Deliver = Callable[
-    [WeightManifest, ActorHandle | None, EnginePlace], Awaitable[WeightStream | None]
+    [WeightManifest, ActorHandle[Any] | None, EnginePlace], Awaitable[WeightStream | None]
 ]
 T = TypeVar("T")
 NO_SCORES = (
@@ -83,7 +83,7 @@ class EnginePool:
         self.memory = EngineMemory(self.living_own, config.sleep_level)
 
     @property
-    def actors(self) -> list[ActorHandle]:
+    def actors(self) -> list[ActorHandle[Any]]:
         return [engine.actor for engine in self._living() if engine.actor is not None]
 
     @property

@@ -26,7 +26,7 @@ class EngineReplica(Supervisor):
     """
 
     lock: StateLock[str]  # by the version of its full weights
-    actor: ActorHandle | None = None  # None for an engine by URL
+    actor: ActorHandle[Any] | None = None  # None for an engine by URL
     place = EnginePlace(1)
     managed = True  # this service starts it, moves its memory and sends it full weights
 

@@ -24,9 +24,13 @@ class Version:
     parts: tuple[WeightManifest, ...] = ()
     uses: int = 0  # running samples
     loaded: bool = False  # an engine holds or held its full weights
-    deliveries: dict[Incarnation, asyncio.Task[WeightStream | None]] = field(default_factory=dict)
+    deliveries: dict[Incarnation, asyncio.Task[WeightStream | None]] = field(
+        default_factory=dict[Incarnation, asyncio.Task[WeightStream | None]]
+    )
     # A finished check means that the engine's logprobs agree with the trainer's.
-    checks: dict[Incarnation, asyncio.Task[None]] = field(default_factory=dict)
+    checks: dict[Incarnation, asyncio.Task[None]] = field(
+        default_factory=dict[Incarnation, asyncio.Task[None]]
+    )
 
 
 class VersionTable:

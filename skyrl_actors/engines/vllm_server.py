@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 
 from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest, StateLost
+from skyrl_actors.messages.narrowing import is_object
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 
@@ -100,7 +101,7 @@ class VllmServer:
             raise ConfigError(
                 f"engine.external {self.url} needs an API key: name its variable in api_key_env"
             )
-        if answer.status_code != 200 or not isinstance(found, dict):
+        if answer.status_code != 200 or not is_object(found):
             raise ConfigError(
                 f"engine.external {self.url} is not a vLLM server: GET {path} answered "
                 f"{answer.status_code} {str(found)[:200]}"
@@ -220,11 +221,11 @@ class VllmServer:
 
 def _reason(answer: httpx.Response) -> str:
     try:
-        found = answer.json()
+        found: Any = answer.json()
     except ValueError:
         return answer.text[:500]
-    error = found.get("error", found) if isinstance(found, dict) else found
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    error = found.get("error", found) if is_object(found) else found
+    return str(error.get("message", error) if is_object(error) else error)[:500]
 
 
 def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams)
 def extend(whole: dict[str, Any], choice: dict[str, Any]) -> None:
     """Append one event of a stream to the whole."""
     whole["token_ids"] += choice.get("token_ids") or ()
-    of_tokens = choice.get("logprobs") or {}
+    of_tokens = choice.get("logprobs") or dict[str, Any]()
     for kind in ("token_logprobs", "top_logprobs"):
         whole["logprobs"][kind] += of_tokens.get(kind) or ()
     whole["finish_reason"] = choice.get("finish_reason") or whole["finish_reason"]
@@ -274,7 +275,7 @@ def extend(whole: dict[str, Any], choice: dict[str, Any]) -> None:
 
 def sample_output(body: dict[str, Any], version: str, params: SamplingParams) -> SampleOutput:
     """Decode an answer. Raise InternalError if requested fields are missing."""
-    sequences = []
+    sequences: list[Sequence] = []
     for choice in body["choices"]:
         reason, tokens, of_tokens = (
             choice["finish_reason"],
@@ -311,7 +312,8 @@ def sample_output(body: dict[str, Any], version: str, params: SamplingParams) ->
 
 
 def _cached(body: dict[str, Any]) -> int:
-    details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
+    usage = body.get("usage") or dict[str, Any]()
+    details = usage.get("prompt_tokens_details") or dict[str, Any]()
     return details.get("cached_tokens") or 0
 
 
@@ -325,15 +327,17 @@ def _of_prompt(body: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
     if rows is None or prompt is None:
         raise InternalError("the server's answer lacks the prompt's logprobs")
     kept = len(prompt) if params.prompt_logprobs_last_n is None else params.prompt_logprobs_last_n
-    shown = [
-        {int(t): e["logprob"] for t, e in (row or {}).items()} if i >= len(rows) - kept else {}
-        for i, row in enumerate(rows)
-    ]
+    first = len(rows) - kept
+    shown = [_own_logprobs(row) if i >= first else {} for i, row in enumerate(rows)]
     own = [row.get(token, np.nan) for token, row in zip(prompt, shown, strict=True)]
     fields: dict[str, Any] = {"prompt_logprobs": np.asarray(own, np.float32)}
     if k := params.topk_prompt_logprobs:
         fields["topk_prompt_ids"], fields["topk_prompt_logprobs"] = _best(shown, k)
     return fields
+
+
+def _own_logprobs(row: dict[str, dict[str, float]] | None) -> dict[int, float]:
+    return {int(token): entry["logprob"] for token, entry in (row or {}).items()}
 
 
 def _by_id(row: dict[str, float] | None) -> dict[int, float]:

@@ -44,7 +44,7 @@ class ActorGroup:
         self,
         role: Role,
         config: GroupConfig,
-        actors: list[ActorHandle],
+        actors: list[ActorHandle[Any]],
         epoch: int,
         restart: RestartConfig,
     ):
@@ -284,7 +284,7 @@ class ActorGroup:
             [(await self._call(TrainWorker.exists, [(path,)], actors=first))[0] for path in paths]
         )
 
-    def read_files_ref(self, path: str) -> ray.ObjectRef:
+    def read_files_ref(self, path: str) -> ray.ObjectRef[Any]:
         """Return a reference to files that rank 0 exported, which another actor can fetch."""
         return self.actors[0].call.remote(self.epoch, TrainWorker.read_files.__name__, path)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError, StateLost, UserError
 from skyrl_actors.messages.precondition import OpPrecondition
-from skyrl_actors.workers.interface import TORN, PartCall, Refused
+from skyrl_actors.workers.interface import TORN, PartCall, Refused, RowOutput
 
 REBUILDS = ("create_model", "restore_state")
 FORWARD_BACKWARD = "forward_backward"
@@ -117,10 +117,10 @@ class ExactlyOnce:
         for i in todo:
             if preconditions[i].number is not None:
                 self._applied.pop(calls[i].model_id)  # torn until it succeeds
-        results = (
+        results: Sequence[RowOutput | Refused] = (
             self.worker.forward_backward(tuple(calls[i] for i in todo), forward_only)
             if todo
-            else []
+            else list[RowOutput | Refused]()
         )
         for i, result in zip(todo, results, strict=True):
             model_id, number = calls[i].model_id, preconditions[i].number

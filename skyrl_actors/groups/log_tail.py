@@ -19,7 +19,7 @@ async def log_tail(group: ActorGroup) -> str:
 
 
 def _tails(files: dict[str, str]) -> str:
-    parts = []
+    parts: list[str] = []
     for name, file in files.items():
         try:
             lines = Path(file).read_text(errors="replace").splitlines()[-TAIL_LINES:]
@@ -34,7 +34,7 @@ async def stacks_of(group: ActorGroup) -> str:
 
     A rank reports its own stacks. If it does not answer, py-spy reads them from outside.
     """
-    parts = []
+    parts: list[str] = []
     for name, actor, pid in zip(group.names, group.actors, group.pids, strict=False):
         try:
             (text,) = await remote.gather(

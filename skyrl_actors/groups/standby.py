@@ -57,7 +57,7 @@ class Standby:
     ):
         self.bundle = bundle
         # Standby processes of an earlier controller that are ranks now.
-        self.strays: list[tuple[ActorHandle, RankStatus]] = []
+        self.strays: list[tuple[ActorHandle[Any], RankStatus]] = []
         self._prefix = f"{service}:standby:"
         self._count = count
         self._base_folder = base_folder
@@ -71,8 +71,8 @@ class Standby:
         self._wait_until_settled = wait_until_settled
         # A standby process that became a rank can be busy.
         self._busy_timeout_s = busy_timeout_s
-        self._idle: list[ActorHandle] = []
-        self._warming: ActorHandle | None = None
+        self._idle: list[ActorHandle[Any]] = []
+        self._warming: ActorHandle[Any] | None = None
         self._refilling: asyncio.Task[None] | None = None
         self._watching: set[asyncio.Task[None]] = set()
 
@@ -90,7 +90,7 @@ class Standby:
                     [actor.adopt.remote(self._epoch)], [name], "take over", self._busy_timeout_s
                 )
             except InternalError:
-                ray.kill(actor)
+                remote.typed_ray.kill(actor)
                 continue
             if status.spec is None:
                 self._idle.append(actor)
@@ -98,7 +98,7 @@ class Standby:
             else:
                 self.strays.append((actor, status))
 
-    def take(self, bundle: int) -> ActorHandle | None:
+    def take(self, bundle: int) -> ActorHandle[Any] | None:
         """Return a process on the node of that slot, or None.
 
         The process is idle or still warming up. In the second case it runs its calls once it is
@@ -145,7 +145,7 @@ class Standby:
             except InternalError as error:
                 self._report(f"a standby process did not start: {error}")
                 self._warming = None
-                ray.kill(actor)
+                remote.typed_ray.kill(actor)
                 failures += 1
                 continue
             if self._warming is None:
@@ -156,7 +156,7 @@ class Standby:
                 asyncio.create_task(self._watch(actor))
             }
 
-    async def _watch(self, actor: ActorHandle) -> None:
+    async def _watch(self, actor: ActorHandle[Any]) -> None:
         """Remove an idle process when it dies, so that it is not taken."""
         try:
             await remote.settled(actor.watch.remote())

@@ -7,9 +7,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import ray
 from ray.actor import ActorHandle
 
 from skyrl_actors import remote
@@ -81,7 +80,7 @@ class GroupSupervisor(Supervisor):
         self._step("started")
         self._step("ready")
 
-    async def _watch(self, group: ActorGroup, name: str, actor: ActorHandle) -> None:
+    async def _watch(self, group: ActorGroup, name: str, actor: ActorHandle[Any]) -> None:
         try:
             await remote.settled(actor.watch.remote())
         except InternalError as error:
@@ -101,7 +100,7 @@ class GroupSupervisor(Supervisor):
         if self.group is None or self.health != "HEALTHY":
             return
         for actor in self.group.actors:
-            ray.kill(actor)
+            remote.typed_ray.kill(actor)
         super().restart_now(reason)
 
     def lost(self, group: ActorGroup, reason: str) -> None:

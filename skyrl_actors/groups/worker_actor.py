@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
-import ray
 
+from skyrl_actors import remote
 from skyrl_actors.groups.exactly_once import ExactlyOnce
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import LossCall
@@ -66,18 +66,18 @@ class TrainWorkerActor:
         )
 
     def node_address(self) -> str:
-        return ray.util.get_node_ip_address()
+        return remote.node_address()
 
-    @ray.method(concurrency_group="watch")
+    @remote.typed_ray.method(concurrency_group="watch")
     def watch(self) -> None:
         """Block forever, so that the caller detects the death of this process immediately."""
         threading.Event().wait()
 
-    @ray.method(concurrency_group="status")
+    @remote.typed_ray.method(concurrency_group="status")
     def rss_bytes(self) -> int:
         return resident_bytes(psutil.Process())
 
-    @ray.method(concurrency_group="status")
+    @remote.typed_ray.method(concurrency_group="status")
     def stacks(self) -> str:
         """Return the stacks of all threads, also while the thread of the verbs hangs."""
         with tempfile.TemporaryFile("w+") as stream:
@@ -85,7 +85,7 @@ class TrainWorkerActor:
             stream.seek(0)
             return stream.read()
 
-    @ray.method(concurrency_group="files")
+    @remote.typed_ray.method(concurrency_group="files")
     def write_state(self, epoch: int, handle: int, folder: str) -> None:
         self._once.fence(epoch)
         self.worker.write_state(handle, folder)

@@ -143,7 +143,7 @@ def _broadcast(per_answer: Floats, batch: Scored) -> list[Floats]:
 
 def _gae(config: Gae, batch: Scored) -> Estimates:
     assert batch.values is not None, "GAE needs the values of a critic"
-    advantages, returns = [], []
+    advantages, returns = list[Floats](), list[Floats]()
     for rewards, values, mask in zip(batch.rewards, batch.values, batch.sampled, strict=True):
         own_advantages, own_returns = gae(
             rewards[mask], values[mask], config.gamma, config.gae_lambda

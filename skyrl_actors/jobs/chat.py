@@ -4,7 +4,7 @@ Sampled tokens are never decoded and tokenized again.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ class Chat:
         # This import takes seconds. Only the command `train` needs it.
         from transformers import AutoTokenizer
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(folder)
         self.folder = folder
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:

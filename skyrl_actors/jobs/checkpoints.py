@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from skyrl_actors.config.job import RunConfig
-from skyrl_actors.jobs.run_folder import RunFolder, State
+from skyrl_actors.jobs.run_folder import RunFolder, SavedModels, State
 from skyrl_actors.jobs.session import ServiceSession
 from skyrl_actors.messages.errors import InternalError, SkyrlActorsError
 from skyrl_actors.messages.paths import parse_path
@@ -48,7 +48,7 @@ class Checkpoints:
         try:
             for part, model_id in models.items():
                 paths[part] = (await session.save(model_id, f"step-{step}")).path
-            kept = [*self.state.checkpoints, {"step": step, "models": paths}]
+            kept = [*self.state.checkpoints, SavedModels(step=step, models=paths)]
             older, newest = (
                 kept[: -self._config.keep_checkpoints],
                 kept[-self._config.keep_checkpoints :],

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from skyrl_actors.config.environments import CustomEnv, GymEnv, RewardEnv
 from skyrl_actors.jobs.datasets import DatasetPart, Row, in_row, read, split_off
 from skyrl_actors.jobs.environment import Environment, Message, Step, TaskSet, in_thread
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.narrowing import is_array, is_mapping
 
 RewardFunction = Callable[[str, str, Row], Any]
 
@@ -59,7 +60,7 @@ def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
     """
     if isinstance(prompt, str):
         return ({"role": "user", "content": prompt},)
-    if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+    if is_array(prompt) and prompt and all(_is_message(m) for m in prompt):
         return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
     raise ConfigError(
         f"{where}: the prompt is {str(prompt)[:80]!r}; "
@@ -78,7 +79,7 @@ def answer_of(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     if (
-        isinstance(value, list)
+        is_array(value)
         and value
         and all(_is_message(m) for m in value)
         and value[-1]["role"] == "assistant"
@@ -92,7 +93,7 @@ def answer_of(value: Any, where: str) -> str:
 
 def _is_message(found: Any) -> bool:
     return (
-        isinstance(found, Mapping)
+        is_mapping(found)
         and isinstance(found.get("role"), str)
         and isinstance(found.get("content"), str)
     )
@@ -216,7 +217,7 @@ def gym_tasks(config: GymEnv, seed: int) -> DatasetTasks:
     def task(row: Row) -> DatasetTask:
         messages = messages_of(row[config.prompt_column], f"column {config.prompt_column}")
         spec = row.get("reward_spec")
-        answer = str(spec.get("ground_truth", "")) if isinstance(spec, Mapping) else ""
+        answer = str(spec.get("ground_truth", "")) if is_mapping(spec) else ""
         return DatasetTask(
             question=messages[-1]["content"],
             answer=answer,

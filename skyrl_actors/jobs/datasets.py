@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from skyrl_actors.config.environments import DatasetConfig
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.narrowing import is_object
 from skyrl_actors.storage import mirror
 
 Row = Mapping[str, Any]
@@ -101,7 +102,7 @@ def _jsonl(path: str) -> list[Row]:
                 continue
             where = f"dataset {path}, line {number}"
             try:
-                row = json.loads(line.decode())
+                row: Any = json.loads(line.decode())
             except UnicodeDecodeError as error:
                 raise ConfigError(
                     f"{where}: not UTF-8 at byte {error.start} of the line; "
@@ -111,7 +112,7 @@ def _jsonl(path: str) -> list[Row]:
                 raise ConfigError(
                     f"{where}: not JSON: {error.msg} at column {error.colno}"
                 ) from None
-            if not isinstance(row, dict):
+            if not is_object(row):
                 raise ConfigError(
                     f"{where}: a {type(row).__name__}; every line must be one JSON object"
                 )
@@ -130,7 +131,7 @@ def _parquet(path: str) -> list[Row]:
     from pyarrow import ArrowException, BufferReader, parquet
 
     try:
-        return parquet.read_table(BufferReader(_content(path))).to_pylist()
+        return list(parquet.read_table(BufferReader(_content(path))).to_pylist())
     except (ArrowException, OSError) as error:
         raise ConfigError(f"dataset {path} cannot be read as Parquet: {error}") from None
 
@@ -143,10 +144,8 @@ def _hugging_face(config: DatasetConfig) -> list[Row]:
     folder = Path(config.path).expanduser()
     try:
         if (folder / "dataset_info.json").exists() or (folder / "dataset_dict.json").exists():
-            loaded: Any = datasets.load_from_disk(str(folder))
-            found: Any = (
-                loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
-            )
+            loaded = datasets.load_from_disk(str(folder))
+            found = loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             found = datasets.load_dataset(config.path, split=config.split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:

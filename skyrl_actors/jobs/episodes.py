@@ -7,27 +7,25 @@ dropped.
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.config.algorithms import Overlong
 from skyrl_actors.config.environments import EnvLimits
+from skyrl_actors.jobs.answers import Answer, AnswerSampler, Newest, together
 from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.environment import Environment, Message, Step, Task
 from skyrl_actors.jobs.reduction import overlong_penalty
-from skyrl_actors.jobs.rollout import Piece, Rollout, Weights
+from skyrl_actors.jobs.rollout import Piece, Rollout
 from skyrl_actors.messages.errors import InternalError
-from skyrl_actors.messages.requests import Sample, SamplingParams
-from skyrl_actors.messages.results import SampleOutput
-from skyrl_actors.messages.results import Sequence as Sampled
+from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.seeds import derived_seed
 
 T = TypeVar("T")
-Newest = Callable[[], Weights]
 
 
 class EpisodeFailed(Exception):
@@ -74,24 +72,6 @@ class Rollouts:
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
-    """The sampled tokens of one turn. An answer can consist of several slices."""
-
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    tempered: list[float] = field(default_factory=list[float])
-    pieces: list[Piece] = field(default_factory=list[Piece])
-    stop_reason: str = ""
-
-    def add(self, sequence: Sampled, version: str, weights: Weights) -> None:
-        self.tokens += sequence.tokens.tolist()
-        self.logprobs += sequence.logprobs.tolist()
-        self.tempered += sequence.shown_logprobs.tolist()
-        self.stop_reason = sequence.stop_reason
-        self.pieces.append(Piece(version, weights.iteration, len(sequence.tokens)))
-
-
-@dataclass(slots=True, kw_only=True)
 class _Transcript:
     """An unfinished episode: all tokens and texts after its first prompt."""
 
@@ -127,11 +107,7 @@ class _Transcript:
 
 
 class EpisodeRunner:
-    """Runs episodes against the sampler.
-
-    With `slice_tokens`, an answer is sampled in slices of so many tokens. Each slice uses the
-    newest weights.
-    """
+    """Runs episodes against the sampler. `slice_tokens`: see AnswerSampler."""
 
     def __init__(
         self,
@@ -142,12 +118,11 @@ class EpisodeRunner:
         context_tokens: int,
         slice_tokens: int | None = None,
     ):
-        self._client = client
+        self._answers = AnswerSampler(client, slice_tokens)
         self._chat = chat
         self._limits = limits
         self._overlong = overlong
         self._context_tokens = context_tokens
-        self._slice_tokens = slice_tokens
         self._slots = asyncio.Semaphore(limits.concurrency)
 
     async def play(
@@ -164,7 +139,7 @@ class EpisodeRunner:
             own = replace(params, seed=derived_seed(seed, index, draws=params.num_samples))
             return await self._group(weights, index, task, own, drawn)
 
-        groups = await _all([group(i, task) for i, task in enumerate(tasks)])
+        groups = await together([group(i, task) for i, task in enumerate(tasks)])
         drawn.rollouts = [rollout for rollouts in groups for rollout in rollouts]
         return drawn
 
@@ -181,8 +156,8 @@ class EpisodeRunner:
         try:
             if not ready or self._too_long(max(prompts, key=len), task, params, drawn):
                 return []
-            first = await self._first_answers(weights, prompts, params)
-            played = await _all(
+            first = await self._answers.first(weights, prompts, params)
+            played = await together(
                 [
                     self._episode(
                         weights, task, index, environment, prompt, answer, draw, params, drawn
@@ -222,70 +197,6 @@ class EpisodeRunner:
         drawn.episodes -= params.num_samples
         return True
 
-    async def _first_answers(
-        self, weights: Newest, prompts: list[tuple[int, ...]], params: SamplingParams
-    ) -> list[Answer]:
-        if len(set(prompts)) > 1:
-            return await _all(
-                [self._sample(weights, prompt, params, i) for i, prompt in enumerate(prompts)]
-            )
-        # With one request, the engine computes the common prompt once.
-        asked = replace(
-            params, num_samples=len(prompts), max_tokens=self._slice_of(params.max_tokens)
-        )
-        answers = [Answer() for _ in prompts]
-        await self._slice(weights, prompts[0], asked, answers)
-        seeds = [
-            replace(params, num_samples=1, seed=(params.seed or 0) + draw)
-            for draw in range(len(prompts))
-        ]
-        await _all(
-            [
-                self._finish(weights, prompts[0], own, each)
-                for own, each in zip(seeds, answers, strict=True)
-            ]
-        )
-        return answers
-
-    async def _sample(
-        self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, draw: int
-    ) -> Answer:
-        own, answer = replace(params, num_samples=1, seed=(params.seed or 0) + draw), Answer()
-        await self._slice(
-            weights, prompt, replace(own, max_tokens=self._slice_of(own.max_tokens)), [answer]
-        )
-        await self._finish(weights, prompt, own, answer)
-        return answer
-
-    async def _finish(
-        self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, answer: Answer
-    ) -> None:
-        while answer.stop_reason == "length" and (have := len(answer.tokens)) < params.max_tokens:
-            # Each slice has its own seed: the same seed would repeat the same random numbers.
-            asked = replace(
-                params,
-                max_tokens=self._slice_of(params.max_tokens - have),
-                seed=derived_seed(params.seed or 0, have),
-            )
-            await self._slice(weights, (*prompt, *answer.tokens), asked, [answer])
-
-    def _slice_of(self, left: int) -> int:
-        return min(left, self._slice_tokens or left)
-
-    async def _slice(
-        self,
-        weights: Newest,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        answers: list[Answer],
-    ) -> None:
-        asked = weights()
-        output = await self._client.run(
-            Sample(sampler_id=asked.sampler_id, prompt=prompt, params=params), SampleOutput
-        )
-        for answer, sequence in zip(answers, output.sequences, strict=True):
-            answer.add(sequence, output.version, asked)
-
     async def _episode(
         self,
         weights: Newest,
@@ -324,7 +235,7 @@ class EpisodeRunner:
             transcript.add_context(context, step.messages)
             # Each turn has its own seed: the same seed would repeat the same random numbers.
             later = replace(params, seed=derived_seed(params.seed or 0, turn, draw))
-            answer = await self._sample(weights, (*prompt, *transcript.tokens), later, 0)
+            answer = await self._answers.one(weights, (*prompt, *transcript.tokens), later, 0)
         return Rollout(
             task=task,
             group=group,
@@ -355,8 +266,11 @@ class EpisodeRunner:
         if cut and self._overlong.cut_answers == "zero":
             return Step(0.0)
         step = await self._guarded("step", environment.step(text))
-        if not isinstance(step.reward, int | float | np.number) or not math.isfinite(step.reward):
-            raise EpisodeFailed(f"the reward was {step.reward}")
+        reward = cast(object, step.reward)  # from code of the user
+        if not isinstance(reward, int | float | np.number) or not math.isfinite(
+            cast(float, reward)
+        ):
+            raise EpisodeFailed(f"the reward was {reward}")
         return step
 
     def _context_after(self, step: Step, answer: Answer) -> tuple[int, ...]:
@@ -408,14 +322,3 @@ def _call(what: str, make: Callable[[], T]) -> T:
         return make()
     except Exception as error:
         raise EpisodeFailed(f"{what} raised {type(error).__name__}: {str(error)[:200]}") from error
-
-
-async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines at the same time and return their results. If one fails, cancel the others."""
-    tasks = [asyncio.create_task(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

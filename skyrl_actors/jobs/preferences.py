@@ -106,7 +106,7 @@ class RewardModelJob(SupervisedJob[RewardModelConfig, Pair]):
         metrics, slopes, values = await self._loss(texts)
         signed = np.concatenate([slopes, -slopes])
         last = [np.arange(len(v)) == len(v) - 1 for v in values]
-        fields = {
+        fields: dict[str, Sequence[Floats]] = {
             "values": values,
             "returns": [
                 v - slope * end for v, slope, end in zip(values, signed, last, strict=True)

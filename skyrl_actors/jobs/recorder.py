@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, cast
 
 import psutil
 
@@ -20,6 +20,14 @@ from skyrl_actors.observe.runs import METRICS, SAMPLES, SUMMARY, rows_in
 
 SAMPLES_KEPT = 20  # of each evaluation
 SAMPLE_KEYS = ("question", "expected", "answer", "reward", "versions")
+
+
+class EventWriter(Protocol):
+    """TensorBoard's writer, with the types that its own annotations leave out."""
+
+    def add_scalar(self, _name: str, _value: float, _step: int, /) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Recorder:
@@ -37,7 +45,8 @@ class Recorder:
         file = self.path / METRICS
         self.history: list[dict[str, float]] = rows_in(file)
         purge = folder.state.step + 1 if folder.state else None
-        self._events = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)
+        writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=purge)
+        self._events = cast(EventWriter, writer)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step.

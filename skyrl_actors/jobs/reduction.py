@@ -46,7 +46,7 @@ def correction_weights(
     [low, high] (IcePop; Ling Team, 2025). For a sequence, r is exp(mean of the differences), as
     in GSPO.
     """
-    found = []
+    found: list[Floats] = []
     for ours, theirs, mask in zip(trainer, engine, sampled, strict=True):
         if config.type == "none":
             found.append(np.ones(len(ours)))

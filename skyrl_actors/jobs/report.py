@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment
 
@@ -130,7 +130,7 @@ def curves(title: str, history: Sequence[Row]) -> bytes:
 
     present = [key for key in CURVES if any(key in row for row in history)]
     lines = max(1, -(-len(present) // COLUMNS))
-    figure = Figure(figsize=(13, 3 * lines), layout="constrained")
+    figure = cast(Any, Figure(figsize=(13, 3 * lines), layout="constrained"))
     figure.suptitle(title)
     for axes, key in zip(
         figure.subplots(lines, COLUMNS, squeeze=False).flat,
@@ -212,7 +212,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _ends(history: Sequence[Row]) -> list[dict[str, Any]]:
-    found = []
+    found: list[dict[str, Any]] = []
     for metric in REGISTRY.values():
         if ends := ends_of(metric.name, history):
             found.append(

@@ -13,7 +13,7 @@ The config selects the algorithm of each step (config/algorithms.py).
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.api.client import ControllerClient
-from skyrl_actors.config.algorithms import MovingReference
 from skyrl_actors.config.job import RlConfig
 from skyrl_actors.config.schedules import Asynchronous
 from skyrl_actors.jobs import advantages as adv
@@ -30,6 +29,7 @@ from skyrl_actors.jobs.chat import Chat
 from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.environment import TaskSet
 from skyrl_actors.jobs.episodes import EpisodeRunner
+from skyrl_actors.jobs.rl_models import RlModels
 from skyrl_actors.jobs.rollout import Rollout, Weights, answers_only, rows_of
 from skyrl_actors.jobs.rollout_source import RolloutSource, params_of
 from skyrl_actors.jobs.schedules import Schedule, schedule_of
@@ -38,7 +38,7 @@ from skyrl_actors.jobs.update import Batch, Updates, adam_of, metrics_of, off_po
 from skyrl_actors.jobs.watcher import RunOutcome, Watcher
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import InternalError
-from skyrl_actors.messages.model import LoraSpec, LossCall, Role
+from skyrl_actors.messages.model import LossCall, Role
 
 METRIC = "eval/accuracy"
 MISMATCH_WARN = 0.05  # nats a token between engine and trainer
@@ -71,8 +71,8 @@ class RlJob:
         self._rollout_source: RolloutSource
         self._schedule: Schedule
         self._session: ServiceSession
+        self._models: RlModels
         self._evaluator: EpisodeRunner
-        self._policy = self._critic = self._reference = ""
 
     async def run(self) -> RunOutcome:
         """Create the models, train for all iterations, and save the final weights."""
@@ -87,55 +87,15 @@ class RlJob:
         self._evaluator = EpisodeRunner(self.client, self.chat, config.env, unshaped, context)
         async with opened(self.client, config.type) as session:
             self._session = session
-            await self._create_models()
+            self._models = RlModels(config, session, self.lora_alpha)
+            await self._models.create(
+                self.checkpoints.state.models if self.checkpoints.resumed else None
+            )
             return await self._train()
-
-    async def _create_models(self) -> None:
-        config, session, saved = self.config, self._session, self.checkpoints.state.models
-        if self.checkpoints.resumed:
-            self._policy = await session.create_from(saved["policy"], with_optimizer=True)
-            self._critic = (
-                await session.create_from(saved["critic"], with_optimizer=True)
-                if "critic" in saved
-                else ""
-            )
-            if "reference" in saved:
-                self._reference = await session.create_from(saved["reference"])
-                return
-        else:
-            await self._create_trained()
-        if not config.needs_reference:
-            return
-        if config.reference.type == "base":
-            # An adapter that is never trained is equal to the base model. Such a reference needs
-            # no second copy of the weights.
-            self._reference = await session.create(
-                "policy", LoraSpec(rank=1, train_mlp=False, train_unembed=False)
-            )
-        elif config.reference.type == "checkpoint":
-            self._reference = await session.create_from(config.reference.path)
-        else:
-            lora = (
-                None
-                if config.lora_rank is None
-                else LoraSpec(rank=config.lora_rank, alpha=self.lora_alpha, train_unembed=None)
-            )
-            self._reference = await session.create("policy", lora, config.seed)
-
-    async def _create_trained(self) -> None:
-        config, session = self.config, self._session
-        lora = (
-            None
-            if config.lora_rank is None
-            else LoraSpec(rank=config.lora_rank, alpha=self.lora_alpha, train_unembed=None)
-        )
-        self._policy = await session.create("policy", lora, config.seed)
-        if config.uses_critic:
-            self._critic = await session.create("critic", lora, config.seed + 1)
 
     async def _train(self) -> RunOutcome:
         step, progress = self.checkpoints.state.step, self.checkpoints.state.job
-        self._weights = Weights(await self._session.sampler(self._policy), step)
+        self._weights = Weights(await self._session.sampler(self._models.policy), step)
         if self.checkpoints.resumed:
             before, accuracy, self.kl.value = (
                 progress["before"],
@@ -150,7 +110,7 @@ class RlJob:
             step, accuracy = await self._iterations(step, before, accuracy)
         finally:
             await self._schedule.close()
-        saved = await self._session.save(self._policy, "final")
+        saved = await self._session.save(self._models.policy, "final")
         return RunOutcome(
             metric=METRIC,
             before=before,
@@ -174,7 +134,7 @@ class RlJob:
             if step % config.eval_every == 0 or step == config.iterations:
                 metrics[METRIC] = accuracy = await self.evaluate(step)
                 await self.checkpoints.evaluated(
-                    self._session, step, self._policy, accuracy, higher_is_better=True
+                    self._session, step, self._models.policy, accuracy, higher_is_better=True
                 )
             self.watcher.step(step, metrics)
             progress = {
@@ -183,18 +143,8 @@ class RlJob:
                 "kl_coef": self.kl.value,
                 **self._schedule.state(),
             }
-            await self.checkpoints.after(self._session, step, self._models(), progress)
+            await self.checkpoints.after(self._session, step, self._models.kept(), progress)
         return step, accuracy
-
-    def _models(self) -> dict[str, str]:
-        """Return the ids of the models that a checkpoint contains."""
-        moving = isinstance(self.config.reference, MovingReference)
-        models = {
-            "policy": self._policy,
-            "critic": self._critic,
-            "reference": self._reference if moving else "",
-        }
-        return {part: model_id for part, model_id in models.items() if model_id}
 
     async def evaluate(self, step: int) -> float:
         """Return the mean reward of greedy answers to held-out prompts.
@@ -244,7 +194,7 @@ class RlJob:
                 await self._publish(step)
             rows_tokens = sum(len(r.tokens) for r in rollouts)
             metrics["train_tokens_per_s"] = (
-                len(self._trained_roles(step))
+                len(self._models.trained_roles(step))
                 * self.config.epochs
                 * rows_tokens
                 / self.seconds["update"]
@@ -268,11 +218,11 @@ class RlJob:
                 rollouts, (await self._session.forward(model_id, rows, loss)).fields[field]
             )
 
-        wanted = {"logprobs": read(self._policy, CROSS_ENTROPY, "logprobs")}
-        if self._critic:
-            wanted["values"] = read(self._critic, LossCall("ppo_critic", {}), "values")
-        if self._reference:
-            wanted["reference"] = read(self._reference, CROSS_ENTROPY, "logprobs")
+        wanted = {"logprobs": read(self._models.policy, CROSS_ENTROPY, "logprobs")}
+        if self._models.critic:
+            wanted["values"] = read(self._models.critic, LossCall("ppo_critic", {}), "values")
+        if self._models.reference:
+            wanted["reference"] = read(self._models.reference, CROSS_ENTROPY, "logprobs")
         found = dict(zip(wanted, await asyncio.gather(*wanted.values()), strict=True))
         return Batch(
             rollouts=rollouts,
@@ -344,17 +294,12 @@ class RlJob:
             self.config, batch, kl_coef, self.config.max_tokens * self.config.env.turns
         )
         found = await asyncio.gather(
-            *(self._optimize(updates, role, step) for role in self._trained_roles(step))
+            *(self._optimize(updates, role, step) for role in self._models.trained_roles(step))
         )
         return {name: value for metrics in found for name, value in metrics.items()}
 
-    def _trained_roles(self, step: int) -> list[Role]:
-        if not self._critic:
-            return ["policy"]
-        return ["critic"] if step <= self.config.critic_warmup else ["policy", "critic"]
-
     async def _optimize(self, updates: Updates, role: Role, step: int) -> dict[str, float]:
-        model_id = self._policy if role == "policy" else self._critic
+        model_id = self._models.policy if role == "policy" else self._models.critic
         adam = adam_of(self.config, role, step)
         done: list[tuple[rs.LossOutput, rs.StepDone]] = []
         tokens = 0
@@ -364,22 +309,12 @@ class RlJob:
         return metrics_of(role, done, tokens) if done else {}
 
     async def _publish(self, step: int) -> None:
-        reference = self.config.reference
-        moving = isinstance(reference, MovingReference)
-        if self._reference and moving and step % reference.every == 0:
-            saved = await self._session.save(self._policy, "reference")
-            if reference.type == "periodic":
-                await self._session.load(self._reference, saved.path)
-            else:
-                mean = await self._session.save(self._reference, "reference-mean")
-                await self._session.load(
-                    self._reference, saved.path, mixed_with=mean.path, share=1 - reference.decay
-                )
-        self._weights = Weights(await self._session.sampler(self._policy), step)
+        await self._models.move_reference(step)
+        self._weights = Weights(await self._session.sampler(self._models.policy), step)
         self._schedule.published()
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str) -> Generator[None]:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started

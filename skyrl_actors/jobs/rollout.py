@@ -95,9 +95,11 @@ def rows_of(
 
     Fields are 0 at prompt positions.
     """
-    examples = []
+    examples: list[Example] = []
     for i, rollout in enumerate(rollouts):
-        own: dict[str, NDArray] = {name: rollout.spread(parts[i]) for name, parts in fields.items()}
+        own: dict[str, NDArray[np.generic]] = {
+            name: rollout.spread(parts[i]) for name, parts in fields.items()
+        }
         if with_targets:
             own[TARGETS] = rollout.targets
         examples.append(Example(rollout.tokens, own))
@@ -108,7 +110,7 @@ def answers_only(
     rollouts: Sequence[Rollout], per_token: NDArray[np.float32]
 ) -> list[NDArray[np.float32]]:
     """Cut flat outputs [ΣT] of the rows to the answer [R] of each rollout."""
-    parts, start = [], 0
+    parts, start = list[NDArray[np.float32]](), 0
     for rollout in rollouts:
         length = len(rollout.tokens)
         parts.append(per_token[start + rollout.start : start + length])

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_actors.config.job import RlConfig
+from skyrl_actors.jobs.answers import Newest
 from skyrl_actors.jobs.environment import Task, TaskSet
-from skyrl_actors.jobs.episodes import EpisodeRunner, Newest, Rollouts
+from skyrl_actors.jobs.episodes import EpisodeRunner, Rollouts
 from skyrl_actors.jobs.reduction import varied
 from skyrl_actors.jobs.rollout import Rollout
 from skyrl_actors.messages.requests import SamplingParams

@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from omegaconf import OmegaConf
 
@@ -41,6 +41,13 @@ PACKAGES = (
 )
 
 
+class SavedModels(TypedDict):
+    """The models of one checkpoint."""
+
+    step: int
+    models: dict[str, str]  # tinker path by name of the model
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """The state that a run resumes from."""
@@ -50,8 +57,7 @@ class State:
     job: dict[str, Any]  # progress of the job
     # step, value and path of the best evaluation
     best: dict[str, Any] = field(default_factory=dict[str, Any])
-    # step and models of each checkpoint, oldest first
-    checkpoints: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    checkpoints: list[SavedModels] = field(default_factory=list[SavedModels])  # oldest first
 
 
 class RunFolder:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from skyrl_actors.config.schedules import Asynchronous
-from skyrl_actors.jobs.episodes import Newest, Rollouts
+from skyrl_actors.jobs.answers import Newest
+from skyrl_actors.jobs.episodes import Rollouts
 from skyrl_actors.jobs.rollout import Rollout, Weights
 from skyrl_actors.jobs.rollout_source import RolloutCounts, RolloutSource, TrainingBatch
 from skyrl_actors.jobs.staleness import Window

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -180,7 +180,7 @@ def joined(outputs: list[rs.LossOutput]) -> rs.LossOutput:
 
 
 @asynccontextmanager
-async def opened(client: ControllerClient, job: str) -> AsyncIterator[ServiceSession]:
+async def opened(client: ControllerClient, job: str) -> AsyncGenerator[ServiceSession]:
     """Open a session, send heartbeats, and finish the session at the end.
 
     Raises:

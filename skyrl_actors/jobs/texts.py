@@ -63,8 +63,13 @@ def sft_texts(config: SftConfig, chat: Chat, longest: int) -> Prepared[Text]:
             lambda texts: texts[0],
         )
     prompt, completion = config.prompt_column, config.completion_column
-    make = lambda row: (_answer(chat, row[prompt], row[completion], prompt),)  # noqa: E731
-    return _prepared(config, [prompt, completion], longest, make, lambda texts: texts[0])
+    return _prepared(
+        config,
+        [prompt, completion],
+        longest,
+        lambda row: (_answer(chat, row[prompt], row[completion], prompt),),
+        lambda texts: texts[0],
+    )
 
 
 def preference_texts(config: Preferences, chat: Chat, longest: int) -> Prepared[Pair]:
@@ -93,7 +98,7 @@ def policy_rows(
 
     `weights` holds one array [T-1] for each text.
     """
-    examples = []
+    examples: list[Example] = []
     for i, text in enumerate(texts):
         own: dict[str, NDArray[Any]] = {TARGETS: text.tokens[1:]}
         if weights is not None:

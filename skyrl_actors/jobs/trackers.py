@@ -20,6 +20,7 @@ from tenacity import RetryError, Retrying, sleep_using_event, stop_when_event_se
 
 from skyrl_actors.config.trackers import MlflowTracker, Tracker, WandbTracker
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.narrowing import is_object
 
 log = logging.getLogger(__name__)
 ROWS = 10_000
@@ -234,8 +235,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     for key, value in settings.items():
         name = f"{prefix}{key}"
         found |= (
-            _flat(value, f"{name}.")
-            if isinstance(value, dict)
-            else {name: str(value)[:PARAM_CHARACTERS]}
+            _flat(value, f"{name}.") if is_object(value) else {name: str(value)[:PARAM_CHARACTERS]}
         )
     return found

@@ -86,11 +86,12 @@ class Updates:
         """
         rng = np.random.default_rng([self.config.seed, iteration])
         for _ in range(self.config.epochs):
-            for part in np.array_split(
-                rng.permutation(len(self.batch.rollouts)), self.config.minibatches
-            ):
-                if any(self.learned[i].any() for i in part):
-                    yield part.tolist()
+            order = rng.permutation(len(self.batch.rollouts))
+            parts: list[NDArray[np.int64]] = np.array_split(order, self.config.minibatches)
+            for part in parts:
+                indices: list[int] = part.tolist()
+                if any(self.learned[i].any() for i in indices):
+                    yield indices
 
     def call(self, role: Role, part: list[int]) -> tuple[Columns, LossCall]:
         """Return the rows and the loss of a minibatch."""

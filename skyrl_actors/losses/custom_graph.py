@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.narrowing import is_mapping, is_sequence
 
 MAX_NODES, MAX_BYTES, MAX_DEPTH = 512, 64 * 2**10, 8
 PREFIX = "loss-"
@@ -263,13 +264,13 @@ def _check(name: str, nodes: Sequence[Node], inputs: Sequence[str]) -> None:
 def _check_argument(name: str, value: Any, seen: set[str], depth: int) -> None:
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"custom loss {name!r}: arguments nested deeper than {MAX_DEPTH}")
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         if isinstance(ref := value.get("ref"), str) and ref not in seen:
             raise InvalidRequest(
                 f"custom loss {name!r}: node {ref!r} is used before its definition"
             )
         for item in value.values():
             _check_argument(name, item, seen, depth + 1)
-    elif isinstance(value, list | tuple):
+    elif is_sequence(value):
         for item in value:
             _check_argument(name, item, seen, depth + 1)

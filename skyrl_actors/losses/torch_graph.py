@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from skyrl_actors.losses.custom_graph import FUNCTIONS, Graph
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.narrowing import is_array, is_mapping
 
 MODULES: dict[str, Any] = {
     "torch": torch,
     "torch.nn.functional": F,
-    "torch._C._nn": torch._C._nn,  # pyright: ignore[reportAttributeAccessIssue]
+    "torch._C._nn": cast(Any, torch)._C._nn,
     "operator": operator,
     "math": math,
 }
@@ -69,9 +70,9 @@ def _computed(
 
 
 def _value(arg: Any, values: Mapping[str, Any]) -> Any:
-    if isinstance(arg, list):
+    if is_array(arg):
         return [_value(item, values) for item in arg]
-    if not isinstance(arg, Mapping):
+    if not is_mapping(arg):
         return arg
     ((kind, content),) = arg.items()
     match kind:

@@ -42,7 +42,7 @@ class TorchOps:
     def each_row(
         self, graph: Graph, predicted: Tensor, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, sums, start = [], dict[str, Tensor](), 0
+        losses, sums, start = list[Tensor](), dict[str, Tensor](), 0
         for length in self._lengths:
             rows = slice(start, start + length)
             loss, metrics = torch_graph.run(

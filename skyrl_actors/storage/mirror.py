@@ -2,10 +2,9 @@
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -40,8 +39,7 @@ def read(url: str) -> bytes:
     """Read a file. Raises OSError or ConfigError."""
     reachable(url)
     with _said(url), fsspec.open(url, "rb") as file:
-        content: Any = file
-        return bytes(content.read())
+        return file.read()
 
 
 class Mirror:
@@ -105,7 +103,7 @@ class Mirror:
         fetched = 0
         with _said(self._url) as files:
             base = _path(self._url)
-            there = sorted(str(name) for name in files.find(base)) if files.exists(base) else []
+            there = sorted(files.find(base)) if files.exists(base) else []
             for name in there:
                 own = self._root / PurePosixPath(name).relative_to(base)
                 if own.name == alone and not own.exists():
@@ -118,7 +116,7 @@ class Mirror:
                     fetched += 1
         return fetched
 
-    def _part(self, files: Any, target: str) -> str | None:
+    def _part(self, files: fsspec.AbstractFileSystem, target: str) -> str | None:
         return (
             files.cat_file(f"{target}/{WHOLE}").decode()
             if files.exists(f"{target}/{WHOLE}")
@@ -129,7 +127,7 @@ class Mirror:
         return f"{self._url}/{path.relative_to(self._root).as_posix()}"
 
 
-def _fetch(files: Any, name: str, target: Path) -> None:
+def _fetch(files: fsspec.AbstractFileSystem, name: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.{uuid.uuid4().hex}{PARTIAL}")
     files.get_file(name, str(staging))
@@ -138,7 +136,7 @@ def _fetch(files: Any, name: str, target: Path) -> None:
     fsync(target.parent)
 
 
-def _make_folder(files: Any, target: str) -> None:
+def _make_folder(files: fsspec.AbstractFileSystem, target: str) -> None:
     """Create a local folder.
 
     Object stores have no folders, and would create a bucket, for example one with a mistyped name.
@@ -148,11 +146,11 @@ def _make_folder(files: Any, target: str) -> None:
 
 
 def _path(url: str) -> str:
-    return str(url_to_fs(url)[1]).rstrip("/")
+    return url_to_fs(url)[1].rstrip("/")
 
 
 @contextmanager
-def _said(url: str) -> Iterator[Any]:
+def _said(url: str) -> Generator[fsspec.AbstractFileSystem]:
     """Yield the file system of `url`. Errors of its library become OSError with the URL."""
     try:
         files = url_to_fs(url)[0]

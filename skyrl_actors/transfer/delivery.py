@@ -1,6 +1,7 @@
 """Bring published versions from the policy's ranks to engines, and free them again."""
 
 from pathlib import Path
+from typing import Any
 
 from ray.actor import ActorHandle
 
@@ -19,7 +20,7 @@ class Delivery:
         self._folder = str(folder)
 
     async def deliver(
-        self, manifest: WeightManifest, engine: ActorHandle | None, place: EnginePlace
+        self, manifest: WeightManifest, engine: ActorHandle[Any] | None, place: EnginePlace
     ) -> WeightStream | None:
         """Deliver a part to an engine; return a stream, or None if the engine reads files.
 
@@ -36,7 +37,7 @@ class Delivery:
             raise PartDown(f"{self._policy.name} is restarting: {self._policy.down}")
         return await self.transfer.deliver(manifest, self._policy.group, engine, place)
 
-    async def discard(self, weights: SamplerWeights, engines: list[ActorHandle]) -> None:
+    async def discard(self, weights: SamplerWeights, engines: list[ActorHandle[Any]]) -> None:
         """Free what was written for a version. Files of named checkpoints stay."""
         for part in weights.parts:
             if part.path.startswith(self._folder):

@@ -6,6 +6,7 @@ which every engine maps the same pages. Adapters are folders.
 
 import secrets
 from pathlib import Path
+from typing import Any
 
 from ray.actor import ActorHandle
 
@@ -30,7 +31,7 @@ class FileTransfer:
         self.folder = folder
         self.checksums = checksums
 
-    async def prove(self, group: ActorGroup, engines: list[ActorHandle]) -> None:
+    async def prove(self, group: ActorGroup, engines: list[ActorHandle[Any]]) -> None:
         probe, content = str(self.folder / "probe"), secrets.token_hex(8)
         await group.write_probe(probe, content)
         names = [f"engine[{i}]" for i in range(len(engines))]
@@ -62,12 +63,16 @@ class FileTransfer:
         )
 
     async def deliver(
-        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
+        self,
+        manifest: WeightManifest,
+        group: ActorGroup,
+        engine: ActorHandle[Any],
+        place: EnginePlace,
     ) -> WeightStream | None:
         """Do nothing: the engine reads the trainer's files."""
         return None
 
     async def discard(
-        self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]
+        self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle[Any]]
     ) -> None:
         await group.discard_export(manifest.path)

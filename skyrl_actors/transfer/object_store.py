@@ -1,5 +1,7 @@
 """Transfer between any hosts: Ray's object store copies files to shared memory at each engine."""
 
+from typing import Any
+
 from ray.actor import ActorHandle
 
 from skyrl_actors import remote
@@ -16,11 +18,15 @@ class ObjectStoreTransfer(FileTransfer):
 
     needs_group = True
 
-    async def prove(self, group: ActorGroup, engines: list[ActorHandle]) -> None:
+    async def prove(self, group: ActorGroup, engines: list[ActorHandle[Any]]) -> None:
         """Do nothing: no folder is shared."""
 
     async def deliver(
-        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
+        self,
+        manifest: WeightManifest,
+        group: ActorGroup,
+        engine: ActorHandle[Any],
+        place: EnginePlace,
     ) -> WeightStream | None:
         # A reference: the bytes do not pass through this process.
         content = group.read_files_ref(manifest.path)
@@ -33,7 +39,7 @@ class ObjectStoreTransfer(FileTransfer):
         return None
 
     async def discard(
-        self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]
+        self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle[Any]]
     ) -> None:
         await super().discard(manifest, group, engines)
         drops = [engine.discard.remote(manifest.path) for engine in engines]

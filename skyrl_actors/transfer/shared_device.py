@@ -5,6 +5,7 @@ equal the version. Otherwise, or if ranks hold shards, it reads the version from
 """
 
 from pathlib import Path
+from typing import Any
 
 from ray.actor import ActorHandle
 
@@ -33,7 +34,11 @@ class SharedDeviceTransfer(FileTransfer):
         self.timeout_s = timeout_s
 
     async def deliver(
-        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
+        self,
+        manifest: WeightManifest,
+        group: ActorGroup,
+        engine: ActorHandle[Any],
+        place: EnginePlace,
     ) -> WeightStream | None:
         if manifest.kind == "lora":
             return None

@@ -6,7 +6,7 @@ files.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ray.actor import ActorHandle
 
@@ -37,7 +37,11 @@ class StreamTransfer(ObjectStoreTransfer):
         self.timeout_s = timeout_s
 
     async def deliver(
-        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
+        self,
+        manifest: WeightManifest,
+        group: ActorGroup,
+        engine: ActorHandle[Any],
+        place: EnginePlace,
     ) -> WeightStream | None:
         if manifest.kind == "lora":
             return await super().deliver(manifest, group, engine, place)

@@ -9,7 +9,7 @@ may happen.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ray.actor import ActorHandle
 
@@ -39,7 +39,7 @@ class Transfer(Protocol):
         """When full weights are written: "eager" at publication, "lazy" before they change."""
         ...
 
-    async def prove(self, group: ActorGroup, engines: list[ActorHandle]) -> None:
+    async def prove(self, group: ActorGroup, engines: list[ActorHandle[Any]]) -> None:
         """Raise ConfigError if engines cannot read what trainers write."""
         ...
 
@@ -48,13 +48,17 @@ class Transfer(Protocol):
     ) -> WeightManifest: ...
 
     async def deliver(
-        self, manifest: WeightManifest, group: ActorGroup, engine: ActorHandle, place: EnginePlace
+        self,
+        manifest: WeightManifest,
+        group: ActorGroup,
+        engine: ActorHandle[Any],
+        place: EnginePlace,
     ) -> WeightStream | None:
         """Deliver a part to an engine. A stream of full weights serves one load."""
         ...
 
     async def discard(
-        self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle]
+        self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle[Any]]
     ) -> None:
         """Free what `publish` and `deliver` wrote; never called for named checkpoints."""
         ...

@@ -7,7 +7,7 @@ class, its arguments and its declared attributes.
 
 import logging
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -99,7 +99,7 @@ class CallEncoding:
             number, method, arguments, named = self._decoded(body, arrays)
             if not isinstance(method, str) or not isinstance(arguments, tuple):
                 raise ValueError("it is not a call")
-            return int(number), method, arguments, dict(named)
+            return int(number), method, cast(tuple[Any, ...], arguments), dict(named)
         except UNDECODABLE as error:
             raise Unreadable(f"a call cannot be decoded: {_described(error)}") from None
 

@@ -13,7 +13,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.remote import ended, node_address
@@ -213,7 +213,8 @@ class Caller:
         if error is not None:
             sending = self._stream.send(partial(encoding.error, number, method, error))
         elif isinstance(answer := call.result(), Deferred):
-            unsent = Unsent(self._server, number, method, answer)
+            deferred = cast(Deferred[Any], answer)
+            unsent = Unsent(self._server, number, method, deferred)
             sending = self._stream.send(unsent.encoded)
             if sending is not None:
                 sending.add_done_callback(unsent.sent)

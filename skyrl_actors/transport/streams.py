@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -303,11 +303,12 @@ def _group(store: TCPStore, stream: WeightStream, rank: int, address: str) -> An
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = deadline
         return dist.ProcessGroupNCCL(prefixed, rank, stream.world_size, options)
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo = cast(Any, ProcessGroupGloo)  # its stubs lack _Options
+    options = gloo._Options()
     # By address: the host's own name may resolve to the loopback device.
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [gloo.create_device(hostname=address)]
     options._timeout = deadline
-    return ProcessGroupGloo(prefixed, rank, stream.world_size, options)
+    return gloo(prefixed, rank, stream.world_size, options)
 
 
 def _from_first() -> dist.BroadcastOptions:

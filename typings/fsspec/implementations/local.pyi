@@ -1,0 +1,3 @@
+from fsspec import AbstractFileSystem
+
+class LocalFileSystem(AbstractFileSystem): ...

