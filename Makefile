@@ -1,6 +1,6 @@
 # make demo   set up, then watch PPO learn        make check   ruff, vulture, pyright
 # make test   set up, then the tests            make bench   benchmarks, one JSON line each
-# make test-fast  tests without a cluster       make test-slow  what make test leaves out
+# make test-fast  short tests without a cluster     make test-slow  what make test leaves out
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
 # make simulate  10,000 seeds of the simulated controller (about 10 minutes)
 # make sdk-matrix  every call of twelve versions of the tinker SDK (about 3 minutes)
@@ -48,7 +48,7 @@ test-slow: $(READY)
 	$(PYTEST) -m slow
 
 test-fast: $(READY)
-	$(PYTEST) -m "not slow and not cluster"
+	$(PYTEST) -m "not slow and not cluster and not long"
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ use_ray_token()  # before anything imports ray
 
 from skyrl_actors.backends.base_models import base_model_folder  # noqa: E402
 from skyrl_actors.config.cluster import TinyBase  # noqa: E402
-from tests.marks import arrange, mark_clusters  # noqa: E402
+from tests.marks import arrange, mark  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 # A slow example is not a failure.
@@ -38,7 +38,7 @@ settings.load_profile("shared-machine")
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups after this
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_clusters(items)
+    mark(items)
     arrange(items)
 
 

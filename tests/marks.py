@@ -1,4 +1,4 @@
-"""Which tests need a cluster, and which of them must run in the same process one after another.
+"""Which tests need a cluster or take long, and which must run one after another in one process.
 
 A cluster is Ray, vLLM, training processes or a service of their own.
 """
@@ -20,6 +20,20 @@ FILES = (
     "tests/matrix/",
     "tests/service/",
 )
+# Each takes many seconds of the two minutes that tests without a cluster take.
+LONG_FILES = (
+    "tests/api/test_fuzz.py",
+    "tests/commands/test_haproxy_launcher.py",
+    "tests/controller/test_replay.py",
+    "tests/docs/test_docs.py",
+    "tests/jobs/test_trackers.py",
+    "tests/journal/test_journal.py",
+    "tests/journal/test_vanished_host.py",
+    "tests/observe/test_spans.py",
+    "tests/simulation/",
+    "tests/transport/test_rpc_bounds.py",
+    "tests/workers/test_snapshot.py",
+)
 # These start Ray, which keeps the address of its cluster in one file of the machine.
 RAY_FIXTURES = {"service", "local_ray", "cluster"}
 RAY_FILES = (
@@ -38,8 +52,10 @@ EARLY_FILES = (
 )
 
 
-def mark_clusters(items: list[pytest.Item]) -> None:
+def mark(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.nodeid.startswith(LONG_FILES):
+            item.add_marker(pytest.mark.long)
         if item.nodeid.startswith(FILES) or FIXTURES & fixtures_of(item):
             item.add_marker(pytest.mark.cluster)
 

@@ -350,7 +350,7 @@ async def test_a_server_that_is_not_usable_is_refused_with_the_reason():
         answers["/v1/models"] = {
             "data": [{"id": "m"}, {"id": "a", "parent": "m", "max_model_len": 8}]
         }
-        await _fails(url, KEY, "serves nothing, and not a model")
+        await _fails(url, KEY, "serves no model")
         answers["/v1/models"] = {"data": [{"id": "m", "max_model_len": 8}]}
         choice = {"text": "a", "finish_reason": "length"}
         answers["/v1/completions"] = {"choices": [choice]}
