@@ -90,8 +90,7 @@ class RunningParts:
             report=self._report,
         )
         self._standby = parts.standby(self._no_restarts)
-        if self._standby is not None:
-            await self._standby.find()
+        standby_runs = self._standby is not None and await self._standby.take_over()
         for role in self.roles:
             self.groups[role] = parts.supervisor(
                 role, self._standby, self._load_context, self._on_group_up
@@ -118,8 +117,8 @@ class RunningParts:
                 config, offloader_for(config, self.groups, self.engines)
             )
         await self.delivery.transfer.prove(await self.groups["policy"].up(), self._engines.actors)
-        if self._standby is not None:
-            self._standby.refill()
+        if self._standby is not None and not standby_runs:
+            self._standby.start_later()
         return plan
 
     @property

@@ -1,4 +1,4 @@
-"""Build the standby processes and the supervisors of the training groups."""
+"""Build the standby process and the supervisors of the training groups."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -15,8 +15,6 @@ from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.model import Role
 
-STANDBYS = 1  # spare training processes of a service on CPUs, which replace a dead rank at once
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingParts:
@@ -31,24 +29,23 @@ class TrainingParts:
     detached: bool
     report: Callable[[str], None]
 
-    def standby(self, wait_until_settled: Callable[[], Awaitable[None]]) -> Standby | None:
-        """Return the standby processes, or None if the service has none."""
+    def standby(self, groups_settled: Callable[[], Awaitable[None]]) -> Standby | None:
+        """Return the supervisor of the standby process, or None if the service has none."""
         config = self.config
         # A job can wait until a rank has restarted. A service is detached.
         if config.placement.device != "cpu" or not self.detached:
             return None
         return Standby(
             config.name,
-            STANDBYS,
             str(self.base_folder),
             self.reserved,
             self.plan.slots_of("policy")[0].index,
             self.environment | rank_environment(config, config.policy),
             self.epoch,
             self.detached,
+            config.restart,
             self.report,
-            wait_until_settled,
-            config.restart.call_timeout_s,
+            groups_settled,
         )
 
     def supervisor(

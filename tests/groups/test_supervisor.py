@@ -74,17 +74,17 @@ class Made:
         if standby:
             self.standby = Standby(
                 self.config.name,
-                1,
                 str(self.base),
                 reserved,
                 0,
                 environment,
                 1,
                 False,
+                self.config.restart,
                 self.messages.append,
                 self.wait_until_settled,
             )
-            self.standby.refill()
+            self.standby.start_later()
         builder = GroupBuilder(
             "policy",
             self.config,
@@ -144,7 +144,7 @@ async def test_a_dead_rank_is_detected_at_once_and_its_group_restarts(
     first = await supervisor.up()
     await first.apply("m", OpPrecondition(1), TrainWorker.create_model, SPEC)
     assert await first.residents() == {"m": 1}
-    await until(lambda: made.standby is not None and made.standby._idle, 60)
+    await until(lambda: made.standby is not None and made.standby.health == "HEALTHY", 60)
     os.kill(first.pids[0], signal.SIGKILL)
     with pytest.raises(StateLost):
         await supervisor.guarded(
@@ -153,9 +153,9 @@ async def test_a_dead_rank_is_detected_at_once_and_its_group_restarts(
     second = await supervisor.up()
     assert second is not first and second.pids != first.pids and await second.residents() == {}
     assert made.came_up == ["policy"] and supervisor.restarts == 1
-    await until(lambda: made.standby is not None and made.standby._warming)
-    assert made.standby is not None
-    warming = made.standby._warming
+    await until(lambda: made.standby is not None and made.standby.actor)
+    assert made.standby is not None and made.standby.health == "STARTING"
+    warming = made.standby.actor
     os.kill(second.pids[0], signal.SIGKILL)
     await until(lambda: supervisor.down is not None)
     # The standby process under way is used; a second one would slow down both.
