@@ -207,10 +207,12 @@ async def posted(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
 
 
 async def resolved(http: httpx.AsyncClient, path: str, /, **body: Any) -> Any:
-    """Submit a request and return its result."""
-    return await posted(
-        http, "/retrieve_future", request_id=(await posted(http, path, **body))["request_id"]
-    )
+    """Submit a request and return its result, after as many polls as it takes."""
+    asked = {"request_id": (await posted(http, path, **body))["request_id"]}
+    while (answer := await http.post("/retrieve_future", json=asked)).status_code == 408:
+        pass
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 async def serve(
