@@ -80,7 +80,7 @@ def run_in(folder: Path, name: str) -> None:
 
 async def test_a_viewer_without_a_key_sees_no_names(tmp_path: Path):
     run_in(tmp_path / "runs", "one")
-    http = HttpConfig.model_validate({**KEYS, "runs": tmp_path / "runs"})
+    http = HttpConfig.model_validate({**KEYS, "console": tmp_path / "runs"})
     async with edge(config_for(tmp_path, http=http)) as client:
         root = str(client.base_url).removesuffix("/api/v1/")
         for path in ("/", "/console/files/console.js", "/console/files/plotly.min.js"):
@@ -180,7 +180,7 @@ def test_the_page_works_in_a_browser(browser: Any, tmp_path: Path):
 
     wait = WebDriverWait(browser, 30)
     run_in(tmp_path / "runs", "<b>bold")
-    with served(tmp_path, {**KEYS, "runs": str(tmp_path / "runs")}) as url:
+    with served(tmp_path, {**KEYS, "console": str(tmp_path / "runs")}) as url:
         ann = httpx.Client(
             base_url=f"{url}/api/v1", headers={"X-API-Key": "tml-ann-0123456789abcdef"}, timeout=20
         )
