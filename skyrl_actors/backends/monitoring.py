@@ -53,7 +53,7 @@ class Monitoring:
         return {
             "phase": phase_lock.phase,
             "move_seconds": {name: round(s, 3) for name, s in phase_lock.move_seconds.items()},
-            "failed_moves": phase_lock.failures,
+            "move_failures": phase_lock.failures,
             "phase_seconds": {name: round(s, 3) for name, s in phase_lock.phase_seconds().items()},
             "phase_timeline": [
                 asdict(entered) for entered in list(phase_lock.timeline)[-SHOWN_PHASES:]

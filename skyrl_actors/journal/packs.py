@@ -23,21 +23,22 @@ class Pack:
 
     def __init__(self, records: Sequence[bytes]):
         self.records = records
-        whole = hashlib.sha256()
-        for record in records:
-            whole.update(record)
-        self.name = whole.hexdigest()
+        self._digests = [hashlib.sha256(record).hexdigest() for record in records]
+        # A large payload is alone in its pack and is hashed once.
+        self.name = self._digests[0] if len(records) == 1 else _digest_of(records)
 
     def blobs(self) -> Iterator[Blob]:
         offset = 0
-        for record in self.records:
-            yield Blob(
-                pack=self.name,
-                offset=offset,
-                length=len(record),
-                digest=hashlib.sha256(record).hexdigest(),
-            )
+        for record, digest in zip(self.records, self._digests, strict=True):
+            yield Blob(pack=self.name, offset=offset, length=len(record), digest=digest)
             offset += len(record)
+
+
+def _digest_of(records: Sequence[bytes]) -> str:
+    whole = hashlib.sha256()
+    for record in records:
+        whole.update(record)
+    return whole.hexdigest()
 
 
 class PackStore:
