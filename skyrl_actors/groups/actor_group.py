@@ -102,10 +102,10 @@ class ActorGroup:
 
         The value is TORN where a state is incomplete or ranks differ.
         """
-        found = await self._gather(
+        found: list[RankStatus] = await self._gather(
             [actor.adopt.remote(self.epoch) for actor in self.actors], "residents"
         )
-        held = sorted(set().union(*(status.applied for status in found)))
+        held = sorted(set[str]().union(*(status.applied for status in found)))
         numbers = {
             model_id: {status.applied.get(model_id, TORN) for status in found} for model_id in held
         }
@@ -116,7 +116,10 @@ class ActorGroup:
         return await self._call(method, [args] * len(self.actors))
 
     async def _call(
-        self, method: Any, args: Sequence[tuple[Any, ...]], actors: list[ActorHandle] | None = None
+        self,
+        method: Any,
+        args: Sequence[tuple[Any, ...]],
+        actors: list[ActorHandle[Any]] | None = None,
     ) -> list[Any]:
         actors = actors or self.actors
         refs = [
@@ -126,7 +129,7 @@ class ActorGroup:
         return await self._gather(refs, method.__name__)
 
     async def _gather(
-        self, refs: Sequence[ray.ObjectRef], what: str, timeout_s: float | None = None
+        self, refs: Sequence[ray.ObjectRef[Any]], what: str, timeout_s: float | None = None
     ) -> list[Any]:
         return await remote.gather(
             refs, self.names[: len(refs)], what, timeout_s or self.restart.call_timeout_s
@@ -186,8 +189,8 @@ class ActorGroup:
         hidden_size = self.info.hidden_size if self.info else 0
         shares = assign_parts([call.columns.lengths for call in calls], ranks, hidden_size)
         data = tuple(call.columns for call in calls)
-        shared = ray.put(data) if len(self.actors) > 1 else data
-        refs = []
+        shared = remote.typed_ray.put(data) if len(self.actors) > 1 else data
+        refs: list[ray.ObjectRef[Any]] = []
         for rank, actor in enumerate(self.actors):
             rows = shares[rank // self.config.sequence_parallel]
             parts = [
@@ -266,7 +269,7 @@ class ActorGroup:
             task.add_done_callback(self._gathering.discard)
         return (await self._gather([opened], "open_stream"))[0]
 
-    async def _gather_shards(self, refs: Sequence[ray.ObjectRef]) -> None:
+    async def _gather_shards(self, refs: Sequence[ray.ObjectRef[Any]]) -> None:
         try:
             await self._gather(refs, "feed")
         except InternalError as error:

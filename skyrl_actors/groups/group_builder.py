@@ -1,6 +1,7 @@
 """Create, find and end the actors of a training group."""
 
-import ray
+from typing import Any
+
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -94,7 +95,7 @@ class GroupBuilder:
 
         The ranks start when `start` is awaited. Raises InternalError while a name is in use.
         """
-        actors = []
+        actors: list[ActorHandle[Any]] = []
         for name, slot, spec in zip(self.names, self.slots, self.specs, strict=True):
             actor = self._standby.take(slot.index) if self._standby else None
             if actor is not None:
@@ -104,7 +105,7 @@ class GroupBuilder:
             actors.append(actor)
         return self._group(actors)
 
-    def _new(self, name: str, bundle: int, spec: WorkerSpec) -> ActorHandle:
+    def _new(self, name: str, bundle: int, spec: WorkerSpec) -> ActorHandle[Any]:
         actor_class = worker_class().options(
             name=name,
             namespace=remote.NAMESPACE,
@@ -118,7 +119,7 @@ class GroupBuilder:
         )
         return remote.make_named(actor_class, spec)
 
-    def _group(self, actors: list[ActorHandle]) -> ActorGroup:
+    def _group(self, actors: list[ActorHandle[Any]]) -> ActorGroup:
         return ActorGroup(self.role, self.config, actors, self.epoch, self._restart)
 
     async def remove(self, group: ActorGroup | None) -> None:
@@ -127,11 +128,11 @@ class GroupBuilder:
         This includes ranks that an earlier controller created.
         """
         for actor in group.actors if group else ():
-            ray.kill(actor)
+            remote.typed_ray.kill(actor)
         if self._standby is not None:
             for actor, status in self._standby.strays:
                 if status.spec is not None and status.spec.role == self.role:
-                    ray.kill(actor)
+                    remote.typed_ray.kill(actor)
             self._standby.strays = [
                 s
                 for s in self._standby.strays

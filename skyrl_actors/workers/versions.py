@@ -16,11 +16,11 @@ from skyrl_actors.workers.gather_queue import GatherQueue
 class LiveVersions:
     """The live versions of one model, and their readers."""
 
-    paths: dict[str, str] = field(default_factory=dict)  # file by version
-    written: set[str] = field(default_factory=set)
-    readers: list[threading.Thread] = field(default_factory=list)
+    paths: dict[str, str] = field(default_factory=dict[str, str])  # file by version
+    written: set[str] = field(default_factory=set[str])
+    readers: list[threading.Thread] = field(default_factory=list[threading.Thread])
     # By stream id. The rank's next verb gathers their weights.
-    feeds: dict[str, GatherQueue] = field(default_factory=dict)
+    feeds: dict[str, GatherQueue] = field(default_factory=dict[str, GatherQueue])
 
     def note(self, version: str, path: str, written: bool) -> None:
         """Add a version that equals the weights."""
