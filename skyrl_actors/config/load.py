@@ -50,7 +50,9 @@ def load(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Clus
     try:
         return schema.model_validate(plain)
     except ValidationError as error:
-        lines = [_explain(detail, schema) for detail in error.errors()]
+        # a default that follows from another key cannot be computed while that key has a fault
+        faults = [one for one in error.errors() if one["type"] != "default_factory_not_called"]
+        lines = [_explain(fault, schema) for fault in faults]
         raise ConfigError("\n".join([f"{source}: {len(lines)} fault(s)", *lines])) from None
 
 

@@ -159,6 +159,8 @@ class Standby(Supervisor):
             return None
         actor, self.actor = self.actor, None
         if self.health == "HEALTHY":
+            if self._watching is not None:
+                self._watching.cancel()  # its group watches it from now on
             self.reason = "it became a rank"
             self._step("died")
         self.restart_if_dead()
