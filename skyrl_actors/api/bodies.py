@@ -34,7 +34,7 @@ def body_of(model: type[M], check: Check) -> Callable[[Request], Awaitable[M]]:
         limits, able = state.config.limits, await state.capabilities()
         limit = limit_of(request.url.path, limits, able)
         body = await read_body(request, limit)
-        check_json_size(body, limit, limits.datums)
+        check_json_size(body, limit)
         longest, most = able.max_sample_tokens, limits.samples_in_flight
         found = await run_sized(len(body), _validated, model, body, check, longest, most)
         request.state.body_lease.release()

@@ -5,10 +5,12 @@ three bytes and takes 56. So a body of 4 MiB may decode to 600 MiB. The number o
 memory for decoding.
 """
 
+from skyrl_actors.messages.columns import MAX_DATUMS
 from skyrl_actors.messages.errors import InvalidRequest
 
 PARTS_PER_DATUM = 512  # SDKs send each message of a conversation as a few chunks
 PARTS = 4096  # in addition to those of datums
+MOST_PARTS = PARTS + PARTS_PER_DATUM * MAX_DATUMS
 UNCHECKED_BYTES = 2**16  # smaller bodies cannot decode to much
 NUMBER_BYTES = 4  # of a tensor's element; a body's limit counts the bytes of its tensors
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -26,33 +28,31 @@ BATCH: Nested = {3: DATUM, 5: LEAF, 7: {2: LEAF}}
 SHAPE = 4  # a tensor's packed numbers, each of which counts as a part
 
 
-def check_json_size(body: bytes, limit_bytes: int, datums: int) -> None:
-    """Check that JSON has no more parts than a body of this many datums needs.
+def check_json_size(body: bytes, limit_bytes: int) -> None:
+    """Check that JSON has no more parts than a body of MAX_DATUMS datums needs.
 
     Parts are lists, objects and numbers. Raises InvalidRequest.
     """
     if len(body) <= UNCHECKED_BYTES:
         return
-    most = _most(datums)
     found = body.count(b"{") + body.count(b"[")
-    if found > most:
-        raise InvalidRequest(f"the body has {found} lists and objects; at most {most} are allowed")
-    values, most_values = body.count(b","), limit_bytes // NUMBER_BYTES + most
+    if found > MOST_PARTS:
+        raise InvalidRequest(
+            f"the body has {found} lists and objects; at most {MOST_PARTS} are allowed"
+        )
+    values, most_values = body.count(b","), limit_bytes // NUMBER_BYTES + MOST_PARTS
     if values > most_values:
         raise InvalidRequest(f"the body has {values} values; at most {most_values} are allowed")
 
 
-def check_proto_size(body: bytes, datums: int) -> None:
-    """Check that protobuf has no more parts than this many datums need. Raises InvalidRequest."""
+def check_proto_size(body: bytes) -> None:
+    """Check that protobuf has no more parts than MAX_DATUMS datums need. Raises InvalidRequest."""
     if len(body) <= UNCHECKED_BYTES:
         return
-    most = _most(datums)
-    if _count(memoryview(body), BATCH, most) < 0:
-        raise InvalidRequest(f"the body has more than {most} fields; at most {most} are allowed")
-
-
-def _most(datums: int) -> int:
-    return PARTS + PARTS_PER_DATUM * datums
+    if _count(memoryview(body), BATCH, MOST_PARTS) < 0:
+        raise InvalidRequest(
+            f"the body has more than {MOST_PARTS} fields; at most {MOST_PARTS} are allowed"
+        )
 
 
 def _count(content: memoryview, nested: Nested, left: int) -> int:

@@ -11,6 +11,7 @@ from skyrl_actors.api.access import caller_of
 from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import token_for
 from skyrl_actors.messages.catalog import SessionLabels
+from skyrl_actors.messages.columns import MAX_DATUMS
 from skyrl_actors.messages.errors import NotFound
 
 router = APIRouter()
@@ -23,7 +24,7 @@ async def client_config(request: Request) -> dict[str, Any]:
     return {
         **{name: value for name, value in flags.items() if name != "sample_cancel_enabled"},
         "pjwt_auth_enabled": bool(state_of(request).owners) and flags["pjwt_auth_enabled"],
-        "fwdbwd_max_chunk_len": limits.datums,
+        "fwdbwd_max_chunk_len": MAX_DATUMS,
         "fwdbwd_max_chunk_bytes_count": min(limits.body_bytes // 2, 32 * 2**20),
         "sample_max_concurrent_requests": limits.samples_in_flight,
     }

@@ -86,13 +86,13 @@ async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
         decode = partial(_from_proto, body, limits)
         wanted = await run_in_thread(decode) if len(body) > THREAD_BYTES else decode()
     else:
-        check_json_size(body, limits.body_bytes, limits.datums)
+        check_json_size(body, limits.body_bytes)
         wanted = await run_sized(len(body), _from_json, body, forward_only, limits.body_bytes)
     return await _submitted(request, wanted)
 
 
 def _from_proto(body: bytes, limits: LimitsConfig) -> ForwardBackward:
-    check_proto_size(body, limits.datums)
+    check_proto_size(body)
     return codec.forward_backward_from_proto(body, limits.body_bytes)
 
 

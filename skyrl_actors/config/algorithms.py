@@ -23,25 +23,27 @@ AlgorithmName = Literal[
 ]
 
 
+NORMALIZE = Field(
+    default=True,
+    description="gae: shift and scale the advantages of a batch to mean 0 and standard deviation "
+    "1; group: divide by the standard deviation of the rewards for the prompt",
+)
+
+
 class Gae(FrozenConfig):
     """Generalized advantage estimation with a critic (Schulman et al., 2016, eq. 16)."""
 
     type: Literal["gae"] = "gae"
     gamma: float = Field(default=1.0, gt=0, le=1, description="discount for each token")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="λ of eq. 16")
-    whiten: bool = Field(
-        default=True,
-        description="shift and scale the advantages of a batch to mean 0 and standard deviation 1",
-    )
+    normalize: bool = NORMALIZE
 
 
 class GroupAdvantage(FrozenConfig):
     """The reward of an answer minus the mean reward of all answers to the same prompt."""
 
     type: Literal["group"] = "group"
-    by_std: bool = Field(
-        default=True, description="divide by the standard deviation of these rewards"
-    )
+    normalize: bool = NORMALIZE
 
 
 class LeaveOneOut(FrozenConfig):
@@ -322,7 +324,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "reduction": {"type": "sequence_mean"},
     },
     # Liu et al., 2025: no division by the deviation or the length
-    "dr_grpo": {"advantage": {"type": "group", "by_std": False}, "reduction": {"type": "fixed"}},
+    "dr_grpo": {"advantage": {"type": "group", "normalize": False}, "reduction": {"type": "fixed"}},
     "rloo": {"advantage": {"type": "leave_one_out"}, "kl": _KL_K1},
     "reinforce_pp": {"advantage": {"type": "return"}, "kl": _KL_K1},
     "reinforce_pp_baseline": {

@@ -18,6 +18,9 @@ RENAMED = {
     "policy.call_timeout_s": "restart.call_timeout_s",
     "limits.num_samples": "limits.samples_in_flight",
     "http.runs": "http.console, whose value is the folder, or null for no console",
+    "limits.create_wait_s": "restart.start_timeout_s",
+    "job.advantage.whiten": "job.advantage.normalize",
+    "job.advantage.by_std": "job.advantage.normalize",
     "policy.strategy.offload_optimizer": "offload=optimizer",
     "policy.strategy.offload_parameters": "offload=all",
     "policy.strategy.cpu_offload": "offload=all",
@@ -62,6 +65,8 @@ REMOVED = {
     "limits.open_requests_per_key": "it is the free part of limits.open_requests",
     "engine.external.model": "it is the first model that the server lists",
     "restart.standbys": "a service on CPUs has one, a job none",
+    "limits.datums": "it is 1024; limits.tokens bounds a request",
+    "policy.preload": "a service loads the base model at start, a job with its first model",
     "http.haproxy": "HAProxy is always used",
 }
 """What applies now, by the same keys."""

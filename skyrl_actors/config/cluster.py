@@ -138,10 +138,6 @@ class GroupConfig(FrozenConfig):
         description="return logprobs also where the weight is 0; false = return 0 there, "
         "which saves the cost of the output layer",
     )
-    preload: bool = Field(
-        default=True,
-        description="load the frozen base model at start; false = load it with the first adapter",
-    )
     num_threads: int = Field(default=1, ge=1, description="OpenMP threads of a rank on a CPU")
 
     @model_validator(mode="after")
@@ -254,8 +250,8 @@ class RestartConfig(FrozenConfig):
     start_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="longest wait for free devices, and longest time for a group or an engine to "
-        "load the base model",
+        description="longest wait for free devices, or of a new model for memory, and longest "
+        "time for a group or an engine to load the base model",
     )
     call_timeout_s: float = Field(
         default=900.0,

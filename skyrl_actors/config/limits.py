@@ -11,7 +11,6 @@ class LimitsConfig(FrozenConfig):
     body_bytes: int = Field(
         default=64 * 2**20, ge=1024, description="size of a request body, also after decompression"
     )
-    datums: int = Field(default=1024, ge=1, description="datums of one forward or forward_backward")
     tokens: int = Field(
         default=2**22, ge=1, description="tokens of all datums of one request together"
     )
@@ -41,12 +40,6 @@ class LimitsConfig(FrozenConfig):
         ge=1,
         description="unnamed full-weight samplers that are kept for a model; "
         "older ones are refused",
-    )
-    create_wait_s: float = Field(
-        default=600.0,
-        gt=0,
-        description="longest time that the creation of a model waits for memory; "
-        "starts again after a restart",
     )
     session_timeout_s: float = Field(
         default=600.0,

@@ -126,14 +126,14 @@ class ModelCapacity:
     async def take(self, number: int, request_id: str, request: CreateModel) -> None:
         """Wait until there is capacity for the model.
 
-        Raises CapacityError after `limits.create_wait_s`, InvalidRequest when its session ended.
+        Raises CapacityError after `restart.start_timeout_s`, InvalidRequest when its session ended.
         """
         spec, session_id = request.spec, request.session_id
         if spec.model_id in self._held:
             return
         if self._is_leaving(session_id):
             raise InvalidRequest(f"session {session_id} was finished before this ran")
-        loop, wait_s = asyncio.get_running_loop(), self._config.limits.create_wait_s
+        loop, wait_s = asyncio.get_running_loop(), self._config.restart.start_timeout_s
         wanted = WaitingCreate(
             number=number,
             request_id=request_id,
@@ -151,7 +151,7 @@ class ModelCapacity:
                 await wanted.granted
         except TimeoutError:
             raise CapacityError(
-                f"there was no room for this model within {wait_s:g} s (limits.create_wait_s): "
+                f"there was no room for this model within {wait_s:g} s (restart.start_timeout_s): "
                 f"{self._used(spec)}. End a session that is not needed, ask for a lower rank, "
                 "or try again later"
             ) from None

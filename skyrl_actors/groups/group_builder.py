@@ -62,7 +62,7 @@ class GroupBuilder:
                 activations=group_config.activations,
                 sequence_parallel=group_config.sequence_parallel,
                 score_uncounted=group_config.score_uncounted,
-                preload=group_config.preload,
+                preload=detached,  # a job loads only what its models need
                 export_dtype=config.engine.dtype,
                 max_adapters=config.lora.max_adapters,
             )

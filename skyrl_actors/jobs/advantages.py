@@ -47,7 +47,7 @@ def estimate(config: Advantage, batch: Scored) -> Estimates:
         return _gae(config, batch)
     if isinstance(config, GroupAdvantage):
         return Estimates(
-            _broadcast(group_advantages(_totals(batch), batch.groups, config.by_std), batch)
+            _broadcast(group_advantages(_totals(batch), batch.groups, config.normalize), batch)
         )
     if isinstance(config, LeaveOneOut):
         return Estimates(_broadcast(leave_one_out(_totals(batch), batch.groups), batch))
@@ -150,7 +150,7 @@ def _gae(config: Gae, batch: Scored) -> Estimates:
         )
         advantages.append(_spread(own_advantages, mask))
         returns.append(_spread(own_returns, mask))
-    return Estimates(whiten(advantages, batch.sampled) if config.whiten else advantages, returns)
+    return Estimates(whiten(advantages, batch.sampled) if config.normalize else advantages, returns)
 
 
 def _returns(config: ReturnAdvantage, batch: Scored) -> list[Floats]:

@@ -26,6 +26,7 @@ from skyrl_actors.messages.errors import InvalidRequest
 
 TARGETS = "target_tokens"
 WEIGHTS = "weights"
+MAX_DATUMS = 1024  # of one request; SDKs split longer batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from skyrl_actors.api.body_limits import SMALL_BYTES, check_completion, check_sa
 from skyrl_actors.api.parts import check_json_size, check_proto_size
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.messages.columns import MAX_DATUMS
 from skyrl_actors.messages.errors import InvalidRequest, Unavailable
 from skyrl_actors.transport.byte_budget import ByteBudget
 from tests.api.local import config_for, edge, posted
@@ -83,19 +84,19 @@ def many_options(count: int) -> bytes:
 )
 def test_a_body_of_many_small_parts_is_refused_before_it_is_decoded(body: Callable[[int], bytes]):
     with pytest.raises(InvalidRequest, match=r"more than \d+ fields"):
-        check_proto_size(body(600_000), LIMITS.datums)
+        check_proto_size(body(600_000))
 
 
 def test_a_full_batch_is_within_the_limit_of_parts():
     message = schema.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="ppo")
-    for _ in range(LIMITS.datums):
+    for _ in range(MAX_DATUMS):
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = bytes(400)
         for name in ("target_tokens", "weights", "advantages", "logprobs"):
             tensor = datum.loss_fn_inputs[name]
             tensor.dense, tensor.dtype = bytes(400), schema.FLOAT32
             tensor.shape.append(100)
-    check_proto_size(message.SerializeToString(), LIMITS.datums)
+    check_proto_size(message.SerializeToString())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_a_full_batch_is_within_the_limit_of_parts():
 )
 def test_a_truncated_body_is_refused(body: bytes):
     with pytest.raises(InvalidRequest, match="ends within a field"):
-        check_proto_size(empty_datums(40_000) + body, 10**6)
+        check_proto_size(empty_datums(40_000) + body)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_a_truncated_body_is_refused(body: bytes):
 )
 def test_json_of_many_small_parts_is_refused_before_it_is_parsed(body: bytes, expected: str):
     with pytest.raises(InvalidRequest, match=expected):
-        check_json_size(body, 8 * 2**20, LIMITS.datums)
+        check_json_size(body, 8 * 2**20)
 
 
 async def test_large_json_is_decoded_equally_in_another_process(tmp_path: Path):
@@ -263,11 +264,11 @@ async def test_prompts_that_are_too_long_or_too_many_are_refused_when_parsed(
 
 def test_conversations_of_many_messages_are_within_the_limit_of_parts():
     message = schema.ForwardBackwardRequest(model_id="m")
-    for _ in range(LIMITS.datums):
+    for _ in range(MAX_DATUMS):
         datum = message.data.add()
         for _ in range(40):
             datum.model_input.add().encoded_text.tokens = bytes(40)
-    check_proto_size(message.SerializeToString(), LIMITS.datums)
+    check_proto_size(message.SerializeToString())
 
 
 async def test_metadata_is_limited(tmp_path: Path):

@@ -27,7 +27,7 @@ async def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(samples, "LORA_SAMPLER_VERSIONS", 2)
     config = ClusterConfig(
         base_model=TinyBase(name="tiny"),
-        limits=LimitsConfig(open_requests=50, datums=4),
+        limits=LimitsConfig(open_requests=50),
         checkpoint_dir=tmp_path / "checkpoints",
     )
     made = Controller(
@@ -252,7 +252,7 @@ async def test_bad_batches_are_refused_at_once(controller: Controller):
         (rows(length=600), ce, "datum 0 has 600 tokens; tiny takes 512"),
         (rows(first_token=320), ce, "token id outside 0 to 319"),
         (rows(first_token=-1), ce, "token id outside 0 to 319"),
-        (rows(count=5), ce, "5 datums in one request; at most 4"),
+        (rows(count=1025), ce, "1025 datums in one request; at most 1024"),
         (
             rows(weights=np.full(3, np.nan, np.float32)),
             ce,

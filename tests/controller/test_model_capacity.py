@@ -13,6 +13,7 @@ from skyrl_actors.config.cluster import (
     JournalConfig,
     LimitsConfig,
     LoraConfig,
+    RestartConfig,
     TinyBase,
 )
 from skyrl_actors.controller import model_capacity
@@ -57,6 +58,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     async def new(
         backend: FakeBackend | None = None,
         lora: LoraConfig | None = None,
+        restart: RestartConfig | None = None,
         session_silent_s: float = model_capacity.SESSION_SILENT_S,
         **limits: Any,
     ) -> Controller:
@@ -64,6 +66,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
             base_model=TinyBase(name="tiny"),
             lora=lora or LoraConfig(),
             limits=LimitsConfig(**limits),
+            restart=restart or RestartConfig(),
             checkpoint_dir=tmp_path / "checkpoints",
         )
         controller = Controller(
@@ -210,7 +213,7 @@ async def test_polling_for_an_answer_keeps_a_session_active(make: Make):
 
 
 async def test_a_create_without_capacity_fails_after_a_bounded_time(make: Make):
-    controller = await make(Backend(1), create_wait_s=0.2)
+    controller = await make(Backend(1), restart=RestartConfig(start_timeout_s=0.2))
     await done(controller, await asked(controller, "s0"))
     failed = await done(controller, await asked(controller, "s1"))
     assert (
@@ -219,7 +222,7 @@ async def test_a_create_without_capacity_fails_after_a_bounded_time(make: Make):
         and failed.kind == "CapacityError"
     )
     assert (
-        "no room for this model within 0.2 s (limits.create_wait_s)" in failed.message
+        "no room for this model within 0.2 s (restart.start_timeout_s)" in failed.message
         and "End a session" in failed.message
     )
     assert set(controller.tenants.models) == {"s0:train:0"}

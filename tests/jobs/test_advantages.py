@@ -89,7 +89,7 @@ def test_gae_with_lambda_1_and_0():
 
 
 def test_gae_skips_tokens_of_the_environment():
-    found = adv.estimate(Gae(gamma=0.9, gae_lambda=0.8, whiten=False), BATCH)
+    found = adv.estimate(Gae(gamma=0.9, gae_lambda=0.8, normalize=False), BATCH)
     assert found.returns is not None
     for i, mask in enumerate(SAMPLED):
         own, returns = adv.gae(REWARDS[i][mask], VALUES[i][mask], 0.9, 0.8)
@@ -100,17 +100,17 @@ def test_gae_skips_tokens_of_the_environment():
     same(white, whitened([a.tolist() for a in found.advantages]))
 
 
-@pytest.mark.parametrize("by_std", [True, False])
-def test_group_advantages_compare_with_the_group_mean(by_std: bool):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_group_advantages_compare_with_the_group_mean(normalize: bool):
     expected = []
     for i, mask in enumerate(SAMPLED):
         others = [total(j) for j in group_of(i)]
         mean = sum(others) / len(others)
         value = total(i) - mean
-        if by_std and len(others) > 1:
+        if normalize and len(others) > 1:
             value /= math.sqrt(sum((x - mean) ** 2 for x in others) / (len(others) - 1)) + 1e-6
         expected.append([value * m for m in mask])
-    same(adv.estimate(GroupAdvantage(by_std=by_std), BATCH).advantages, expected)
+    same(adv.estimate(GroupAdvantage(normalize=normalize), BATCH).advantages, expected)
 
 
 def test_leave_one_out_compares_with_the_other_answers():

@@ -48,8 +48,8 @@ CONFIG = ClusterConfig(
         snapshot_operations=3,
         snapshot_s=1e9,
     ),
-    restart=RestartConfig(max_in_a_row=1001),
-    limits=LimitsConfig(session_timeout_s=1e9, create_wait_s=1e5),
+    restart=RestartConfig(max_in_a_row=1001, start_timeout_s=1e5),
+    limits=LimitsConfig(session_timeout_s=1e9),
     checkpoint_dir=Path("/nonexistent"),
 )
 

@@ -19,7 +19,7 @@ from skyrl_actors.controller.verbs.verb import (
     advance,
 )
 from skyrl_actors.losses.custom_graph import graph_of
-from skyrl_actors.messages.columns import TARGETS, Columns
+from skyrl_actors.messages.columns import MAX_DATUMS, TARGETS, Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LossCall, ModelSpec
 from skyrl_actors.messages.requests import ForwardBackward
@@ -81,10 +81,8 @@ def checked_batch(
     if name == "custom":
         _check_custom(call, request.columns, config)
     columns = request.columns
-    if columns.num_rows > config.limits.datums:
-        raise InvalidRequest(
-            f"{columns.num_rows} datums in one request; at most {config.limits.datums}"
-        )
+    if columns.num_rows > MAX_DATUMS:
+        raise InvalidRequest(f"{columns.num_rows} datums in one request; at most {MAX_DATUMS}")
     if columns.num_tokens > config.limits.tokens:
         raise InvalidRequest(
             f"{columns.num_tokens} tokens in one request; "
