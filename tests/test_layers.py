@@ -133,6 +133,7 @@ HEAVY = {
         "transport/device_memory.py",
         "losses/torch_ops.py",
         "losses/torch_graph.py",
+        "engines/cpu_worker.py",
         "engines/worker_ext.py",
         "engines/vllm_patches.py",
         "engines/vllm_tempered.py",
@@ -140,6 +141,7 @@ HEAVY = {
         "commands/doctor.py",
     ),
     "vllm": (
+        "engines/cpu_worker.py",
         "engines/worker_ext.py",
         "engines/vllm_patches.py",
         "engines/vllm_tempered.py",

@@ -352,7 +352,7 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         # vLLM splits long prompts over steps, which rewinds a seeded generator. Torch cannot do
         # that on a CPU, and vLLM would crash.
         {
-            "worker_cls": "skyrl_actors.engines.worker_ext.SleepyCpuWorker",
+            "worker_cls": "skyrl_actors.engines.cpu_worker.SleepyCpuWorker",
             "enable_chunked_prefill": False,
         }
         if spec.device == "cpu"

@@ -4,11 +4,13 @@
 * CPU LoRA rows: a row without adapter is computed with the last adapter's slot (upstream PRs 48421,
   49656). Each token also gathers its own copy of A and B, which is slow.
 * Prompt logprobs with an adapter on lm_head: vLLM reads the adapter of each row from the batch's
-  sampling rows. Those are other rows (same family as upstream issue 29955).
+  sampling rows. Those are other rows (same family as upstream issue 29955). Both model runners, V1
+  and V2, have this defect.
 """
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import vllm
 from torch import Tensor, nn
 
 AFFECTED = vllm.__version__.startswith("0.32.")
+LogitsFn = Callable[..., Any]
 
 
 def apply(model_runner: Any) -> list[str]:
@@ -23,7 +26,7 @@ def apply(model_runner: Any) -> list[str]:
     if not AFFECTED or model_runner.lora_config is None:
         return []
     applied = ["prompt_logprobs_lora_rows"]
-    model_runner._get_prompt_logprobs_dict = _prompt_logprobs_by_request(model_runner)
+    _use_rows_of_prompts(model_runner)
     if torch.device(model_runner.device).type == "cpu":
         _patch_cpu_lora()
         applied.append("cpu_lora_rows")
@@ -54,73 +57,84 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight
 
 
-def _prompt_logprobs_by_request(runner: Any) -> Callable[..., dict[str, Any]]:
+def _use_rows_of_prompts(runner: Any) -> None:
+    """Patch the method of either model runner that computes the logprobs of prompts."""
+    wrappers = _punica_wrappers(runner)
+    if hasattr(runner, "_get_prompt_logprobs_dict"):  # V1
+        runner._get_prompt_logprobs_dict = _v1_prompt_logprobs(runner, wrappers)
+        return
+    worker = runner.prompt_logprobs_worker  # V2
+    for name in ("compute_prompt_logprobs", "compute_prompt_token_id_logprobs"):
+        setattr(worker, name, _v2_prompt_logprobs(getattr(worker, name), wrappers))
+
+
+def _v1_prompt_logprobs(runner: Any, wrappers: list[Any]) -> Callable[..., dict[str, Any]]:
     original = runner._get_prompt_logprobs_dict
-    wrappers = [w for w in _punica_wrappers(runner) if w is not None]
 
-    def one_request_at_a_time(
-        hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
-    ) -> dict[str, Any]:
-        pending = runner.num_prompt_logprobs
-        results: dict[str, Any] = {}
-        try:
-            for request_id in list(pending):
-                runner.num_prompt_logprobs = {request_id: pending[request_id]}
-                scheduled = num_scheduled_tokens.get(request_id)
-                rows = (
-                    0
-                    if scheduled is None
-                    else _rows_with_logits(runner.requests[request_id], scheduled)
-                )
-                saved = (
-                    [
-                        _set_sampler_rows(w, _adapter_slot(runner, request_id), rows)
-                        for w in wrappers
-                    ]
-                    if rows
-                    else []
-                )
-                results |= original(hidden_states, num_scheduled_tokens)
-                for wrapper, (length, values) in zip(wrappers, saved, strict=bool(saved)):
-                    wrapper._sampler_indices[:rows] = values
-                    wrapper.indices_len[1] = length
-                if request_id not in runner.num_prompt_logprobs:
-                    del pending[request_id]
-        finally:
-            runner.num_prompt_logprobs = pending
-        return results
+    def by_token(hidden_states: Tensor, *arguments: Any) -> dict[str, Any]:
+        model = runner.model
+        with _adapters_of_tokens(model.compute_logits, hidden_states, wrappers) as logits_of:
+            model.compute_logits = logits_of
+            try:
+                return original(hidden_states, *arguments)
+            finally:
+                del model.compute_logits  # the method of its class remains
 
-    return one_request_at_a_time
+    return by_token
 
 
-def _rows_with_logits(request: Any, scheduled_tokens: int) -> int:
-    remaining = len(request.prompt_token_ids) - request.num_computed_tokens - 1
-    return max(0, min(scheduled_tokens, remaining))
+def _v2_prompt_logprobs(
+    original: Callable[..., dict[str, Any]], wrappers: list[Any]
+) -> Callable[..., dict[str, Any]]:
+    def by_token(logits_fn: LogitsFn, hidden_states: Tensor, *arguments: Any) -> dict[str, Any]:
+        with _adapters_of_tokens(logits_fn, hidden_states, wrappers) as logits_of:
+            return original(logits_of, hidden_states, *arguments)
+
+    return by_token
+
+
+@contextmanager
+def _adapters_of_tokens(
+    compute_logits: LogitsFn, hidden_states: Tensor, wrappers: list[Any]
+) -> Iterator[LogitsFn]:
+    """Give a function that computes logits of rows of `hidden_states` [tokens, hidden].
+
+    Each row is computed with the adapter of its token. Afterwards the wrappers have the rows of
+    the batch's samples again.
+    """
+    changed = False
+
+    def logits_of(rows: Tensor, *arguments: Any, **named: Any) -> Any:
+        nonlocal changed
+        changed = True
+        skipped = int(rows.storage_offset()) - int(hidden_states.storage_offset())
+        first = skipped // hidden_states.stride(0)
+        for wrapper in wrappers:
+            _set_sampler_rows(wrapper, wrapper._token_lora_indices[first : first + len(rows)])
+        return compute_logits(rows, *arguments, **named)
+
+    saved = [(w, w.indices_len[1], w._sampler_indices.clone()) for w in wrappers]
+    try:
+        yield logits_of
+    finally:
+        for wrapper, length, values in saved if changed else ():
+            wrapper._sampler_indices.copy_(values)
+            _set_sampler_rows(wrapper, wrapper._sampler_indices[:length])
+
+
+def _set_sampler_rows(wrapper: Any, slots: Tensor) -> None:
+    """Set the adapter slot of each row of logits; -1 is none."""
+    wrapper._sampler_indices[: len(slots)] = slots
+    wrapper.indices_len[1] = len(slots)
+    meta = getattr(wrapper, "prompt_mapping_meta", None)
+    if meta is not None:  # GPUs: the kernels read a sorted copy
+        meta.prepare_tensors(slots)
 
 
 def _punica_wrappers(runner: Any) -> list[Any]:
     adapters = runner.lora_manager._adapter_manager
-    mapping = getattr(adapters, "punica_wrapper_mapping", None)
-    return (
-        list({id(w): w for w in mapping.values()}.values())
-        if mapping
-        else [adapters.punica_wrapper]
-    )
-
-
-def _adapter_slot(runner: Any, request_id: str) -> int:
-    adapter_id = int(
-        runner.input_batch.request_lora_mapping[runner.input_batch.req_id_to_index[request_id]]
-    )
-    slots = runner.lora_manager._adapter_manager.lora_index_to_id
-    return slots.index(adapter_id) if adapter_id else -1
-
-
-def _set_sampler_rows(wrapper: Any, slot: int, rows: int) -> tuple[int | None, Tensor]:
-    saved = wrapper.indices_len[1], wrapper._sampler_indices[:rows].clone()
-    wrapper._sampler_indices[:rows] = slot
-    wrapper.indices_len[1] = rows
-    return saved
+    mapping = getattr(adapters, "punica_wrapper_mapping", None) or {0: adapters.punica_wrapper}
+    return list({id(w): w for w in mapping.values() if w is not None}.values())
 
 
 def _patch_cpu_lora() -> None:
