@@ -6,20 +6,8 @@ from typing import Any, cast
 
 import yaml
 
+from placement.devices import GPUS
 from placement.types import DoesNotFit, Node
-
-# Total MiB that nvidia-smi reports, for Ray's accelerator types that determine the memory.
-GPU_MIB = {
-    "B200": 183_359,
-    "H200": 143_771,
-    "H100": 81_559,
-    "A100-80G": 81_920,
-    "A100-40G": 40_960,
-    "L40S": 46_068,
-    "L4": 23_034,
-    "A10G": 23_028,
-    "T4": 15_360,
-}
 
 
 def device_bytes_of(resources: Iterable[str]) -> int | None:
@@ -29,8 +17,8 @@ def device_bytes_of(resources: Iterable[str]) -> int | None:
     """
     for name in resources:
         kind = name.removeprefix("accelerator_type:")
-        if kind != name and kind in GPU_MIB:
-            return GPU_MIB[kind] * 2**20
+        if kind != name and kind in GPUS:
+            return GPUS[kind].mib * 2**20
     return None
 
 

@@ -9,12 +9,37 @@ from typing import Any
 
 from placement.types import DoesNotFit
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # as config.json names them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, 2024, section 2.1)."""
+
+    q_rank: int  # 0: queries are not compressed
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+    @property
+    def cached(self) -> int:
+        """Numbers that the cache keeps for a token in a layer."""
+        return self.kv_rank + self.rope_dim
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Return the parameters of one layer's attention."""
+        query = heads * (self.nope_dim + self.rope_dim)
+        q = self.q_rank * (hidden + query) if self.q_rank else hidden * query
+        kv = hidden * self.cached + self.kv_rank * heads * (self.nope_dim + self.value_dim)
+        return q + kv + heads * self.value_dim * hidden
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A decoder of gated blocks with grouped-query attention: Llama, Mistral, Qwen, Gemma.
+    """A decoder of gated blocks: Llama, Mistral, Qwen, Gemma, mixtures of experts, DeepSeek.
 
-    `experts` is above 1 for a mixture of experts.
+    `experts` is above 1 for a mixture of experts. `latent` is set for multi-head latent attention.
     """
 
     hidden: int
@@ -26,29 +51,52 @@ class ModelShape:
     vocab: int
     tied: bool
     experts: int = 1
-    active_experts: int = 1
+    active_experts: int = 1  # for one token, without the shared ones
+    shared_experts: int = 0
+    dense_layers: int = 0  # first layers of a mixture of experts, which have no experts
+    dense_intermediate: int = 0  # of these layers
+    latent: "LatentAttention | None" = None
+    max_tokens: int = 32_768  # positions that the model was made for
+    counted: int | None = None  # parameters in the model's files, if they are known
 
     @property
     def attention_parameters(self) -> int:
         """Parameters of q, k, v and o in one layer."""
+        if self.latent is not None:
+            return self.latent.parameters(self.hidden, self.heads)
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
-    @property
-    def mlp_parameters(self) -> int:
-        """Parameters of gate, up and down of every expert, and of the router, in one layer."""
+    def _mlp(self, experts: int) -> int:
+        """Return the parameters of gate, up and down of the experts, and of the router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
-        return 3 * self.hidden * self.intermediate * self.experts + router
+        return 3 * self.hidden * self.intermediate * (experts + self.shared_experts) + router
 
     @property
     def num_parameters(self) -> int:
+        return self.counted or self._parameters(self.experts)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied with."""
+        inactive = self._parameters(self.experts) - self._parameters(self.active_experts)
+        return self.num_parameters - inactive
+
+    def _parameters(self, experts: int) -> int:
         words = self.vocab * self.hidden * (1 if self.tied else 2)
         norms = self.hidden * (2 * self.layers + 1) + 2 * self.head_dim * self.layers
-        return words + norms + self.layers * (self.attention_parameters + self.mlp_parameters)
+        dense = self.dense_layers * 3 * self.hidden * self.dense_intermediate
+        mixed = (self.layers - self.dense_layers) * self._mlp(experts)
+        return words + norms + self.layers * self.attention_parameters + dense + mixed
 
     def kv_bytes_per_token(
         self, number_bytes: int, tensor_parallel: int = 1, pipeline_parallel: int = 1
     ) -> int:
-        """Return the bytes of keys and values of one token on one device."""
+        """Return the bytes of keys and values of one token on one device.
+
+        Each device of a tensor-parallel engine keeps the whole latent vector.
+        """
+        if self.latent is not None:
+            return number_bytes * -(-self.layers // pipeline_parallel) * self.latent.cached
         heads, layers = -(-self.kv_heads // tensor_parallel), -(-self.layers // pipeline_parallel)
         return 2 * number_bytes * layers * heads * self.head_dim
 
@@ -77,8 +125,8 @@ class ModelShape:
         return numbers * number_bytes + 8 * self.hidden
 
 
-def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape for a parsed config.json.
+def shape_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> ModelShape:
+    """Return the shape for a parsed config.json and, if there is one, a safetensors index.
 
     Raises:
         DoesNotFit: A needed key is missing or not a number.
@@ -86,7 +134,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     text: Mapping[str, Any] = config.get("text_config", config)
     try:
         hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
-        experts = int(text.get("num_experts") or text.get("num_local_experts") or 1)
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = next((int(text[name]) for name in names if text.get(name)), 1)
         intermediate = (
             text["moe_intermediate_size"]
             if experts > 1 and "moe_intermediate_size" in text
@@ -103,9 +152,37 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             experts=experts,
             active_experts=int(text.get("num_experts_per_tok") or 1),
+            shared_experts=int(text.get("n_shared_experts") or 0),
+            dense_layers=int(text.get("first_k_dense_replace") or 0) if experts > 1 else 0,
+            dense_intermediate=int(text.get("intermediate_size") or 0),
+            latent=_latent(text),
+            max_tokens=int(text.get("max_position_embeddings") or 32_768),
+            counted=_counted(config, index or {}),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DoesNotFit(
             f"this config.json does not contain the size of its model ({error}); "
             "expected a causal language model's"
         ) from None
+
+
+def _counted(config: Mapping[str, Any], index: Mapping[str, Any]) -> int | None:
+    """Return the number of parameters that an index tells; None for quantized weights."""
+    metadata: Mapping[str, Any] = index.get("metadata") or {}
+    size: Any = metadata.get("total_size")
+    bytes_of_one = DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
+    if not size or bytes_of_one is None or "quantization_config" in config:
+        return None
+    return int(size) // bytes_of_one
+
+
+def _latent(text: Mapping[str, Any]) -> LatentAttention | None:
+    if not text.get("kv_lora_rank"):
+        return None
+    return LatentAttention(
+        q_rank=int(text.get("q_lora_rank") or 0),
+        kv_rank=int(text["kv_lora_rank"]),
+        rope_dim=int(text["qk_rope_head_dim"]),
+        nope_dim=int(text["qk_nope_head_dim"]),
+        value_dim=int(text["v_head_dim"]),
+    )

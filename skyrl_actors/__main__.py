@@ -19,6 +19,26 @@ app = typer.Typer(
     "Every command has --help.",
 )
 Config = Annotated[Path, typer.Argument(help="a YAML file, for example configs/cpu_tiny.yaml")]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|CONFIG",
+        help="a model's folder or its name on the Hugging Face hub, for example Qwen/Qwen3-1.7B; "
+        "or a YAML file, for example configs/cpu_tiny.yaml",
+    ),
+]
+Pinned = Annotated[
+    Path | None,
+    typer.Option("--config", help="with a MODEL: a YAML file whose keys the layout keeps"),
+]
+Write = Annotated[
+    Path | None,
+    typer.Option(help="with a MODEL: the YAML file to write; default: MODEL-service.yaml here"),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="GPUs to plan for, for example 8xH100, 1xRTX4090 or 2x8xH200"),
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="key.sub=value …, which override the file")
 ]
@@ -41,7 +61,21 @@ def demo(overrides: Overrides = None) -> None:
 
 
 @app.command(rich_help_panel="Training")
-def train(config: Config, overrides: Overrides = None) -> None:
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="train this model instead: a folder or a name on the hub. The layout is chosen "
+            "for it and the devices that are there, in place of the file's `cluster`"
+        ),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="with --model: the YAML file to write; default: MODEL-JOB.yaml here"),
+    ] = None,
+) -> None:
     """Run a training job. An interrupted run with the same run.name and config is resumed.
 
     The command joins the Ray cluster in RAY_ADDRESS, which `ray job submit` sets. Without
@@ -49,6 +83,10 @@ def train(config: Config, overrides: Overrides = None) -> None:
     """
     from skyrl_actors.commands.train import train as run
 
+    if model is not None:
+        from skyrl_actors.commands.sized import job_file
+
+        config, overrides = job_file(config, model, overrides or [], write), []
     run(config, overrides or [])
 
 
@@ -80,16 +118,36 @@ def report(
 
 @app.command(rich_help_panel="Service")
 def serve(
-    config: Config,
+    target: Target,
     overrides: Overrides = None,
     block: Annotated[
         bool, typer.Option(help="stay in the foreground; Ctrl-C stops the service")
     ] = False,
+    config: Pinned = None,
+    write: Write = None,
+    dry_run: Annotated[
+        bool, typer.Option(help="print the plan and start nothing, as `plan` does")
+    ] = False,
 ) -> None:
-    """Start a service. It joins the Ray cluster of this machine, or starts one."""
+    """Start a service for a model, or with a config file.
+
+    For a model, the fastest layout that fits the devices is chosen, printed and written to a YAML
+    file. Overrides are kept as they are. The service joins the Ray cluster of this machine, or
+    starts one.
+    """
+    from skyrl_actors.commands.sized import is_config, service_file
+
+    if dry_run:
+        from skyrl_actors.commands.plan import run as show
+
+        show(target, overrides or [], config=config, write=write)
+        return
     from skyrl_actors.commands.serve import run
 
-    run(config, overrides or [], block)
+    if is_config(target):
+        run(target, overrides or [], block)
+    else:
+        run(service_file(target, config, overrides or [], write), [], block)
 
 
 Name = Annotated[str, typer.Option(help="the service's name in its config")]
@@ -163,28 +221,36 @@ def journal(
 
 @app.command(rich_help_panel="Before you start")
 def plan(
-    config: Config,
+    target: Target,
     overrides: Overrides = None,
+    gpus: Gpus = None,
     nodes: Annotated[
-        Path | None, typer.Option(help="a Ray cluster-launcher file; default: this machine")
+        Path | None,
+        typer.Option(
+            help="a Ray cluster-launcher file; default: the running Ray cluster, or this machine"
+        ),
     ] = None,
     model: Annotated[
         Path | None,
         typer.Option(
-            help="a model's config.json, "
-            "for the memory plan of a base model that is not on this machine"
+            help="a config.json, or its folder, to read the model's sizes from; "
+            "for a model that is not on this machine"
         ),
     ] = None,
+    config: Pinned = None,
+    write: Write = None,
 ) -> None:
     """Print the placement of all actors and the memory of each device in each phase.
 
     Nothing is started.
 
-    If the config does not fit, the reason is printed. Configs of services and of jobs are accepted.
+    For a model, the fastest layout that fits the devices is chosen first. If nothing fits, the
+    reason is printed, with a change or a cluster that would. Configs of services and of jobs are
+    accepted too.
     """
     from skyrl_actors.commands.plan import run
 
-    run(config, overrides or [], nodes, model)
+    run(target, overrides or [], nodes, model, gpus=gpus, config=config, write=write)
 
 
 @app.command(rich_help_panel="Before you start")

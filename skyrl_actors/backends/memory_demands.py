@@ -26,6 +26,7 @@ from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, Str
 from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.messages.errors import ConfigError
 
+INDEX = "model.safetensors.index.json"
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 MEMORY_RESERVE = 0.08  # of a device, which the plan leaves free for fragmentation
 STEP_BYTES = 256 * 2**20
@@ -37,9 +38,14 @@ Change = Callable[[ClusterConfig], ClusterConfig]
 
 
 def shape_in(folder: Path) -> ModelShape:
-    """Read a model's shape from its config.json. Raises ConfigError if that is not possible."""
+    """Read a model's shape from its config.json and the index of its weights.
+
+    Raises ConfigError if that is not possible.
+    """
+    index = folder / INDEX
     try:
-        return shape_of(json.loads((folder / "config.json").read_text()))
+        config = json.loads((folder / "config.json").read_text())
+        return shape_of(config, json.loads(index.read_text()) if index.is_file() else None)
     except (OSError, ValueError, DoesNotFit) as error:
         raise ConfigError(f"{folder}: {error}") from error
 

@@ -1,36 +1,61 @@
-"""`plan`: print placement and memory of a config on given machines, and start nothing."""
+"""`plan`: print placement and memory of a config or a model, and start nothing."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from placement.memory import render as render_memory
-from placement.nodes import nodes_from_cluster_file
 from placement.render import render
 from placement.shape import ModelShape
-from placement.types import DoesNotFit, Node
 from skyrl_actors.backends.demands import plan_for
 from skyrl_actors.backends.memory_demands import checked, refuse, shape_in
+from skyrl_actors.commands.sized import is_config, nodes_for, service_request, written
 from skyrl_actors.config.cluster import ClusterConfig, TinyBase
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, top_level_keys
-from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.sizing.report import lines
+from skyrl_actors.sizing.search import choose
 
 
 def run(
-    config_path: Path, overrides: Sequence[str], nodes_file: Path | None, model: Path | None
+    target: str,
+    overrides: Sequence[str],
+    nodes_file: Path | None = None,
+    model: Path | None = None,
+    *,
+    gpus: str | None = None,
+    config: Path | None = None,
+    write: Path | None = None,
 ) -> None:
-    """Print placement and memory. Raises ConfigError if a plan is refused.
+    """Print placement and memory of a config file, or of the layout chosen for a model.
 
-    Without `nodes_file`, the plan is for this machine. `model` replaces the configured base model.
+    Without `gpus` and `nodes_file`, the plan is for the machines that are there. `model` is a
+    config.json, or its folder, with the sizes of the base model.
+
+    Raises:
+        ConfigError: A plan is refused.
     """
-    config = _cluster_of(config_path, overrides)
-    try:
-        nodes = nodes_from_cluster_file(nodes_file) if nodes_file else [_this_machine()]
-    except DoesNotFit as error:
-        raise ConfigError(str(error)) from error
+    if is_config(target):
+        _run_config(Path(target), overrides, gpus, nodes_file, model)
+        return
+    sizes = model if model is None or model.is_dir() else model.parent
+    nodes = nodes_for(gpus, nodes_file)
+    request = service_request(target, config, overrides, nodes, sizes)
+    choice = choose(request)
+    print("\n".join(lines(request, choice)))
+    print(f"\n{render(choice.plan)}\n{render_memory(choice.memory)}")
+    if write is not None:
+        print(f"\nwrote {written(request, choice, {}, write)}")
+
+
+def _run_config(
+    path: Path,
+    overrides: Sequence[str],
+    gpus: str | None,
+    nodes_file: Path | None,
+    model: Path | None,
+) -> None:
+    config = _cluster_of(path, overrides)
+    nodes = nodes_for(gpus, nodes_file)
     made = plan_for(config, nodes)
     print(render(made))
     shape, reason = _shape(config, model)
@@ -40,15 +65,6 @@ def run(
     memory, complaints = checked(config, shape, made, nodes)
     print(render_memory(memory, complaints if config.placement.memory_check == "warn" else []))
     refuse(config, complaints)
-
-
-def _this_machine() -> Node:
-    return Node(
-        name="this machine",
-        cpus=float(os.cpu_count() or 1),
-        gpus=0.0,
-        host_bytes=psutil.virtual_memory().total,
-    )
 
 
 def _shape(config: ClusterConfig, model: Path | None) -> tuple[ModelShape | None, str]:

@@ -35,25 +35,36 @@ def load(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Clus
             value and the allowed values.
     """
     source = Path(path)
-    merged = OmegaConf.create(_read(source, ()))
-    for text in overrides:
-        if "=" not in text or text.startswith("="):
-            raise ConfigError(f"override {text!r} has no key; write key.sub=value")
-    try:
-        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
-        if schema is ClusterConfig and (keys := os.environ.get(KEYS_VARIABLE)):
-            given: list[str] = list(OmegaConf.select(merged, "http.api_keys") or ())
-            merged = OmegaConf.merge(merged, {"http": {"api_keys": [*given, *keys.split(",")]}})
-        plain = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"{source}: {error}") from error
+    plain = raw(source, overrides)
+    if schema is ClusterConfig and (keys := os.environ.get(KEYS_VARIABLE)):
+        http = plain.setdefault("http", {})
+        if isinstance(http, dict):
+            section = cast("dict[str, Any]", http)
+            section["api_keys"] = [*(section.get("api_keys") or ()), *keys.split(",")]
     try:
         return schema.model_validate(plain)
     except ValidationError as error:
         # a default that follows from another key cannot be computed while that key has a fault
         faults = [one for one in error.errors() if one["type"] != "default_factory_not_called"]
-        lines = [_explain(fault, schema) for fault in faults]
+        lines = [explain(fault, schema) for fault in faults]
         raise ConfigError("\n".join([f"{source}: {len(lines)} fault(s)", *lines])) from None
+
+
+def raw(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the keys that a file and overrides set, without defaults and not validated.
+
+    Raises:
+        ConfigError: The file cannot be read, or an override has no key.
+    """
+    merged = OmegaConf.create(_read(Path(path), ()) if path else {})
+    for text in overrides:
+        if "=" not in text or text.startswith("="):
+            raise ConfigError(f"override {text!r} has no key; write key.sub=value")
+    try:
+        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
+        return cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{path or 'overrides'}: {error}") from error
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -91,7 +102,8 @@ def _extended(node: dict[str, Any], path: Path, seen: tuple[Path, ...]) -> dict[
     return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.merge(below, own)))
 
 
-def _explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
+def explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
+    """Return one fault with its key, the given value and what is allowed."""
     key = ".".join(str(part) for part in detail["loc"]) or "(whole config)"
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":

@@ -87,7 +87,7 @@ def grouped_cpu_lora(monkeypatch: pytest.MonkeyPatch):
 def test_v1_prompt_logprobs_use_the_adapter_of_each_token():
     runner, hidden = make()
 
-    def original(states: Tensor, scheduled: dict[str, int]) -> dict[str, Tensor]:
+    def original(states: Tensor, _: dict[str, int]) -> dict[str, Tensor]:
         starts, found = np.cumsum((0, *LENGTHS)), dict[str, Tensor]()
         for row, length in enumerate(LENGTHS):
             rows = states[starts[row] : starts[row] + length - 1]

@@ -1,0 +1,73 @@
+"""The nodes for a new service or job: those of the running Ray cluster, or this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, cast
+
+import psutil
+
+from placement.devices import find
+from placement.types import Node
+from skyrl_actors.commands import cluster
+
+TIMEOUT_S = 60.0
+QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+
+
+def nodes_here() -> list[Node]:
+    """Return the nodes of the Ray cluster that `serve` would join, or this machine.
+
+    The cluster is read in another process, because Ray takes its settings only once.
+    """
+    if "RAY_ADDRESS" in os.environ or cluster.ray_address():
+        command = [sys.executable, "-m", "skyrl_actors.commands.hardware"]
+        with suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+            if done.returncode == 0:
+                found = cast("list[dict[str, Any]]", json.loads(done.stdout.splitlines()[-1]))
+                return [Node(**node) for node in found]
+    return [this_machine()]
+
+
+def this_machine() -> Node:
+    """Return this machine, with the GPUs that nvidia-smi lists."""
+    gpus = _gpus()
+    labels = {"accelerator": kind.name} if gpus and (kind := find(gpus[0][0])) else {}
+    return Node(
+        name="this machine",
+        cpus=float(os.cpu_count() or 1),
+        gpus=float(len(gpus)),
+        labels=labels,
+        device_bytes=min((size for _, size in gpus), default=None),
+        host_bytes=psutil.virtual_memory().total,
+    )
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Return name and bytes of each GPU. Without nvidia-smi there are none."""
+    try:
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+    return [(name.strip(), int(mib) * 2**20) for name, mib in rows if mib.strip().isdigit()]
+
+
+def main() -> None:
+    """Print the nodes of the running cluster as JSON; exit with 1 if there is none."""
+    try:
+        cluster.join_ray()
+    except ConnectionError as error:
+        sys.exit(str(error))
+    from placement.reserve import cluster_nodes
+
+    nodes = [asdict(node) | {"labels": dict(node.labels)} for node in cluster_nodes()]
+    print(json.dumps(nodes), flush=True)
+
+
+if __name__ == "__main__":
+    main()

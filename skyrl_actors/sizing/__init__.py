@@ -1,0 +1,1 @@
+"""Choose a layout for a model and the devices that are there."""

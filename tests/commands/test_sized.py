@@ -1,0 +1,95 @@
+"""`plan`, `serve --dry-run` and `train --model` for a model, on a machine with and without GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_actors.commands import hardware
+from skyrl_actors.config.load import load
+from tests.sizing.golden import MODELS
+
+SMI = "#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24564'\necho 'NVIDIA GeForce RTX 4090, 24564'\n"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS["Qwen3-0.6B"]))
+    return folder
+
+
+@pytest.fixture
+def with_gpus(tmp_path: Path) -> str:
+    """Return a PATH on which nvidia-smi lists two GPUs."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(SMI)
+    tool.chmod(0o755)
+    return f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def command(*arguments: str, folder: Path, path: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    environment |= {"PATH": path} if path else {}
+    environment |= {"RAY_TMPDIR": str(folder), "COLUMNS": "200"}  # no cluster of other tests
+    return subprocess.run(
+        [sys.executable, "-m", "skyrl_actors", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_plan_finds_the_gpus_of_this_machine(model: Path, with_gpus: str, tmp_path: Path):
+    done = command("plan", str(model), folder=tmp_path, path=with_gpus)
+    assert done.returncode == 0, done.stderr
+    assert "small (596 million weights) on 2 × RTX4090, 24.0 GiB each" in done.stdout
+    assert "policy[0]" in done.stdout and "engine KV cache" in done.stdout
+
+
+def test_serve_dry_run_starts_nothing_and_writes_what_is_asked(model: Path, tmp_path: Path):
+    done = command(
+        "serve", str(model), "http.port=8055", "--dry-run", "--write", "s.yaml", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "CPU cores" in done.stdout and "pinned    http.port=8055" in done.stdout
+    config = load(tmp_path / "s.yaml")
+    assert config.http.port == 8055 and config.placement.device == "cpu"
+    assert not (tmp_path / "journal").exists()
+
+
+def test_a_config_file_pins_keys_of_a_model(model: Path, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("name: mine\nengine: {max_model_len: 700}\n")
+    arguments = ("plan", str(model), "--gpus", "1xH100", "--config", "mine.yaml")
+    done = command(*arguments, "--write", "made.yaml", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    config = load(tmp_path / "made.yaml")
+    assert (config.name, config.engine.max_model_len) == ("mine", 700)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gpus", "8xH800"), "the kinds are B200"),
+        (("--gpus", "1xL4", "engine.max_model_len=1000000"), "no layout fits"),
+        (
+            ("--gpus", "1xL4", "engine.max_modle_len=100"),
+            "engine.max_modle_len: unknown key; allowed",
+        ),
+    ],
+)
+def test_refusals_end_with_status_2(arguments: tuple[str, ...], said: str, model: Path):
+    done = command("plan", str(model), *arguments, folder=model.parent)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hardware, "QUERY", ["no-such-program"])
+    node = hardware.this_machine()
+    assert node.gpus == 0 and node.device_bytes is None and (node.host_bytes or 0) > 2**30
