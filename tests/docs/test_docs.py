@@ -58,6 +58,9 @@ HERE = (
     "skyrl-actors report runs/ppo_tiny",
     "skyrl-actors plan configs/colocated_1x8.yaml --nodes cluster.yaml --model "
     "configs/shapes/qwen3-8b",
+    "skyrl-actors plan Qwen/Qwen3-1.7B --gpus 1xRTX4090 --model configs/shapes/qwen3-1.7b",
+    "skyrl-actors plan configs/shapes/qwen3-8b placement.layout=split engine.max_model_len=8192 "
+    "--gpus 2x8xH100",
 )
 ABSENT = {"gpu", "cluster", "network", "external"}
 
