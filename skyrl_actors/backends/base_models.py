@@ -24,6 +24,8 @@ Chat = tuple[str, str]  # question, answer
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 SEED = 0  # of the initial weights and of the warm-up
 ROWS_A_STEP = 64
+# Files of a model on the hub that nothing here reads: the same weights in other formats.
+NOT_NEEDED = ("original/*", "consolidated*", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
 LAYOUT = 1  # increase when the shape of the tiny model or its corpus changes
 
 
@@ -51,7 +53,10 @@ def base_model_folder(
 
     try:
         hub = cast(Any, huggingface_hub)  # its annotations leave out types
-        return Path(hub.snapshot_download(base.name, revision=base.revision))
+        found = hub.snapshot_download(
+            base.name, revision=base.revision, ignore_patterns=list(NOT_NEEDED)
+        )
+        return Path(found)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
             f"base_model.name {base.name!r} cannot be fetched ({error}); set base_model.path to "

@@ -8,6 +8,7 @@ from typing import Any
 
 from placement.memory import (
     ADAPTER_BYTES,
+    PHASES,
     EngineLayout,
     MemoryItem,
     MemoryPlan,
@@ -69,7 +70,6 @@ def memory_plan(
 ) -> MemoryPlan:
     """Return all memory on each kind of device, and the sizes of the smallest device."""
     on_gpu = config.placement.device == "gpu"
-    engine = config.engine
     groups: dict[str, list[MemoryItem]] = {}
     adapters = adapter_memory(config, shape, plan, nodes).limit_bytes
     for role, group in (("policy", config.policy), ("critic", config.critic)):
@@ -78,26 +78,12 @@ def memory_plan(
             groups.setdefault(key, []).extend(
                 trainer_parts(_trainer(role, group, config, adapters), shape)
             )
-    ask = EngineLayout(
-        devices=engine.topology.num_devices,
-        weight_bytes=NUMBER_BYTES[engine.dtype],
-        kv_bytes=engine.kv_cache_bytes,
-        batched_tokens=max(engine.max_num_batched_tokens, engine.max_model_len),
-        max_seqs=engine.max_num_seqs,
-        adapters=engine.max_loras,
-        lora_rank=config.lora.max_rank,
-        graphs=on_gpu and not engine.enforce_eager,
-        moves=config.placement.shares("engine"),
-        weights_move=on_gpu and config.placement.shares("engine"),
-        host_adapters=config.engine_adapters,
-        one_memory=not on_gpu,
-    )
     own = groups.setdefault("shared" if config.placement.shares("engine") else "engine", [])
-    own.extend(engine_parts(ask, shape) if engine.num_engines else ())
+    own.extend(engine_parts(_engine(config), shape) if config.engine.num_engines else ())
     transfer = config.transfer
     # gloo has its buckets in host memory
     if isinstance(transfer, StreamTransferConfig) and transfer.type != "gloo":
-        size, number = transfer.bucket_bytes, NUMBER_BYTES[engine.dtype]
+        size, number = transfer.bucket_bytes, NUMBER_BYTES[config.engine.dtype]
         own.append(bucket_part("engine", size, shape, number))
         part = bucket_part("policy", size, shape, number)
         if transfer.type == "nccl":
@@ -111,6 +97,30 @@ def memory_plan(
     device_bytes, reserve, host_bytes = _sizes(config, plan, nodes)
     return MemoryPlan(
         parts=named, device_bytes=device_bytes, reserve=reserve, host_bytes=host_bytes
+    )
+
+
+def engine_bytes(config: ClusterConfig, shape: ModelShape) -> int:
+    """Return the most bytes of an engine on one device, without the context of its process."""
+    parts = engine_parts(_engine(config), shape)
+    return max(sum(part.bytes for part in parts if phase in part.phases) for phase in PHASES)
+
+
+def _engine(config: ClusterConfig) -> EngineLayout:
+    engine, on_gpu = config.engine, config.placement.device == "gpu"
+    return EngineLayout(
+        devices=engine.topology.num_devices,
+        weight_bytes=NUMBER_BYTES[engine.dtype],
+        kv_bytes=engine.kv_cache_bytes,
+        batched_tokens=max(engine.max_num_batched_tokens, engine.max_model_len),
+        max_seqs=engine.max_num_seqs,
+        adapters=engine.max_loras,
+        lora_rank=config.lora.max_rank,
+        graphs=on_gpu and not engine.enforce_eager,
+        moves=config.placement.shares("engine"),
+        weights_move=on_gpu and config.placement.shares("engine"),
+        host_adapters=config.engine_adapters,
+        one_memory=not on_gpu,
     )
 
 

@@ -114,7 +114,8 @@ class RayBackend:
         async with (
             self.parts.phase_lock.hold(phase)
             if self.config.placement.shares(spec.role)
-            else nullcontext()
+            else nullcontext(),
+            self.parts.turn_of(spec.role),
         ):
             group = supervisor.group
             if group is None or supervisor.down is not None:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from placement.types import Plan
 from skyrl_actors.backends.actor_env import actor_environment
+from skyrl_actors.backends.memory_demands import engine_bytes, shape_in
 from skyrl_actors.backends.offload import offloader_for, phase_lock_for
 from skyrl_actors.backends.site import reserved_site
 from skyrl_actors.backends.slots import SlotWatch
 from skyrl_actors.backends.training_parts import TrainingParts
 from skyrl_actors.colocation.phase_lock import PhaseLock, SplitPhaseLock
 from skyrl_actors.colocation.phases import Phase
+from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.build import build_pool
 from skyrl_actors.engines.pool import EnginePool
@@ -25,6 +27,10 @@ from skyrl_actors.transfer.delivery import Delivery
 from skyrl_actors.workers.interface import TORN
 
 STOP_TIMEOUT_S = 20.0
+
+
+async def _no_change(old: str, new: str) -> None:
+    """Change nothing: policy and critic stay on the device in all phases of training."""
 
 
 class RunningParts:
@@ -43,6 +49,7 @@ class RunningParts:
     ):
         self.groups: dict[str, GroupSupervisor] = {}
         self.phase_lock: PhaseLock = SplitPhaseLock()
+        self._training: StateLock[str] = StateLock("policy", _no_change)
         self._config = config
         self._base_folder = base_folder
         self._report = report
@@ -52,6 +59,10 @@ class RunningParts:
         self._standby: Standby | None = None
         self._engines: EnginePool | None = None
         self._delivery: Delivery | None = None
+
+    def turn_of(self, role: str) -> AbstractAsyncContextManager[None]:
+        """Return a context in which only this role computes on shared GPUs."""
+        return self._training.hold(role) if self._config.placement.trains_in_turn else nullcontext()
 
     @property
     def delivery(self) -> Delivery:
@@ -109,6 +120,7 @@ class RunningParts:
             epoch,
             self._detached,
             self._report,
+            engine_bytes(config, shape_in(self._base_folder)),
         )
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         if not await self._attach():

@@ -81,12 +81,22 @@ class PlacementConfig(FrozenConfig):
     memory_check: Literal["refuse", "warn", "off"] = Field(
         default="refuse", description="action if the memory plan does not fit the devices"
     )
+    train_together: bool = Field(
+        default=False,
+        description="whether policy and critic compute at the same time on the GPUs that they "
+        "share. Two programs with collective operations on one GPU can block each other",
+    )
     device_memory_gib: float | None = Field(
         default=None,
         gt=0,
         description="memory of each device; null = derived from the node's accelerator_type, "
         "or on a CPU its share of the node's memory",
     )
+
+    @property
+    def trains_in_turn(self) -> bool:
+        """Return whether policy and critic must not compute at the same time."""
+        return self.device == "gpu" and self.layout == "colocated" and not self.train_together
 
     def shares(self, role: str) -> bool:
         """Return whether the actors of this role share devices with other roles."""

@@ -28,8 +28,12 @@ def build_pool(
     epoch: int,
     detached: bool,
     report: Callable[[str], None],
+    planned_bytes: int = 0,
 ) -> EnginePool:
-    """Build a pool for the planned slots. `devices`: GPU ids by slot, for multi-GPU engines."""
+    """Build a pool for the planned slots.
+
+    `devices`: GPU ids by slot, for multi-GPU engines. `planned_bytes`: of an engine on one device.
+    """
     engine = config.engine
     share = COLOCATED_SHARE if config.placement.shares("engine") else 1.0
     logprob_check = LogprobCheck(
@@ -37,7 +41,7 @@ def build_pool(
     )
     pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
     for index, slots in enumerate(plan.actors_of("engine")):
-        spec = _spec_of(index, slots, devices, config, base_folder)
+        spec = _spec_of(index, slots, devices, config, base_folder, planned_bytes)
         own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
         if spec.over_nodes:  # vLLM creates its workers as Ray actors in these bundles
             bundles = ",".join(str(slot.index) for slot in slots)
@@ -77,6 +81,7 @@ def _spec_of(
     devices: Mapping[int, str],
     config: ClusterConfig,
     base_folder: Path,
+    planned_bytes: int,
 ) -> EngineSpec:
     engine = config.engine
     over_nodes = len({slot.node for slot in slots}) > 1
@@ -84,6 +89,7 @@ def _spec_of(
     return EngineSpec(
         name=f"engine[{index}]",
         base_folder=str(base_folder),
+        planned_bytes=planned_bytes,
         device=config.placement.device,
         dtype=engine.dtype,
         max_model_len=engine.max_model_len,

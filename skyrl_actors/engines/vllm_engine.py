@@ -356,7 +356,7 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
             "enable_chunked_prefill": False,
         }
         if spec.device == "cpu"
-        else {"enable_sleep_mode": True}
+        else {"enable_sleep_mode": True, **_memory_share(spec)}
     )
     if spec.topology.num_devices > 1:
         on_device["distributed_executor_backend"] = "ray" if spec.over_nodes else "mp"
@@ -385,6 +385,23 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
         **on_device,
     )
+
+
+def _memory_share(spec: EngineSpec) -> dict[str, float]:
+    """Return the share of the GPU that the plan gives the engine.
+
+    vLLM does not start if less is free. Its default, 0.92, is not free beside trainers.
+    """
+    from vllm.platforms import current_platform
+
+    return share_of(spec.planned_bytes, current_platform.get_device_total_memory())
+
+
+def share_of(planned_bytes: int, device_bytes: int) -> dict[str, float]:
+    """Return vLLM's argument for this share of a device; none if the plan is not known."""
+    if not planned_bytes:
+        return {}
+    return {"gpu_memory_utilization": min(1.0, planned_bytes / device_bytes)}
 
 
 def _update_info(part: WeightManifest, stream: WeightStream | None) -> dict[str, Any]:

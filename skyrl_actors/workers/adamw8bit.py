@@ -22,6 +22,8 @@ from skyrl_actors.workers.state import MOMENTS, Kind, adam_group
 BLOCK = 256
 AT_ONCE = 2**16 * BLOCK  # weights whose codes change at a time
 SMALLEST = 4096  # shorter vectors keep float32 moments
+# Weights of one parameter of bitsandbytes, whose kernels count in 32 bits. A multiple of BLOCK.
+MOST_WEIGHTS = 2**30
 
 
 class FlatAdamW8bit:
@@ -30,60 +32,74 @@ class FlatAdamW8bit:
     def __init__(self, weights: Tensor):
         from bitsandbytes.optim.adamw import AdamW8bit  # optional, and slow to import
 
-        self._parameter = nn.Parameter(weights)
-        self._inner = AdamW8bit([self._parameter], lr=0.0, min_8bit_size=SMALLEST)
+        self._parameters = [nn.Parameter(part) for part in weights.split(MOST_WEIGHTS)]
+        smallest = SMALLEST if len(self._parameters) == 1 else 0
+        self._inner = AdamW8bit(self._parameters, lr=0.0, min_8bit_size=smallest)
 
     @property
-    def _state(self) -> dict[str, Any]:
-        return self._inner.state[self._parameter]
+    def _states(self) -> list[dict[str, Any]]:
+        """The state of each parameter; empty before the first step."""
+        found = [self._inner.state[parameter] for parameter in self._parameters]
+        return found if found[0] else []
 
     def step(self, gradients: Tensor, adam: AdamParams) -> None:
         self._inner.param_groups[0].update(adam_group(adam))
-        self._parameter.grad = gradients
+        for parameter, part in zip(self._parameters, gradients.split(MOST_WEIGHTS), strict=True):
+            parameter.grad = part
         self._inner.step()
 
     @property
     def num_steps(self) -> int:
-        return int(self._state["step"]) if self._state else 0
+        return int(self._states[0]["step"]) if self._states else 0
 
     def moment(self, kind: Kind) -> Tensor:
         return self._decoded(1 + MOMENTS.index(kind))
 
     def moments(self) -> dict[str, Tensor]:
-        if not self._state:
+        if not self._states:
             return {}
         found = {kind: self._decoded(index) for index, kind in enumerate(MOMENTS, 1)}
-        return {**found, "step": torch.tensor(float(self._state["step"]))}
+        return {**found, "step": torch.tensor(float(self.num_steps))}
 
     def _decoded(self, index: int) -> Tensor:
-        codes = self._state[f"state{index}"]
-        if codes.dtype == torch.float32:
-            return codes
-        return decoded(codes, self._state[f"qmap{index}"], self._state[f"absmax{index}"])
+        parts = [_decoded_part(state, index) for state in self._states]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def load(self, moments: Mapping[str, Tensor]) -> None:
-        self._inner.init_state(self._inner.param_groups[0], self._parameter, 0, 0)
+        for parameter in self._parameters:
+            self._inner.init_state(self._inner.param_groups[0], parameter, 0, 0)
         for index, kind in enumerate(MOMENTS, 1):
-            held = self._state[f"state{index}"]
-            if held.dtype == torch.float32:
-                held.copy_(moments[kind])
-            else:
-                codes, scales = encoded(moments[kind].to(held.device), self._state[f"qmap{index}"])
-                held.copy_(codes)
-                self._state[f"absmax{index}"].copy_(scales)
-        self._state["step"] = int(moments["step"])
+            parts = moments[kind].split(MOST_WEIGHTS)
+            for state, part in zip(self._states, parts, strict=True):
+                _set_part(state, index, part)
+        for state in self._states:
+            state["step"] = int(moments["step"])
 
     def point_at(self, weights: Tensor) -> None:
-        self._parameter.grad, self._parameter.data = None, weights
+        for parameter, part in zip(self._parameters, weights.split(MOST_WEIGHTS), strict=True):
+            parameter.grad, parameter.data = None, part
 
     def move(self, device: torch.device) -> None:
-        self._state.update(
-            {
-                key: placed(value, device)
-                for key, value in self._state.items()
-                if torch.is_tensor(value)
-            }
-        )
+        for state in self._states:
+            tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
+            state.update({key: placed(value, device) for key, value in tensors.items()})
+
+
+def _decoded_part(state: Mapping[str, Any], index: int) -> Tensor:
+    codes = state[f"state{index}"]
+    if codes.dtype == torch.float32:
+        return codes
+    return decoded(codes, state[f"qmap{index}"], state[f"absmax{index}"])
+
+
+def _set_part(state: Mapping[str, Any], index: int, values: Tensor) -> None:
+    held = state[f"state{index}"]
+    if held.dtype == torch.float32:
+        held.copy_(values)
+        return
+    codes, scales = encoded(values.to(held.device), state[f"qmap{index}"])
+    held.copy_(codes)
+    state[f"absmax{index}"].copy_(scales)
 
 
 def decoded(codes: Tensor, table: Tensor, scales: Tensor) -> Tensor:

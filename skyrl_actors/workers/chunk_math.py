@@ -8,12 +8,15 @@ Kernels of other packages (Liger, cut-cross-entropy) give no entropies, and comp
 frozen head a second time.
 """
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 
 class ChunkMath(Protocol):
@@ -142,7 +145,27 @@ def _everywhere_with_entropy(
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    """Return the compiled function, or the function itself where torch cannot compile it.
+
+    A machine may have no C compiler, or a release of Triton that does not fit its GPU.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # slow to import
+
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
+
+    def run(*arguments: Any) -> Any:
+        nonlocal compiled
+        try:
+            return compiled(*arguments)
+        except TorchDynamoException as error:
+            log.warning(
+                "the output layer is not compiled, which costs speed: %s",
+                str(error).splitlines()[0],
+            )
+            compiled = function
+            return function(*arguments)
+
+    return run
 
 
 class Compiled:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 Shape = tuple[int, ...]
+INDEX = "model.safetensors.index.json"
 NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -42,14 +43,30 @@ def whole(source: Source, name: str) -> Tensor:
     return source.range(name, 0, math.prod(shape)).view(shape)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model's folder.
+
+    These are the files of its index, or model*.safetensors, or all. Mistral's folders have the same
+    weights once more, as consolidated.safetensors with other names.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        names: set[str] = set(json.loads(index.read_text())["weight_map"].values())
+        return sorted(folder / name for name in names)
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
 class TensorFiles:
-    """The tensors of one safetensors file, or of all files in a folder.
+    """The tensors of one safetensors file, or of a model's folder.
 
     Close it, or use it in `with`.
     """
 
-    def __init__(self, path: Path, pattern: str = "*.safetensors"):
-        files = [path] if path.is_file() else sorted(path.glob(pattern))
+    def __init__(self, path: Path, pattern: str | None = None):
+        if path.is_file():
+            files = [path]
+        else:
+            files = sorted(path.glob(pattern)) if pattern else weight_files(path)
         if not files:
             raise FileNotFoundError(f"{path} has no .safetensors file")
         self._stack = ExitStack()

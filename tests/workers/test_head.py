@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config
 import torch.nn.functional as F
 
-from skyrl_actors.workers import head
+from skyrl_actors.workers import chunk_math, head
 from skyrl_actors.workers.head import HeadSegment, score
 
 T, H, V = 23, 12, 50
@@ -88,6 +90,22 @@ def test_the_compiled_math_equals_float64(
     test_values_and_gradients_equal_float64(
         monkeypatch, trained, low_rank, targets, False, with_entropy
     )
+
+
+def test_without_a_compiler_the_head_runs_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(head, "COMPILED_ON", ("cpu",))
+    chunk_math._compiled.cache_clear()
+    torch._dynamo.reset()
+    try:
+        absent = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
+        with torch._inductor.config.patch(absent):
+            test_values_and_gradients_equal_float64(monkeypatch, False, False, 0, False, False)
+    finally:
+        chunk_math._compiled.cache_clear()
+        torch._dynamo.reset()
+    assert "the output layer is not compiled" in caplog.text
 
 
 @pytest.mark.parametrize("low_rank", [False, True])

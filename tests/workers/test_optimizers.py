@@ -154,9 +154,36 @@ def test_8_bit_adamw_equals_bitsandbytes(tmp_path: Path, lora: LoraSpec | None):
         if i == 1:
             saved = save(worker, tmp_path)
     assert isinstance(held.optimizer, FlatAdamW8bit)
-    codes = held.optimizer._state["state1"]  # type: ignore[reportPrivateUsage]
+    codes = held.optimizer._states[0]["state1"]  # type: ignore[reportPrivateUsage]
     assert codes.dtype == torch.uint8 and len(codes) == held.num_parameters
     check_goes_on(worker, again, spec, saved)
+
+
+def test_8_bit_adamw_in_slices_equals_the_whole(monkeypatch: pytest.MonkeyPatch):
+    """The kernels count in 32 bits, so longer vectors are several parameters of bitsandbytes."""
+    size = 40 * BLOCK + 100
+    made = torch.Generator().manual_seed(0)
+    weights = torch.randn(size, generator=made)
+    gradients = [torch.randn(size, generator=made) for _ in ADAMS]
+    found: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+    for most in (size, 16 * BLOCK):
+        monkeypatch.setattr(adamw8bit, "MOST_WEIGHTS", most)
+        own = weights.clone()
+        optimizer = FlatAdamW8bit(own)
+        for gradient, adam in zip(gradients[:2], ADAMS, strict=False):
+            optimizer.step(gradient.clone(), adam)
+        again_weights = own.clone()
+        again = FlatAdamW8bit(again_weights)
+        again.load(optimizer.moments())
+        for one in (optimizer, again):
+            one.move(torch.device("cpu"))
+            one.step(gradients[-1].clone(), ADAMS[-1])
+        assert torch.equal(own, again_weights) and again.num_steps == 3
+        found.append((own, optimizer.moments()))
+    assert len(optimizer._states) == 3  # type: ignore[reportPrivateUsage]
+    assert torch.equal(found[0][0], found[1][0])
+    for name, values in found[0][1].items():
+        assert torch.equal(values, found[1][1][name]), name
 
 
 @pytest.mark.parametrize("kind", [1, 2])

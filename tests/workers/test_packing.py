@@ -1,5 +1,7 @@
 """How rows are cut into passes, and attention over them in one kernel where it exists."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -66,6 +68,22 @@ def test_bounds_of_rows():
 def test_without_the_kernel_attention_runs_by_blocks():
     assert not varlen.can_attend(torch.zeros(1))
     assert not varlen.agrees(attend_by_blocks, torch.device("cpu"), torch.bfloat16, 16)
+
+
+@pytest.mark.parametrize(
+    ("factor", "accepted"), [(1.0, True), (1.012, False), (float("nan"), False)]
+)
+def test_a_kernel_must_be_as_exact_as_attention_by_blocks(
+    factor: float, accepted: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """An error of 1.2 % is less than two roundings of bfloat16 around 1, and is refused."""
+
+    def kernel(*arguments: Any) -> torch.Tensor:
+        return attend_by_blocks(*arguments) * factor
+
+    monkeypatch.setattr(varlen, "attend", kernel)
+    found = varlen.agrees(attend_by_blocks, torch.device("cpu"), torch.bfloat16, 64)
+    assert found == accepted
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
