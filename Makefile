@@ -3,6 +3,7 @@
 # make test-fast  short tests without a cluster     make test-slow  what make test leaves out
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
 # make simulate  10,000 seeds of the simulated controller (about 10 minutes)
+# make gpu-check  what can be proved of the GPU paths without a GPU (the first time installs 9 GB)
 # make sdk-matrix  every call of twelve versions of the tinker SDK (about 3 minutes)
 
 # The first of these that runs. A name on PATH can be an empty shim.
@@ -10,6 +11,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do "$$p" -c '' 2>/dev/
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+GPU_VENV := .venv-gpu
+GPU_READY := $(GPU_VENV)/.ready
 # A machine with a GPU gets the CUDA builds, and any other the CPU builds.
 ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 # Two processes: one for the tests that start Ray, which keeps its address in one file of the machine,
@@ -17,7 +20,7 @@ ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow test-fast check bench chaos simulate sdk-matrix setup clean
+.PHONY: demo test test-slow test-fast check bench chaos simulate sdk-matrix gpu-check setup clean
 
 setup: $(READY)
 
@@ -68,5 +71,17 @@ simulate: $(READY)
 sdk-matrix: $(READY)
 	$(BIN)/python -m tests.matrix.run
 
+# The CUDA builds of torch and vLLM, beside the CPU builds that the other targets use. `===` does not
+# accept a build with a local version such as +cpu.
+$(GPU_READY): pyproject.toml
+	@echo "setting up $(GPU_VENV) with the CUDA builds (about 10 minutes, 9 GB)"
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install -q "torch===$(TORCH)"
+	$(GPU_VENV)/bin/python -m pip install -q -e ".[gpu,deepspeed,adamw8bit]" "pytest<9.2"
+	@touch $@
+
+gpu-check: $(GPU_READY)
+	$(GPU_VENV)/bin/python -m tests.gpu_check
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

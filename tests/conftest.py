@@ -29,6 +29,7 @@ from skyrl_actors.config.cluster import TinyBase  # noqa: E402
 from tests.marks import arrange, mark  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
+collect_ignore = ["gpu_check"]  # needs the CUDA builds: make gpu-check
 # A slow example is not a failure.
 settings.register_profile(
     "shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

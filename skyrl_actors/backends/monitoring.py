@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +15,7 @@ from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.observe.counts import COUNTS
 from skyrl_actors.observe.process import resident_bytes
+from skyrl_actors.workers.interface import RankUsage
 
 log = logging.getLogger(__name__)
 EVERY_S = 15.0
@@ -68,13 +70,14 @@ class Monitoring:
     async def read(self) -> dict[str, Any]:
         groups = {}
         for supervisor in self._groups:
-            ranks = await self._rss(supervisor)
+            ranks = await self._usage(supervisor)
             groups[supervisor.role] = {
                 "ranks": len(supervisor.builder.names),
                 "state": supervisor.down or "up",
                 "restarts": supervisor.restarts,
                 "refused": supervisor.refused,
-                "rss_bytes": ranks,
+                "rss_bytes": [rank.rss_bytes for rank in ranks],
+                "paths": _paths(ranks),
                 "pids": supervisor.group.pids if supervisor.group else [],
             }
         engines: list[dict[str, Any]] = []
@@ -111,11 +114,11 @@ class Monitoring:
         }
 
     @staticmethod
-    async def _rss(supervisor: GroupSupervisor) -> list[int]:
+    async def _usage(supervisor: GroupSupervisor) -> list[RankUsage]:
         if supervisor.group is None or supervisor.down is not None:
             return []
         try:
-            return await supervisor.group.resident_bytes()
+            return await supervisor.group.usage()
         except InternalError:
             return []
 
@@ -161,3 +164,11 @@ def number_of(version: str | None) -> int:
     """Return the number of `<model>@<number>`; 0 for the base and for dropped weights."""
     number = (version or "").rpartition("@")[2]
     return int(number) if number.isdigit() else 0
+
+
+def _paths(ranks: Sequence[RankUsage]) -> dict[str, str]:
+    """Return what all ranks compute with; where they differ, what each uses."""
+    names = dict.fromkeys(name for rank in ranks for name in rank.paths)
+    return {
+        name: "; ".join(dict.fromkeys(rank.paths.get(name, "") for rank in ranks)) for name in names
+    }

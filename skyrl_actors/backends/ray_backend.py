@@ -366,7 +366,7 @@ class RayBackend:
 
     async def status(self) -> dict[str, Any]:
         assert self._monitoring is not None
-        return await self._monitoring.status()
+        return {"transfer": self.config.transfer.type, **await self._monitoring.status()}
 
     async def detach(self) -> None:
         if self._monitoring is not None:

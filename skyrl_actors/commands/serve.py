@@ -316,13 +316,17 @@ def status(name: str, as_json: bool) -> None:
         f"samplers {content['samplers']}  open requests {content['open_requests']}"
     )
     show_rows("models", content["models"])
-    show_rows(
-        "groups", [{"role": role, **group} for role, group in content.get("groups", {}).items()]
-    )
+    show_rows("groups", [_row_of(*item) for item in content.get("groups", {}).items()])
     show_rows("engines", content.get("engines", []))
     show_rows(
         "queued requests", [{"model_id": m, "requests": n} for m, n in content["queued"].items()]
     )
+
+
+def _row_of(role: str, group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's row, with what its ranks compute with in one column."""
+    paths: dict[str, str] = group.get("paths") or {}
+    return {"role": role, **group, "paths": ", ".join(f"{k}: {v}" for k, v in paths.items())}
 
 
 async def _status(name: str) -> dict[str, Any]:

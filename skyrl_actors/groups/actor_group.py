@@ -26,6 +26,7 @@ from skyrl_actors.workers.interface import (
     BaseModelInfo,
     MemoryPart,
     RankStatus,
+    RankUsage,
     TrainWorker,
     WorkerSpec,
 )
@@ -299,8 +300,8 @@ class ActorGroup:
         """Move parts of all models between device and host. Return the bytes moved by all ranks."""
         return sum(await self.broadcast(TrainWorker.move, parts, to))
 
-    async def resident_bytes(self) -> list[int]:
-        """Return the host memory of each rank in bytes."""
+    async def usage(self) -> list[RankUsage]:
+        """Return the host memory of each rank, and the code that it computes with."""
         return await self._gather(
-            [actor.rss_bytes.remote() for actor in self.actors], "status", STATUS_TIMEOUT_S
+            [actor.usage.remote() for actor in self.actors], "status", STATUS_TIMEOUT_S
         )

@@ -19,7 +19,13 @@ from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.observe.log import named
 from skyrl_actors.observe.process import observed, resident_bytes
 from skyrl_actors.observe.spans import SPANS, Span
-from skyrl_actors.workers.interface import BaseModelInfo, PartCall, RankStatus, WorkerSpec
+from skyrl_actors.workers.interface import (
+    BaseModelInfo,
+    PartCall,
+    RankStatus,
+    RankUsage,
+    WorkerSpec,
+)
 
 
 class TrainWorkerActor:
@@ -74,8 +80,9 @@ class TrainWorkerActor:
         threading.Event().wait()
 
     @remote.typed_ray.method(concurrency_group="status")
-    def rss_bytes(self) -> int:
-        return resident_bytes(psutil.Process())
+    def usage(self) -> RankUsage:
+        paths = self.worker.paths() if self.spec is not None else {}
+        return RankUsage(rss_bytes=resident_bytes(psutil.Process()), paths=paths)
 
     @remote.typed_ray.method(concurrency_group="status")
     def stacks(self) -> str:

@@ -163,9 +163,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
                 str(error).splitlines()[0],
             )
             compiled = function
+            NOT_COMPILED.add(function.__name__)
             return function(*arguments)
 
     return run
+
+
+NOT_COMPILED: set[str] = set()
+"""Functions that torch could not compile in this process."""
 
 
 class Compiled:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_actors.workers.chunk_math import ChunkMath, Compiled, InPlace, wide
+from skyrl_actors.workers.chunk_math import NOT_COMPILED, ChunkMath, Compiled, InPlace, wide
 
 CHUNK_LOGITS = 32 * 2**20  # logits at a time; their exponentials exist too
 KEPT_LOGITS = 8 * 2**20  # a pass with at most so many keeps its probabilities
@@ -235,6 +235,13 @@ def _add_product(total: Tensor, slope: Tensor, h: Tensor) -> None:
     rows = max(1, PRODUCT_NUMBERS // h.size(1))
     for own, part in zip(total.split(rows), slope.split(rows, dim=1), strict=True):
         own += part.t() @ h
+
+
+def path(device: torch.device) -> str:
+    """Return what the output layer computes with on this device."""
+    if device.type not in COMPILED_ON:
+        return "in place"
+    return "not compiled, torch cannot compile it here" if NOT_COMPILED else "compiled"
 
 
 def _math_for(hidden: Tensor, chunks: Sequence[Chunk]) -> ChunkMath:

@@ -100,6 +100,14 @@ class RankStatus:
     log_file: str  # on the machine of the rank
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUsage:
+    """Host memory of a rank, and the code that it computes with, which depends on its device."""
+
+    rss_bytes: int
+    paths: dict[str, str]  # "attention", "head", "optimizers" -> what is used
+
+
 class TrainWorker(Protocol):
     """One rank of a training group."""
 

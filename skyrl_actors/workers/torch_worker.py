@@ -16,7 +16,7 @@ from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequ
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
 from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
 from skyrl_actors.storage.private_folders import make_folder
-from skyrl_actors.workers import checkpoint, export, snapshot, version_streams
+from skyrl_actors.workers import checkpoint, export, head, snapshot, varlen, version_streams
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.batches import BatchRunner
 from skyrl_actors.workers.flat import FlatState
@@ -48,6 +48,20 @@ class TorchWorker:
         self._model_factory: ModelFactory | None = None
         self._copies = UnwrittenCopies()
         torch.set_num_threads(spec.num_threads)
+
+    def paths(self) -> dict[str, str]:
+        """Return what this rank computes with. Other threads may call it at any time."""
+        optimizers = {type(model.state).__name__ for model in list(self.models.values())}
+        inner = {
+            type(optimizer).__name__
+            for model in list(self.models.values())
+            if (optimizer := getattr(model.state, "optimizer", None)) is not None
+        }
+        return {
+            "attention": varlen.path(),
+            "head": head.path(self.device),
+            "optimizers": ", ".join(sorted(inner or optimizers)) or "none yet",
+        }
 
     def rendezvous(self) -> int:
         with socket.socket() as probe:

@@ -166,6 +166,7 @@ for name, old, new in zip(("torch.cuda", "Tensor"), before, seen()):
 """
 
 
+@pytest.mark.slow
 def test_imports_of_a_gpu_process_leave_torch_cuda_as_it_was():
     """vLLM's CPU worker replaces streams, events and pinning of the whole process."""
     done = subprocess.run(

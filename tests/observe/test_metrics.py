@@ -189,6 +189,7 @@ def queried(url: str, expression: str) -> list[Any]:
 @pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)"
 )
+@pytest.mark.slow
 def test_prometheus_evaluates_every_panel(service: Service, tmp_path: Path):
     with tinker.ServiceClient() as client, real_prometheus(tmp_path) as url:
         sampler = client.create_sampling_client(base_model="tiny")

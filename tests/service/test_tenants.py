@@ -1,6 +1,7 @@
 """Several tenants use one service at once, and one sends values that cannot be computed with."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from tests.service.test_sdk import datum, logprobs_of
 COUNT = 4
 
 
-def refused(service: Service) -> int:
+def policy(service: Service) -> dict[str, Any]:
     status = json.loads(run_cli("status", "--name", service.name, "--json").stdout)
-    return status["groups"]["policy"]["refused"]
+    assert status["transfer"] == "shm"
+    return status["groups"]["policy"]
 
 
 def test_concurrent_tenants_get_the_same_results_as_alone(service: Service):
@@ -48,7 +50,7 @@ def test_concurrent_tenants_get_the_same_results_as_alone(service: Service):
 
 
 def test_a_loss_that_is_not_finite_is_refused_and_the_model_remains_usable(service: Service):
-    before = refused(service)
+    before = policy(service)["refused"]
     with tinker.ServiceClient() as client:
         model, other = (
             client.create_lora_training_client("tiny", rank=4, seed=i).result() for i in range(2)
@@ -72,4 +74,11 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_model_remains_usable(servi
             .metrics["skyrl.ai/grad_norm"]
             > 0
         )
-    assert refused(service) > before
+    after = policy(service)
+    assert after["refused"] > before
+    assert after["paths"] | {"optimizers": ""} == {
+        "attention": "by blocks",
+        "head": "in place",
+        "optimizers": "",
+    }
+    assert "FlatAdamW" in after["paths"]["optimizers"]
