@@ -74,11 +74,11 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_model_remains_usable(servi
             .metrics["skyrl.ai/grad_norm"]
             > 0
         )
-    after = policy(service)
-    assert after["refused"] > before
-    assert after["paths"] | {"optimizers": ""} == {
-        "attention": "by blocks",
-        "head": "in place",
-        "optimizers": "",
-    }
-    assert "FlatAdamW" in after["paths"]["optimizers"]
+        after = policy(service)
+        assert after["refused"] > before
+        assert after["paths"] | {"optimizers": ""} == {
+            "attention": "by blocks",
+            "head": "in place",
+            "optimizers": "",
+        }
+        assert "FlatAdamW" in after["paths"]["optimizers"]
