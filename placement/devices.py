@@ -20,10 +20,11 @@ class DeviceKind:
 
     name: str  # as Ray names its accelerator types, where Ray knows the kind
     mib: int  # total memory that nvidia-smi reports; 0: read from the node
-    tflops: float  # dense, bfloat16
+    tflops: float  # dense, in bfloat16, or in float32 where the device has no bfloat16
     memory_gbps: float  # GB/s from the device's memory
     link_gbps: float  # GB/s to the other devices of the node
     host_gbps: float  # GB/s to host memory
+    has_bfloat16: bool = True
 
 
 def _gpu(name: str, mib: int, tflops: float, memory: float, link: float, host: float) -> DeviceKind:
@@ -48,7 +49,7 @@ GPUS = {
         _gpu("RTX5090", 32_607, 209, 1792, 50, 50),
         _gpu("RTX4090", 24_564, 165, 1008, 25, 25),
         _gpu("RTX3090", 24_576, 71, 936, 25, 25),
-        _gpu("T4", 15_360, 65, 320, 12, 12),
+        replace(_gpu("T4", 15_360, 8, 320, 12, 12), has_bfloat16=False),
     )
 }
 CORE = DeviceKind(name="CPU", mib=0, tflops=0.05, memory_gbps=10, link_gbps=5, host_gbps=10)

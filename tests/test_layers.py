@@ -147,6 +147,7 @@ HEAVY = {
         "engines/worker_ext.py",
         "engines/vllm_patches.py",
         "engines/vllm_tempered.py",
+        "engines/engine_args.py",
         "engines/vllm_engine.py",
         "engines/vllm_samples.py",
         "engines/vllm_stats.py",

@@ -1,9 +1,10 @@
 """vLLM engines of the service, and external vLLM servers."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from skyrl_actors.config import vllm_arguments
 from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.messages.model import EngineTopology
 
@@ -93,6 +94,18 @@ class EngineConfig(FrozenConfig):
         "suspended samples again",
     )
     num_threads: int = Field(default=1, ge=1, description="threads of an engine on a CPU")
+    vllm: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="further arguments of vLLM's engine, for example "
+        "`engine.vllm.kv_cache_dtype=fp8`; one that vLLM does not have, or that another key or the "
+        "service sets, is refused",
+    )
+
+    @field_validator("vllm")
+    @classmethod
+    def _known_to_vllm(cls, given: dict[str, Any]) -> dict[str, Any]:
+        vllm_arguments.check(given)
+        return given
 
     @model_validator(mode="after")
     def _some_engine(self) -> "EngineConfig":

@@ -1,5 +1,6 @@
 """Build the pool of engines from the configuration and the placement plan."""
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -105,6 +106,7 @@ def _spec_of(
         device_ids=() if over_nodes else tuple(ids),
         over_nodes=over_nodes,
         keeps_in_flight=engine.in_flight == "keep",
+        arguments=json.dumps(engine.vllm, sort_keys=True),
         takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",
     )
 

@@ -180,9 +180,9 @@ def _config(
 
 
 def _dtype(request: Request) -> str:
-    """Return bfloat16 on GPUs. On a CPU it computes slower, so it is for large models."""
+    """Return bfloat16 on GPUs that have it. A CPU is slower in it, so it is for large models."""
     if request.device == "gpu":
-        return "bfloat16"
+        return "bfloat16" if request.kind.has_bfloat16 else "float32"
     memory = [node.host_bytes for node in request.nodes if node.host_bytes]
     whole = 3 * request.shape.num_parameters * NUMBER_BYTES["float32"]
     return "float32" if not memory or whole < min(memory) / 2 else "bfloat16"

@@ -151,14 +151,14 @@ async def test_experts_that_a_live_update_corrupts_are_refused_at_the_start(
 ):
     """Without adapters vLLM computes experts on a CPU, until their weights are updated."""
     base = saved(Qwen3MoeConfig(**SIZE, **EXPERTS), tmp_path / "base")
-    arguments = vllm_engine._engine_args
+    arguments = vllm_engine.engine_args
 
     def without_adapters(spec: EngineSpec) -> Any:
         made = arguments(spec)
         made.enable_lora, made.lora_target_modules = False, None
         return made
 
-    monkeypatch.setattr(vllm_engine, "_engine_args", without_adapters)
+    monkeypatch.setattr(vllm_engine, "engine_args", without_adapters)
     with pytest.raises(
         ConfigError,
         match=(

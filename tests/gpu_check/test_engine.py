@@ -107,12 +107,12 @@ def test_modules_of_a_gpu_process_import(name: str):
 def test_engine_arguments_become_a_config_of_the_cuda_platform(
     has_triton: bool, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from skyrl_actors.engines import vllm_engine
+    from skyrl_actors.engines import engine_args
 
     vllm_config: Any = importlib.import_module("vllm.config.vllm")
     monkeypatch.setattr(vllm_config, "HAS_TRITON", has_triton)
     spec = spec_of(tmp_path, topology=EngineTopology(tensor_parallel=devices))
-    made = vllm_engine._engine_args(spec).create_engine_config()
+    made = engine_args.engine_args(spec).create_engine_config()
     assert made.use_v2_model_runner == has_triton
     assert made.parallel_config.worker_cls == "vllm.v1.worker.gpu_worker.Worker"
     assert made.parallel_config.tensor_parallel_size == devices
@@ -121,6 +121,17 @@ def test_engine_arguments_become_a_config_of_the_cuda_platform(
     assert made.cache_config.gpu_memory_utilization == 0.5
     assert made.lora_config.max_loras == 4
     assert made.weight_transfer_config.backend == worker_ext.ALL_WEIGHTS
+
+
+@pytest.mark.usefixtures("h100")
+def test_further_arguments_reach_vllm(tmp_path: Path):
+    from skyrl_actors.engines import engine_args
+
+    arguments = {"kv_cache_dtype": "fp8", "enable_prefix_caching": False}
+    spec = spec_of(tmp_path, arguments=json.dumps(arguments))
+    made = engine_args.engine_args(spec).create_engine_config()
+    assert made.cache_config.cache_dtype == "fp8"
+    assert not made.cache_config.enable_prefix_caching
 
 
 def test_the_extension_adds_only_new_names_to_the_gpu_worker():

@@ -86,6 +86,11 @@ def test_kinds_of_gpus_are_found_by_their_names(written: str, name: str):
     assert found is not None and found.name == name
 
 
+def test_a_gpu_without_bfloat16_computes_in_float32():
+    config = choose(request("Qwen3-0.6B", "2xT4")).config
+    assert config.policy.dtype == config.engine.dtype == "float32"
+
+
 def test_an_unknown_kind_is_ranked_as_the_slowest_with_its_memory():
     node = Node(name="n", cpus=8, gpus=1, device_bytes=30 * 2**30)
     assert kind_of([node]).name == "RTXA6000"

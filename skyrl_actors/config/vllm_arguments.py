@@ -1,0 +1,82 @@
+"""Check further arguments for vLLM's engine (`engine.vllm`) by name, without importing vLLM."""
+
+import ast
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+BY_KEY = {
+    "model": "base_model",
+    "dtype": "engine.dtype",
+    "tensor_parallel_size": "engine.tensor_parallel",
+    "pipeline_parallel_size": "engine.pipeline_parallel",
+    "max_model_len": "engine.max_model_len",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_num_batched_tokens": "engine.max_num_batched_tokens",
+    "kv_cache_memory_bytes": "engine.kv_cache_bytes",
+    "gpu_memory_utilization": "engine.kv_cache_bytes",
+    "enforce_eager": "engine.enforce_eager",
+    "max_loras": "engine.max_loras",
+    "max_cpu_loras": "lora.max_adapters",
+    "max_lora_rank": "lora.max_rank",
+}
+"""Arguments that other keys set."""
+
+BY_SERVICE = (
+    "device_ids",
+    "disable_log_stats",
+    "distributed_executor_backend",
+    "enable_chunked_prefill",
+    "enable_log_requests",
+    "enable_lora",
+    "enable_sleep_mode",
+    "generation_config",
+    "logprobs_mode",
+    "lora_target_modules",
+    "max_logprobs",
+    "runner",
+    "seed",
+    "weight_transfer_config",
+    "worker_cls",
+    "worker_extension_cls",
+)
+"""Arguments that the service sets itself, because its answers depend on them."""
+
+
+def check(names: Iterable[str]) -> None:
+    """Raise ValueError for arguments that vLLM does not have, or that are set elsewhere.
+
+    Without vLLM on this machine, unknown names are found when the engine starts.
+    """
+    known = known_arguments()
+    for name in names:
+        if key := BY_KEY.get(name):
+            raise ValueError(f"vllm.{name} is set by {key}; use that key")
+        if name in BY_SERVICE:
+            raise ValueError(f"vllm.{name} is set by the service; leave it out")
+        if known and name not in known:
+            close = get_close_matches(name, sorted(known), 3)
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            raise ValueError(f"vllm.{name}: vLLM's engine has no such argument{hint}")
+
+
+@cache
+def known_arguments() -> frozenset[str]:
+    """Return the arguments of vLLM's engine, read from its source; empty without vLLM."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    source = Path(spec.origin).parent / "engine" / "arg_utils.py"
+    classes = [
+        node
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+    ]
+    return frozenset(
+        field.target.id
+        for node in classes
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )

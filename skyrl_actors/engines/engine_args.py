@@ -1,0 +1,71 @@
+"""The arguments of one vLLM engine."""
+
+import json
+from typing import Any
+
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from skyrl_actors.engines.interface import ALL_WEIGHTS, EngineSpec
+
+LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
+
+
+def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
+    """Return what the spec means to vLLM."""
+    literals: Any = spec  # vLLM types its choices as literals; the config has checked them
+    on_device: dict[str, Any] = (
+        # vLLM splits long prompts over steps, which rewinds a seeded generator. Torch cannot do
+        # that on a CPU, and vLLM would crash.
+        {
+            "worker_cls": "skyrl_actors.engines.cpu_worker.SleepyCpuWorker",
+            "enable_chunked_prefill": False,
+        }
+        if spec.device == "cpu"
+        else {"enable_sleep_mode": True, **_memory_share(spec)}
+    )
+    if spec.topology.num_devices > 1:
+        on_device["distributed_executor_backend"] = "ray" if spec.over_nodes else "mp"
+        if spec.device_ids:
+            on_device["device_ids"] = list(spec.device_ids)
+    return AsyncEngineArgs(
+        model=spec.base_folder,
+        tensor_parallel_size=spec.topology.tensor_parallel,
+        pipeline_parallel_size=spec.topology.pipeline_parallel,
+        dtype=literals.dtype,
+        max_model_len=spec.max_model_len,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=max(spec.max_num_batched_tokens, spec.max_model_len),
+        kv_cache_memory_bytes=spec.kv_cache_bytes,
+        enforce_eager=spec.enforce_eager,
+        enable_lora=True,
+        max_loras=spec.max_loras,
+        max_cpu_loras=max(spec.max_adapters, spec.max_loras),
+        max_lora_rank=literals.max_lora_rank,
+        lora_target_modules=LORA_LAYERS,
+        max_logprobs=-1,  # the controller bounds requests; prompt scores need all of the vocabulary
+        generation_config="vllm",
+        enable_log_requests=False,
+        disable_log_stats=True,  # the stat logger of this package remains
+        weight_transfer_config=WeightTransferConfig(backend=ALL_WEIGHTS),
+        worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
+        **on_device,
+        **json.loads(spec.arguments),
+    )
+
+
+def _memory_share(spec: EngineSpec) -> dict[str, float]:
+    """Return the share of the GPU that the plan gives the engine.
+
+    vLLM does not start if less is free. Its default, 0.92, is not free beside trainers.
+    """
+    from vllm.platforms import current_platform
+
+    return share_of(spec.planned_bytes, current_platform.get_device_total_memory())
+
+
+def share_of(planned_bytes: int, device_bytes: int) -> dict[str, float]:
+    """Return vLLM's argument for this share of a device; none if the plan is not known."""
+    if not planned_bytes:
+        return {}
+    return {"gpu_memory_utilization": min(1.0, planned_bytes / device_bytes)}
