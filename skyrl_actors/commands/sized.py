@@ -57,8 +57,11 @@ def service_request(
     """
     base, shape = _base_of(model, sizes)
     pinned = raw(config, overrides)
+    named = merged_base(base, pinned)
+    # A journal of its own: another model cannot be served on it.
+    own: Keys = {"journal": {"folder": f"journal/{_plain_name(named)}"}}
     return Request(
-        base_model=merged_base(base, pinned), shape=shape, nodes=nodes, pinned=_without_base(pinned)
+        base_model=named, shape=shape, nodes=nodes, pinned=_without_base(pinned), defaults=own
     )
 
 
@@ -157,10 +160,14 @@ def written(request: Request, choice: Choice, rest: Keys, file: Path | None) -> 
 
 
 def _slug(request: Request, rest: Keys) -> str:
-    name = str(request.base_model["name"]).rsplit("/", 1)[-1]
     keys: Keys = rest.get("job") or {}
     job = keys.get("type", "job") if rest else "service"
-    return re.sub(r"[^A-Za-z0-9.-]+", "-", f"{name}-{job}").strip("-.")
+    return f"{_plain_name(request.base_model)}-{job}"
+
+
+def _plain_name(base_model: Keys) -> str:
+    name = str(base_model["name"]).rsplit("/", 1)[-1]
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", name).strip("-.") or "model"
 
 
 def service_file(

@@ -132,6 +132,7 @@ class Controller:
         unanswered = await startup.load_tables(
             journal_state, self._ledger, self.tenants, self._replayer
         )
+        startup.check_base(self.tenants, able.base_model)
         # Only once the tables are complete: before, a model would be restored to an older position.
         self.backend.on_lost = self._bring_back_role
         self.readiness.capabilities = able

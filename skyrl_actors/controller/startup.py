@@ -12,7 +12,7 @@ from skyrl_actors.controller.verbs import model_verb
 from skyrl_actors.controller.verbs.verb import AnsweredOp, ModelTables
 from skyrl_actors.journal.entries import JournalState, Operation, SnapshotTaken
 from skyrl_actors.messages import requests as rq
-from skyrl_actors.messages.errors import Corrupt
+from skyrl_actors.messages.errors import ConfigError, Corrupt
 from skyrl_actors.messages.results import Failure
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,20 @@ async def load_tables(
             last_used=now,
         )
     return unanswered
+
+
+def check_base(tenants: TenantTable, base_model: str) -> None:
+    """Raise ConfigError if the journal has models of another base model.
+
+    Their weights would be restored onto this one, which nothing would notice if the shapes agree.
+    """
+    others = sorted({model.spec.base_model for model in tenants.models.values()} - {base_model, ""})
+    if others:
+        raise ConfigError(
+            f"the journal has models of base model {', '.join(others)}, and this service has "
+            f"{base_model}; serve that base model to continue them, or set journal.folder (or "
+            "journal.url) to a journal of its own"
+        )
 
 
 async def _model(

@@ -49,6 +49,7 @@ class Request:
     shape: ModelShape
     nodes: Sequence[Node]
     pinned: Keys = field(default_factory=dict[str, Any])
+    defaults: Keys = field(default_factory=dict[str, Any])  # keys that are not searched
     needs: Needs = EVERYTHING
 
     @property
@@ -175,7 +176,7 @@ def _config(
         ),
     }
     keys["engine"]["kv_cache_bytes"] = 2**20
-    keys = merged(keys, request.pinned)
+    keys = merged(merged(keys, request.defaults), request.pinned)
     return ClusterConfig.model_validate(keys), keys
 
 

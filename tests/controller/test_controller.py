@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from skyrl_actors.api import translate, wire
+from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
 from skyrl_actors.controller import samples
 from skyrl_actors.controller.controller import Controller
@@ -17,7 +18,13 @@ from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Example, columns_from
-from skyrl_actors.messages.errors import CapacityError, Conflict, InvalidRequest, NotFound
+from skyrl_actors.messages.errors import (
+    CapacityError,
+    ConfigError,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+)
 from skyrl_actors.messages.model import AdamParams, LoraSpec, LossCall, ModelSpec
 from tests.fakes import FakeBackend
 
@@ -599,3 +606,29 @@ async def test_reading_a_payload_is_retried_after_a_fault(
         [isinstance(await done(controller, request_id), rs.LossOutput) for request_id in ids]
     )
     assert next(failures, None) is None, "both faults occurred"
+
+
+async def test_a_journal_with_models_of_another_base_is_refused(
+    controller: Controller, tmp_path: Path
+):
+    """If the shapes agree, restored weights would silently be those of another model."""
+    await model_in(controller)
+    await controller.close()
+
+    class OtherBase(FakeBackend):
+        async def start(self, epoch: int) -> Capabilities:
+            return replace(await super().start(epoch), base_model="other")
+
+    def again(backend: FakeBackend) -> Controller:
+        journal = SqlJournal(JournalConfig(folder=tmp_path / "journal"), KINDS)
+        return Controller(controller.config, backend, journal)
+
+    other = again(OtherBase())
+    said = r"has models of base model tiny, and this service has other; .*journal\.folder"
+    with pytest.raises(ConfigError, match=said):
+        await other.start()
+    await other.close()
+    same = again(FakeBackend())
+    await same.start()
+    assert len(same.tenants.models) == 1
+    await same.close()
