@@ -9,6 +9,7 @@ from placement.types import Plan
 from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.backends.memory_demands import engine_bytes, shape_in
 from skyrl_actors.backends.offload import offloader_for, phase_lock_for
+from skyrl_actors.backends.shared_folders import prove_shared
 from skyrl_actors.backends.site import reserved_site
 from skyrl_actors.backends.slots import SlotWatch
 from skyrl_actors.backends.training_parts import TrainingParts
@@ -123,12 +124,15 @@ class RunningParts:
             engine_bytes(config, shape_in(self._base_folder)),
         )
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
-        if not await self._attach():
+        attached = await self._attach()
+        if not attached:
             await self._start_all()
             self.phase_lock = phase_lock_for(
                 config, offloader_for(config, self.groups, self.engines)
             )
         await self.delivery.transfer.prove(await self.groups["policy"].up(), self._engines.actors)
+        if not attached:
+            await prove_shared(config, {role: await self.groups[role].up() for role in self.roles})
         if self._standby is not None and not standby_runs:
             self._standby.start_later()
         return plan

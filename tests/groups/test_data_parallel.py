@@ -151,7 +151,6 @@ async def test_sharded_weights_and_many_tenants_through_actors(
         "sharded",
         strategy=Fsdp2Strategy(),
         full_strategy=DeepSpeedStrategy(stage=2),
-        preload=False,
     )
     call = losses.find("ppo").checked({})
     specs = [
