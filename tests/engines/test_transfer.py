@@ -309,9 +309,8 @@ def script_process(base: Path, devices: int, work: Path) -> Iterator[subprocess.
         process.wait()
 
 
-@pytest.mark.parametrize(
-    ("tied", "devices"), [pytest.param(True, 2, marks=pytest.mark.slow), (False, 1)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tied", "devices"), [(True, 2), (False, 1)])
 def test_weights_arrive_exactly_by_every_transfer(
     random_base: Path, tmp_path: Path, tied: bool, devices: int
 ):

@@ -100,9 +100,8 @@ def head_adapter(base: Path, folder: Path) -> WeightManifest:
     return WeightManifest(version="m@1", kind="lora", path=str(folder), num_bytes=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "adapts_head"), [("qwen3", True), pytest.param("qwen2", False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "adapts_head"), [("qwen3", True), ("qwen2", False)])
 async def test_an_engine_reports_whether_its_model_takes_an_adapter_on_the_head(
     name: str, adapts_head: bool, tmp_path: Path
 ):
