@@ -87,6 +87,8 @@ def train(
         from skyrl_actors.commands.sized import job_file
 
         config, overrides = job_file(config, model, overrides or [], write), []
+    elif write is not None:
+        raise typer.BadParameter("--write needs --model")
     run(config, overrides or [])
 
 
@@ -135,8 +137,9 @@ def serve(
     file. Overrides are kept as they are. The service joins the Ray cluster of this machine, or
     starts one.
     """
-    from skyrl_actors.commands.sized import is_config, service_file
+    from skyrl_actors.commands.sized import is_config, refuse_for_config, service_file
 
+    refuse_for_config(target, config=config, write=write)
     if dry_run:
         from skyrl_actors.commands.plan import run as show
 

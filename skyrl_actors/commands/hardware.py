@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -13,8 +12,10 @@ import psutil
 from placement.devices import find
 from placement.types import Node
 from skyrl_actors.commands import cluster
+from skyrl_actors.messages.errors import ConfigError
 
 TIMEOUT_S = 60.0
+NO_CLUSTER = 3  # exit status
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 
 
@@ -22,15 +23,24 @@ def nodes_here() -> list[Node]:
     """Return the nodes of the Ray cluster that `serve` would join, or this machine.
 
     The cluster is read in another process, because Ray takes its settings only once.
+
+    Raises:
+        ConfigError: There is a cluster, and its nodes cannot be read.
     """
-    if "RAY_ADDRESS" in os.environ or cluster.ray_address():
-        command = [sys.executable, "-m", "skyrl_actors.commands.hardware"]
-        with suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-            if done.returncode == 0:
-                found = cast("list[dict[str, Any]]", json.loads(done.stdout.splitlines()[-1]))
-                return [Node(**node) for node in found]
-    return [this_machine()]
+    if "RAY_ADDRESS" not in os.environ and not cluster.ray_address():
+        return [this_machine()]
+    command = [sys.executable, "-m", "skyrl_actors.commands.hardware"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"the Ray cluster did not answer within {TIMEOUT_S:g} s") from None
+    if done.returncode == NO_CLUSTER and "RAY_ADDRESS" not in os.environ:
+        return [this_machine()]  # the file with the address is from a cluster that was killed
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError(f"the nodes of the Ray cluster cannot be read: {reason}")
+    found = cast("list[dict[str, Any]]", json.loads(done.stdout.splitlines()[-1]))
+    return [Node(**node) for node in found]
 
 
 def this_machine() -> Node:
@@ -58,11 +68,12 @@ def _gpus() -> list[tuple[str, int]]:
 
 
 def main() -> None:
-    """Print the nodes of the running cluster as JSON; exit with 1 if there is none."""
+    """Print the nodes of the running cluster as JSON; exit with NO_CLUSTER if there is none."""
     try:
         cluster.join_ray()
     except ConnectionError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(NO_CLUSTER)
     from placement.reserve import cluster_nodes
 
     nodes = [asdict(node) | {"labels": dict(node.labels)} for node in cluster_nodes()]

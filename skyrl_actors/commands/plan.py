@@ -8,7 +8,13 @@ from placement.render import render
 from placement.shape import ModelShape
 from skyrl_actors.backends.demands import plan_for
 from skyrl_actors.backends.memory_demands import checked, refuse, shape_in
-from skyrl_actors.commands.sized import is_config, nodes_for, service_request, written
+from skyrl_actors.commands.sized import (
+    is_config,
+    nodes_for,
+    refuse_for_config,
+    service_request,
+    written,
+)
 from skyrl_actors.config.cluster import ClusterConfig, TinyBase
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, top_level_keys
@@ -34,6 +40,7 @@ def run(
     Raises:
         ConfigError: A plan is refused.
     """
+    refuse_for_config(target, config=config, write=write)
     if is_config(target):
         _run_config(Path(target), overrides, gpus, nodes_file, model)
         return

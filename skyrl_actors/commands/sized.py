@@ -34,6 +34,16 @@ def is_config(target: str | Path) -> bool:
     return Path(target).suffix in (".yaml", ".yml")
 
 
+def refuse_for_config(target: str | Path, **options: object) -> None:
+    """Raise ConfigError if options of a model were given with a config file."""
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if is_config(target) and given:
+        raise ConfigError(
+            f"{', '.join(given)} can only be given with a model, and {target} is a config file; "
+            "leave it out, or name a model"
+        )
+
+
 def nodes_for(gpus: str | None, nodes_file: Path | None) -> list[Node]:
     """Return the nodes that were named, or those that are there. Raises ConfigError."""
     try:

@@ -88,6 +88,7 @@ def choose(request: Request) -> Choice:
         NothingFits: The message contains the closest layout's shortfall, and what would fit.
         ConfigError: The memory of the GPUs is not known.
     """
+    _check_pins(request)
     _check_memory_known(request)
     closest = "no number of engines and ranks divides these devices"
     for level in _levels(request):
@@ -114,6 +115,17 @@ def _levels(request: Request) -> Iterator[Level]:
         needs = replace(needs, full_models=int(lora["max_full_models"]) > 0)
     context = pinned.get("engine", {}).get("max_model_len")
     return levels(needs, request.shape, request.device, int(context) if context else None)
+
+
+def _check_pins(request: Request) -> None:
+    """Raise ConfigError for pinned keys that are wrong by themselves, such as a text for a number.
+
+    Keys that do not go together are judged with each layout.
+    """
+    try:
+        ClusterConfig.model_validate(merged({"base_model": request.base_model}, request.pinned))
+    except ValidationError as error:
+        _fault_of_layout(error)
 
 
 def _check_memory_known(request: Request) -> None:

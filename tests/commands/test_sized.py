@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_actors.commands import hardware
 from skyrl_actors.config.load import load
+from skyrl_actors.messages.errors import ConfigError
 from tests.sizing.golden import MODELS
 
 SMI = "#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24564'\necho 'NVIDIA GeForce RTX 4090, 24564'\n"
@@ -82,11 +83,38 @@ def test_a_config_file_pins_keys_of_a_model(model: Path, tmp_path: Path):
             ("--gpus", "1xL4", "engine.max_modle_len=100"),
             "engine.max_modle_len: unknown key; allowed",
         ),
+        (("--gpus", "1xL4", "engine.max_model_len=long"), "engine.max_model_len: Input should be"),
+        (("--gpus", "1xL4", "lora=5"), "lora: Input should be"),
     ],
 )
 def test_refusals_end_with_status_2(arguments: tuple[str, ...], said: str, model: Path):
     done = command("plan", str(model), *arguments, folder=model.parent)
     assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("option", ["--config", "--write"])
+@pytest.mark.parametrize("command_name", ["plan", "serve"])
+def test_options_of_a_model_are_refused_with_a_config(
+    command_name: str, option: str, tmp_path: Path
+):
+    (tmp_path / "c.yaml").write_text("name: mine\n")
+    done = command(command_name, "c.yaml", option, "other.yaml", folder=tmp_path)
+    assert done.returncode == 2 and f"{option} can only be given with a model" in done.stderr
+
+
+def test_write_without_a_model_is_refused_by_train(tmp_path: Path):
+    done = command("train", "job.yaml", "--write", "other.yaml", folder=tmp_path)
+    assert done.returncode == 2 and "--write needs --model" in done.stderr
+
+
+def test_a_cluster_that_cannot_be_read_is_not_taken_for_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    failed = subprocess.CompletedProcess([], 3, "", "no cluster at 127.0.0.1:1\n")
+    monkeypatch.setattr(hardware.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(ConfigError, match=r"cannot be read: no cluster at 127\.0\.0\.1:1"):
+        hardware.nodes_here()
 
 
 def test_a_machine_without_nvidia_smi_has_no_gpus(monkeypatch: pytest.MonkeyPatch):
