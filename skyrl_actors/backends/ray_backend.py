@@ -73,9 +73,7 @@ class RayBackend:
     async def _capabilities(self, plan: Plan) -> Capabilities:
         info = (await self.parts.groups["policy"].up()).info
         assert info is not None
-        self.parts.engines.logprob_check.choose_prompt(
-            info.vocab_size, self.config.engine.max_model_len
-        )
+        self.parts.engines.logprob_check.vocab_size = info.vocab_size
         return Capabilities(
             base_model=self.config.base_model.name,
             base_folder=str(self.base_folder),
@@ -226,9 +224,12 @@ class RayBackend:
     async def _score(
         self, group: ActorGroup, spec: ModelSpec, precondition: OpPrecondition
     ) -> NDArray[np.float32] | None:
-        """Return the trainer's scores of the logprob check's prompt, or None if it is off."""
+        """Return the trainer's scores of the logprob check's prompt, or None without a prompt."""
+        if spec.role != "policy":
+            return None
+        await self.parts.engines.learn_check_prompt()
         logprob_check = self.parts.engines.logprob_check
-        if logprob_check.check.action == "off" or spec.role != "policy":
+        if not logprob_check.prompt:
             return None
         return (
             await group.forward_backward(

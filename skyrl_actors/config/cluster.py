@@ -18,6 +18,7 @@ from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
 from skyrl_actors.config.transfers import (
+    LOGPROB_BOUNDS,
     FileTransferConfig,
     LogprobCheckConfig,
     TransferConfig,
@@ -330,8 +331,13 @@ class ClusterConfig(FrozenConfig):
 
     @property
     def logprob_bound(self) -> float:
-        exact = self.policy.dtype == self.engine.dtype == "float32"
-        return self.logprob_check.bound or (1e-4 if exact else 0.05)
+        """Bound of the logprob check in nats, by the coarser of both dtypes."""
+        if self.logprob_check.bound is not None:
+            return self.logprob_check.bound
+        dtypes = [self.policy.dtype, self.engine.dtype]
+        if "quantization" in self.engine.vllm:
+            dtypes.append("quantized")
+        return max(LOGPROB_BOUNDS[dtype] for dtype in dtypes)
 
     @model_validator(mode="after")
     def _full_fine_tunes_can_be_held(self) -> "ClusterConfig":

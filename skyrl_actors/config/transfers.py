@@ -88,12 +88,16 @@ TransferConfig = Annotated[
 ]
 
 
-class LogprobCheckConfig(FrozenConfig):
-    """A comparison of engine and trainer on a fixed prompt.
+LOGPROB_BOUNDS = {"float32": 1e-4, "bfloat16": 0.03, "quantized": 0.1}
+"""Mean |Δ logprob| in nats that rounding explains, by dtype; see docs/explanation/versions.md."""
 
-    The trainer scores the prompt when it saves a version or a checkpoint for sampling. Each engine
-    scores it before its first answer from that version. Versions that a trainer of another dtype
-    saved are not compared.
+
+class LogprobCheckConfig(FrozenConfig):
+    """A comparison of engine and trainer on the base model's own text.
+
+    The text is a natural prompt and the base's greedy continuation. The trainer scores it when it
+    saves a version or a checkpoint for sampling. Each engine scores it before its first answer from
+    that version. Versions that a trainer of another dtype saved are not compared.
     """
 
     action: Literal["off", "warn", "auto", "refuse"] = Field(
@@ -105,6 +109,6 @@ class LogprobCheckConfig(FrozenConfig):
     bound: float | None = Field(
         default=None,
         gt=0,
-        description="bound of the mean |Δ logprob| in nats; null = 1e-4 if both compute in "
-        "float32, otherwise 0.05",
+        description="bound of the mean |Δ logprob| in nats; null = by the coarser dtype of both: "
+        "float32 1e-4, bfloat16 0.03, quantized weights 0.1",
     )

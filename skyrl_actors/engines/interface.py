@@ -58,6 +58,7 @@ class EngineStatus:
     prefix_queries: int = 0  # prompt tokens so far; prefix_hits of them were in the cache
     prefix_hits: int = 0
     adapts_head: bool = True  # accepts adapters on the output layer
+    check_prompt: tuple[int, ...] = ()  # token ids for the logprob check; see check_prompt.py
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

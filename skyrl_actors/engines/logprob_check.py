@@ -1,8 +1,8 @@
-"""Compare the logprobs of engine and trainer on one fixed prompt.
+"""Compare the logprobs of engine and trainer on the base model's own text.
 
-The trainer scores the prompt when it saves a version. Each engine scores it before its first answer
-from that version. The trainer's scores are stored with the version: in the journal, and in the
-folder of a named checkpoint.
+The trainer scores that text when it saves a version. Each engine scores it before its first answer
+from that version. The text and the trainer's scores are stored with the version: in the journal,
+and in the folder of a named checkpoint.
 
 A difference beyond the bound has one of two causes: the weights arrived wrong, or the two programs
 compute differently. Policy losses use ratios of new to old probabilities, which would be noise.
@@ -14,31 +14,42 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.config.transfers import LogprobCheckConfig
+from skyrl_actors.engines.check_prompt import CONTINUED_TOKENS, OPENING_TOKENS
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SCORED_FILE, SamplerWeights
 
-PROMPT_TOKENS = 32
 KEPT = 100
+LONGEST = OPENING_TOKENS + CONTINUED_TOKENS
 FAR = 10  # times the bound: beyond it the weights are wrong; rounding does not explain it
 SCORING = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
 
 
-def fixed_prompt(vocab_size: int, max_model_len: int) -> tuple[int, ...]:
-    """Return the same token ids in every process."""
-    tokens = np.random.default_rng(0).integers(0, vocab_size, min(PROMPT_TOKENS, max_model_len - 1))
-    return tuple(tokens.tolist())
+class _Stored(msgspec.Struct, frozen=True):
+    """The content of a checkpoint's file of scores."""
+
+    prompt: Annotated[tuple[int, ...], msgspec.Meta(max_length=LONGEST)]
+    logprobs: Annotated[tuple[float, ...], msgspec.Meta(max_length=LONGEST)]
+    dtype: str
+
+
+_STORED = msgspec.json.Decoder(_Stored)
 
 
 class LogprobCheck:
-    """Hold the prompt and the bound, compare scores, and count differences beyond the bound."""
+    """Hold the prompt and the bound, compare scores, and count differences beyond the bound.
+
+    `prompt` is empty until an engine has reported it. Versions saved before are not compared.
+    """
 
     def __init__(
         self, check: LogprobCheckConfig, bound: float, dtype: str, report: Callable[[str], None]
@@ -50,9 +61,11 @@ class LogprobCheck:
         self.exceeded = 0
         self._report = report
         self.prompt: tuple[int, ...] = ()
+        self.vocab_size = 0
 
-    def choose_prompt(self, vocab_size: int, max_model_len: int) -> None:
-        self.prompt = fixed_prompt(vocab_size, max_model_len)
+    @property
+    def wants_prompt(self) -> bool:
+        return self.check.action != "off" and not self.prompt
 
     @property
     def rows(self) -> Columns:
@@ -62,47 +75,53 @@ class LogprobCheck:
     def can_compare(self, weights: SamplerWeights) -> bool:
         """Return whether these weights have a score that the engines' scores can be compared with.
 
-        They have none if they were saved without a score or with another prompt length. Scores
-        from a trainer that computed in another dtype do not count.
+        They have none if they were saved without a score. Scores from a trainer that computed in
+        another dtype do not count.
         """
         return (
             self.check.action != "off"
             and weights.scored_in == self.dtype
-            and len(weights.scored) == len(self.prompt) - 1
+            and 0 < len(weights.scored) < len(weights.scored_prompt)
         )
 
     def attach(
         self, weights: SamplerWeights, logprobs: NDArray[np.float32] | None
     ) -> SamplerWeights:
-        """Return the weights with the trainer's scores, or unchanged if a score is not finite."""
+        """Return the weights with the trainer's scores, or unchanged if a score is not finite.
+
+        `logprobs` (float32) is of all tokens of the prompt but the first. Those of the continuation
+        are kept.
+        """
         if logprobs is None or not np.isfinite(logprobs).all():
             return weights
-        return replace(weights, scored=tuple(logprobs.tolist()), scored_in=self.dtype)
+        kept = logprobs[-CONTINUED_TOKENS:].tolist()
+        return replace(weights, scored=tuple(kept), scored_in=self.dtype, scored_prompt=self.prompt)
 
     def notes(self, logprobs: NDArray[np.float32] | None) -> dict[str, str]:
         """Return the files for a checkpoint's folder: text by file name."""
         said = self.attach(SamplerWeights(version=""), logprobs)
-        kept = {"prompt": self.prompt, "logprobs": said.scored, "dtype": said.scored_in}
+        kept = {"prompt": said.scored_prompt, "logprobs": said.scored, "dtype": said.scored_in}
         return {SCORED_FILE: json.dumps(kept)} if said.scored else {}
 
     def load(self, weights: SamplerWeights, folder: Path) -> SamplerWeights:
-        """Return the weights with the scores in this folder, if they are of the same prompt."""
+        """Return the weights with the scores in this folder, or unchanged if it has none."""
         try:
-            kept = json.loads((folder / SCORED_FILE).read_text())
-            if tuple(kept["prompt"]) != self.prompt:
-                return weights
-            return replace(
-                weights, scored=tuple(map(float, kept["logprobs"])), scored_in=str(kept["dtype"])
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+            kept = _STORED.decode((folder / SCORED_FILE).read_bytes())
+        except (OSError, ValueError):  # msgspec's errors are ValueErrors
             return weights
+        if not all(0 <= token < self.vocab_size for token in kept.prompt):
+            return weights  # another base model's
+        return replace(
+            weights, scored=kept.logprobs, scored_in=kept.dtype, scored_prompt=kept.prompt
+        )
 
     def compare(self, engine: str, weights: SamplerWeights, output: SampleOutput) -> None:
         """Record the difference. Raise InternalError beyond the limit that the config sets."""
         if output.prompt_logprobs is None:
             return
         version = weights.version
-        difference = float(np.abs(output.prompt_logprobs[1:] - np.asarray(weights.scored)).mean())
+        found = output.prompt_logprobs[-len(weights.scored) :]
+        difference = float(np.abs(found - np.asarray(weights.scored)).mean())
         self.differences.append(difference)
         if difference <= self.bound:
             return

@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from skyrl_actors import remote
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.engines import EngineConfig
+from skyrl_actors.engines.check_prompt import continuation, opening
 from skyrl_actors.engines.interface import (
     BASE_VERSION,
     CHECK,
@@ -230,7 +231,7 @@ class EnginePool:
             scored = await engine.ask(
                 EngineProcess.sample,
                 request_id + CHECK,
-                self.logprob_check.prompt,
+                weights.scored_prompt,
                 SCORING,
                 weights.adapter,
                 weights.version,
@@ -238,6 +239,27 @@ class EnginePool:
             self.logprob_check.compare(engine.name, weights, scored)
 
         await once(self.versions[weights.version].checks, engine.incarnation, check)
+
+    async def learn_check_prompt(self) -> None:
+        """Take the logprob check's prompt from an engine, unless it is known or the check is off.
+
+        Engines of this service made theirs at their start. One by URL generates it now.
+        """
+        living = self.living_own() if self.has_own else self._living()
+        if living and self.logprob_check.wants_prompt:
+            with suppress(InternalError):  # later versions are compared
+                self.logprob_check.prompt = await self._check_prompt(living[0])
+
+    async def _check_prompt(self, engine: EngineReplica) -> tuple[int, ...]:
+        if engine.managed:
+            return (await engine.status()).check_prompt
+        longest = self.config.max_model_len
+        prompt = opening(self._base_folder, self.logprob_check.vocab_size, longest)
+        how = continuation(prompt, longest)
+        output = await engine.ask(
+            EngineProcess.sample, "continuation", prompt, how, None, BASE_VERSION
+        )
+        return prompt + tuple(output.sequences[0].tokens.tolist())
 
     async def preload(self, weights: SamplerWeights) -> None:
         """Load full weights into engines that dropped theirs, before the KV cache is allocated."""

@@ -21,10 +21,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines import received_files
 from skyrl_actors.engines.adapter_files import check_adapter
+from skyrl_actors.engines.check_prompt import continuation, fixed_prompt, opening
 from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.engine_args import engine_args
 from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, EngineStatus
-from skyrl_actors.engines.logprob_check import fixed_prompt
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.reload_proof import prove_reload
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
@@ -58,6 +58,7 @@ class VllmEngine:
         self._woken = asyncio.Event()
         self._deadlines = PausableDeadlines(spec.call_timeout_s)
         self._running = 0
+        self._check_prompt: tuple[int, ...] = ()
         self._tempers = False  # the workers compute logprobs at the temperature of a sample
         self._stats = LastStats()
         self.partials = Partials()
@@ -74,6 +75,7 @@ class VllmEngine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._loaded = BASE_VERSION
         await self._prove()
+        self._check_prompt = await self._continued()
         loop = asyncio.get_running_loop()
         self._processes = psutil.Process().children(recursive=True)
         for child in psutil.Process().children():
@@ -90,6 +92,14 @@ class VllmEngine:
         prompt = fixed_prompt(config.get_vocab_size(), self.spec.max_model_len)
         parts = _base_parts(self.spec) if self.spec.takes_full_weights else ()
         await prove_reload(self, config.architecture, self.spec.dtype, prompt, parts)
+
+    async def _continued(self) -> tuple[int, ...]:
+        """Return a natural text with the base model's greedy continuation, as token ids."""
+        longest, vocab_size = self.spec.max_model_len, self.llm.model_config.get_vocab_size()
+        prompt = opening(Path(self.spec.base_folder), vocab_size, longest)
+        how = continuation(prompt, longest)
+        (found,) = (await self.sample("continuation", prompt, how, None, BASE_VERSION)).sequences
+        return prompt + tuple(found.tokens.tolist())
 
     def _wait_for_end(self, process: psutil.Process, loop: asyncio.AbstractEventLoop) -> None:
         process.wait()
@@ -329,6 +339,7 @@ class VllmEngine:
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
             adapts_head=self._adapts_head,
+            check_prompt=self._check_prompt,
         )
 
     async def stop(self) -> None:

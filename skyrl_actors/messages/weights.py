@@ -80,14 +80,15 @@ class SamplerWeights:
     """The weights that a sampler is pinned to.
 
     They are the base (no parts), an adapter, or full weights in one or more files. `scored` has
-    logprobs (nats) of a fixed prompt, which the trainer computed in dtype `scored_in`. Engines are
-    compared with them. It is empty when that check is off.
+    logprobs (nats) of the last tokens of `scored_prompt`, which the trainer computed in dtype
+    `scored_in`. Engines are compared with them. It is empty when that check is off.
     """
 
     version: str
     parts: tuple[WeightManifest, ...] = ()
     scored: tuple[float, ...] = ()
     scored_in: str = ""
+    scored_prompt: tuple[int, ...] = ()
 
     @property
     def adapter(self) -> WeightManifest | None:

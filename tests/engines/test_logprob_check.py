@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from skyrl_actors.config.transfers import LogprobCheckConfig
+from skyrl_actors.engines.check_prompt import fixed_prompt
 from skyrl_actors.engines.logprob_check import LogprobCheck
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.journal.encoding import from_json, to_json
@@ -22,7 +23,8 @@ WEIGHTS = SamplerWeights(version="m@1")
 def made(dtype: str = "float32", action: str = "refuse", vocabulary: int = 256) -> LogprobCheck:
     check = LogprobCheckConfig.model_validate({"action": action})
     logprob_check = LogprobCheck(check, 1e-4, dtype, print)
-    logprob_check.choose_prompt(vocabulary, 128)
+    logprob_check.vocab_size = vocabulary
+    logprob_check.prompt = fixed_prompt(256, 128) * 2  # an opening and its continuation
     return logprob_check
 
 
@@ -37,7 +39,11 @@ def test_scores_survive_the_journal_and_a_checkpoint_folder(tmp_path: Path):
     for name, text in logprob_check.notes(logprobs(logprob_check)).items():
         (tmp_path / name).write_text(text)
     assert made().load(WEIGHTS, tmp_path) == said
-    assert made(vocabulary=300).load(WEIGHTS, tmp_path) == WEIGHTS  # another prompt
+    # The prompt is stored too, so another controller compares with its own engines.
+    later = made()
+    later.prompt = ()
+    assert later.load(WEIGHTS, tmp_path) == said and later.can_compare(said)
+    assert made(vocabulary=200).load(WEIGHTS, tmp_path) == WEIGHTS  # of another base model
     other = made("bfloat16")  # the bound is not meant for this dtype
     assert not other.can_compare(other.load(WEIGHTS, tmp_path))
     assert not made(action="off").can_compare(said) and not logprob_check.can_compare(WEIGHTS)
@@ -45,7 +51,15 @@ def test_scores_survive_the_journal_and_a_checkpoint_folder(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"prompt": 1}', '{"prompt": [1], "logprobs": ["x"], "dtype": "float32"}'],
+    [
+        "",
+        "{",
+        "[]",
+        '{"prompt": 1}',
+        '{"prompt": [1], "logprobs": ["x"], "dtype": "float32"}',
+        '{"prompt": [-1, 2], "logprobs": [-0.1], "dtype": "float32"}',
+        json.dumps({"prompt": [1] * 65, "logprobs": [-0.1], "dtype": "float32"}),
+    ],
 )
 def test_a_folder_with_other_content_gives_no_scores(tmp_path: Path, text: str):
     (tmp_path / SCORED_FILE).write_text(text)

@@ -1,6 +1,7 @@
 """Which engines a pool builds and which one it chooses; without processes."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from skyrl_actors.config.cluster import (
 )
 from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.engines.build import build_pool
+from skyrl_actors.engines.check_prompt import fixed_prompt
+from skyrl_actors.engines.interface import EngineStatus
 from skyrl_actors.engines.local_engine import LocalEngine
 from skyrl_actors.engines.logprob_check import LogprobCheck
 from skyrl_actors.engines.pool import EnginePool
@@ -133,6 +136,38 @@ async def test_several_greedy_samples_run_once_and_are_repeated_in_the_answer(
     )
     assert [one.tokens.tolist() for one in output.sequences] == [[5, 6]] * 4
     assert engine.given == [asked]
+
+
+class Reporting(Sampling):
+    """An engine of this service that reports its check prompt."""
+
+    async def status(self) -> EngineStatus:
+        return replace(await super().status(), check_prompt=(1, 2, 3))
+
+
+async def test_the_check_prompt_comes_from_an_engine_that_runs(tmp_path: Path):
+    pool = pool_of(0)
+    pool.logprob_check.vocab_size = 300
+    engine = Reporting("engine[0]", RestartConfig(), print)
+    pool.engines = [engine]
+    await pool.learn_check_prompt()
+    assert pool.logprob_check.prompt == ()  # it still starts
+    await pool.start()
+    await pool.learn_check_prompt()
+    assert pool.logprob_check.prompt == (1, 2, 3) and engine.given == []
+
+
+async def test_engines_by_url_are_asked_to_continue_the_opening():
+    pool = pool_of(0)
+    pool.logprob_check.vocab_size = 300
+    engine = Sampling("external[0]", RestartConfig(), print)
+    engine.managed = False
+    pool.engines = [engine]
+    await pool.start()
+    for _ in range(2):
+        await pool.learn_check_prompt()
+    wanted = (*fixed_prompt(300, pool.config.max_model_len), 5, 6)
+    assert pool.logprob_check.prompt == wanted and engine.given == ["1"]
 
 
 async def test_a_draining_engine_finishes_its_samples_and_gets_no_more():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from skyrl_actors.engines.logprob_check import fixed_prompt
+from skyrl_actors.engines.check_prompt import fixed_prompt
 from skyrl_actors.engines.reload_proof import prove_reload
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.requests import SamplingParams

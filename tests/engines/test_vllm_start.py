@@ -19,8 +19,9 @@ from transformers import (
 )
 
 from skyrl_actors.engines import vllm_engine
+from skyrl_actors.engines.check_prompt import fixed_prompt
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec
-from skyrl_actors.engines.logprob_check import SCORING, fixed_prompt
+from skyrl_actors.engines.logprob_check import SCORING
 from skyrl_actors.engines.vllm_engine import VllmEngine
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.weights import WeightManifest
@@ -92,6 +93,15 @@ async def engine_for(base: Path, **options: Any) -> AsyncGenerator[VllmEngine]:
         await engine.stop()
 
 
+def continued(base: Path, text: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the opening of the text with transformers' greedy continuation of the same length."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    ids = list(fixed_prompt(128, 128))
+    while len(ids) < len(text):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return tuple(ids)
+
+
 def head_adapter(base: Path, folder: Path) -> WeightManifest:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"])).save_pretrained(
@@ -113,7 +123,9 @@ async def test_an_engine_reports_whether_its_model_takes_an_adapter_on_the_head(
     adapter = head_adapter(base, tmp_path / "adapter")
     prompt = fixed_prompt(128, 128)
     async with engine_for(base) as engine:
-        assert (await engine.status()).adapts_head == adapts_head
+        status = await engine.status()
+        assert status.adapts_head == adapts_head
+        assert status.check_prompt == continued(base, status.check_prompt)
         if adapts_head:
             assert (
                 await engine.sample("r", prompt, SCORING, adapter, "m@1")
