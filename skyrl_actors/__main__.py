@@ -257,14 +257,18 @@ def plan(
 
 
 @app.command(rich_help_panel="Before you start")
-def doctor(port: Annotated[int, typer.Option(help="port of the endpoint to check")] = 8000) -> None:
+def doctor(
+    port: Annotated[int, typer.Option(help="port of the endpoint to check")] = 8000,
+    name: Name = "skyrl-actors",
+) -> None:
     """Check this machine, and print a remedy for each failure.
 
-    The checks cover versions, the PyTorch build, vLLM, memory and ports.
+    The checks cover versions, the PyTorch build, vLLM, memory and ports. If the service runs, it
+    also prints the attention, head, optimizers and transfer that its ranks use.
     """
     from skyrl_actors.commands.doctor import run
 
-    if not run(port):
+    if not run(port, name):
         raise typer.Exit(1)
 
 

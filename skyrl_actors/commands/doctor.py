@@ -13,7 +13,10 @@ from pathlib import Path
 import httpx
 import psutil
 
+from skyrl_actors.commands import cluster
+from skyrl_actors.commands.serve import read_status
 from skyrl_actors.commands.terminal import console
+from skyrl_actors.messages.errors import SkyrlActorsError
 from skyrl_actors.messages.narrowing import is_object
 
 NEEDED_GIB = 6.0
@@ -30,12 +33,16 @@ class Finding:
     remedy: str = ""
 
 
-def run(port: int) -> bool:
-    """Print every finding. Return True if all checks pass."""
+def run(port: int, service: str) -> bool:
+    """Print every finding. Return True if all checks pass.
+
+    If the service runs here, this includes what its ranks compute with.
+    """
     findings = [
         finding for check in (_python, _pins, _torch, _vllm, _memory) for finding in check()
     ]
     findings += list(_ports((port, 8265)))
+    findings += list(computing_with(service))
     for finding in findings:
         mark = "[green]ok[/green]  " if finding.good else "[red]FAIL[/red]"
         console.print(
@@ -146,6 +153,26 @@ def _ports(ports: tuple[int, ...]) -> Iterator[Finding]:
                     "stop that program (skyrl-actors stop), "
                     "or choose another port with http.port=…",
                 )
+
+
+def computing_with(service: str) -> Iterator[Finding]:
+    """Report the paths that each group of a running service really uses, and its transfer."""
+    if cluster.ray_address() is None:
+        return  # no cluster runs here
+    try:
+        status = read_status(service)
+    except SkyrlActorsError:
+        return  # no service of this name
+    for role, group in status.get("groups", {}).items():
+        paths: dict[str, str] = group["paths"]
+        used = ", ".join(f"{part}: {path}" for part, path in paths.items())
+        yield Finding(
+            bool(paths),
+            f"{role} of {service} ({group['ranks']} ranks) computes with {used or '?'}",
+            f"its ranks do not answer: {group['state']}",
+        )
+    if "transfer" in status:
+        yield Finding(True, f"weights of {service} reach engines by {status['transfer']}")
 
 
 def _known(port: int) -> str | None:

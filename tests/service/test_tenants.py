@@ -82,3 +82,6 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_model_remains_usable(servi
             "optimizers": "",
         }
         assert "FlatAdamW" in after["paths"]["optimizers"]
+        found = run_cli("doctor", "--name", service.name).stdout.replace("\n", " ")
+        assert f"policy of {service.name} (1 ranks) computes with attention: by blocks" in found
+        assert f"weights of {service.name} reach engines by shm" in found
