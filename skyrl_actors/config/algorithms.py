@@ -5,7 +5,7 @@ A named algorithm is a choice of parts. The config can change each part.
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config.frozen import FrozenConfig
 
@@ -142,7 +142,19 @@ def _clip_high(given: dict[str, Any]) -> float:
     return CLIP_HIGH[given["type"]]
 
 
-class ClippedLoss(FrozenConfig):
+class RatioLoss(FrozenConfig):
+    """The key of losses with a ratio of probabilities."""
+
+    log_ratio_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="largest |log p_trainer − log p_engine| of a token; further tokens count as at "
+        "this limit and have no gradient through their ratio; null = no limit. For ppo, dppo and "
+        "importance_sampling",
+    )
+
+
+class ClippedLoss(RatioLoss):
     """Losses with bounds (see [Losses](losses.md)).
 
     They bound the ratio (`ppo`), the weight (`cispo`) or the sequence ratio (`gspo`, token
@@ -161,9 +173,22 @@ class ClippedLoss(FrozenConfig):
         gt=1,
         description="upper bound: 1.2 for ppo, 4 for cispo, 1.0004 for gspo",
     )
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="ppo: largest ratio that counts for a token with a negative advantage "
+        "(dual-clip PPO); null = no bound",
+    )
+
+    @model_validator(mode="after")
+    def _bounds_are_used(self) -> "ClippedLoss":
+        for name in ("dual_clip", "log_ratio_limit"):
+            if getattr(self, name) is not None and self.type != "ppo":
+                raise ValueError(f"{name} is for type ppo; leave it out with {self.type}")
+        return self
 
 
-class DppoLoss(FrozenConfig):
+class DppoLoss(RatioLoss):
     """DPPO with the binary total variation (see [Losses](losses.md))."""
 
     type: Literal["dppo"] = "dppo"
@@ -175,7 +200,7 @@ class DppoLoss(FrozenConfig):
     )
 
 
-class ImportanceSamplingLoss(FrozenConfig):
+class ImportanceSamplingLoss(RatioLoss):
     """Policy gradient with importance weights, not clipped (see [Losses](losses.md))."""
 
     type: Literal["importance_sampling"] = "importance_sampling"

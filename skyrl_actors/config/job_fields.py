@@ -1,8 +1,9 @@
 """The keys that all kinds of jobs have."""
 
-from typing import Annotated
+import math
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from skyrl_actors.config.frozen import FrozenConfig
 
@@ -24,14 +25,29 @@ class JobFields(FrozenConfig):
     lora_rank: int | None = Field(
         default=None, ge=1, description="rank of the adapters; null = full fine-tune"
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="values for variables of the base model's chat template, such as "
+        "{enable_thinking: false}",
+    )
     epochs: int = Field(default=1, ge=1, description=EPOCHS)
     eval_every: int = Field(default=20, ge=1, description=EVAL_EVERY)
     learning_rate: float = Field(default=2e-4, gt=0, description=LEARNING_RATE)
+    lr_schedule: Literal["linear", "cosine", "constant"] = Field(
+        default="linear",
+        description="how learning rates fall after warmup_steps: on a line, on half a cosine, or "
+        "not at all",
+    )
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps in which learning rates rise linearly from 0; in RL iterations",
+    )
     final_lr_share: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="learning rates fall linearly to this share of their start value",
+        description="learning rates fall to this share of their start value",
     )
     betas: tuple[Decay, Decay] = Field(
         default=(0.9, 0.95), description="decays of the first and the second moment"
@@ -41,3 +57,28 @@ class JobFields(FrozenConfig):
     grad_clip_norm: float = Field(
         default=1.0, ge=0, description="largest L2 norm of the gradient; 0 = no clipping"
     )
+
+    @model_validator(mode="after")
+    def _final_share_is_used(self) -> "JobFields":
+        default = type(self).model_fields["final_lr_share"].default
+        if self.lr_schedule == "constant" and self.final_lr_share != default:
+            raise ValueError(
+                "final_lr_share does nothing while lr_schedule is constant; leave it out"
+            )
+        return self
+
+    def lr_share(self, step: int, steps: int) -> float:
+        """Return the share of the learning rate in step 1, …, `steps`.
+
+        The first step after the warm-up has the whole rate, the last one `final_lr_share`. Source
+        of the cosine: Loshchilov & Hutter, 2017, eq. 5.
+        """
+        warmup = self.warmup_steps
+        if step <= warmup:
+            return step / warmup
+        if self.lr_schedule == "constant":
+            return 1.0
+        progress = (step - warmup - 1) / max(1, steps - warmup - 1)
+        if self.lr_schedule == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return 1 - (1 - self.final_lr_share) * progress

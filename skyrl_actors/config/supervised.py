@@ -31,11 +31,6 @@ class Supervised(JobFields):
         "the model takes",
     )
     prompt_column: str = Field(default="prompt", description="column with a text or a chat")
-    warmup_steps: int = Field(
-        default=0,
-        ge=0,
-        description="steps in which the learning rate rises linearly; then it falls linearly",
-    )
 
 
 class SftConfig(Supervised):

@@ -157,15 +157,8 @@ class SupervisedJob(ABC, Generic[C, T]):
 
     def _adam(self, step: int) -> AdamParams:
         config = self.config
-        if step <= config.warmup_steps:
-            share = step / config.warmup_steps
-        else:
-            progress = (step - config.warmup_steps - 1) / max(
-                1, self.steps - config.warmup_steps - 1
-            )
-            share = 1 - (1 - config.final_lr_share) * progress
         return AdamParams(
-            learning_rate=share * config.learning_rate,
+            learning_rate=config.lr_share(step, self.steps) * config.learning_rate,
             beta1=config.betas[0],
             beta2=config.betas[1],
             eps=config.eps,

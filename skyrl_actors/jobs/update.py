@@ -114,7 +114,7 @@ class Updates:
             "weights": [w * self.corrections[i] for w, i in zip(weights, part, strict=True)],
         }
         options: dict[str, float | str] = {
-            key: value for key, value in config.policy_loss if key != "type"
+            key: value for key, value in config.policy_loss if key != "type" and value is not None
         }
         if config.entropy_coef:
             # Count nonzero weights, because a correction may set some to 0.
@@ -144,11 +144,10 @@ class Updates:
 
 
 def adam_of(config: RlConfig, role: Role, iteration: int) -> AdamParams:
-    """Return the optimizer parameters. Learning rates fall linearly over the iterations."""
-    share = 1 - (1 - config.final_lr_share) * (iteration - 1) / max(1, config.iterations - 1)
-    rate = share * (config.learning_rate if role == "policy" else config.critic_lr)
+    """Return the optimizer parameters of an iteration."""
+    rate = config.learning_rate if role == "policy" else config.critic_lr
     return AdamParams(
-        learning_rate=rate,
+        learning_rate=config.lr_share(iteration, config.iterations) * rate,
         beta1=config.betas[0],
         beta2=config.betas[1],
         eps=config.eps,

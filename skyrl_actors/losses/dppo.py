@@ -7,7 +7,7 @@ to the probability of the sampled token, not to its ratio.
 
 from collections.abc import Mapping
 
-from skyrl_actors.losses.loss import Array, LossTerms, Ops, loss
+from skyrl_actors.losses.loss import Array, LossTerms, Ops, log_ratio, loss
 
 
 @loss("dppo", role="policy", required=("logprobs", "advantages"), optional={"weights": 1.0})
@@ -18,12 +18,13 @@ def dppo(
     *,
     delta_low: float = 0.15,
     delta_high: float = 0.15,
+    log_ratio_limit: float = 0.0,
 ) -> LossTerms:
     """Return the loss of each token, and the number of tokens with M = 0."""
     advantages = inputs["advantages"]
     moved = ops.detach(ops.exp(logprobs)) - ops.exp(inputs["logprobs"])
     outside = ((advantages > 0) & (moved > delta_high)) | ((advantages < 0) & (moved < -delta_low))
-    ratio = ops.exp(logprobs - inputs["logprobs"])
+    ratio = ops.exp(log_ratio(ops, logprobs, inputs["logprobs"], log_ratio_limit))
     kept = ops.where(outside, ratio * 0.0, ratio)
     return LossTerms(
         -kept * advantages * inputs["weights"],

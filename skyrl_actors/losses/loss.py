@@ -64,6 +64,15 @@ class LossTerms:
     sums: dict[str, Array]  # scalars that add up over rows, ranks and chunks
 
 
+def log_ratio(ops: Ops, logprobs: Array, sampled: Array, limit: float) -> Array:
+    """Return p − q, clipped to −limit … limit unless the limit is 0.
+
+    The limit keeps exp finite. A token beyond it has no gradient through its ratio.
+    """
+    difference = logprobs - sampled
+    return ops.clip(difference, -limit, limit) if limit else difference
+
+
 LossFunction = Callable[..., LossTerms]  # (ops, predicted [T], inputs by name, **options)
 
 
@@ -108,7 +117,9 @@ class Loss:
         given = {
             key: value if isinstance(value, str) else float(value) for key, value in config.items()
         }
-        return LossCall(self.name, {**self.options, **given})
+        whole = {**self.options, **given}
+        _check_ranges(self.name, whole)
+        return LossCall(self.name, whole)
 
     def terms(
         self,
@@ -137,6 +148,24 @@ class Loss:
         divergence = kl.estimate(ops, predicted, reference, str(config[kl.KL_ESTIMATOR])) * weights
         sums = {**found.sums, "weighted_kl:sum": ops.detach(divergence).sum()}
         return LossTerms(found.elementwise + coef * divergence, sums)
+
+
+def _check_ranges(name: str, options: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest for an option whose value has no meaning."""
+    low, high = options.get("clip_low_threshold", 0.0), options.get("clip_high_threshold", math.inf)
+    if low > high:
+        raise InvalidRequest(
+            f"loss {name}: clip_low_threshold {low:g} is above clip_high_threshold {high:g}"
+        )
+    if (limit := options.get("log_ratio_limit", 0.0)) < 0:
+        raise InvalidRequest(
+            f"loss {name}: log_ratio_limit is {limit:g}; it must be above 0, or 0 for no limit"
+        )
+    dual = options.get("dual_clip", 0.0)
+    if dual != 0 and dual <= 1:
+        raise InvalidRequest(
+            f"loss {name}: dual_clip is {dual:g}; it must be above 1, or 0 for no bound"
+        )
 
 
 REGISTRY: dict[str, Loss] = {}

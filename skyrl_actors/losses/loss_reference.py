@@ -24,6 +24,9 @@ Options are passed in `loss_fn_config`. Unknown options are refused.
 `stable_reinforce` is refused, because its objective is not public. The nearest available loss is
 `importance_sampling`.
 
+With `log_ratio_limit` c above 0, p − q is clipped to −c … c before exp, which keeps the ratio
+finite. A token beyond the limit has no gradient through its ratio.
+
 Every loss with advantages accepts two additional terms:
 
 - With `kl_coef` above 0, the divergence from a reference policy is added:

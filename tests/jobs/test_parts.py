@@ -134,6 +134,8 @@ def test_single_values_of_a_preset_can_be_changed():
         "type": "ppo",
         "clip_low_threshold": 0.7,
         "clip_high_threshold": 1.28,
+        "dual_clip": None,
+        "log_ratio_limit": None,
     }
     assert (made.overlong.buffer_tokens, made.overlong.cut_answers) == (
         2,

@@ -189,6 +189,47 @@ def test_learning_rates_fall_linearly_to_the_final_share():
     )
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({"lr_schedule": "linear"}, [0.25, 0.5, 0.75, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        (
+            {"lr_schedule": "cosine"},
+            [0.25, 0.5, 0.75, 1.0, 1.0, 0.6 + 0.4 * 2**-0.5, 0.6, 0.6 - 0.4 * 2**-0.5, 0.2],
+        ),
+        ({"lr_schedule": "constant", "final_lr_share": 0.1}, [0.25, 0.5, 0.75] + [1.0] * 6),
+    ],
+)
+def test_learning_rates_follow_the_schedule_after_the_warm_up(
+    schedule: dict[str, Any], expected: list[float]
+):
+    settings = {"final_lr_share": 0.2, "warmup_steps": 4} | schedule
+    config = job(type="ppo", iterations=9, learning_rate=2.0, critic_lr=3.0, **settings).config
+    for role, largest in (("policy", 2.0), ("critic", 3.0)):
+        rates = [adam_of(config, role, i).learning_rate for i in range(1, 10)]
+        assert rates == pytest.approx([largest * share for share in expected])
+
+
+def test_a_final_share_without_an_effect_is_refused():
+    with pytest.raises(ValueError, match="final_lr_share does nothing while lr_schedule is const"):
+        job(lr_schedule="constant", final_lr_share=0.3)
+
+
+def test_bounds_of_the_ratio_reach_the_loss():
+    clipped = {"type": "ppo", "dual_clip": 3, "log_ratio_limit": 20}
+    config = job(policy_loss=clipped).config
+    prepared = batch()
+    prepared.advantages = [np.zeros(len(r.sampled)) for r in prepared.rollouts]
+    prepared.reference = prepared.logprobs
+    _, loss = Updates(config, prepared, 0.0, 12).call("policy", [0, 1])
+    assert loss.config["dual_clip"] == 3.0 and loss.config["log_ratio_limit"] == 20.0
+    _, plain = Updates(job().config, prepared, 0.0, 12).call("policy", [0, 1])
+    assert not {"dual_clip", "log_ratio_limit"} & set(plain.config)
+    for loss_type in ("cispo", "gspo"):
+        with pytest.raises(ValueError, match="dual_clip is for type ppo"):
+            job(policy_loss={"type": loss_type, "dual_clip": 3})
+
+
 def test_prompts_with_equal_rewards_are_left_out():
     source, tally = (
         RolloutSource(job(type="dapo").config, cast(Any, None), cast(Any, None), print),

@@ -126,6 +126,71 @@ def test_value_and_gradient_match_the_formula(name: str, dtype: torch.dtype):
     )
 
 
+@pytest.mark.parametrize("name", ["ppo", "dppo", "importance_sampling"])
+@pytest.mark.parametrize("options", [{"log_ratio_limit": 0.5}, {"dual_clip": 1.4}])
+def test_bounds_of_the_ratio_match_the_formula(name: str, options: dict[str, float]):
+    if "dual_clip" in options and name != "ppo":
+        with pytest.raises(InvalidRequest, match="has no option 'dual_clip'"):
+            losses.find(name).checked(options)
+        return
+    entry = losses.find(name)
+    far = P + RNG.choice([-1.0, 1.0], T) * np.linspace(0.0, 3.0, T)
+    needed = {key: INPUTS[key] for key in (*entry.required, *entry.optional)}
+    inputs = {key: torch.tensor(value) for key, value in (needed | {"logprobs": far}).items()}
+    config = entry.checked({**OPTIONS.get(name, {}), **options}).config
+
+    def value(p: np.ndarray) -> float:
+        total = 0.0
+        for t in range(T):
+            a, w, difference = INPUTS["advantages"][t], INPUTS["weights"][t], p[t] - far[t]
+            limit = options.get("log_ratio_limit", math.inf)
+            ratio = math.exp(min(max(difference, -limit), limit))
+            if name == "ppo":
+                kept = min(ratio * a, min(max(ratio, 0.9), 1.3) * a)
+                if a < 0 and "dual_clip" in options:
+                    kept = max(kept, 1.4 * a)
+            else:
+                kept = ratio * a
+            moved = math.exp(p[t]) - math.exp(far[t])
+            if name == "dppo" and ((a > 0 and moved > 0.02) or (a < 0 and moved < -0.03)):
+                kept = 0.0
+            total -= w * kept
+        return total
+
+    predicted = torch.tensor(P, requires_grad=True)
+    total = entry.terms(OPS, predicted, inputs, config).elementwise.sum()
+    total.backward()
+    assert predicted.grad is not None
+    assert float(total.detach()) == pytest.approx(value(P), rel=1e-9)
+    numeric = [(value(P + 1e-6 * e) - value(P - 1e-6 * e)) / 2e-6 for e in np.eye(T)]
+    np.testing.assert_allclose(predicted.grad.numpy(), numeric, rtol=1e-5, atol=1e-7)
+    plain = entry.terms(OPS, torch.tensor(P), inputs, entry.checked(OPTIONS.get(name, {})).config)
+    assert float(plain.elementwise.sum()) != pytest.approx(float(total.detach()), rel=1e-3)
+
+
+def test_a_log_ratio_limit_keeps_a_far_token_finite():
+    entry = losses.find("ppo")
+    fields = {"logprobs": torch.tensor([-500.0]), "advantages": torch.tensor([-1.0])}
+    inputs = fields | {"weights": torch.ones(1)}
+    for options, finite in (({}, False), ({"log_ratio_limit": 20.0}, True)):
+        config = entry.checked(options).config
+        terms = entry.terms(TorchOps([1]), torch.tensor([-0.1]), inputs, config)
+        assert bool(torch.isfinite(terms.elementwise).all()) == finite
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"log_ratio_limit": -1.0}, "log_ratio_limit is -1; it must be above 0"),
+        ({"dual_clip": 0.5}, "dual_clip is 0.5; it must be above 1"),
+        ({"clip_low_threshold": 1.3}, "clip_low_threshold 1.3 is above clip_high_threshold 1.2"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, float], message: str):
+    with pytest.raises(InvalidRequest, match=message):
+        losses.find("ppo").checked(options)
+
+
 def test_clipped_tokens_are_counted():
     entry = losses.find("ppo")
     ratio, advantages = [0.5, 0.5, 1.0, 2.0, 2.0], [1.0, -1.0, 1.0, 1.0, -1.0]
