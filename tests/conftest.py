@@ -95,6 +95,7 @@ def start_service(service: Service, *more: str) -> None:
         "base_model.type=pretrained",
         "base_model.name=tiny",
         f"base_model.path={service.base}",
+        "environment.A_VARIABLE=of the config",
         *more,
     )
     assert started.returncode == 0, started.stdout + started.stderr

@@ -1,15 +1,15 @@
 """Convert text to tokens and back with the base model's own tokenizer and chat template."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from jinja2.exceptions import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from skyrl_actors.api.chat_template import check_kwargs, rendered
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.narrowing import is_object
 
@@ -53,23 +53,26 @@ class Codec:
         """Decode one token. Special tokens are included."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
-    def chat(self, messages: Sequence[dict[str, str]], most_tokens: int) -> list[int]:
-        """Apply the chat template and encode the result. Raises InvalidRequest."""
+    def chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        most_tokens: int,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Apply the chat template and encode the result. Raises InvalidRequest.
+
+        `variables`: values for variables of the template, such as enable_thinking.
+        """
         if not isinstance(self._template, str):
             raise InvalidRequest("the base model has no chat template; use /v1/completions")
-        # Any: Jinja's annotations know only its own filters and globals.
-        environment = cast(Any, ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True))
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = _as_json
         special = {
             key: _as_text(self._config.get(key))
             for key in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
         try:
-            template = environment.from_string(self._template)
-            text = template.render(
-                messages=list(messages), add_generation_prompt=True, tools=None, **special
-            )
+            check_kwargs(self._template, variables or {})
+            own = {"messages": list(messages), "add_generation_prompt": True, "tools": None}
+            text = rendered(self._template, {**(variables or {}), **special, **own})
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from None
         return self.encode(text, most_tokens)
@@ -128,11 +131,3 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _as_text(token: Any) -> str | None:
     return token.get("content") if is_object(token) else token
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)

@@ -147,6 +147,9 @@ class ChatCompletion(OpenAiBody):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict[str, Any], description="vLLM's addition"
+    )
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0)
 

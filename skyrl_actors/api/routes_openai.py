@@ -82,7 +82,9 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     """
     codec, able = await _codec(request), await state_of(request).capabilities()
     messages = [message.for_template for message in body.messages]
-    prompt = await run_in_thread(codec.chat, messages, able.max_sample_tokens)
+    prompt = await run_in_thread(
+        codec.chat, messages, able.max_sample_tokens, body.chat_template_kwargs
+    )
     room = (
         body.max_completion_tokens
         or body.max_tokens

@@ -26,4 +26,4 @@ def actor_environment(config: ClusterConfig) -> dict[str, str]:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "CUDA_VISIBLE_DEVICES": "",
         }
-    return common
+    return common | config.environment

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config.engines import EngineConfig
+from skyrl_actors.config.environment_variables import EnvironmentVariables
 from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.limits import LimitsConfig
@@ -310,6 +311,11 @@ class ClusterConfig(FrozenConfig):
     journal: JournalConfig = JournalConfig()
     restart: RestartConfig = RestartConfig()
     observe: ObserveConfig = ObserveConfig()
+    environment: EnvironmentVariables = Field(
+        default_factory=dict[str, str],
+        description="environment variables of all ranks and engines, such as NCCL_DEBUG or "
+        "NCCL_SOCKET_IFNAME; a change restarts them. Not for secrets",
+    )
     checkpoint_dir: Path = Field(
         default=Path("checkpoints"), description="folder of saved checkpoints"
     )

@@ -39,6 +39,7 @@ class EngineSpec:
     over_nodes: bool = False
     keeps_in_flight: bool = False  # sleep freezes samples instead of waiting for them
     arguments: str = "{}"  # further arguments of vLLM, as JSON
+    environment: tuple[tuple[str, str], ...] = ()  # the config's; with others it is restarted
     protocol: int = PROTOCOL_VERSION  # of its RPC; one of another version is not taken over
     planned_bytes: int = 0  # on each of its GPUs, by the memory plan; 0: not known
     takes_full_weights: bool = True  # live updates; the engine proves them at its start

@@ -65,6 +65,7 @@ class GroupBuilder:
                 preload=detached,  # a job loads only what its models need
                 export_dtype=config.engine.dtype,
                 max_adapters=config.lora.max_adapters,
+                environment=tuple(sorted(config.environment.items())),
             )
             for rank in range(len(self.slots))
         ]

@@ -5,6 +5,8 @@ services use it: on a GPU, the process would hold device memory.
 """
 
 import asyncio
+import hashlib
+import json
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -65,6 +67,9 @@ class Standby(Supervisor):
             reserved, placement_group_bundle_index=bundle
         )
         self._environment = environment
+        # One with another environment cannot become a rank of this config.
+        digest = hashlib.sha256(json.dumps(sorted(environment.items())).encode()).hexdigest()[:8]
+        self._own_prefix = f"{self._prefix}{digest}-"
         self._epoch = epoch
         self._options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
         self._groups_settled = groups_settled
@@ -92,7 +97,7 @@ class Standby(Supervisor):
                 continue
             if status.spec is not None:
                 self.strays.append((actor, status))
-            elif self.actor is None:
+            elif self.actor is None and name.startswith(self._own_prefix):
                 self._set_up(actor)
             else:
                 remote.typed_ray.kill(actor)
@@ -123,7 +128,7 @@ class Standby(Supervisor):
         return (
             worker_class()
             .options(
-                name=f"{self._prefix}{uuid.uuid4().hex[:8]}",
+                name=f"{self._own_prefix}{uuid.uuid4().hex[:8]}",
                 namespace=remote.NAMESPACE,
                 num_cpus=0,
                 scheduling_strategy=self._strategy,

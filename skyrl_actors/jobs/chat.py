@@ -3,27 +3,38 @@
 Sampled tokens are never decoded and tokenized again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.api.chat_template import check_kwargs
 from skyrl_actors.jobs.environment import Message
-from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 
 PLACEHOLDER = "answer 7f3a"
 
 
 class Chat:
-    """The tokenizer and chat template of the model in a folder."""
+    """The tokenizer and chat template of the model in a folder.
 
-    def __init__(self, folder: str):
+    `variables`: values for variables of the template, such as enable_thinking. Raises ConfigError
+    for one that the template does not read.
+    """
+
+    def __init__(self, folder: str, variables: Mapping[str, Any] | None = None):
         # This import takes seconds. Only the command `train` needs it.
         from transformers import AutoTokenizer
 
         self.tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(folder)
         self.folder = folder
+        self.variables = dict(variables or {})
+        template = self.tokenizer.chat_template if self.variables else ""
+        try:
+            check_kwargs(template if isinstance(template, str) else "", self.variables)
+        except InvalidRequest as error:
+            raise ConfigError(f"job.{error}") from None
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of a chat, up to the start of the assistant's next turn."""
@@ -91,7 +102,10 @@ class Chat:
 
     def _template(self, messages: Sequence[Message], generate: bool) -> str:
         return self.tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=generate, tokenize=False
+            [dict(m) for m in messages],
+            add_generation_prompt=generate,
+            tokenize=False,
+            **self.variables,
         )
 
     def _encoded(self, text: str) -> tuple[int, ...]:

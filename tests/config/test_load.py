@@ -131,6 +131,27 @@ def test_a_network_address_needs_keys_or_an_explicit_permission(host: str):
         assert load(config, [f"http.host='{own}'"]).http.host == own
 
 
+def test_environment_variables_are_texts_or_whole_numbers(tmp_path: Path):
+    (tmp_path / "own.yaml").write_text("environment: {NCCL_IB_DISABLE: 1, NCCL_DEBUG: INFO}")
+    config = load(tmp_path / "own.yaml")
+    assert config.environment == {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{OMP_NUM_THREADS: 4}", r"OMP_NUM_THREADS is set by the service \(set policy.num_threads"),
+        ("{SKYRL_ACTORS_OTLP: x}", "is set by the service"),
+        ("{A-B: x}", "'A-B' is no name of an environment variable"),
+        ("{NCCL_DEBUG: 1.5}", "environment.NCCL_DEBUG"),
+        ("{NCCL_DEBUG: true}", "environment.NCCL_DEBUG"),
+    ],
+)
+def test_other_environment_variables_are_refused(given: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load(CONFIGS / "cpu_tiny.yaml", [f"environment={given}"])
+
+
 def test_unreadable_configs_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "none.yaml")

@@ -74,6 +74,29 @@ async def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
 
 
+async def test_a_process_of_another_environment_is_not_taken_over(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+):
+    def made(environment: dict[str, str]) -> Standby:
+        return Standby(
+            "s", "/base", None, SLOT, environment, 1, True, RestartConfig(), print, _settled
+        )  # type: ignore[arg-type]
+
+    old, new = made({"NCCL_DEBUG": "INFO"}), made({"NCCL_DEBUG": "WARN"})
+    process = Process()
+    answer = asyncio.get_running_loop().create_future()
+    answer.set_result(SimpleNamespace(spec=None))
+    process.adopt = SimpleNamespace(remote=lambda epoch: answer)  # type: ignore[attr-defined]
+    monkeypatch.setattr(remote, "names_with", lambda prefix: [f"{old._own_prefix}1"])
+    monkeypatch.setattr(remote, "named", lambda name: process)
+    assert await old.take_over() and not process.killed
+    assert not await new.take_over() and process.killed
+    await old.detach()
+
+
+async def _settled() -> None: ...
+
+
 @pytest.fixture
 async def standby(machine: Machine) -> AsyncIterator[Standby]:
     made = Standby(

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tinker
 from tinker import types
@@ -18,6 +19,13 @@ def policy(service: Service) -> dict[str, Any]:
     status = json.loads(run_cli("status", "--name", service.name, "--json").stdout)
     assert status["transfer"] == "shm"
     return status["groups"]["policy"]
+
+
+def test_ranks_and_engines_have_the_environment_of_the_config(service: Service):
+    (rank,) = (psutil.Process(pid) for pid in policy(service)["pids"])
+    assert rank.environ()["A_VARIABLE"] == "of the config"
+    engines = [p for p in psutil.process_iter(["name"]) if "EngineActor" in p.info["name"]]
+    assert engines and all(p.environ()["A_VARIABLE"] == "of the config" for p in engines)
 
 
 def test_concurrent_tenants_get_the_same_results_as_alone(service: Service):

@@ -1,0 +1,87 @@
+"""Chat templates of base models: the text of a chat, and the variables that a caller may set.
+
+Templates are Jinja with the additions of transformers: loop controls, `raise_exception`,
+`strftime_now`, and tags around the assistant's turns.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, cast
+
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from skyrl_actors.messages.errors import InvalidRequest
+
+# Tags around the assistant's turns, for masks. They add no text.
+TURN_BEGINS = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
+TURN_ENDS = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
+OWN = frozenset(
+    (
+        "messages",
+        "add_generation_prompt",
+        "tools",
+        "documents",
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+    )
+)
+"""Variables that the service sets."""
+
+
+def rendered(template: str, variables: Mapping[str, Any]) -> str:
+    """Return the text. Raises TemplateError for a template or values that cannot be used."""
+    return _environment().from_string(_plain(template)).render(dict(variables))
+
+
+def variables_of(template: str) -> frozenset[str]:
+    """Return the variables that the template reads and a caller may set."""
+    environment = _environment()
+    read = meta.find_undeclared_variables(environment.parse(_plain(template)))
+    return frozenset(read) - OWN - environment.globals.keys()
+
+
+def check_kwargs(template: str, given: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest for a variable that the template does not read."""
+    if not given:
+        return
+    known = variables_of(template)
+    if unknown := sorted(set(given) - known):
+        raise InvalidRequest(
+            f"chat_template_kwargs {', '.join(unknown)}: the chat template does not read this; "
+            f"it reads {', '.join(sorted(known)) or 'no variable that can be set'}"
+        )
+
+
+def _environment() -> Any:  # Any: Jinja's annotations know only its own filters and globals
+    made = cast(
+        Any,
+        ImmutableSandboxedEnvironment(
+            extensions=["jinja2.ext.loopcontrols"], trim_blocks=True, lstrip_blocks=True
+        ),
+    )
+    made.globals["raise_exception"] = _refuse
+    made.globals["strftime_now"] = _now
+    made.filters["tojson"] = _as_json
+    return made
+
+
+def _plain(template: str) -> str:
+    """Return the template without the marks of turns, with the same trimming of whitespace."""
+    return TURN_ENDS.sub(r"{%\1 endif \2%}", TURN_BEGINS.sub(r"{%\1 if true \2%}", template))
+
+
+def _as_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,61 @@
+"""Variables of chat templates: a caller can set those that the template reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_actors.api.chat_template import rendered, variables_of
+from skyrl_actors.api.openai_text import Codec
+from skyrl_actors.jobs.chat import Chat
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.workers.tiny_base import CHAT_TEMPLATE, make_tokenizer
+
+THINKING = CHAT_TEMPLATE + (
+    "{% if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}"
+    "<think></think>{% endif %}"
+    "{% for i in range(2) %}{% if i == 1 %}{% break %}{% endif %}{% endfor %}"
+)
+MESSAGES = [{"role": "user", "content": "abc"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = THINKING
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 320}))
+    return tmp_path
+
+
+def test_only_variables_that_a_caller_sets_are_listed():
+    assert variables_of(CHAT_TEMPLATE) == frozenset()
+    assert variables_of(THINKING) == {"enable_thinking"}
+    assert variables_of("{{ strftime_now('%Y') }}{{ raise_exception('x') }}") == frozenset()
+    marked = "{% generation %}{{ message }}{% endgeneration %}{{ bos_token }}"
+    assert variables_of(marked) == {"message"}
+
+
+def test_marks_of_turns_add_no_text():
+    marked = "a {%- generation -%} b {{ x }} {%- endgeneration %} c"
+    marked += "{% generation %}d{% endgeneration %}"
+    assert rendered(marked, {"x": "y"}) == "ab y cd"
+
+
+def test_a_chat_request_can_set_a_variable(folder: Path):
+    codec = Codec(folder)
+    plain = codec.decode(codec.chat(MESSAGES, 100))
+    assert "<think>" not in plain
+    short = codec.decode(codec.chat(MESSAGES, 100, {"enable_thinking": False}))
+    assert short == plain + "<think></think>"
+    with pytest.raises(InvalidRequest, match=r"thinking_budget: .* it reads enable_thinking"):
+        codec.chat(MESSAGES, 100, {"thinking_budget": 3})
+    with pytest.raises(InvalidRequest, match="messages: the chat template does not read this"):
+        codec.chat(MESSAGES, 100, {"messages": []})
+
+
+def test_a_job_can_set_a_variable(folder: Path):
+    chat = Chat(str(folder), {"enable_thinking": False})
+    assert chat.prompt(MESSAGES) == tuple(Codec(folder).chat(MESSAGES, 100, chat.variables))
+    with pytest.raises(ConfigError, match=r"job\.chat_template_kwargs budget: .* enable_thinking"):
+        Chat(str(folder), {"budget": 3})
