@@ -21,6 +21,7 @@ GRAPHS_BYTES = GIB  # CUDA graphs of an engine that captures them
 MADE_IN_A_PASS = ("activations", "head's gradient in a pass")
 HEAD_CHUNK_LOGITS = 32 * 2**20  # logits that workers/head computes at once
 ADAPTER_BYTES = 16  # for one float32 weight of an adapter: the weight, its gradient, two moments
+STATE_BYTES = 12  # for one weight in a snapshot: float32, with two moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +187,13 @@ def _full_model_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]
             full * moments,
             frozenset[str]() if ask.offloaded else _moment_phases(ask),
             "full_strategy.offload=optimizer",
+            "*lora.max_full_models",
+        ),
+        item(
+            "snapshots' copies",
+            full * STATE_BYTES / ask.ranks,
+            ALL if ask.one_memory else frozenset[str](),
+            "num_ranks",
             "*lora.max_full_models",
         ),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.backend import AdapterMemory, Capabilities, Mixture
+from skyrl_actors.backends.backend import AdapterMemory, BackendCopy, Capabilities, Mixture
 from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
@@ -121,11 +121,11 @@ class FakeBackend:
     ) -> None:
         await self._call("load_checkpoint", spec.model_id)
 
-    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> int:
+    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> BackendCopy:
         await self._call("copy_state", spec.model_id)
-        return 1
+        return BackendCopy(handle=1, seconds=0.0)
 
-    async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
+    async def write_state(self, spec: ModelSpec, copy: BackendCopy, folder: str) -> None:
         (Path(folder) / "state").write_text(spec.model_id)
 
     async def restore(self, spec: ModelSpec, precondition: OpPrecondition, folder: str) -> None:

@@ -47,6 +47,14 @@ class Capabilities:
     adapters: AdapterMemory = AdapterMemory()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendCopy:
+    """A copy of a model's state that waits to be written."""
+
+    handle: Any  # the backend's own
+    seconds: float  # that the copy took; the model could not train
+
+
 class Backend(Protocol):
     """All calls of the controller on the parts that compute."""
 
@@ -117,11 +125,11 @@ class Backend(Protocol):
         mix: Mixture = None,
     ) -> None: ...
 
-    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> Any:
-        """Copy weights, moments and pending gradients; return a handle for `write_state`."""
+    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> BackendCopy:
+        """Copy weights, moments and pending gradients."""
         ...
 
-    async def write_state(self, spec: ModelSpec, handle: Any, folder: str) -> None:
+    async def write_state(self, spec: ModelSpec, copy: BackendCopy, folder: str) -> None:
         """Write the copy while training continues."""
         ...
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.types import Plan
-from skyrl_actors.backends.backend import Capabilities, Mixture
+from skyrl_actors.backends.backend import BackendCopy, Capabilities, Mixture
 from skyrl_actors.backends.monitoring import Monitoring
 from skyrl_actors.backends.running_parts import RunningParts
 from skyrl_actors.backends.site import adapters_of
@@ -250,24 +250,20 @@ class RayBackend:
             spec, Phase.STEP, lambda g: g.apply(spec.model_id, precondition, *call), "weights"
         )
 
-    async def copy_state(
-        self, spec: ModelSpec, precondition: OpPrecondition
-    ) -> tuple[ActorGroup, list[int]]:
-        """Copy the state on all ranks; return the group and each rank's handle of its copy."""
+    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> BackendCopy:
         group = self.parts.groups[spec.role].group
-        handles = await self._on(
+        copies = await self._on(
             spec, Phase.STEP, lambda g: g.copy_state(spec.model_id, precondition)
         )
         if group is None or group is not self.parts.groups[spec.role].group:
             raise StateLost(f"the {spec.role} group was restarted while its state was copied")
-        return group, handles
+        seconds = max(copy.seconds for copy in copies)
+        return BackendCopy(handle=(group, copies), seconds=seconds)
 
-    async def write_state(
-        self, spec: ModelSpec, handle: tuple[ActorGroup, list[int]], folder: str
-    ) -> None:
+    async def write_state(self, spec: ModelSpec, copy: BackendCopy, folder: str) -> None:
         """Write the copy. No phase is held: the copy is in the ranks' host memory."""
-        group, handles = handle
-        await group.write_state(handles, folder)
+        group, copies = copy.handle
+        await group.write_state(copies, folder)
 
     async def restore(self, spec: ModelSpec, precondition: OpPrecondition, folder: str) -> None:
         await self._on(

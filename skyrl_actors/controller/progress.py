@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from skyrl_actors.config.cluster import JournalConfig
 
 SNAPSHOT_BYTES = 256 * 2**20  # payloads since the last snapshot after which another one is due
+COPY_SHARE = 0.05  # most of the time that copies of a model's state may take from its training
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class Progress:
     operations: int = 0  # applied since that snapshot
     num_bytes: int = 0  # of the payloads of these operations
     oldest: float | None = None  # loop time of the first of these operations
+    no_copy_before: float = 0.0  # loop time, so that copies take at most COPY_SHARE of the time
     writing: asyncio.Task[None] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -31,8 +33,15 @@ class Progress:
         self.num_bytes += num_bytes
         self.oldest = now if self.oldest is None else self.oldest
 
+    def copied(self, seconds: float, now: float) -> None:
+        """Count the work from zero: a copy of the state took `seconds` and ends now."""
+        self.operations, self.num_bytes, self.oldest = 0, 0, None
+        self.no_copy_before = now - seconds + seconds / COPY_SHARE
+
     def snapshot_due(self, config: JournalConfig, now: float) -> bool:
-        return self.oldest is not None and (
+        if self.oldest is None or now < self.no_copy_before:
+            return False
+        return (
             self.operations >= config.snapshot_operations
             or self.num_bytes >= SNAPSHOT_BYTES
             or now - self.oldest >= config.snapshot_s

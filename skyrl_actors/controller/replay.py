@@ -10,9 +10,8 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
-from skyrl_actors.backends.backend import Backend
+from skyrl_actors.backends.backend import Backend, BackendCopy
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.disk import Disk
@@ -264,23 +263,23 @@ class Replayer:
         progress = self.progress[model.spec.model_id]
         if progress.writing is not None:
             await asyncio.wait([progress.writing])
-        handle = await self.backend.copy_state(model.spec, OpPrecondition(None, progress.position))
-        await self._write_snapshot(model.spec, progress.position, progress.step, handle)
+        copy = await self.backend.copy_state(model.spec, OpPrecondition(None, progress.position))
+        await self._write_snapshot(model.spec, progress.position, progress.step, copy)
         progress.snapshot = progress.position
 
     async def _begin_snapshot(self, spec: ModelSpec, progress: Progress) -> None:
         position, step = progress.position, progress.step
         before = replace(progress)
         try:
-            handle = await self.backend.copy_state(spec, OpPrecondition(None, position))
+            copy = await self.backend.copy_state(spec, OpPrecondition(None, position))
         except InternalError as error:
             log.warning("no snapshot of %s: %s", spec.model_id, error)
             return
-        progress.operations, progress.num_bytes, progress.oldest = 0, 0, None
+        progress.copied(copy.seconds, asyncio.get_running_loop().time())
 
         async def write() -> None:
             try:
-                await self._write_snapshot(spec, position, step, handle)
+                await self._write_snapshot(spec, position, step, copy)
                 progress.snapshot = position
             except InternalError as error:
                 log.warning("no snapshot of %s: %s", spec.model_id, error)
@@ -291,11 +290,13 @@ class Replayer:
 
         progress.writing = asyncio.create_task(write())
 
-    async def _write_snapshot(self, spec: ModelSpec, position: int, step: int, handle: Any) -> None:
+    async def _write_snapshot(
+        self, spec: ModelSpec, position: int, step: int, copy: BackendCopy
+    ) -> None:
         started = asyncio.get_running_loop().time()
         staging = await self.journal.stage_snapshot(spec.model_id, position)
         try:
-            await self.backend.write_state(spec, handle, str(staging))
+            await self.backend.write_state(spec, copy, str(staging))
         except InternalError as error:
             await self.journal.drop_staging(staging)
             if isinstance(error, StateLost):

@@ -24,6 +24,7 @@ from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStr
 from skyrl_actors.workers.interface import (
     TORN,
     BaseModelInfo,
+    CopiedState,
     MemoryPart,
     RankStatus,
     RankUsage,
@@ -217,15 +218,15 @@ class ActorGroup:
             return remote.merged(errors, "forward_backward")
         return merge_rows(call.columns, outcomes, call.loss)
 
-    async def copy_state(self, model_id: str, precondition: OpPrecondition) -> list[int]:
-        """Copy the state of a model on every rank and return one handle per rank."""
+    async def copy_state(self, model_id: str, precondition: OpPrecondition) -> list[CopiedState]:
+        """Copy the state of a model on every rank."""
         return await self.apply(model_id, precondition, TrainWorker.copy_state, model_id)
 
-    async def write_state(self, handles: Sequence[int], folder: str) -> None:
-        """Write the copies with these handles, one per rank, into `folder`."""
-        calls = zip(self.actors, handles, strict=True)
+    async def write_state(self, copies: Sequence[CopiedState], folder: str) -> None:
+        """Write these copies, one per rank, into `folder`."""
+        calls = zip(self.actors, copies, strict=True)
         await self._gather(
-            [actor.write_state.remote(self.epoch, handle, folder) for actor, handle in calls],
+            [actor.write_state.remote(self.epoch, copy.handle, folder) for actor, copy in calls],
             "write_state",
         )
 

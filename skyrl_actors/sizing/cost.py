@@ -108,7 +108,7 @@ def _switch_s(config: ClusterConfig, memory: MemoryPlan, kind: DeviceKind) -> fl
     if config.placement.device == "cpu":
         return 0.0
     moved = [
-        sum(part.bytes for part in parts if part.kept and part.phases != ALL)
+        sum(part.bytes for part in parts if part.kept and part.phases and part.phases != ALL)
         for parts in memory.parts.values()
     ]
     return 2 * max(moved) / (kind.host_gbps * GIGA)

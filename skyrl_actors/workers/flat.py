@@ -17,6 +17,7 @@ from skyrl_actors.messages.model import AdamParams, OptimizerName
 from skyrl_actors.transport.device_memory import placed
 from skyrl_actors.workers import optimizers
 from skyrl_actors.workers.optimizers import FlatOptimizer
+from skyrl_actors.workers.sharded_files import Piece
 from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm, sum_of_squares
 from skyrl_actors.workers.tensor_files import Source, whole
 
@@ -151,6 +152,11 @@ class FlatState:
         flat = self.weights if kind == "weights" else self.ensure_optimizer().moment(kind)
         for name, view in self.split(flat).items():
             yield name, view.detach().cpu() if self._writes else None
+
+    def own_pieces(self, kind: Kind) -> Iterator[Piece]:
+        for name, tensor in self.tensors(kind):
+            if tensor is not None:
+                yield name, 0, tensor
 
     def load(self, source: Source) -> None:
         check_names(self.shapes, source.shapes)

@@ -33,6 +33,7 @@ from skyrl_actors.workers.meta_model import (
 )
 from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.pending_gradients import PendingGradients
+from skyrl_actors.workers.sharded_files import Piece
 from skyrl_actors.workers.state import (
     MOMENTS,
     Kind,
@@ -126,10 +127,14 @@ def fill(parameters: Mapping[str, nn.Parameter], source: Source) -> None:
 
 def _fill_rows(parameter: DTensor, source: Source, name: str) -> None:
     local = parameter.to_local()
-    row = math.prod(parameter.shape[1:])
-    each = -(-parameter.shape[0] // dist.get_world_size())
-    start = min(dist.get_rank() * each, parameter.shape[0])
+    row, start = math.prod(parameter.shape[1:]), _own_rows(parameter)
     local.copy_(source.range(name, start * row, (start + len(local)) * row).view(local.shape))
+
+
+def _own_rows(parameter: DTensor) -> int:
+    """Return the first row that this rank holds."""
+    each = -(-parameter.shape[0] // dist.get_world_size())
+    return min(dist.get_rank() * each, parameter.shape[0])
 
 
 class Fsdp2State:
@@ -196,6 +201,12 @@ class Fsdp2State:
             held = parameter if kind == "weights" else self.optimizer.state[parameter][kind]
             full = cast(DTensor, held.detach()).full_tensor()
             yield name, full.float().cpu() if dist.get_rank() == 0 else None
+
+    def own_pieces(self, kind: Kind) -> Iterator[Piece]:
+        for name, parameter in self.parameters.items():
+            held = parameter if kind == "weights" else self.optimizer.state[parameter][kind]
+            local = cast(DTensor, held.detach()).to_local()
+            yield name, _own_rows(parameter) * math.prod(parameter.shape[1:]), local
 
     def load(self, source: Source) -> None:
         check_names(self.shapes, source.shapes)

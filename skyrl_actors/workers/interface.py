@@ -56,6 +56,14 @@ class BaseModelInfo:
     hidden_size: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CopiedState:
+    """A copy of a model's state that a rank keeps until `write_state`."""
+
+    handle: int
+    seconds: float  # that the copy took; the rank did nothing else
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCall:
     """One model's share of a forward_backward on one rank."""
@@ -185,14 +193,19 @@ class TrainWorker(Protocol):
         """
         ...
 
-    def copy_state(self, model_id: str) -> int:
-        """Copy weights, moments and pending gradients to host memory, and return a handle."""
+    def copy_state(self, model_id: str) -> CopiedState:
+        """Copy weights, moments and pending gradients to host memory.
+
+        Where the state is sharded, each rank copies its pieces. Sharded gradients are not copied:
+        such a model is copied between steps only.
+        """
         ...
 
     def write_state(self, handle: int, folder: str) -> None:
         """Write a copy of `copy_state`.
 
-        Rank 0 writes weights and moments, each rank its share of the pending gradients.
+        Rank 0 writes weights and moments that every rank holds, each rank its pieces of sharded
+        ones and its share of the pending gradients.
         """
         ...
 

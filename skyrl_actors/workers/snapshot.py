@@ -1,8 +1,11 @@
 """Snapshots: copy the state of a model at one moment, and write it later.
 
-Rank 0 writes weights and moments once, in the same form for every strategy. Pending gradients of
-weights that every rank holds whole are not yet reduced. So each rank writes its own share, and with
-the same number of ranks, each rank reads its own share again. Sharded weights are copied only
+Where every rank holds the whole state, rank 0 writes weights and moments. Their pending gradients
+are not yet reduced. So each rank writes its own share, and with the same number of ranks, each rank
+reads its own share again.
+
+Where the state is sharded, each rank copies and writes the pieces that it holds: nothing is
+gathered. Any number of ranks and any strategy reads either form. Sharded weights are copied only
 between steps. Nothing is lost, because the operations after a snapshot are replayed.
 
 There is no generator state to save. No random numbers are drawn after a model's creation: its seed
@@ -22,56 +25,78 @@ from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.workers.checkpoint import moments_in
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.models import TrainedModel
+from skyrl_actors.workers.sharded_files import Piece, ShardedFiles, write_pieces
 from skyrl_actors.workers.state import MOMENTS, Kind, TrainState
-from skyrl_actors.workers.tensor_files import Joined, TensorFiles
+from skyrl_actors.workers.tensor_files import Joined, Shape, TensorFiles
 
 STATE_FILE = "state.safetensors"
 SPEC_FILE = "model_spec.json"
 
 
 @dataclass
-class StateCopy:
-    """A copy of a model's state in host memory."""
+class WholeCopy:
+    """A copy of a model's whole state, in host memory."""
 
     spec: ModelSpec
     # weights [P], and after the first step exp_avg [P], exp_avg_sq [P] and step []
     tensors: dict[str, Tensor]
     gradients: Tensor | None  # [P], None when nothing is pending
 
-    @staticmethod
-    def of(model: TrainedModel) -> "StateCopy":
-        """Copy the state of a model."""
-        state = model.state
-        if isinstance(state, FlatState):
-            tensors = {"weights": state.weights, **state.optimizer_tensors()}
-            pending = (
-                state.gradients
-                if state.gradients is not None and bool(state.gradients.any())
-                else None
-            )
-            copies = {name: _on_host(tensor) for name, tensor in tensors.items()}
-            return StateCopy(model.spec, copies, None if pending is None else _on_host(pending))
-        if state.pending:
-            raise InternalError(
-                f"{model.spec.model_id} is copied between steps only: its pending gradients are "
-                "sharded"
-            )
-        copies = {"weights": _gathered(state, "weights")}
-        if state.num_steps:
-            copies |= {kind: _gathered(state, kind) for kind in MOMENTS}
-            copies["step"] = torch.tensor(float(state.num_steps))
-        return StateCopy(model.spec, copies, None)
-
     def write(self, folder: Path, rank: int, world_size: int) -> None:
         """Write this rank's part of the copy."""
         if rank == 0:
             save_file(self.tensors, folder / STATE_FILE)
-            (folder / SPEC_FILE).write_text(json.dumps(asdict(self.spec), indent=2))
+            _write_spec(self.spec, folder)
         if self.gradients is not None:
             save_file(
                 {"gradients": self.gradients},
                 folder / f"gradients-{rank}-of-{world_size}.safetensors",
             )
+
+
+@dataclass
+class ShardCopy:
+    """A copy of one rank's pieces of a model's state, in host memory."""
+
+    spec: ModelSpec
+    pieces: dict[str, list[Piece]]  # by kind
+    shapes: dict[str, Shape]  # of the whole tensors
+    num_steps: int
+
+    def write(self, folder: Path, rank: int, world_size: int) -> None:
+        """Write this rank's pieces."""
+        file = folder / f"shard-{rank}-of-{world_size}.safetensors"
+        write_pieces(file, self.pieces, self.shapes, {"num_steps": self.num_steps})
+        if rank == 0:
+            _write_spec(self.spec, folder)
+
+
+StateCopy = WholeCopy | ShardCopy
+
+
+def copy_of(model: TrainedModel) -> StateCopy:
+    """Copy the state of a model, or this rank's pieces of it. Not collective.
+
+    Raises InternalError when gradients of sharded weights are pending.
+    """
+    state = model.state
+    if isinstance(state, FlatState):
+        tensors = {"weights": state.weights, **state.optimizer_tensors()}
+        pending = (
+            state.gradients if state.gradients is not None and bool(state.gradients.any()) else None
+        )
+        copies = {name: _on_host(tensor) for name, tensor in tensors.items()}
+        return WholeCopy(model.spec, copies, None if pending is None else _on_host(pending))
+    if state.pending:
+        raise InternalError(
+            f"{model.spec.model_id} is copied between steps only: its pending gradients are sharded"
+        )
+    kinds: tuple[Kind, ...] = ("weights", *(MOMENTS if state.num_steps else ()))
+    pieces: dict[str, list[Piece]] = {
+        kind: [(name, start, _on_host(piece)) for name, start, piece in state.own_pieces(kind)]
+        for kind in kinds
+    }
+    return ShardCopy(model.spec, pieces, dict(state.shapes), state.num_steps)
 
 
 class UnwrittenCopies:
@@ -103,6 +128,12 @@ def load(state: TrainState, folder: Path, rank: int, world_size: int) -> None:
 
     Pending gradients require that every rank holds its model whole.
     """
+    if shards := sorted(folder.glob("shard-*.safetensors")):
+        with ShardedFiles(shards) as files:
+            state.load(files.vector("weights"))
+            steps = int(files.facts["num_steps"])
+            state.load_moments({kind: files.vector(kind) for kind in MOMENTS if steps}, steps)
+        return
     shapes = dict(state.shapes)
     with TensorFiles(folder / STATE_FILE) as files:
         state.load(Joined(files, "weights", shapes))
@@ -127,10 +158,8 @@ def load(state: TrainState, folder: Path, rank: int, world_size: int) -> None:
             gradients.add_(load_file(share)["gradients"].to(gradients.device))
 
 
-def _gathered(state: TrainState, kind: Kind) -> Tensor:
-    """Return [P] on the rank that writes, and an empty tensor on the others."""
-    parts = [tensor.reshape(-1) for _, tensor in state.tensors(kind) if tensor is not None]
-    return torch.cat(parts) if parts else torch.empty(0)
+def _write_spec(spec: ModelSpec, folder: Path) -> None:
+    (folder / SPEC_FILE).write_text(json.dumps(asdict(spec), indent=2))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

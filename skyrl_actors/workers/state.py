@@ -12,6 +12,7 @@ from torch import Tensor
 
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.workers.sharded_files import Piece
 from skyrl_actors.workers.tensor_files import Shape, Source
 
 Kind = Literal["weights", "exp_avg", "exp_avg_sq"]
@@ -57,6 +58,14 @@ class TrainState(Protocol):
         """Yield tensors in the order of `shapes`. Collective.
 
         Rank 0 gets float32 on the host, the other ranks get None.
+        """
+        ...
+
+    def own_pieces(self, kind: Kind) -> Iterator[Piece]:
+        """Yield the ranges that this rank holds, in float32 on any device. Not collective.
+
+        Together, the ranks yield every element once. Weights that every rank holds whole come from
+        rank 0.
         """
         ...
 

@@ -3,6 +3,7 @@
 import gc
 import shutil
 import socket
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -22,6 +23,7 @@ from skyrl_actors.workers.batches import BatchRunner
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import (
     BaseModelInfo,
+    CopiedState,
     MemoryPart,
     PartCall,
     Refused,
@@ -32,7 +34,7 @@ from skyrl_actors.workers.model_factory import ModelFactory, collective, info_of
 from skyrl_actors.workers.models import TrainedModel, adapter_states
 from skyrl_actors.workers.paging import AdapterPager
 from skyrl_actors.workers.passes import PassPart
-from skyrl_actors.workers.snapshot import StateCopy, UnwrittenCopies
+from skyrl_actors.workers.snapshot import UnwrittenCopies, copy_of
 
 T = TypeVar("T")
 
@@ -227,9 +229,11 @@ class TorchWorker:
             model.versions.written.add(version)
         return wanted
 
-    def copy_state(self, model_id: str) -> int:
+    def copy_state(self, model_id: str) -> CopiedState:
+        began = time.monotonic()
         self._copies.forget(model_id)  # an unwritten copy of a dead controller
-        return self._copies.add(self._gathering(model_id, StateCopy.of))
+        handle = self._copies.add(copy_of(self._model(model_id)))
+        return CopiedState(handle, time.monotonic() - began)
 
     def _gathering(self, model_id: str, work: Callable[[TrainedModel], T]) -> T:
         """Run work in which ranks meet to read or write sharded weights."""

@@ -27,6 +27,8 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Offloa
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
@@ -44,6 +46,7 @@ from skyrl_actors.workers.meta_model import own_names, trained_names, value_head
 from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import ATTENTION
 from skyrl_actors.workers.pending_gradients import PendingGradients
+from skyrl_actors.workers.sharded_files import Piece
 from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm
 from skyrl_actors.workers.tensor_files import Shape, Source, whole
 
@@ -253,6 +256,21 @@ class ZeroState:
                 if dist.get_rank() == 0
                 else None,
             )
+
+    def own_pieces(self, kind: Kind) -> Iterator[Piece]:
+        for name, parameter in self.parameters.items():
+            if hasattr(parameter, "ds_tensor"):
+                held = (
+                    safe_get_local_fp32_param(parameter)
+                    if kind == "weights"
+                    else safe_get_local_optimizer_state(parameter, kind)
+                )
+                assert held is not None
+                start, stop = _own_range(parameter)
+                yield name, start, held.detach().reshape(-1)[: stop - start]
+            elif (mapping := parameter._hp_mapping) is not None:  # else another rank's
+                held = mapping.get_hp_fragment(None if kind == "weights" else kind)
+                yield name, mapping.lp_fragment_address.start, held.detach()
 
     def load(self, source: Source) -> None:
         check_names(self.shapes, source.shapes)

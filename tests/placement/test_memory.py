@@ -40,6 +40,7 @@ from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers import head
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, WorkerSpec
+from skyrl_actors.workers.snapshot import WholeCopy, copy_of
 from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.workers.measured_memory import peak_bytes
 from tests.workers.references import batch
@@ -148,6 +149,10 @@ def test_a_flat_full_fine_tune_has_the_bytes_of_the_plan(tmp_path: Path):
     assert planned["full moments"] == pytest.approx(
         sum(state.optimizer_tensors()[k].nbytes for k in ("exp_avg", "exp_avg_sq")), rel=0.002
     )
+    copied = copy_of(worker.models["m"])
+    assert isinstance(copied, WholeCopy)
+    in_memory = sum(tensor.nbytes for tensor in copied.tensors.values())
+    assert planned["snapshots' copies"] == pytest.approx(in_memory, rel=0.002)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

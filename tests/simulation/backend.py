@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_actors.backends.backend import AdapterMemory, Capabilities, Mixture
+from skyrl_actors.backends.backend import AdapterMemory, BackendCopy, Capabilities, Mixture
 from skyrl_actors.colocation.phase_lock import ColocatedPhaseLock
 from skyrl_actors.colocation.phases import RESIDENT, MemoryPart, Move, Phase
 from skyrl_actors.groups.batcher import Batcher, Call
@@ -429,14 +429,15 @@ class SimBackend:
     ) -> None:
         await self._apply(spec, precondition, "load", spec.model_id, folder, with_optimizer)
 
-    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> int:
-        return await self._apply(spec, precondition, "copy_state", spec.model_id)
+    async def copy_state(self, spec: ModelSpec, precondition: OpPrecondition) -> BackendCopy:
+        handle = await self._apply(spec, precondition, "copy_state", spec.model_id)
+        return BackendCopy(handle=handle, seconds=0.0)
 
-    async def write_state(self, spec: ModelSpec, handle: int, folder: str) -> None:
+    async def write_state(self, spec: ModelSpec, copy: BackendCopy, folder: str) -> None:
         def work(rank: ExactlyOnce) -> None:
-            if handle not in rank.worker.copies:
+            if copy.handle not in rank.worker.copies:
                 raise InternalError("that copy is gone")
-            self.machines.disk.files[folder] = rank.worker.copies[handle]
+            self.machines.disk.files[folder] = rank.worker.copies[copy.handle]
 
         await self._send(work)
 

@@ -33,6 +33,7 @@ STRATEGIES: dict[str, StrategyConfig] = {
     "zero3": DeepSpeedStrategy(stage=3),
     "fsdp2": Fsdp2Strategy(),
 }
+LAST_STEP = AdamParams(learning_rate=3e-3, beta1=0.8, eps=1e-8, weight_decay=0.1)
 # The step makes exp_avg the gradient and leaves the weights.
 READ_GRADIENT = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.9)
 
@@ -211,6 +212,62 @@ def load_and_step(
         "m", AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.95, eps=1e-8, weight_decay=0.1)
     )
     return gathered(worker, "m", "weights")
+
+
+def snapshot_and_go_on(
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    data: list[Columns],
+    folder: str,
+    options: dict[str, Any],
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Copy the state after all but the last call, and write it after the last one.
+
+    Returns the weights after the last call, and the tensors that ranks gathered for the copy.
+    """
+    worker = worker_of(rank, world, port, base, strategy, **options)
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
+    for columns in data[:-1]:
+        one(worker, "m", columns, "cross_entropy")
+        worker.optim_step("m", AdamParams(learning_rate=1e-2))
+    state, gathers = worker.models["m"].state, 0
+    tensors = state.tensors
+
+    def counted(kind: Any) -> Any:
+        nonlocal gathers
+        for found in tensors(kind):
+            gathers += 1
+            yield found
+
+    state.tensors = counted
+    handle = worker.copy_state("m").handle
+    state.tensors = tensors
+    one(worker, "m", data[-1], "cross_entropy")
+    worker.optim_step("m", LAST_STEP)
+    worker.write_state(handle, folder)
+    return gathered(worker, "m", "weights"), gathers
+
+
+def restore_and_go_on(
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: StrategyConfig,
+    columns: Columns,
+    folder: str,
+    options: dict[str, Any],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the restored weights, and those after one more call and step."""
+    worker = worker_of(rank, world, port, base, strategy, **options)
+    worker.restore_state(ModelSpec(model_id="m", base_model="tiny"), folder)
+    restored = gathered(worker, "m", "weights")
+    one(worker, "m", columns, "cross_entropy")
+    worker.optim_step("m", LAST_STEP)
+    return restored, gathered(worker, "m", "weights")
 
 
 def values_in_order(columns: Columns, outputs: list[Any]) -> np.ndarray:

@@ -61,7 +61,7 @@ def save(worker: TorchWorker, folder: Path) -> Path:
     """Save a checkpoint and a snapshot."""
     worker.save_checkpoint("m", str(folder / "saved"), "training", "r1")
     (folder / "copied").mkdir()
-    worker.write_state(worker.copy_state("m"), str(folder / "copied"))
+    worker.write_state(worker.copy_state("m").handle, str(folder / "copied"))
     return folder
 
 

@@ -162,7 +162,7 @@ def test_an_idle_adapter_is_snapshotted_saved_and_loaded_in_host_memory(
         alternated(worker, specs, "cross_entropy")
         folder = tmp_path / name
         (folder / "state").mkdir(parents=True)
-        worker.write_state(worker.copy_state("a"), str(folder / "state"))
+        worker.write_state(worker.copy_state("a").handle, str(folder / "state"))
         worker.save_checkpoint("a", str(folder / "saved"), "training", "mark")
         worker.export_weights("a", str(folder / "export"), "a@1", checksums=True)
     assert on_device(tight) == ["b"]

@@ -79,7 +79,7 @@ def test_a_restored_model_continues_bit_by_bit(random_base: Path, tmp_path: Path
     straight, again = worker(random_base), worker(random_base)
     straight.create_model(spec)
     work(straight, spec, range(3))
-    handle = straight.copy_state("m")
+    handle = straight.copy_state("m").handle
     work(straight, spec, range(3, 6))  # the copy holds the state before this
     straight.write_state(handle, str(tmp_path))
     again.restore_state(spec, str(tmp_path))
@@ -99,7 +99,7 @@ def test_a_restored_model_continues_bit_by_bit(random_base: Path, tmp_path: Path
 def test_without_pending_gradients_none_are_written(random_base: Path, tmp_path: Path):
     made = worker(random_base)
     made.create_model(KINDS[0])
-    made.write_state(made.copy_state("m"), str(tmp_path))
+    made.write_state(made.copy_state("m").handle, str(tmp_path))
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "model_spec.json",
         "state.safetensors",
@@ -113,7 +113,7 @@ def test_gradient_shares_load_under_another_number_of_ranks(random_base: Path, t
     state = made.models["m"].state
     assert state.gradients is not None
     whole = state.gradients.clone()
-    copy = snapshot.StateCopy.of(made.models["m"])
+    copy = snapshot.copy_of(made.models["m"])
     for rank in range(2):
         copy.gradients = whole * (0.25 + 0.5 * rank)
         copy.write(tmp_path, rank, 2)
