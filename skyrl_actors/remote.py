@@ -84,6 +84,10 @@ class Overdue(StateLost):
     missing: tuple[str, ...] = ()
 
 
+class NoAnswer(InternalError):
+    """An actor did not answer in time."""
+
+
 async def ended(*tasks: asyncio.Task[Any] | None) -> None:
     """Cancel these tasks and wait until they have ended."""
     some = [task for task in tasks if task is not None]
@@ -100,6 +104,11 @@ async def gather(
     Errors of several actors become one. A missed deadline raises Overdue with the names of the
     actors.
     """
+    return joined(await outcomes(refs, timeout_s), names, what, timeout_s)
+
+
+async def outcomes(refs: Sequence[ObjectRef[Any]], timeout_s: float) -> list[Any]:
+    """Return the result or the error of each call: NoAnswer for one that is late."""
     if not refs:
         return []
     tasks = [asyncio.ensure_future(settled(ref)) for ref in refs]
@@ -109,19 +118,24 @@ async def gather(
         for task in tasks:
             task.cancel()
         raise
-    if pending:
-        missing = [name for name, task in zip(names, tasks, strict=True) if task in pending]
-        for task in pending:
-            task.cancel()
+    for task in pending:
+        task.cancel()
+    return [NoAnswer() if task in pending else task.exception() or task.result() for task in tasks]
+
+
+def joined(found: Sequence[Any], names: Sequence[str], what: str, timeout_s: float) -> list[Any]:
+    """Return the results that `outcomes` found, or raise its errors as one."""
+    named_outcomes = list(zip(names, found, strict=True))
+    if missing := [name for name, outcome in named_outcomes if isinstance(outcome, NoAnswer)]:
         overdue = Overdue(f"{what}: no answer within {timeout_s:g} s from {', '.join(missing)}")
         overdue.missing = tuple(missing)
         raise overdue
-    errors = {
-        name: task.exception() for name, task in zip(names, tasks, strict=True) if task.exception()
+    errors: dict[str, BaseException | None] = {
+        name: outcome for name, outcome in named_outcomes if isinstance(outcome, BaseException)
     }
     if errors:
         raise merged(errors, what)
-    return [task.result() for task in tasks]
+    return list(found)
 
 
 async def settled(ref: ObjectRef[Any]) -> Any:

@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from skyrl_actors import remote
 from skyrl_actors.config.cluster import GroupConfig, RestartConfig
 from skyrl_actors.groups.batcher import Batcher, Call
+from skyrl_actors.groups.fan_out import FanOut, RankCall, Submitted
 from skyrl_actors.groups.merging import merge_rows
 from skyrl_actors.groups.sharding import assign_parts
 from skyrl_actors.messages.columns import Columns
@@ -36,6 +37,11 @@ log = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 10.0
 
 
+def names_of(role: Role, ranks: int) -> list[str]:
+    """Return the names of the ranks of a role, for errors and logs."""
+    return [f"{role}[{rank}]" for rank in range(ranks)]
+
+
 class ActorGroup:
     """Training ranks of the role `policy` or `critic`.
 
@@ -49,6 +55,7 @@ class ActorGroup:
         actors: list[ActorHandle[Any]],
         epoch: int,
         restart: RestartConfig,
+        fan_out: FanOut,
     ):
         self.role: Role = role
         self.config = config
@@ -59,35 +66,31 @@ class ActorGroup:
         self.pids: list[int] = []
         self.log_files: list[str] = []
         limit = config.microbatch_tokens * max(1, len(actors)) if config.share_passes else 0
+        self.fan_out = fan_out
         self._gathering: set[asyncio.Task[None]] = set()
         self._batcher = Batcher(self._compute, limit)
 
     @property
     def names(self) -> list[str]:
-        return [f"{self.role}[{rank}]" for rank in range(len(self.actors))]
+        return names_of(self.role, len(self.actors))
 
     async def start(self) -> BaseModelInfo:
         """Load the base model on every rank and connect the ranks."""
         timeout_s = self.restart.start_timeout_s
-        self._note(
-            await self._gather(
-                [actor.adopt.remote(self.epoch) for actor in self.actors], "start", timeout_s
-            )
+        self._note(await self._ask("adopt", "start", timeout_s=timeout_s))
+        (address,) = await remote.gather(
+            [self.actors[0].node_address.remote()], self.names[:1], "start", timeout_s
         )
-        (address,) = await self._gather([self.actors[0].node_address.remote()], "start", timeout_s)
-        port = (await self._call(TrainWorker.rendezvous, [()], actors=self.actors[:1]))[0]
-        refs = [
-            actor.call.remote(self.epoch, TrainWorker.setup.__name__, address, port)
-            for actor in self.actors
-        ]
-        self.info = (await self._gather(refs, "setup", timeout_s))[0]
+        (port,) = await self._call(TrainWorker.rendezvous, ranks=[0])
+        setup = TrainWorker.setup.__name__
+        found = await self._ask("call", "setup", setup, address, port, timeout_s=timeout_s)
+        self.info = found[0]
         assert self.info is not None
         return self.info
 
     async def adopt(self, specs: Sequence[WorkerSpec]) -> bool:
         """Attach to running ranks. Return whether all run with the configured specs."""
-        refs = [actor.adopt.remote(self.epoch) for actor in self.actors]
-        found: list[RankStatus] = await self._gather(refs, "take over", self.restart.call_timeout_s)
+        found: list[RankStatus] = await self._ask("adopt", "take over")
         self.info = found[0].info
         self._note(found)
         return all(
@@ -104,64 +107,54 @@ class ActorGroup:
 
         The value is TORN where a state is incomplete or ranks differ.
         """
-        found: list[RankStatus] = await self._gather(
-            [actor.adopt.remote(self.epoch) for actor in self.actors], "residents"
-        )
+        found: list[RankStatus] = await self._ask("adopt", "residents")
         held = sorted(set[str]().union(*(status.applied for status in found)))
         numbers = {
             model_id: {status.applied.get(model_id, TORN) for status in found} for model_id in held
         }
         return {model_id: one.pop() if len(one) == 1 else TORN for model_id, one in numbers.items()}
 
+    def _submit(
+        self,
+        actor_method: str,
+        *common: Any,
+        own: Sequence[tuple[Any, ...]] | None = None,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        merges: bool = False,
+    ) -> Submitted:
+        """Start a call of an actor's method on all ranks, or on `ranks`."""
+        call = RankCall(
+            method=actor_method,
+            ranks=range(len(self.actors)) if ranks is None else ranks,
+            common=(self.epoch, *common),
+            own=own,
+            timeout_s=timeout_s or self.restart.call_timeout_s,
+            merges=merges,
+        )
+        return self.fan_out.submit(call)
+
+    async def _ask(self, actor_method: str, what: str, *common: Any, **options: Any) -> list[Any]:
+        return await self.fan_out.results(self._submit(actor_method, *common, **options), what)
+
+    async def _call(self, method: Any, *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
+        name = method.__name__
+        return await self._ask("call", name, name, *args, ranks=ranks)
+
     async def broadcast(self, method: Any, *args: Any) -> list[Any]:
         """Make the same call on every rank."""
-        return await self._call(method, [args] * len(self.actors))
-
-    async def _call(
-        self,
-        method: Any,
-        args: Sequence[tuple[Any, ...]],
-        actors: list[ActorHandle[Any]] | None = None,
-    ) -> list[Any]:
-        actors = actors or self.actors
-        refs = [
-            a.call.remote(self.epoch, method.__name__, *share)
-            for a, share in zip(actors, args, strict=True)
-        ]
-        return await self._gather(refs, method.__name__)
-
-    async def _gather(
-        self, refs: Sequence[ray.ObjectRef[Any]], what: str, timeout_s: float | None = None
-    ) -> list[Any]:
-        return await remote.gather(
-            refs, self.names[: len(refs)], what, timeout_s or self.restart.call_timeout_s
-        )
+        return await self._call(method, *args)
 
     async def apply(
         self, model_id: str, precondition: OpPrecondition, method: Any, *args: Any
     ) -> list[Any]:
         """Run a verb of a model on every rank. Each operation is applied exactly once."""
-        return await self._apply(model_id, precondition, method, [args] * len(self.actors))
-
-    async def _apply(
-        self,
-        model_id: str,
-        precondition: OpPrecondition,
-        method: Any,
-        args: Sequence[tuple[Any, ...]],
-    ) -> list[Any]:
-        calls = zip(self.actors, args, strict=True)
-        refs = [
-            actor.apply.remote(self.epoch, model_id, precondition, method.__name__, *share)
-            for actor, share in calls
-        ]
-        return await self._gather(refs, method.__name__)
+        name = method.__name__
+        return await self._ask("apply", name, model_id, precondition, name, *args)
 
     async def delete_model(self, model_id: str) -> None:
         """Delete a model on every rank."""
-        await self._gather(
-            [actor.delete.remote(self.epoch, model_id) for actor in self.actors], "delete_model"
-        )
+        await self._ask("delete", "delete_model", model_id)
 
     async def forward_backward(
         self,
@@ -192,19 +185,19 @@ class ActorGroup:
         shares = assign_parts([call.columns.lengths for call in calls], ranks, hidden_size)
         data = tuple(call.columns for call in calls)
         shared = remote.typed_ray.put(data) if len(self.actors) > 1 else data
-        refs: list[ray.ObjectRef[Any]] = []
-        for rank, actor in enumerate(self.actors):
-            rows = shares[rank // self.config.sequence_parallel]
-            parts = [
-                (call.model_id, call.precondition, rows[i], call.loss)
-                for i, call in enumerate(calls)
-            ]
-            refs.append(
-                actor.forward_backward.remote(self.epoch, shared, parts, calls[0].forward_only)
-            )
-        of_ranks: list[list[Any]] = await self._gather(refs, "forward_backward")
+        parts = [(call.model_id, call.precondition, call.loss) for call in calls]
+        width = self.config.sequence_parallel
+        of_ranks: list[list[Any] | None] = await self._ask(
+            "forward_backward",
+            "forward_backward",
+            shared,
+            calls[0].forward_only,
+            parts,
+            own=[(shares[rank // width],) for rank in range(len(self.actors))],
+            merges=True,
+        )
         return [
-            self._merged(call, [outcomes[i] for outcomes in of_ranks])
+            self._merged(call, [outcomes and outcomes[i] for outcomes in of_ranks])
             for i, call in enumerate(calls)
         ]
 
@@ -216,7 +209,7 @@ class ActorGroup:
         }
         if errors:
             return remote.merged(errors, "forward_backward")
-        return merge_rows(call.columns, outcomes, call.loss)
+        return merge_rows(call.columns, [o for o in outcomes if o is not None], call.loss)
 
     async def copy_state(self, model_id: str, precondition: OpPrecondition) -> list[CopiedState]:
         """Copy the state of a model on every rank."""
@@ -224,11 +217,8 @@ class ActorGroup:
 
     async def write_state(self, copies: Sequence[CopiedState], folder: str) -> None:
         """Write these copies, one per rank, into `folder`."""
-        calls = zip(self.actors, copies, strict=True)
-        await self._gather(
-            [actor.write_state.remote(self.epoch, copy.handle, folder) for actor, copy in calls],
-            "write_state",
-        )
+        handles = [(copy.handle,) for copy in copies]
+        await self._ask("write_state", "write_state", folder, own=handles)
 
     async def export_weights(
         self,
@@ -257,37 +247,30 @@ class ActorGroup:
         are submitted together, so that no other call runs between them.
         """
         request = replace(stream, id=uuid.uuid4().hex)
-        opened = self.actors[rank].call.remote(
-            self.epoch, TrainWorker.open_stream.__name__, manifest, request
+        opened = self._submit(
+            "call", TrainWorker.open_stream.__name__, manifest, request, ranks=[rank]
         )
         if gathers:
-            name = TrainWorker.feed.__name__
-            refs = [
-                actor.call.remote(self.epoch, name, manifest.version, request.id)
-                for actor in self.actors
-            ]
-            task = asyncio.create_task(self._gather_shards(refs))
+            fed = self._submit("call", TrainWorker.feed.__name__, manifest.version, request.id)
+            task = asyncio.create_task(self._gather_shards(fed))
             self._gathering.add(task)
             task.add_done_callback(self._gathering.discard)
-        return (await self._gather([opened], "open_stream"))[0]
+        return (await self.fan_out.results(opened, "open_stream"))[0]
 
-    async def _gather_shards(self, refs: Sequence[ray.ObjectRef[Any]]) -> None:
+    async def _gather_shards(self, fed: Submitted) -> None:
         try:
-            await self._gather(refs, "feed")
+            await self.fan_out.results(fed, "feed")
         except InternalError as error:
             # The engine detects the failure when its stream ends, the supervisor at the next verb.
             log.warning("weights were not gathered: %s", error)
 
     async def write_probe(self, path: str, content: str) -> None:
         """Write a small file on rank 0, to test whether engines can read it."""
-        await self._call(TrainWorker.write_probe, [(path, content)], actors=self.actors[:1])
+        await self._call(TrainWorker.write_probe, path, content, ranks=[0])
 
     async def exists(self, paths: Sequence[str]) -> bool:
         """Return whether rank 0 still has all these exports."""
-        first = self.actors[:1]
-        return all(
-            [(await self._call(TrainWorker.exists, [(path,)], actors=first))[0] for path in paths]
-        )
+        return all([(await self._call(TrainWorker.exists, p, ranks=[0]))[0] for p in paths])
 
     def read_files_ref(self, path: str) -> ray.ObjectRef[Any]:
         """Return a reference to files that rank 0 exported, which another actor can fetch."""
@@ -303,6 +286,5 @@ class ActorGroup:
 
     async def usage(self) -> list[RankUsage]:
         """Return the host memory of each rank, and the code that it computes with."""
-        return await self._gather(
-            [actor.usage.remote() for actor in self.actors], "status", STATUS_TIMEOUT_S
-        )
+        refs = [actor.usage.remote() for actor in self.actors]
+        return await remote.gather(refs, self.names, "status", STATUS_TIMEOUT_S)

@@ -10,7 +10,8 @@ from placement.types import Plan
 from skyrl_actors import remote
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.strategies import ReplicaStrategy
-from skyrl_actors.groups.actor_group import ActorGroup
+from skyrl_actors.groups.actor_group import ActorGroup, names_of
+from skyrl_actors.groups.fan_out import FanOut, relay_in, tree_to
 from skyrl_actors.groups.rank_env import rank_environment
 from skyrl_actors.groups.standby import Standby, worker_class
 from skyrl_actors.messages.errors import ConfigError
@@ -121,14 +122,16 @@ class GroupBuilder:
         return remote.make_named(actor_class, spec)
 
     def _group(self, actors: list[ActorHandle[Any]]) -> ActorGroup:
-        return ActorGroup(self.role, self.config, actors, self.epoch, self._restart)
+        relay = relay_in(self._reserved, [slot.index for slot in self.slots])
+        fan_out = FanOut(names_of(self.role, len(actors)), *tree_to(actors, relay))
+        return ActorGroup(self.role, self.config, actors, self.epoch, self._restart, fan_out)
 
     async def remove(self, group: ActorGroup | None) -> None:
         """End the ranks of this role and wait until their names are free.
 
         This includes ranks that an earlier controller created.
         """
-        for actor in group.actors if group else ():
+        for actor in (*group.actors, *group.fan_out.relays) if group else ():
             remote.typed_ray.kill(actor)
         if self._standby is not None:
             for actor, status in self._standby.strays:

@@ -93,7 +93,7 @@ class TrainWorkerActor:
             return stream.read()
 
     @remote.typed_ray.method(concurrency_group="files")
-    def write_state(self, epoch: int, handle: int, folder: str) -> None:
+    def write_state(self, epoch: int, folder: str, handle: int) -> None:
         self._once.fence(epoch)
         self.worker.write_state(handle, folder)
 
@@ -112,15 +112,16 @@ class TrainWorkerActor:
         self,
         epoch: int,
         data: Sequence[Columns],
-        parts: Sequence[tuple[str, OpPrecondition, tuple[int, ...], LossCall | None]],
         forward_only: bool,
+        parts: Sequence[tuple[str, OpPrecondition, LossCall | None]],
+        rows: Sequence[tuple[int, ...]],
     ) -> list[Any]:
-        """Run parts of several models. Each part is applied exactly once."""
+        """Run this rank's rows of each part. Each part is applied exactly once."""
         calls = [
-            PartCall(model_id=model_id, rows=rows, columns=columns, loss=loss)
-            for (model_id, _, rows, loss), columns in zip(parts, data, strict=True)
+            PartCall(model_id=model_id, rows=own, columns=columns, loss=loss)
+            for (model_id, _, loss), own, columns in zip(parts, rows, data, strict=True)
         ]
-        preconditions, began = [precondition for _, precondition, _, _ in parts], time.time()
+        preconditions, began = [precondition for _, precondition, _ in parts], time.time()
         named(
             " ".join(precondition.request_id for precondition in preconditions),
             " ".join(call.model_id for call in calls),

@@ -69,14 +69,11 @@ class Columns:
 
     def positions(self, rows: Sequence[int]) -> NDArray[np.int64]:
         """Return the flat positions of these rows, in their order: [Σ lengths of rows] int64."""
-        if not len(rows):
-            return np.zeros(0, np.int64)
-        return np.concatenate(
-            [
-                np.arange(int(self.offsets[r]), int(self.offsets[r + 1]), dtype=np.int64)
-                for r in rows
-            ]
-        )
+        chosen = np.asarray(rows, np.int64)
+        lengths = self.lengths[chosen]
+        ends = np.cumsum(lengths)
+        begins = self.offsets[chosen] - (ends - lengths)  # of each row, less what is before it
+        return np.repeat(begins, lengths) + np.arange(lengths.sum(), dtype=np.int64)
 
     @property
     def nbytes(self) -> int:

@@ -14,10 +14,11 @@ from ray.util.placement_group import get_placement_group
 from placement.planner import plan
 from placement.reserve import reserve
 from placement.types import Demand, Node
-from skyrl_actors import losses
+from skyrl_actors import losses, remote
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, RestartConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy
 from skyrl_actors.groups.actor_group import ActorGroup
+from skyrl_actors.groups.fan_out import Branches, FanOut, RelayActor
 from skyrl_actors.groups.group_builder import GroupBuilder
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, StateLost
@@ -89,8 +90,18 @@ def batch(seed: int, lengths: tuple[int, ...]):
 RAGGED = ((3, 50, 7, 7, 31, 2, 90), (40,), (5, 5, 5))  # in the second, one rank gets no row
 
 
+def relayed(group: ActorGroup) -> None:
+    """Call each rank of the group through a relay of its own, as the ranks of a large group."""
+    make: Any = ray.remote(num_cpus=0)(RelayActor)
+    below = [Branches(actors=[actor], first=rank) for rank, actor in enumerate(group.actors)]
+    relays = [make.remote(branches) for branches in below]
+    group.fan_out = FanOut(group.names, Branches(actors=relays, height=1), relays)
+
+
 async def test_two_ranks_equal_one(local_ray, random_base: Path):
+    """The two are called through relays."""
     one, two = await group_of(1, random_base, "one"), await group_of(2, random_base, "two")
+    relayed(two)
     call = losses.find("ppo").checked({})
     for spec in (
         ModelSpec(model_id="lora", base_model="tiny", lora=LoraSpec(rank=8), seed=1),
@@ -134,6 +145,9 @@ async def test_two_ranks_equal_one(local_ray, random_base: Path):
             )
             assert a.metrics["loss:sum"] == pytest.approx(b.metrics["loss:sum"], rel=1e-5, abs=1e-4)
             assert a.metrics["num_tokens:sum"] == b.metrics["num_tokens:sum"]
+    ray.kill(two.fan_out.relays[1])
+    with pytest.raises(remote.ActorDied, match=r"residents on policy\[1\]: the actor died"):
+        await two.residents()
 
 
 @pytest.mark.slow

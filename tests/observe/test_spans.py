@@ -96,11 +96,11 @@ def test_the_span_of_a_refused_part_has_the_error():
         SPANS.send_to(url, "s", "policy[1]")
         try:
             parts = [
-                ("m", OpPrecondition(2, 1, "r1"), (1,), None),
-                ("gone", OpPrecondition(4, 3, "r2"), (0, 1), None),
+                ("m", OpPrecondition(2, 1, "r1"), None),
+                ("gone", OpPrecondition(4, 3, "r2"), None),
             ]
             outcomes = contextvars.copy_context().run(
-                actor.forward_backward, 0, [data, data], parts, False
+                actor.forward_backward, 0, [data, data], False, parts, [(1,), (0, 1)]
             )
             SPANS.close()
         finally:
