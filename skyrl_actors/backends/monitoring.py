@@ -60,7 +60,7 @@ class Monitoring:
             "phase_timeline": [
                 asdict(entered) for entered in list(phase_lock.timeline)[-SHOWN_PHASES:]
             ],
-            "weight_load_seconds": [round(s, 4) for s in engines.load_seconds[-20:]],
+            "weight_load_seconds": [round(s, 4) for s in engines.load_times.seconds[-20:]],
             "logprob_differences": [
                 float(f"{d:.3g}") for d in list(engines.logprob_check.differences)[-20:]
             ],

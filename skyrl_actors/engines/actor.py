@@ -20,6 +20,7 @@ from skyrl_actors.engines.interface import (
     EngineSpec,
     EngineStatus,
 )
+from skyrl_actors.engines.received_files import Files
 from skyrl_actors.messages.errors import InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
@@ -119,7 +120,7 @@ class EngineActor:
     ) -> float:
         return await self._change(epoch, self.engine.load_full(version, parts, streams))
 
-    async def receive(self, path: str, files: dict[str, bytes]) -> None:
+    async def receive(self, path: str, files: Files) -> None:
         await self.engine.receive(path, files)
 
     async def reads(self, path: str, content: str) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from skyrl_actors.engines.received_files import Files
 from skyrl_actors.messages.model import EngineTopology
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
@@ -118,7 +119,7 @@ class EngineProcess(Protocol):
         """Replace the engine's weights; return seconds. No sample may be running."""
         ...
 
-    async def receive(self, path: str, files: dict[str, bytes]) -> None: ...
+    async def receive(self, path: str, files: Files) -> None: ...
 
     async def discard(self, path: str) -> None: ...
 

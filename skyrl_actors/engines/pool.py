@@ -25,6 +25,7 @@ from skyrl_actors.engines.interface import (
     EngineProcess,
     EngineStatus,
 )
+from skyrl_actors.engines.load_times import LoadTimes, record_transfer
 from skyrl_actors.engines.local_engine import DROPPED, LocalEngine
 from skyrl_actors.engines.logprob_check import SCORING, LogprobCheck
 from skyrl_actors.engines.memory import EngineMemory
@@ -42,13 +43,12 @@ from skyrl_actors.messages.errors import (
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
-from skyrl_actors.observe.counts import COUNTS
-from skyrl_actors.observe.spans import SPANS, Span
 from skyrl_actors.transfer.folders import full_manifests
 from skyrl_actors.transfer.transport import EnginePlace
 
 Deliver = Callable[
-    [WeightManifest, ActorHandle[Any] | None, EnginePlace], Awaitable[WeightStream | None]
+    [WeightManifest, ActorHandle[Any] | None, EnginePlace, Callable[[], int], float],
+    Awaitable[WeightStream | None],
 ]
 T = TypeVar("T")
 NO_SCORES = (
@@ -75,7 +75,7 @@ class EnginePool:
         self.config = config
         self.logprob_check = logprob_check
         self.engines: list[EngineReplica] = []
-        self.load_seconds: list[float] = []
+        self.load_times = LoadTimes()
         self._base_folder = base_folder
         self._deliver = deliver
         self.versions = VersionTable()
@@ -264,10 +264,16 @@ class EnginePool:
     async def preload(self, weights: SamplerWeights) -> None:
         """Load full weights into engines that dropped theirs, before the KV cache is allocated."""
         wanted = self.versions.register(weights)
-        for engine in self.living_own():
-            if engine.lock.state == DROPPED and not engine.lock.busy:
-                async with engine.lock.hold(wanted):
-                    pass
+
+        async def load(engine: EngineReplica) -> None:
+            async with engine.lock.hold(wanted):
+                pass
+
+        empty = [e for e in self.living_own() if e.lock.state == DROPPED and not e.lock.busy]
+        loads = await asyncio.gather(*map(load, empty), return_exceptions=True)
+        for error in loads:
+            if isinstance(error, BaseException):
+                raise error
 
     def needless(self) -> tuple[str, ...]:
         """Return full versions that need no copy when their weights change."""
@@ -354,8 +360,7 @@ class EnginePool:
         await engine.ask(EngineProcess.load_full, version, parts, streams)
         entry.loaded = True
         took = time.perf_counter() - started
-        self.load_seconds = [*self.load_seconds[-99:], took]
-        _record_transfer(f"{version} to {engine.name}", took, sum(part.num_bytes for part in parts))
+        self.load_times.loaded(version, engine.name, took, sum(part.num_bytes for part in parts))
 
     async def _ensure_delivered(
         self, engine: EngineReplica, manifest: WeightManifest
@@ -366,12 +371,17 @@ class EnginePool:
         """
         deliveries = self.versions[manifest.version].deliveries
 
+        def possible() -> int:
+            return sum(e.lock.state != manifest.version for e in self.living_own())
+
         async def deliver() -> WeightStream | None:
             began = time.perf_counter()
-            stream = await self._deliver(manifest, engine.actor, engine.place)
+            stream = await self._deliver(
+                manifest, engine.actor, engine.place, possible, self.load_times.pause_s
+            )
             if manifest.kind == "lora":  # vLLM loads it with its first sample
                 took, what = time.perf_counter() - began, f"{manifest.version} to {engine.name}"
-                _record_transfer(what, took, manifest.num_bytes)
+                record_transfer(what, took, manifest.num_bytes)
             return stream
 
         stream = await once(deliveries, engine.incarnation, deliver)
@@ -395,18 +405,3 @@ def needs_own(weights: SamplerWeights, params: SamplingParams) -> bool:
     Engines by URL serve the base and adapters, without prompt scores or tempered logprobs.
     """
     return full_version(weights) != BASE_VERSION or params.scores_prompt or params.tempers
-
-
-def _record_transfer(what: str, took: float, num_bytes: int) -> None:
-    SPANS.add(
-        Span(
-            name=what,
-            row="transfers",
-            began=time.time() - took,
-            seconds=took,
-            attributes={"bytes": num_bytes},
-        )
-    )
-    COUNTS.add("transfers")
-    COUNTS.add("transfer_seconds", took)
-    COUNTS.add("transfer_bytes", num_bytes)

@@ -26,6 +26,7 @@ from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.engine_args import engine_args
 from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, EngineStatus
 from skyrl_actors.engines.partials import Partials
+from skyrl_actors.engines.received_files import Files
 from skyrl_actors.engines.reload_proof import prove_reload
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
@@ -257,7 +258,7 @@ class VllmEngine:
         self._loaded = version
         return time.perf_counter() - started
 
-    async def receive(self, path: str, files: dict[str, bytes]) -> None:
+    async def receive(self, path: str, files: Files) -> None:
         """Write files from the object store: one file at `path` (key ""), or a folder of files."""
         await asyncio.to_thread(received_files.write, Path(path), files)
 

@@ -62,8 +62,9 @@ class FullWeightsEngine(WeightTransferEngine[FullWeightsInit, FullWeightsUpdate]
         if update_info.stream is None:
             arriving = _mapped_tensors(update_info, entries)
         else:
-            rank = 1 + (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
-            arriving = received(WeightStream(*update_info.stream), entries, rank, self.device)
+            stream = WeightStream(*update_info.stream)
+            own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            arriving = received(stream, entries, stream.first_rank + own, self.device)
         self.model.load_weights(arriving)  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:

@@ -43,7 +43,7 @@ class WeightManifest:
 
 @dataclass(frozen=True, slots=True)
 class WeightStream:
-    """Where a trainer rank sends a version of full weights to the workers of one engine.
+    """Where a trainer rank sends a version of full weights to the workers of engines.
 
     The weights are sent in buckets. gloo and nccl broadcast them; with ipc the workers read the
     rank's memory.
@@ -51,13 +51,14 @@ class WeightStream:
 
     host: str
     port: int
-    world_size: int  # the sender and the workers
+    world_size: int  # the sender and the workers of all engines
     backend: Literal["gloo", "nccl", "ipc"]
     bucket_bytes: int
     timeout_s: float
     handle: tuple[Any, ...] = ()  # ipc: memory of two adjacent buckets
     checksums: bool = False  # also send the crc32 of every bucket
     id: str = ""  # the stream_id of its `feed` call
+    first_rank: int = 1  # of the workers of the engine that this copy is for; 0 is the sender
 
 
 def buckets(sizes: list[int], bucket_bytes: int) -> Iterator[range]:

@@ -1,5 +1,6 @@
 """Bring published versions from the policy's ranks to engines, and free them again."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from ray.actor import ActorHandle
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import PartDown
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
-from skyrl_actors.transfer.transport import EnginePlace, Transfer
+from skyrl_actors.transfer.rounds import Rounds
+from skyrl_actors.transfer.transport import EnginePlace, EngineTarget, Transfer
 
 
 class Delivery:
@@ -18,11 +20,20 @@ class Delivery:
         self.transfer = transfer
         self._policy = policy
         self._folder = str(folder)
+        self._rounds = Rounds(self._deliver)
 
     async def deliver(
-        self, manifest: WeightManifest, engine: ActorHandle[Any] | None, place: EnginePlace
+        self,
+        manifest: WeightManifest,
+        engine: ActorHandle[Any] | None,
+        place: EnginePlace,
+        possible: Callable[[], int],
+        pause_s: float,
     ) -> WeightStream | None:
         """Deliver a part to an engine; return a stream, or None if the engine reads files.
+
+        Engines that load the same full weights share a delivery: `possible` returns how many may
+        load them now, and `pause_s` is the longest wait for them.
 
         The caller holds a phase, so this must not wait for a restarting group: the group may need
         another phase. Raises PartDown then.
@@ -33,9 +44,17 @@ class Delivery:
             or not manifest.path.startswith(self._folder)
         ):
             return None  # the engine maps the file where it is
+        target = EngineTarget(engine, place)
+        if not self.transfer.shares or manifest.kind == "lora":
+            return (await self._deliver(manifest, (target,)))[0]
+        return await self._rounds.join(manifest, target, possible, pause_s)
+
+    async def _deliver(
+        self, manifest: WeightManifest, engines: Sequence[EngineTarget]
+    ) -> Sequence[WeightStream | None]:
         if self._policy.group is None or self._policy.down is not None:
             raise PartDown(f"{self._policy.name} is restarting: {self._policy.down}")
-        return await self.transfer.deliver(manifest, self._policy.group, engine, place)
+        return await self.transfer.deliver(manifest, self._policy.group, engines)
 
     async def discard(self, weights: SamplerWeights, engines: list[ActorHandle[Any]]) -> None:
         """Free what was written for a version. Files of named checkpoints stay."""

@@ -5,6 +5,7 @@ which every engine maps the same pages. Adapters are folders.
 """
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
-from skyrl_actors.transfer.transport import EnginePlace, export_path
+from skyrl_actors.transfer.transport import EngineTarget, export_path
 
 PROBE_TIMEOUT_S = 60.0
 
@@ -24,6 +25,7 @@ class FileTransfer:
     """Write a version's files where all engines can read them."""
 
     needs_group = False
+    shares = False
     materialize: Materialize = "eager"
     shards = False  # whether sharded weights can be sent without a file
 
@@ -66,11 +68,10 @@ class FileTransfer:
         self,
         manifest: WeightManifest,
         group: ActorGroup,
-        engine: ActorHandle[Any],
-        place: EnginePlace,
-    ) -> WeightStream | None:
-        """Do nothing: the engine reads the trainer's files."""
-        return None
+        engines: Sequence[EngineTarget],
+    ) -> Sequence[WeightStream | None]:
+        """Do nothing: the engines read the trainer's files."""
+        return [None] * len(engines)
 
     async def discard(
         self, manifest: WeightManifest, group: ActorGroup, engines: list[ActorHandle[Any]]

@@ -4,15 +4,13 @@ The rank on an engine's first device sends the weights. It sends the live weight
 equal the version. Otherwise, or if ranks hold shards, it reads the version from a file.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from ray.actor import ActorHandle
 
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
 from skyrl_actors.transfer.files import FileTransfer
-from skyrl_actors.transfer.transport import EnginePlace
+from skyrl_actors.transfer.transport import EnginePlace, EngineTarget
 
 
 class SharedDeviceTransfer(FileTransfer):
@@ -37,8 +35,13 @@ class SharedDeviceTransfer(FileTransfer):
         self,
         manifest: WeightManifest,
         group: ActorGroup,
-        engine: ActorHandle[Any],
-        place: EnginePlace,
+        engines: Sequence[EngineTarget],
+    ) -> Sequence[WeightStream | None]:
+        """Open a stream for each engine, from the rank on its first device."""
+        return [await self._opened(manifest, group, engine.place) for engine in engines]
+
+    async def _opened(
+        self, manifest: WeightManifest, group: ActorGroup, place: EnginePlace
     ) -> WeightStream | None:
         if manifest.kind == "lora":
             return None

@@ -5,19 +5,20 @@ extra memory is one bucket and the layer that is still incomplete. Adapters are 
 files.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
-
-from ray.actor import ActorHandle
+from typing import Literal
 
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
 from skyrl_actors.transfer.object_store import ObjectStoreTransfer
-from skyrl_actors.transfer.transport import EnginePlace
+from skyrl_actors.transfer.transport import EngineTarget
 
 
 class StreamTransfer(ObjectStoreTransfer):
-    """Open a broadcast from the trainers to the workers of one engine."""
+    """Open a broadcast from the trainers to the workers of all engines that load a version."""
 
     def __init__(
         self,
@@ -40,21 +41,23 @@ class StreamTransfer(ObjectStoreTransfer):
         self,
         manifest: WeightManifest,
         group: ActorGroup,
-        engine: ActorHandle[Any],
-        place: EnginePlace,
-    ) -> WeightStream | None:
+        engines: Sequence[EngineTarget],
+    ) -> Sequence[WeightStream | None]:
         if manifest.kind == "lora":
-            return await super().deliver(manifest, group, engine, place)
+            return await super().deliver(manifest, group, engines)
         checked = self.checksums and self.materialize == "lazy"  # if eager: in the manifest
+        first_ranks = accumulate((e.place.num_workers for e in engines), initial=1)
+        *starts, world_size = first_ranks
         asked = WeightStream(
             "",
             0,
-            1 + place.num_workers,
+            world_size,
             self.backend,
             self.bucket_bytes,
             self.timeout_s,
             checksums=checked,
         )
-        return await group.open_stream(
+        opened = await group.open_stream(
             manifest, asked, gathers=self.shards and self.materialize == "lazy"
         )
+        return [replace(opened, first_rank=start) for start in starts]

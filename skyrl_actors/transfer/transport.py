@@ -7,6 +7,7 @@ readable at an engine, or opens a stream for that engine. The caller holds the p
 may happen.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +27,21 @@ class EnginePlace:
     beside: int = 0  # the policy rank on its first device, if they share devices
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTarget:
+    """An engine that a version is delivered to."""
+
+    actor: ActorHandle[Any]
+    place: EnginePlace
+
+
 class Transfer(Protocol):
     """One way to bring weights to engines."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether one delivery of full weights to several engines costs less than several."""
+        ...
 
     @property
     def needs_group(self) -> bool:
@@ -51,10 +65,9 @@ class Transfer(Protocol):
         self,
         manifest: WeightManifest,
         group: ActorGroup,
-        engine: ActorHandle[Any],
-        place: EnginePlace,
-    ) -> WeightStream | None:
-        """Deliver a part to an engine. A stream of full weights serves one load."""
+        engines: Sequence[EngineTarget],
+    ) -> Sequence[WeightStream | None]:
+        """Deliver a part to engines, and return the stream of each. A stream serves one load."""
         ...
 
     async def discard(

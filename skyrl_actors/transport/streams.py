@@ -1,4 +1,4 @@
-"""Stream an exported weight version to the workers of one engine, in buckets.
+"""Stream an exported weight version to the workers of engines, in buckets.
 
 Two ways exist. Rank 0 broadcasts (gloo, NCCL). Or the rank on the same device fills two buckets in
 shared memory (ipc): workers copy one while the other is filled.
@@ -9,6 +9,7 @@ still equal the version. In the second case the rank waits for the thread before
 weights. Each stream creates its own process group, so a broken group is never used again.
 """
 
+import json
 import logging
 import socket
 import threading
@@ -33,6 +34,7 @@ from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStr
 from skyrl_actors.transport.device_memory import abandoned, given_back, opened, shareable
 
 log = logging.getLogger(__name__)
+JOIN_S = 30.0  # longest wait for the workers of a stream to several
 
 
 Take = Callable[[range], Tensor]  # the bytes of a bucket, for a range of the manifest's tensors
@@ -69,7 +71,7 @@ def open_stream(
         found = replace(found, handle=handle)
         work = partial(_lend, take, manifest, found, store, memory.view(2, largest))
     else:
-        work = partial(_send, take, manifest, found, store, _place(asked, device))
+        work = partial(_send, take, manifest, found, store, place_of(asked, device))
 
     def send() -> None:
         try:
@@ -154,7 +156,8 @@ def _lend(
         given_back(memory.device)
 
 
-def _place(stream: WeightStream, device: torch.device) -> torch.device:
+def place_of(stream: WeightStream, device: torch.device) -> torch.device:
+    """Return the device of the buckets of a broadcast."""
     return torch.device("cpu") if stream.backend == "gloo" else device
 
 
@@ -167,23 +170,37 @@ def _send(
 ) -> None:
     try:
         # The group is created when all workers are there: NCCL waits without end for a missing one.
-        store.wait(
-            [f"here/{rank}" for rank in range(1, stream.world_size)],
-            timedelta(seconds=stream.timeout_s),
-        )
-        group = _group(store, stream, 0, stream.host)
+        members = _arrived(store, stream)
+        group = _group(store, stream, 0, 1 + len(members), stream.host)
         for number, wanted in enumerate(_buckets(manifest.tensors, stream)):
             bucket = take(wanted)
             _note_checksum(stream, store, number, bucket)
             group.broadcast([bucket.to(device)], _from_first()).wait()
         _finished(device)
         # The group and the store end with this thread, so wait until all workers have all.
-        store.wait(
-            [f"done/{rank}" for rank in range(1, stream.world_size)],
-            timedelta(seconds=stream.timeout_s),
-        )
+        store.wait([f"done/{rank}" for rank in members], timedelta(seconds=stream.timeout_s))
     except (RuntimeError, ValueError) as error:  # the receiver reports it to its caller
         log.warning("the stream of %s broke: %s", manifest.version, error)
+
+
+def _arrived(store: TCPStore, stream: WeightStream) -> list[int]:
+    """Wait for the workers, and publish the ranks of those that came.
+
+    A worker that died must not end the loads of other engines, so the stream starts without it.
+    """
+    every = range(1, stream.world_size)
+    wait_s = stream.timeout_s if len(every) == 1 else min(stream.timeout_s, JOIN_S)
+    try:
+        store.wait([f"here/{rank}" for rank in every], timedelta(seconds=wait_s))
+        members = list(every)
+    except RuntimeError:
+        members = [rank for rank in every if store.check([f"here/{rank}"])]
+        if not members:
+            raise
+        missing = len(every) - len(members)
+        log.warning("%d worker(s) of a stream did not come within %g s", missing, wait_s)
+    store.set("members", json.dumps(members))
+    return members
 
 
 def received(
@@ -193,7 +210,7 @@ def received(
 
     Raises InternalError when the sender is late or the bytes differ.
     """
-    device = _place(stream, device)
+    device = place_of(stream, device)
     try:
         store = TCPStore(
             stream.host,
@@ -241,7 +258,11 @@ def _broadcast(
     store: TCPStore,
 ) -> Iterator[Tensor]:
     store.set(f"here/{rank}", "1")
-    group = _group(store, stream, rank, _own_address(stream))
+    members = json.loads(store.get("members"))
+    if rank not in members:
+        raise RuntimeError("the stream began before this worker came")
+    own = 1 + members.index(rank)
+    group = _group(store, stream, own, 1 + len(members), _own_address(stream))
     for wanted in _buckets(tensors, stream):
         # A new bucket each time: layers keep views of theirs until they are complete.
         bucket = torch.empty(size_of(tensors, wanted), dtype=torch.uint8, device=device)
@@ -297,18 +318,18 @@ def tensor_in(content: Tensor, entry: TensorEntry, start: int = 0) -> Tensor:
     return own.view(dtype).view(entry.shape)
 
 
-def _group(store: TCPStore, stream: WeightStream, rank: int, address: str) -> Any:
+def _group(store: TCPStore, stream: WeightStream, rank: int, world_size: int, address: str) -> Any:
     prefixed, deadline = PrefixStore("weights", store), timedelta(seconds=stream.timeout_s)
     if stream.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = deadline
-        return dist.ProcessGroupNCCL(prefixed, rank, stream.world_size, options)
+        return dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
     gloo = cast(Any, ProcessGroupGloo)  # its stubs lack _Options
     options = gloo._Options()
     # By address: the host's own name may resolve to the loopback device.
     options._devices = [gloo.create_device(hostname=address)]
     options._timeout = deadline
-    return gloo(prefixed, rank, stream.world_size, options)
+    return gloo(prefixed, rank, world_size, options)
 
 
 def _from_first() -> dist.BroadcastOptions:

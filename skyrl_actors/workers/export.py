@@ -13,7 +13,9 @@ from contextlib import nullcontext
 from io import FileIO
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_actors.messages.weights import ADAPTER_FILE, TensorEntry, WeightManifest
@@ -152,3 +154,19 @@ def _content(tensor: Tensor, dtype: torch.dtype) -> memoryview:
 
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def mapped_files(path: Path) -> dict[str, NDArray[np.uint8]]:
+    """Return the bytes of an exported file (under the key ""), or of the files in a folder.
+
+    The arrays map the files.
+    """
+    if path.is_file():
+        return {"": _mapped(path)}
+    return {file.name: _mapped(file) for file in path.iterdir()}
+
+
+def _mapped(file: Path) -> NDArray[np.uint8]:
+    if not file.stat().st_size:
+        return np.zeros(0, np.uint8)  # an empty file cannot be mapped
+    return np.asarray(np.memmap(file, np.uint8, mode="r"))

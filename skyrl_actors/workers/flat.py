@@ -18,7 +18,7 @@ from skyrl_actors.transport.device_memory import placed
 from skyrl_actors.workers import optimizers
 from skyrl_actors.workers.optimizers import FlatOptimizer
 from skyrl_actors.workers.sharded_files import Piece
-from skyrl_actors.workers.state import MOMENTS, Kind, check_names, check_norm, sum_of_squares
+from skyrl_actors.workers.state import HOST, MOMENTS, Kind, check_names, check_norm, sum_of_squares
 from skyrl_actors.workers.tensor_files import Source, whole
 
 Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place
@@ -148,10 +148,12 @@ class FlatState:
     def num_steps(self) -> int:
         return self.optimizer.num_steps if self.optimizer else 0
 
-    def tensors(self, kind: Kind) -> Iterator[tuple[str, Tensor | None]]:
+    def tensors(
+        self, kind: Kind, dtype: torch.dtype = torch.float32, device: torch.device = HOST
+    ) -> Iterator[tuple[str, Tensor | None]]:
         flat = self.weights if kind == "weights" else self.ensure_optimizer().moment(kind)
         for name, view in self.split(flat).items():
-            yield name, view.detach().cpu() if self._writes else None
+            yield name, view.detach().to(dtype).to(device) if self._writes else None
 
     def own_pieces(self, kind: Kind) -> Iterator[Piece]:
         for name, tensor in self.tensors(kind):

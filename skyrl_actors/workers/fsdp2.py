@@ -35,6 +35,7 @@ from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.pending_gradients import PendingGradients
 from skyrl_actors.workers.sharded_files import Piece
 from skyrl_actors.workers.state import (
+    HOST,
     MOMENTS,
     Kind,
     adam_group,
@@ -196,11 +197,13 @@ class Fsdp2State:
         state = next(iter(self.optimizer.state.values()), None)
         return 0 if state is None else int(_local(state["step"]))
 
-    def tensors(self, kind: Kind) -> Iterator[tuple[str, Tensor | None]]:
+    def tensors(
+        self, kind: Kind, dtype: torch.dtype = torch.float32, device: torch.device = HOST
+    ) -> Iterator[tuple[str, Tensor | None]]:
         for name, parameter in self.parameters.items():
             held = parameter if kind == "weights" else self.optimizer.state[parameter][kind]
-            full = cast(DTensor, held.detach()).full_tensor()
-            yield name, full.float().cpu() if dist.get_rank() == 0 else None
+            full = cast(DTensor, held.detach().to(dtype)).full_tensor()
+            yield name, full.to(device) if dist.get_rank() == 0 else None
 
     def own_pieces(self, kind: Kind) -> Iterator[Piece]:
         for name, parameter in self.parameters.items():

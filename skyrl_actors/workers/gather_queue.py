@@ -13,12 +13,23 @@ from torch import Tensor
 
 from skyrl_actors.messages.weights import WeightManifest
 from skyrl_actors.transport.streams import size_of
+from skyrl_actors.workers.state import HOST
 
 
 class GatherQueue:
-    """A bounded queue of tensors between two threads. Each side waits at most `patience_s`."""
+    """A bounded queue of tensors between two threads. Each side waits at most `patience_s`.
 
-    def __init__(self, manifest: WeightManifest, limit_bytes: int, patience_s: float):
+    Tensors and buckets are on `device`.
+    """
+
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        limit_bytes: int,
+        patience_s: float,
+        device: torch.device = HOST,
+    ):
+        self.device = device
         self._manifest = manifest
         self._limit_bytes = limit_bytes
         self._patience_s = patience_s
@@ -48,7 +59,8 @@ class GatherQueue:
 
         Raises RuntimeError when they do not arrive.
         """
-        bucket = torch.empty(size_of(self._manifest.tensors, wanted), dtype=torch.uint8)
+        size = size_of(self._manifest.tensors, wanted)
+        bucket = torch.empty(size, dtype=torch.uint8, device=self.device)
         start = 0
         for _ in wanted:
             tensor = self._next()

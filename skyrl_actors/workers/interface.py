@@ -221,8 +221,11 @@ class TrainWorker(Protocol):
         """Return whether an export still exists, as a file or as the live weights of a model."""
         ...
 
-    def read_files(self, path: str) -> dict[str, bytes]:
-        """Return an exported file (under the key "") or the files of an exported folder."""
+    def read_files(self, path: str) -> dict[str, NDArray[np.uint8]]:
+        """Return an exported file (under the key "") or the files of an exported folder.
+
+        The arrays map the files, so that nothing is copied here.
+        """
         ...
 
     def open_stream(self, manifest: WeightManifest, stream: WeightStream) -> WeightStream:

@@ -15,6 +15,7 @@ from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.sharded_files import Piece
 from skyrl_actors.workers.tensor_files import Shape, Source
 
+HOST = torch.device("cpu")
 Kind = Literal["weights", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 NORM_PIECE = 2**22  # numbers of a norm in float64 at a time: 32 MiB
@@ -54,10 +55,13 @@ class TrainState(Protocol):
         """Number of optimizer steps; 0 without moments."""
         ...
 
-    def tensors(self, kind: Kind) -> Iterator[tuple[str, Tensor | None]]:
+    def tensors(
+        self, kind: Kind, dtype: torch.dtype = torch.float32, device: torch.device = HOST
+    ) -> Iterator[tuple[str, Tensor | None]]:
         """Yield tensors in the order of `shapes`. Collective.
 
-        Rank 0 gets float32 on the host, the other ranks get None.
+        Rank 0 gets them in this dtype on this device, the other ranks get None. Ranks convert where
+        the tensors are, if possible before they are gathered.
         """
         ...
 

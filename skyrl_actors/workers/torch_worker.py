@@ -10,8 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
@@ -328,13 +330,8 @@ class TorchWorker:
             torch.cuda.empty_cache()
         return moved
 
-    def read_files(self, path: str) -> dict[str, bytes]:
-        source = Path(path)
-        return (
-            {"": source.read_bytes()}
-            if source.is_file()
-            else {f.name: f.read_bytes() for f in source.iterdir()}
-        )
+    def read_files(self, path: str) -> dict[str, NDArray[np.uint8]]:
+        return export.mapped_files(Path(path))
 
 
 def load_and_forget(base_folder: str) -> None:

@@ -7,6 +7,7 @@ from skyrl_actors.transport import streams
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.gather_queue import GatherQueue
 from skyrl_actors.workers.models import TrainedModel
+from skyrl_actors.workers.state import HOST
 
 
 def opened(
@@ -31,7 +32,9 @@ def opened(
         found, sender = streams.open_stream(manifest, asked, device, take)
         model.versions.read_by(sender)
     elif model and version not in model.versions.written:
-        queue = GatherQueue(manifest, asked.bucket_bytes, min(asked.timeout_s, patience_s))
+        wait_s = min(asked.timeout_s, patience_s)
+        place = streams.place_of(asked, device)
+        queue = GatherQueue(manifest, asked.bucket_bytes, wait_s, place)
         found, _ = streams.open_stream(manifest, asked, device, queue.take, queue.close)
         model.versions.feeds[asked.id] = queue
     else:
@@ -42,6 +45,7 @@ def opened(
 def gather(model: TrainedModel, stream_id: str, dtype: torch.dtype) -> None:
     """Gather the sharded weights of a model, and queue them on the rank that sends the stream."""
     queue = model.versions.feeds.pop(stream_id, None)
-    for _, tensor in model.state.tensors("weights"):
+    device = queue.device if queue is not None else HOST
+    for _, tensor in model.state.tensors("weights", dtype, device):
         if queue is not None and tensor is not None:
-            queue.put(tensor.detach().to(dtype))
+            queue.put(tensor)

@@ -47,8 +47,9 @@ from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import ATTENTION
 from skyrl_actors.workers.pending_gradients import PendingGradients
 from skyrl_actors.workers.sharded_files import Piece
-from skyrl_actors.workers.state import MOMENTS, Kind, adam_group, check_names, check_norm
+from skyrl_actors.workers.state import HOST, MOMENTS, Kind, adam_group, check_names, check_norm
 from skyrl_actors.workers.tensor_files import Shape, Source, whole
+from skyrl_actors.workers.zero_settings import zero_settings
 
 # This operator is for inference. Each start on a CPU would compile it, and it fails without a
 # compiler.
@@ -70,32 +71,6 @@ def _same_class_for_every_dtype(engine: DeepSpeedEngine, optimizer: torch.optim.
 _engine_class._do_optimizer_sanity_check = _same_class_for_every_dtype
 
 
-def settings(strategy: DeepSpeedStrategy, dtype: torch.dtype, trained: bool) -> dict[str, Any]:
-    """Return DeepSpeed's config. Without `trained`, the weights are a frozen base."""
-    sharding: dict[str, Any] = {"stage": strategy.stage, "overlap_comm": False}
-    if strategy.offload != "none" and trained:
-        sharding["offload_optimizer"] = {"device": "cpu"}
-    if strategy.offload == "all":
-        sharding["offload_param"] = {"device": "cpu"}
-    made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "gradient_clipping": 0.0,  # set before each step
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-        "zero_optimization": sharding,
-    }
-    if dtype == torch.bfloat16:
-        made |= {
-            "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": "fp32"},  # the default accumulates in bfloat16
-            "communication_data_type": "fp32",
-        }
-    return made
-
-
 def zero_network(
     strategy: DeepSpeedStrategy,
     folder: str,
@@ -106,7 +81,7 @@ def zero_network(
     is_critic: bool = False,
 ) -> tuple[Network, Any]:
     """Return the network and its engine."""
-    config = settings(strategy, dtype, trained)
+    config = zero_settings(strategy, dtype, trained)
     partitioned = strategy.stage == 3
     with deepspeed.zero.Init(config_dict_or_path=config) if partitioned else nullcontext():
         module = AutoModelForCausalLM.from_config(
@@ -243,19 +218,17 @@ class ZeroState:
         self.num_steps += 1
         return norm
 
-    def tensors(self, kind: Kind) -> Iterator[tuple[str, Tensor | None]]:
+    def tensors(
+        self, kind: Kind, dtype: torch.dtype = torch.float32, device: torch.device = HOST
+    ) -> Iterator[tuple[str, Tensor | None]]:
         for name, parameter in self.parameters.items():
             if kind == "weights":
                 full = safe_get_full_fp32_param(parameter)
             else:
                 full = safe_get_full_optimizer_state(parameter, kind)
             assert full is not None
-            yield (
-                name,
-                full.detach().float().cpu().view(self.shapes[name])
-                if dist.get_rank() == 0
-                else None,
-            )
+            mine = full.detach().to(dtype).to(device) if dist.get_rank() == 0 else None
+            yield name, None if mine is None else mine.view(self.shapes[name])
 
     def own_pieces(self, kind: Kind) -> Iterator[Piece]:
         for name, parameter in self.parameters.items():
