@@ -54,6 +54,10 @@ class JobFields(FrozenConfig):
     )
     eps: float = Field(default=1e-8, gt=0, description="added to the denominator")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    decay_vectors: bool = Field(
+        default=True,
+        description="also decay tensors of one dimension: norms and biases of full fine-tunes",
+    )
     grad_clip_norm: float = Field(
         default=1.0, ge=0, description="largest L2 norm of the gradient; 0 = no clipping"
     )

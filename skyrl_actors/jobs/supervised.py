@@ -164,4 +164,5 @@ class SupervisedJob(ABC, Generic[C, T]):
             eps=config.eps,
             weight_decay=config.weight_decay,
             grad_clip_norm=config.grad_clip_norm,
+            decay_vectors=config.decay_vectors,
         )

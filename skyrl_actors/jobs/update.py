@@ -153,6 +153,7 @@ def adam_of(config: RlConfig, role: Role, iteration: int) -> AdamParams:
         eps=config.eps,
         weight_decay=config.weight_decay,
         grad_clip_norm=config.grad_clip_norm,
+        decay_vectors=config.decay_vectors,
     )
 
 

@@ -51,7 +51,8 @@ class ModelSpec:
 class AdamParams:
     """AdamW with decoupled weight decay (Loshchilov & Hutter, 2019).
 
-    grad_clip_norm 0 means no clipping.
+    grad_clip_norm 0 means no clipping. Without decay_vectors, tensors of one dimension (norms and
+    biases of a full fine-tune) get no weight decay.
     """
 
     learning_rate: float = 1e-4
@@ -60,6 +61,7 @@ class AdamParams:
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+    decay_vectors: bool = True
 
 
 @dataclass(frozen=True, slots=True)

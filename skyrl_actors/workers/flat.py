@@ -9,6 +9,7 @@ are views of a copy, and their gradients are added to the float32 gradients afte
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -123,10 +124,22 @@ class FlatState:
         check_norm(norm, self)
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             gradients.mul_(adam.grad_clip_norm / norm)
-        self.ensure_optimizer().step(gradients, adam)
+        self.ensure_optimizer().step(gradients, self._decayed(adam))
         self._refresh()
         self.drop_gradients()
         return norm
+
+    def _decayed(self, adam: AdamParams) -> AdamParams:
+        """Apply the decay of a step that leaves vectors out, and return what remains to be done.
+
+        The optimizers see one vector of all weights. AdamW, too, decays before it adds the update.
+        """
+        if adam.decay_vectors or not adam.weight_decay:
+            return adam
+        for view in self.split(self.weights).values():
+            if view.dim() > 1:
+                view.mul_(1 - adam.learning_rate * adam.weight_decay)
+        return replace(adam, weight_decay=0.0)
 
     def _refresh(self) -> None:
         if self._lower is not None:

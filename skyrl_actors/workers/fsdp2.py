@@ -38,10 +38,11 @@ from skyrl_actors.workers.state import (
     HOST,
     MOMENTS,
     Kind,
-    adam_group,
     check_names,
     check_norm,
+    parameter_groups,
     sum_of_squares,
+    update_groups,
 )
 from skyrl_actors.workers.tensor_files import Shape, Source
 
@@ -155,9 +156,7 @@ class Fsdp2State:
         self.optimizer = self._new_optimizer()
 
     def _new_optimizer(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW(
-            cast("list[Tensor]", list(self.parameters.values())), lr=0.0, fused=True
-        )
+        return torch.optim.AdamW(parameter_groups(self.parameters, self.shapes), lr=0.0, fused=True)
 
     @property
     def num_parameters(self) -> int:
@@ -187,7 +186,7 @@ class Fsdp2State:
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             for parameter in self.parameters.values():
                 cast(DTensor, parameter.grad).to_local().mul_(adam.grad_clip_norm / norm)
-        self.optimizer.param_groups[0].update(adam_group(adam))
+        update_groups(self.optimizer.param_groups, adam)
         self.optimizer.step()
         self.drop_gradients()
         return norm

@@ -4,8 +4,8 @@ Methods marked *collective* are called on every rank of the group, in the same o
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.workers.sharded_files import Piece
 from skyrl_actors.workers.tensor_files import Shape, Source
 
+VECTORS = "are_vectors"  # key of an optimizer's groups
+P = TypeVar("P")
 HOST = torch.device("cpu")
 Kind = Literal["weights", "exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
@@ -117,6 +119,24 @@ def check_norm(norm: float, state: TrainState) -> None:
             f"gradient norm is {norm}: the step was not applied and the gradients were dropped; "
             "check the data"
         )
+
+
+def parameter_groups(
+    parameters: Mapping[str, P], shapes: Mapping[str, Shape]
+) -> list[dict[str, Any]]:
+    """Return the groups of a torch optimizer: matrices, and vectors if there are any."""
+    matrices = [p for name, p in parameters.items() if len(shapes[name]) > 1]
+    vectors = [p for name, p in parameters.items() if len(shapes[name]) <= 1]
+    groups = [{"params": matrices, VECTORS: False}, {"params": vectors, VECTORS: True}]
+    return [group for group in groups if group["params"]]
+
+
+def update_groups(groups: Iterable[dict[str, Any]], adam: AdamParams) -> None:
+    """Set the options of one step in `parameter_groups`."""
+    for group in groups:
+        group.update(adam_group(adam))
+        if group[VECTORS] and not adam.decay_vectors:
+            group["weight_decay"] = 0.0
 
 
 def adam_group(adam: AdamParams) -> dict[str, Any]:

@@ -47,7 +47,15 @@ from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import ATTENTION
 from skyrl_actors.workers.pending_gradients import PendingGradients
 from skyrl_actors.workers.sharded_files import Piece
-from skyrl_actors.workers.state import HOST, MOMENTS, Kind, adam_group, check_names, check_norm
+from skyrl_actors.workers.state import (
+    HOST,
+    MOMENTS,
+    Kind,
+    check_names,
+    check_norm,
+    parameter_groups,
+    update_groups,
+)
 from skyrl_actors.workers.tensor_files import Shape, Source, whole
 from skyrl_actors.workers.zero_settings import zero_settings
 
@@ -105,9 +113,9 @@ def zero_network(
         "dist_init_required": False,
     }
     if trained:
-        arguments["optimizer"] = torch.optim.AdamW(
-            list(trained_names(network.whole).values()), lr=0.0, fused=True
-        )
+        owned = trained_names(network.whole)
+        groups = parameter_groups(owned, {n: full_shape(p) for n, p in owned.items()})
+        arguments["optimizer"] = torch.optim.AdamW(groups, lr=0.0, fused=True)
     else:
         module.requires_grad_(False)
     engine, *_ = deepspeed.initialize(**arguments)
@@ -208,14 +216,15 @@ class ZeroState:
     def step(self, adam: AdamParams) -> float:
         if not self._has_own_gradient:
             self._add_zeros()
-        for group in self._optimizer.param_groups:
-            group.update(adam_group(adam))
+        update_groups(self._optimizer.param_groups, adam)
         self._optimizer.clip_grad = adam.grad_clip_norm
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         self.pending = self._has_own_gradient = False
         check_norm(norm, self)
         self.num_steps += 1
+        if self.num_steps == 1:
+            self._link_moments()
         return norm
 
     def tensors(
@@ -286,13 +295,19 @@ class ZeroState:
                 "step": torch.tensor(float(num_steps), device=held.device),
                 **zeros,
             }
-        # DeepSpeed links tensors and moments once, at the first step.
-        if self._stage != 3:
-            self._optimizer._hp_optimizer_states_linked = False
-            self._optimizer._lazy_init_hp_params_optimizer_state()
+        self._link_moments()
         for kind in MOMENTS:
             for name, parameter in self.parameters.items():
                 self._put(parameter, sources[kind], name, kind)
+
+    def _link_moments(self) -> None:
+        """Link tensors to their moments.
+
+        DeepSpeed does this once, when the first group is stepped: other groups have none then.
+        """
+        if self._stage != 3:
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _held_by_optimizer(self) -> list[Tensor]:
         if self._stage == 3:  # the optimizer gets them one by one in its step

@@ -119,13 +119,18 @@ def test_adamw_over_twenty_steps(
             beta1=0.9 - 0.01 * step,
             beta2=0.95,
             eps=1e-3,
-            weight_decay=0.02 * (step % 2),
+            weight_decay=20.0 * (step % 2),
             grad_clip_norm=3.0 if step % 4 == 3 else 0.0,
+            decay_vectors=step % 3 != 0,
         )
         for step in range(20)
     ]
     reference = Reference(base)
-    optimizer = torch.optim.AdamW(reference.model.parameters())
+    parameters = list(reference.model.parameters())
+    vectors = [p for p in parameters if p.dim() == 1]
+    assert vectors
+    optimizer = torch.optim.AdamW([{"params": [p for p in parameters if p.dim() > 1]}])
+    optimizer.add_param_group({"params": vectors})
     norms = []
     for columns, adam in zip(data, adams, strict=True):
         reference.clear()
@@ -137,7 +142,10 @@ def test_adamw_over_twenty_steps(
                 )
             )
         )
-        optimizer.param_groups[0].update(adam_group(adam))
+        for group in optimizer.param_groups:
+            group.update(adam_group(adam))
+        if not adam.decay_vectors:
+            optimizer.param_groups[1]["weight_decay"] = 0.0
         optimizer.step()
     arguments = (str(base), STRATEGIES[strategy], data, adams, {"dtype": dtype})
     weights, found = ranks[world_size].run(runs.trajectory, *arguments)[0]
