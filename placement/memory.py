@@ -29,7 +29,7 @@ class TrainerLayout:
     """The properties of a group of training ranks that determine its memory."""
 
     kind: str  # "policy", "critic"
-    ranks: int
+    state_shards: int  # ranks over which a full fine-tune's weights and moments are divided
     compute_bytes: int  # bytes of one number: 4 or 2
     base_shards: int  # ranks over which the frozen base is sharded; 1: each rank holds all of it
     adapters: int
@@ -191,7 +191,7 @@ def _full_model_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]
         ),
         item(
             "snapshots' copies",
-            full * STATE_BYTES / ask.ranks,
+            full * STATE_BYTES / ask.state_shards,
             ALL if ask.one_memory else frozenset[str](),
             "num_ranks",
             "*lora.max_full_models",

@@ -135,7 +135,7 @@ def _trainer(
     full_bytes, is_offloaded = _full_bytes(full, group)
     return TrainerLayout(
         kind=role,
-        ranks=group.num_ranks,
+        state_shards=_state_shards(full, group),
         compute_bytes=NUMBER_BYTES[group.dtype],
         base_shards=_base_shards(group),
         adapters=config.lora.max_adapters,
@@ -152,10 +152,21 @@ def _trainer(
 
 
 def _base_shards(group: GroupConfig) -> int:
-    sharded = isinstance(group.strategy, Fsdp2Strategy) or (
-        isinstance(group.strategy, DeepSpeedStrategy) and group.strategy.stage == 3
-    )
+    strategy = group.strategy
+    if isinstance(strategy, Fsdp2Strategy):
+        return strategy.shards_over(group.num_ranks)
+    sharded = isinstance(strategy, DeepSpeedStrategy) and strategy.stage == 3
     return group.num_ranks if sharded else 1
+
+
+def _state_shards(strategy: StrategyConfig, group: GroupConfig) -> int:
+    """Return over how many ranks a snapshot's copy is divided.
+
+    Rank 0 alone copies a replica. Its share of the node's memory is counted for all ranks.
+    """
+    if isinstance(strategy, Fsdp2Strategy):
+        return strategy.shards_over(group.num_ranks)
+    return group.num_ranks
 
 
 def _full_bytes(
@@ -167,7 +178,8 @@ def _full_bytes(
     """
     ranks, compute = group.num_ranks, NUMBER_BYTES[group.dtype]
     if isinstance(strategy, Fsdp2Strategy):
-        return (4 / ranks, 4 / ranks, 8 / ranks), strategy.offload == "all"
+        shards = strategy.shards_over(ranks)
+        return (4 / shards, 4 / shards, 8 / shards), strategy.offload == "all"
     if isinstance(strategy, DeepSpeedStrategy):
         gathered, master = compute / (ranks if strategy.stage == 3 else 1), 4 / ranks
         gradients = 4 / (ranks if strategy.stage >= 2 else 1)

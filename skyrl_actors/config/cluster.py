@@ -17,7 +17,12 @@ from skyrl_actors.config.frozen import FrozenConfig
 from skyrl_actors.config.http import HttpConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.config.observe import ObserveConfig
-from skyrl_actors.config.strategies import DeepSpeedStrategy, ReplicaStrategy, StrategyConfig
+from skyrl_actors.config.strategies import (
+    DeepSpeedStrategy,
+    Fsdp2Strategy,
+    ReplicaStrategy,
+    StrategyConfig,
+)
 from skyrl_actors.config.transfers import (
     LOGPROB_BOUNDS,
     FileTransferConfig,
@@ -159,6 +164,12 @@ class GroupConfig(FrozenConfig):
                 f"sequence_parallel {self.sequence_parallel} does not divide num_ranks "
                 f"{self.num_ranks}"
             )
+        for strategy in (self.strategy, self.full_strategy):
+            if isinstance(strategy, Fsdp2Strategy) and self.num_ranks % (strategy.shard_ranks or 1):
+                raise ValueError(
+                    f"strategy fsdp2: shard_ranks {strategy.shard_ranks} does not divide num_ranks "
+                    f"{self.num_ranks}"
+                )
         zero = [s for s in (self.strategy, self.full_strategy) if isinstance(s, DeepSpeedStrategy)]
         if self.sequence_parallel > 1 and zero:
             raise ValueError(

@@ -57,15 +57,32 @@ class DeepSpeedStrategy(ShardingStrategy):
 class Fsdp2Strategy(ShardingStrategy):
     """PyTorch's fully_shard.
 
-    Weights, gradients and optimizer moments are sharded by rows over the ranks.
+    Weights, gradients and optimizer moments are sharded by rows over the ranks. With `shard_ranks`,
+    several copies exist (HSDP). Passes communicate within a copy. Gradients are summed over the
+    copies once for each optimizer step.
     """
 
     type: Literal["fsdp2"] = "fsdp2"
+    shard_ranks: int | None = Field(
+        default=None,
+        ge=1,
+        description="number of consecutive ranks that share one copy of the weights, for example "
+        "the GPUs of a node; null = all ranks of the group",
+    )
+    gradient_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="data type in which gradients are sent between ranks; bfloat16 = half the "
+        "bytes, and sums that are rounded",
+    )
     reshard_after_forward: bool = Field(
         default=True,
         description="free gathered layers after the forward pass; false = faster, "
         "but needs more memory",
     )
+
+    def shards_over(self, num_ranks: int) -> int:
+        """Return the number of ranks that share one copy."""
+        return self.shard_ranks or num_ranks
 
     @model_validator(mode="after")
     def _together(self) -> "Fsdp2Strategy":

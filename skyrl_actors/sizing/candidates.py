@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from placement.shape import ModelShape
 from placement.types import Node
@@ -45,12 +45,15 @@ class Shares:
     engines: int
 
 
+Holder = Literal["rank", "node", "group"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How a training group saves memory."""
 
     adapters: int  # LoRA models of a role on the device at once
-    sharded: bool
+    copy_on: Holder  # what holds one copy of the frozen base
     activations: str
     microbatch_tokens: int
 
@@ -106,17 +109,28 @@ def shares_of(nodes: Sequence[Node], shape: ModelShape, device: str, critic: boo
     ]
 
 
-def efforts(level: Level, device: str, ranks: int) -> list[Effort]:
+def ranks_on_node(nodes: Sequence[Node], shares: Shares) -> int:
+    """Return the ranks on each node if the trainers fill several alike nodes, or else 0."""
+    gpus = {int(node.gpus) for node in nodes}
+    size = gpus.pop()
+    fills = not gpus and size > 1 and not shares.policy % size and not shares.critic % size
+    return size if fills and shares.policy > size else 0
+
+
+def efforts(level: Level, device: str, ranks: int, on_node: int) -> list[Effort]:
     """Return the ways to save memory, from the least memory to the most.
 
-    A pass holds one row of the longest context at least.
+    A pass holds one row of the longest context at least. `on_node` is the number of ranks on each
+    node if a node can hold a copy of the weights: several nodes, each full of ranks. Else it is 0.
     """
     sizes = [m for m in MICROBATCHES if m >= level.context][-3:] or [level.context]
-    sharded = [True, False] if device == "gpu" and ranks > 1 else [False]
+    holders: list[Holder] = ["rank"]
+    if device == "gpu" and ranks > 1:
+        holders = ["group", "node", "rank"] if on_node else ["group", "rank"]
     return [
-        Effort(adapters=adapters, sharded=shard, activations=activations, microbatch_tokens=size)
+        Effort(adapters=adapters, copy_on=holder, activations=activations, microbatch_tokens=size)
         for adapters in ADAPTERS
-        for shard in sharded
+        for holder in holders
         for activations in ("recompute", "keep")
         for size in reversed(sizes)
     ]
@@ -131,9 +145,13 @@ def keys_of(
     dtype: str,
     threads: int,
     one_node: bool,
+    on_node: int,
 ) -> Keys:
     """Return the config keys of a candidate, without the KV cache."""
-    sharding = {"type": "fsdp2"} if effort.sharded else {"type": "replica"}
+    sharding: Keys = {"type": "replica" if effort.copy_on == "rank" else "fsdp2"}
+    full: Keys = {"type": "fsdp2" if device == "gpu" else "replica"}
+    if effort.copy_on == "node":
+        sharding["shard_ranks"] = full["shard_ranks"] = on_node
     group: Keys = {
         "dtype": dtype,
         "microbatch_tokens": effort.microbatch_tokens,
@@ -141,7 +159,7 @@ def keys_of(
         "strategy": sharding,
     }
     if level.full_models:
-        group["full_strategy"] = {"type": "fsdp2" if device == "gpu" else "replica"}
+        group["full_strategy"] = full
     if device == "cpu":
         group["num_threads"] = threads
     on_cpu = {"num_threads": threads} if device == "cpu" else {}

@@ -19,6 +19,7 @@ from placement.memory import ALL, MemoryPlan
 from placement.shape import ModelShape
 from skyrl_actors.backends.memory_demands import NUMBER_BYTES
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
+from skyrl_actors.config.strategies import Fsdp2Strategy
 
 SAMPLES, PROMPT_TOKENS, ANSWER_TOKENS = 2048, 512, 1024
 COMPUTE_SHARE = 0.4  # of the peak that training and prefill reach
@@ -98,7 +99,11 @@ def _training_s(group: GroupConfig, shape: ModelShape, kind: DeviceKind, nodes: 
     computing_s = operations / (kind.tflops * 1e12 * COMPUTE_SHARE)
     gathering_s = 0.0
     if group.strategy.type != "replica" and group.num_ranks > 1:
-        speed = kind.link_gbps if nodes == 1 else min(kind.link_gbps, NETWORK_GBPS)
+        copy = group.num_ranks
+        if isinstance(group.strategy, Fsdp2Strategy):
+            copy = group.strategy.shards_over(group.num_ranks)
+        within = nodes == 1 or copy * nodes <= group.num_ranks
+        speed = kind.link_gbps if within else min(kind.link_gbps, NETWORK_GBPS)
         size = shape.num_parameters * NUMBER_BYTES[group.dtype]
         gathering_s = passes * (1 + forwards) * size / (speed * GIGA)
     return max(computing_s, gathering_s) + passes * shape.layers * LAYER_S

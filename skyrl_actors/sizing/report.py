@@ -8,6 +8,7 @@ from placement.memory import GIB, PHASES
 from placement.shape import ModelShape
 from skyrl_actors.backends.memory_demands import NUMBER_BYTES
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
+from skyrl_actors.config.strategies import Fsdp2Strategy
 from skyrl_actors.sizing.candidates import Keys
 from skyrl_actors.sizing.cost import ANSWER_TOKENS, PROMPT_TOKENS, SAMPLES
 from skyrl_actors.sizing.search import Choice, Request
@@ -74,7 +75,9 @@ def _billions(count: int) -> str:
 
 
 def _group(group: GroupConfig) -> str:
-    base = "sharded by FSDP2" if group.strategy.type != "replica" else "whole on each rank"
+    base = "whole on each rank" if group.strategy.type == "replica" else "sharded by FSDP2"
+    if isinstance(group.strategy, Fsdp2Strategy) and group.strategy.shard_ranks:
+        base += f" over {group.strategy.shard_ranks}"
     return (
         f"{group.num_ranks} rank(s), {group.dtype}, base {base}, activations {group.activations}, "
         f"{group.microbatch_tokens:,} tokens a pass"

@@ -29,6 +29,7 @@ from skyrl_actors.sizing.candidates import (
     efforts,
     keys_of,
     levels,
+    ranks_on_node,
     shares_of,
 )
 from skyrl_actors.sizing.cost import Cost, cost_of
@@ -143,7 +144,8 @@ def _fitting(request: Request, level: Level) -> tuple[list[Choice], str]:
     found, said = list[Choice](), ""
     for shares in shares_of(request.nodes, request.shape, request.device, level.critic):
         plan: Plan | None = None
-        for number, effort in enumerate(efforts(level, request.device, shares.policy)):
+        on_node = ranks_on_node(request.nodes, shares)
+        for number, effort in enumerate(efforts(level, request.device, shares.policy, on_node)):
             try:
                 config, keys = _config(request, level, shares, effort)
                 plan = plan or plan_for(config, list(request.nodes))
@@ -185,6 +187,7 @@ def _config(
             dtype=_dtype(request),
             threads=max(1, int(min(node.cpus for node in request.nodes))),
             one_node=len(request.nodes) == 1,
+            on_node=ranks_on_node(request.nodes, shares),
         ),
     }
     keys["engine"]["kv_cache_bytes"] = 2**20

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -33,6 +33,7 @@ from skyrl_actors.workers.meta_model import (
 )
 from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.pending_gradients import PendingGradients
+from skyrl_actors.workers.rank_groups import ShardGroups
 from skyrl_actors.workers.sharded_files import Piece
 from skyrl_actors.workers.state import (
     HOST,
@@ -62,6 +63,7 @@ class ShardedNetwork(Network):
 
 def sharded_network(
     strategy: Fsdp2Strategy,
+    groups: ShardGroups,
     folder: str,
     dtype: torch.dtype,
     device: torch.device,
@@ -78,12 +80,15 @@ def sharded_network(
     network = ShardedNetwork(module, device, activations, value_head_for(module, is_critic))
     if not trained:
         module.requires_grad_(False)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = DeviceMesh.from_group(groups.shards, device.type)
     lower = trained and dtype != torch.float32
+    sent = getattr(torch, strategy.gradient_dtype)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
-            dtype if lower else None, torch.float32 if lower else None, cast_forward_inputs=False
+            dtype if lower else None,
+            sent if lower or sent != torch.float32 else None,
+            cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")
         if strategy.offload == "all"
@@ -135,15 +140,18 @@ def _fill_rows(parameter: DTensor, source: Source, name: str) -> None:
 
 def _own_rows(parameter: DTensor) -> int:
     """Return the first row that this rank holds."""
-    each = -(-parameter.shape[0] // dist.get_world_size())
-    return min(dist.get_rank() * each, parameter.shape[0])
+    mesh = parameter.device_mesh
+    each = -(-parameter.shape[0] // mesh.size())
+    return min(mesh.get_local_rank() * each, parameter.shape[0])
 
 
 class Fsdp2State:
     """State of a full fine-tune that FSDP2 shards."""
 
-    def __init__(self, network: Network, strategy: Fsdp2Strategy):
+    def __init__(self, network: Network, strategy: Fsdp2Strategy, groups: ShardGroups):
         self._network = network
+        self._groups = groups
+        self._sent: torch.dtype = getattr(torch, strategy.gradient_dtype)
         self._stays_on_host = strategy.offload == "all"
         self.parameters = cast("dict[str, DTensor]", trained_names(network.whole))
         self.shapes: dict[str, Shape] = {
@@ -179,8 +187,9 @@ class Fsdp2State:
                 # A zero gradient: moments and weight decay still apply.
                 parameter.grad = torch.zeros_like(parameter)
             local = cast(DTensor, parameter.grad).to_local()
+            self._add_copies(local)
             squares += sum_of_squares(local).to(squares.device)
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=self._groups.shards)
         norm = float(squares.sqrt())
         check_norm(norm, self)
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
@@ -191,6 +200,14 @@ class Fsdp2State:
         self.drop_gradients()
         return norm
 
+    def _add_copies(self, gradient: Tensor) -> None:
+        """Sum a shard's gradient over the copies of the weights."""
+        if self._groups.replicas is None:
+            return
+        sent = gradient.to(self._network.device, self._sent)
+        dist.all_reduce(sent, group=self._groups.replicas)
+        gradient.copy_(sent)
+
     @property
     def num_steps(self) -> int:
         state = next(iter(self.optimizer.state.values()), None)
@@ -200,12 +217,15 @@ class Fsdp2State:
         self, kind: Kind, dtype: torch.dtype = torch.float32, device: torch.device = HOST
     ) -> Iterator[tuple[str, Tensor | None]]:
         for name, parameter in self.parameters.items():
+            if not self._groups.writes:
+                yield name, None
+                continue
             held = parameter if kind == "weights" else self.optimizer.state[parameter][kind]
             full = cast(DTensor, held.detach().to(dtype)).full_tensor()
             yield name, full.to(device) if dist.get_rank() == 0 else None
 
     def own_pieces(self, kind: Kind) -> Iterator[Piece]:
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.parameters.items() if self._groups.writes else ():
             held = parameter if kind == "weights" else self.optimizer.state[parameter][kind]
             local = cast(DTensor, held.detach()).to_local()
             yield name, _own_rows(parameter) * math.prod(parameter.shape[1:]), local

@@ -19,6 +19,7 @@ from skyrl_actors.workers.isolation import prove_isolated
 from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_tensors
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT, Network
 from skyrl_actors.workers.packing import prove_kernels
+from skyrl_actors.workers.rank_groups import ShardGroups, own_group, shard_groups
 from skyrl_actors.workers.sequence import SequenceGroup
 from skyrl_actors.workers.tensor_files import InMemory, MergedSource, Renamed, TensorFiles
 
@@ -71,14 +72,14 @@ class ModelFactory:
         size = self.spec.sequence_parallel
         if size == 1:
             return None
-        mine = None
-        for start in range(0, self.spec.world_size, size):
-            ranks = list(range(start, start + size))
-            made = dist.new_group(ranks)  # every rank takes part in each call
-            if self.spec.rank in ranks:
-                mine = made
-        assert isinstance(mine, dist.ProcessGroup)
+        starts = range(0, self.spec.world_size, size)
+        blocks = tuple(tuple(range(start, start + size)) for start in starts)
+        mine = own_group(blocks, self.spec.collective_timeout_s)
         return SequenceGroup(mine, size, self.spec.rank % size)
+
+    def _shard_groups(self, strategy: Fsdp2Strategy) -> ShardGroups:
+        shards = strategy.shards_over(self.spec.world_size)
+        return shard_groups(shards, self.spec.collective_timeout_s)
 
     def _ready(self, network: Network, sharded: bool) -> Network:
         network.sequence = self._sequence
@@ -104,7 +105,10 @@ class ModelFactory:
             from skyrl_actors.workers import fsdp2
 
             return self._ready(
-                fsdp2.sharded_network(strategy, *arguments, trained=False), sharded=True
+                fsdp2.sharded_network(
+                    strategy, self._shard_groups(strategy), *arguments, trained=False
+                ),
+                sharded=True,
             )
         if isinstance(strategy, DeepSpeedStrategy) and strategy.stage == 3:
             from skyrl_actors.workers import zero
@@ -148,11 +152,14 @@ class ModelFactory:
         if isinstance(strategy, Fsdp2Strategy):
             from skyrl_actors.workers import fsdp2
 
+            groups = self._shard_groups(strategy)
             network = self._ready(
-                fsdp2.sharded_network(strategy, *arguments, trained=True, is_critic=is_critic),
+                fsdp2.sharded_network(
+                    strategy, groups, *arguments, trained=True, is_critic=is_critic
+                ),
                 sharded=True,
             )
-            return TrainedModel(spec, network, fsdp2.Fsdp2State(network, strategy))
+            return TrainedModel(spec, network, fsdp2.Fsdp2State(network, strategy, groups))
         if isinstance(strategy, DeepSpeedStrategy):
             from skyrl_actors.workers import zero
 

@@ -128,7 +128,7 @@ def planned_bytes(shape: ModelShape, activations: str) -> int:
     """Return the bytes of the plan, without the logits of a chunk."""
     layout = TrainerLayout(
         kind="policy",
-        ranks=1,
+        state_shards=1,
         compute_bytes=2,
         base_shards=1,
         adapters=0,

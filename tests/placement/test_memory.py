@@ -103,7 +103,7 @@ def test_weights_and_activations_equal_those_of_torch(tmp_path: Path, name: str)
         number = 4 if dtype == "float32" else 2
         ask = TrainerLayout(
             kind="policy",
-            ranks=1,
+            state_shards=1,
             compute_bytes=number,
             base_shards=1,
             adapters=0,
@@ -132,7 +132,7 @@ def test_a_flat_full_fine_tune_has_the_bytes_of_the_plan(tmp_path: Path):
     held = state.weights.nbytes + state._lower.nbytes  # type: ignore[reportPrivateUsage]
     ask = TrainerLayout(
         kind="policy",
-        ranks=1,
+        state_shards=1,
         compute_bytes=2,
         base_shards=1,
         adapters=0,
@@ -174,7 +174,7 @@ def test_the_gradient_of_a_trained_head_has_the_bytes_of_the_plan(
     shape = replace(QWEN3_8B, vocab=words, hidden=width)
     ask = TrainerLayout(
         kind="policy",
-        ranks=1,
+        state_shards=1,
         compute_bytes=4 if dtype == "float32" else 2,
         base_shards=1,
         adapters=0,
@@ -207,7 +207,7 @@ def test_an_adapter_has_the_bytes_of_the_plan_also_under_a_lower_precision(tmp_p
     ]
     ask = TrainerLayout(
         kind="policy",
-        ranks=1,
+        state_shards=1,
         compute_bytes=2,
         base_shards=1,
         adapters=1,

@@ -1,11 +1,13 @@
 """Functions of (rank, world_size, port, …) that ranks run in the tests of strategies."""
 
 import gc
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from skyrl_actors import losses
@@ -23,6 +25,7 @@ from skyrl_actors.workers import activation_offload
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.isolation import Differences, differences
+from skyrl_actors.workers.rank_groups import own_group
 from skyrl_actors.workers.state import MOMENTS
 from skyrl_actors.workers.torch_worker import TorchWorker
 
@@ -606,3 +609,19 @@ def proved(
     found = differences(worker.models["f"].network)
     worker.delete_model("f")
     return found
+
+
+def late_in_group(
+    rank: int, world: int, port: int, base: str, timeout_s: float
+) -> tuple[float, str]:
+    """Wait in pairs of ranks for a rank that never comes; return the seconds and the error."""
+    worker_of(rank, world, port, base, STRATEGIES["fsdp2"])
+    group = own_group(tuple((i, i + 1) for i in range(0, world, 2)), timeout_s)
+    started = time.monotonic()
+    try:
+        if rank % 2 == 0:
+            dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        return time.monotonic() - started, str(error)
+    time.sleep(3 * timeout_s)
+    return 0.0, ""
