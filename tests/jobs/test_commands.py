@@ -181,6 +181,7 @@ def submitted(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Path, tmp_path: Path):
     command = [
         sys.executable,
