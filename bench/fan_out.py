@@ -61,7 +61,7 @@ class SimulatedRelay:
     def __init__(self) -> None:
         self._rank = SimulatedRank()
 
-    async def relay(self, call: RankCall) -> list[Any]:
+    async def relay(self, number: int, call: RankCall) -> list[Any]:
         method = getattr(self._rank, call.method)
         common = [await a if isinstance(a, ray.ObjectRef) else a for a in call.common]
         own = call.own or [()] * len(call.ranks)

@@ -2,12 +2,14 @@
 
 Above BRANCHES ranks, relays pass the calls on: each relay calls up to BRANCHES ranks, or relays of
 its own. So the controller makes at most BRANCHES calls for one verb. All calls to a rank take the
-same way, and each actor begins them in the order in which they were submitted. Collectives need
+same way, and each relay passes them on in the order in which they were submitted. Collectives need
 this order.
 """
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -50,7 +52,7 @@ class Submitted:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Branches:
     """Actors that are called here: the ranks from `first` on, or relays to `each` ranks each."""
 
@@ -58,6 +60,7 @@ class Branches:
     first: int = 0
     each: int = 1
     height: int = 0  # relays between here and a rank
+    calls: Counter[int] = field(default_factory=Counter[int])  # made so far, by place of the relay
 
     def submit(self, call: RankCall) -> Submitted:
         refs: list[ray.ObjectRef[Any]] = []
@@ -68,7 +71,8 @@ class Branches:
             if not part.ranks:
                 continue
             if self.height:
-                refs.append(actor.relay.remote(part))
+                refs.append(actor.relay.remote(self.calls[number], part))
+                self.calls[number] += 1
             else:
                 method = getattr(actor, call.method)
                 refs.append(method.remote(*call.common, *(part.own[0] if part.own else ())))
@@ -90,14 +94,26 @@ class Branches:
 
 
 class RelayActor:
-    """Pass calls on to its branches, and return their outcomes together."""
+    """Pass calls on to its branches in the order of their numbers.
+
+    Ray may start the calls of an asynchronous actor in another order.
+    """
 
     def __init__(self, branches: Branches):
         self._branches = branches
+        self._next = 0
+        self._advanced = asyncio.Condition()
 
-    async def relay(self, call: RankCall) -> list[Any]:
+    async def relay(self, number: int, call: RankCall) -> list[Any]:
         """Return for each rank its result or its error; with `merges`, merged into the first."""
-        found = await self._branches.outcomes(self._branches.submit(call))
+        async with self._advanced:
+            await self._advanced.wait_for(lambda: self._next == number)
+            try:
+                submitted = self._branches.submit(call)
+            finally:
+                self._next += 1
+                self._advanced.notify_all()
+        found = await self._branches.outcomes(submitted)
         return merge_ranks(found) if call.merges else found
 
 
@@ -142,7 +158,8 @@ def tree_to(
         relays: list[ActorHandle[Any]] = []
         for start in range(0, len(top.actors), BRANCHES):
             first = start * top.each
-            own = replace(top, actors=top.actors[start : start + BRANCHES], first=first)
+            below = top.actors[start : start + BRANCHES]
+            own = Branches(actors=below, first=first, each=top.each, height=top.height)
             relays.append(make_relay(own, first))
         top = Branches(actors=relays, each=top.each * BRANCHES, height=top.height + 1)
         made += relays

@@ -38,19 +38,25 @@ class Rank:
 
 
 class Relay:
-    """A relay in this process, which begins its calls in their order, as Ray's actors do."""
+    """A relay in this process. `pauses` are seconds before each of its next calls begins."""
 
     def __init__(self, branches: Branches):
         self._actor = RelayActor(branches)
         self.calls = 0
         self.fails = False
+        self.pauses: list[float] = []
+
+    async def _run(self, number: int, part: RankCall) -> list[Any]:
+        if self.pauses:
+            await asyncio.sleep(self.pauses.pop(0))
+        return await self._actor.relay(number, part)
 
     @property
     def relay(self) -> Any:
-        def call(part: RankCall) -> "asyncio.Future[Any]":
+        def call(number: int, part: RankCall) -> "asyncio.Future[Any]":
             self.calls += 1
             if not self.fails:
-                return asyncio.ensure_future(self._actor.relay(part))
+                return asyncio.ensure_future(self._run(number, part))
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             future.set_exception(remote.ActorDied("the actor died: killed"))
             return future
@@ -99,6 +105,16 @@ async def test_a_call_to_one_rank_uses_one_relay_a_level_and_keeps_the_order():
     await way.results(every, "feed")
     assert sum(relay.calls for relay in relays) == 25 + 3
     assert ranks[40].seen == [("open",), ("feed",)]
+
+
+async def test_calls_that_ray_starts_in_another_order_reach_ranks_in_theirs():
+    way, ranks, relays = group(lambda number, args: number + 1)
+    for relay in relays:
+        relay.pauses = [0.03, 0.0, 0.02]
+    names = [f"verb {i}" for i in range(4)]
+    submitted = [way.submit(call_of(name, timeout_s=10.0)) for name in names]
+    await asyncio.gather(*(way.results(one, "verb") for one in submitted))
+    assert all(rank.seen == [(name,) for name in names] for rank in ranks)
 
 
 async def test_errors_of_ranks_become_one():
