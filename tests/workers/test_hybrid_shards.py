@@ -18,7 +18,7 @@ from tests.workers.references import Reference, batch
 from tests.workers.strategy_runs import STRATEGIES
 from tests.workers.tiny_models import make
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 STEPS = 5
 ADAMS = [
     AdamParams(
