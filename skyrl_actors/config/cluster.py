@@ -170,6 +170,11 @@ class GroupConfig(FrozenConfig):
                     f"strategy fsdp2: shard_ranks {strategy.shard_ranks} does not divide num_ranks "
                     f"{self.num_ranks}"
                 )
+        if isinstance(self.strategy, Fsdp2Strategy) and self.strategy.gradient_dtype != "float32":
+            raise ValueError(
+                f"strategy.gradient_dtype {self.strategy.gradient_dtype} has no effect: the frozen "
+                "base model has no gradients; set full_strategy.gradient_dtype"
+            )
         zero = [s for s in (self.strategy, self.full_strategy) if isinstance(s, DeepSpeedStrategy)]
         if self.sequence_parallel > 1 and zero:
             raise ValueError(

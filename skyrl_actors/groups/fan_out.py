@@ -107,7 +107,11 @@ class RelayActor:
     async def relay(self, number: int, call: RankCall) -> list[Any]:
         """Return for each rank its result or its error; with `merges`, merged into the first."""
         async with self._advanced:
-            await self._advanced.wait_for(lambda: self._next == number)
+            try:
+                async with asyncio.timeout(call.timeout_s):
+                    await self._advanced.wait_for(lambda: self._next == number)
+            except TimeoutError:  # the group must restart, as after the death of a relay
+                raise remote.ActorDied(f"a relay lost call {self._next}") from None
             try:
                 submitted = self._branches.submit(call)
             finally:

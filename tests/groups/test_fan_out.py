@@ -117,6 +117,16 @@ async def test_calls_that_ray_starts_in_another_order_reach_ranks_in_theirs():
     assert all(rank.seen == [(name,) for name in names] for rank in ranks)
 
 
+async def test_a_lost_call_of_a_relay_restarts_the_group():
+    way, _, relays = group(lambda number, args: number + 1)
+    relays[0].pauses = [60.0]
+    lost = asyncio.ensure_future(ask(way))
+    await asyncio.sleep(0)
+    with pytest.raises(remote.ActorDied, match="a relay lost call 0"):
+        await ask(way)
+    lost.cancel()
+
+
 async def test_errors_of_ranks_become_one():
     errors = {3: StateLost("torn"), 66: StateLost("torn")}
     way, _, _ = group(lambda number, args: errors.get(number, number + 1))

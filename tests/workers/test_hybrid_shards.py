@@ -112,6 +112,11 @@ def test_copies_must_fill_the_group():
         GroupConfig(num_ranks=4, full_strategy=Fsdp2Strategy(shard_ranks=3))
 
 
+def test_a_frozen_base_has_no_dtype_of_gradients():
+    with pytest.raises(ValueError, match="has no effect: the frozen base"):
+        GroupConfig(strategy=Fsdp2Strategy(gradient_dtype="bfloat16"))
+
+
 def test_a_group_of_some_ranks_waits_no_longer_than_it_is_told(four: Ranks, base: Path):
     """Last in this file, because these ranks cannot compute together afterwards."""
     found = four.run(runs.late_in_group, str(base), 1.0)
