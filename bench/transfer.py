@@ -28,6 +28,7 @@ from pathlib import Path
 
 from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.transfers import BUCKET_BYTES
 
 ROUNDS = 5
 SHAPE = {
@@ -132,7 +133,7 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
 
     async def gloo(number: int) -> None:
         manifest = frozen(f"full@{number}")
-        asked = WeightStream("", 0, 2, "gloo", 64 * 2**20, 60.0)
+        asked = WeightStream("", 0, 2, "gloo", BUCKET_BYTES["gloo"], 60.0)
         await engine.load_full(
             manifest.version, (manifest,), (worker.open_stream(manifest, asked),)
         )
@@ -142,7 +143,7 @@ async def measure(base: Path, work: Path) -> dict[str, float]:
             "full", str(work / f"full@{number}"), f"full@{number}", False, "lazy"
         )
         assert manifest is not None
-        asked = WeightStream("", 0, 2, "gloo", 64 * 2**20, 60.0)
+        asked = WeightStream("", 0, 2, "gloo", BUCKET_BYTES["gloo"], 60.0)
         await engine.load_full(
             manifest.version, (manifest,), (worker.open_stream(manifest, asked),)
         )

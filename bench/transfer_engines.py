@@ -23,10 +23,10 @@ from typing import Any
 
 from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.transfers import BUCKET_BYTES
 
 ROUNDS, TRAINERS = 3, 2
 ENGINES = (1, 4, 8)
-BUCKET_BYTES = 64 * 2**20
 WAIT_S = 120.0
 
 
@@ -100,7 +100,7 @@ def _train(rank: int, port: int, base: str, folder: Path) -> list[dict[str, Any]
     )
     worker.setup("127.0.0.1", port)
     worker.create_model(ModelSpec(model_id="m", base_model="b"))
-    manifest = worker.export_weights("m", str(folder / "m"), "m@1", False, "lazy", True)
+    manifest = worker.export_weights("m", str(folder / "m"), "m@1", False, "lazy")
     manifest = manifest or WeightManifest(version="m@1", kind="full", path="", num_bytes=0)
     counts, put, take = {"gathered": 0, "read": 0}, GatherQueue.put, GatherQueue.take
 
@@ -127,7 +127,9 @@ def _one_case(
     before, began = dict(counts), time.perf_counter()
     ids = [f"{number}-{i}" for i in range(1 if shared else engines)]
     if worker.spec.rank == 0:
-        asked = WeightStream("", 0, 1 + (engines if shared else 1), "gloo", BUCKET_BYTES, WAIT_S)
+        asked = WeightStream(
+            "", 0, 1 + (engines if shared else 1), "gloo", BUCKET_BYTES["gloo"], WAIT_S
+        )
         opened = [worker.open_stream(manifest, replace(asked, id=name)) for name in ids]
         streams = [
             replace(opened[0], first_rank=1 + i) if shared else opened[i] for i in range(engines)
@@ -136,7 +138,7 @@ def _one_case(
         content = {"streams": [asdict(stream) for stream in streams], "tensors": tensors}
         _put(folder / f"{number}.json", json.dumps(content))
     for name in ids:
-        worker.feed("m@1", name)
+        worker.feed("m@1", (name,))
     for engine in range(engines):
         _await(folder / f"{number}-{engine}.done")
     seconds = time.perf_counter() - began

@@ -6,7 +6,7 @@ estimates. The reserve covers fragmentation. This module is pure.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from placement.shape import ModelShape
@@ -73,6 +73,7 @@ class MemoryItem:
     phases: frozenset[str]  # phases in which it is on the device
     settings: tuple[str, ...] = ()  # config keys that make it smaller
     kept: bool = False  # it is in host memory while it is not on the device
+    copied: bool = False  # it never changes: once copied to host memory, the copy stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,9 @@ class MemoryPlan:
 
     def used_of_host(self, device: str, phase: str) -> int:
         return sum(
-            part.bytes for part in self.parts[device] if part.kept and phase not in part.phases
+            part.bytes
+            for part in self.parts[device]
+            if part.kept and (phase not in part.phases or (part.copied and part.phases != ALL))
         )
 
     def shortfalls(self) -> list[tuple[str, str, int]]:
@@ -149,7 +152,10 @@ def _adapter_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
         used = min(used, ask.all_adapters_bytes // ADAPTER_BYTES)
     keys = ("*lora.max_adapters", "*lora.max_rank")
     items = [
-        item("base weights", base, _weight_phases(ask), "strategy=fsdp2", "num_ranks"),
+        replace(
+            item("base weights", base, _weight_phases(ask), "strategy=fsdp2", "num_ranks"),
+            copied=ask.base_shards == 1,
+        ),
         item("adapters", used * 4, _weight_phases(ask), *keys),
         item("adapters' gradients", used * 4, _gradient_phases(ask), *keys),
         item("adapters' moments", used * 8, _moment_phases(ask), *keys),

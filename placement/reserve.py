@@ -216,6 +216,13 @@ def fits(bundles: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, flo
     return True
 
 
+def node_ids(group: PlacementGroup) -> dict[str, str]:
+    """Return the names of the nodes that have reserved slots, by Ray's id of the node."""
+    names = {node.ray_id: node.name for node in cluster_nodes()}
+    where: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return {node: names.get(node, node) for node in where.values() if node}
+
+
 def placed_on(plan: Plan, group: PlacementGroup) -> Plan:
     """Return the plan with the nodes of the reserved slots.
 

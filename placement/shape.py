@@ -34,6 +34,14 @@ class LatentAttention:
         kv = hidden * self.cached + self.kv_rank * heads * (self.nope_dim + self.value_dim)
         return q + kv + heads * self.value_dim * hidden
 
+    def lora_width(self, hidden: int, heads: int) -> int:
+        """Return the parameters a rank of an adapter on one layer's attention.
+
+        The projections out of the latent vectors have none.
+        """
+        q = self.q_rank or heads * (self.nope_dim + self.rope_dim)
+        return (hidden + q) + (hidden + self.cached) + (heads * self.value_dim + hidden)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -52,10 +60,11 @@ class ModelShape:
     tied: bool
     experts: int = 1
     active_experts: int = 1  # for one token, without the shared ones
-    shared_experts: int = 0
+    shared_intermediate: int = 0  # of the experts that every token passes
     dense_layers: int = 0  # first layers of a mixture of experts, which have no experts
     dense_intermediate: int = 0  # of these layers
     latent: "LatentAttention | None" = None
+    shared_outer: bool = True  # adapters of experts share the factor at the hidden size
     max_tokens: int = 32_768  # positions that the model was made for
     counted: int | None = None  # parameters in the model's files, if they are known
 
@@ -69,7 +78,8 @@ class ModelShape:
     def _mlp(self, experts: int) -> int:
         """Return the parameters of gate, up and down of the experts, and of the router."""
         router = self.hidden * self.experts if self.experts > 1 else 0
-        return 3 * self.hidden * self.intermediate * (experts + self.shared_experts) + router
+        width = experts * self.intermediate + self.shared_intermediate
+        return 3 * self.hidden * width + router
 
     @property
     def num_parameters(self) -> int:
@@ -101,14 +111,19 @@ class ModelShape:
         return 2 * number_bytes * layers * heads * self.head_dim
 
     def lora_parameters(self, rank: int) -> int:
-        """Return the parameters of one adapter on every linear layer and the head.
-
-        Experts have no adapter.
-        """
+        """Return the parameters of one adapter on every linear layer, the experts and the head."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = (self.hidden + q) + 2 * (self.hidden + kv) + (q + self.hidden)
-        mlp = 3 * (self.hidden + self.intermediate) if self.experts == 1 else 0
-        return rank * (self.layers * (attention + mlp) + self.hidden + self.vocab)
+        if self.latent is not None:
+            attention = self.latent.lora_width(self.hidden, self.heads)
+        outer = 1 if self.shared_outer else self.experts
+        mlp = 3 * (outer * self.hidden + self.experts * self.intermediate)
+        if self.shared_intermediate:
+            mlp += 3 * (self.hidden + self.shared_intermediate)
+        dense = 3 * (self.hidden + self.dense_intermediate) if self.dense_layers else 0
+        mixed = self.layers - self.dense_layers
+        layers = self.layers * attention + mixed * mlp + self.dense_layers * dense
+        return rank * (layers + self.hidden + self.vocab)
 
     def layer_activation_bytes(self, number_bytes: int) -> int:
         """Return the bytes that one layer keeps for the backward pass of one token.
@@ -152,7 +167,7 @@ def shape_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) 
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
             experts=experts,
             active_experts=int(text.get("num_experts_per_tok") or 1),
-            shared_experts=int(text.get("n_shared_experts") or 0),
+            shared_intermediate=_shared(text, int(intermediate)),
             dense_layers=int(text.get("first_k_dense_replace") or 0) if experts > 1 else 0,
             dense_intermediate=int(text.get("intermediate_size") or 0),
             latent=_latent(text),
@@ -164,6 +179,14 @@ def shape_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) 
             f"this config.json does not contain the size of its model ({error}); "
             "expected a causal language model's"
         ) from None
+
+
+def _shared(text: Mapping[str, Any], intermediate: int) -> int:
+    """Return the width of the shared experts together."""
+    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    width = next((int(text[name]) for name in names if text.get(name)), None)
+    count = int(text.get("n_shared_experts") or 0)
+    return count * intermediate if width is None else width * max(count, 1)
 
 
 def _counted(config: Mapping[str, Any], index: Mapping[str, Any]) -> int | None:

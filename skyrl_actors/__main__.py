@@ -316,6 +316,9 @@ def main() -> None:
         code = INTERRUPTED
     except USAGE_ERROR as error:
         error.show()
+        if keys := [text[2:] for text in sys.argv[1:] if text.startswith("--") and "." in text]:
+            key = keys[0].partition("=")[0]
+            print(f"a key of the config is written without dashes: {key}=value", file=sys.stderr)
         sys.exit(2)
     if code == INTERRUPTED:
         print("interrupted: everything that was started has been stopped", file=sys.stderr)

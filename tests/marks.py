@@ -10,7 +10,7 @@ FILES = (
     "tests/api/test_console.py",
     "tests/api/test_quick_starts.py",
     "tests/engines/test_gpu_bench.py",
-    "tests/engines/test_tempered.py",
+    "tests/engines/test_processed.py",
     "tests/engines/test_transfer.py",
     "tests/engines/test_transports.py",
     "tests/engines/test_vllm_start.py",
@@ -38,6 +38,7 @@ LONG_FILES = (
 RAY_FIXTURES = {"service", "local_ray", "cluster"}
 RAY_FILES = (
     "tests/engines/test_external.py::test_adapters",
+    "tests/engines/test_gpu_bench.py::test_the_whole_script",
     "tests/jobs/test_commands.py",
     "tests/service/",
 )

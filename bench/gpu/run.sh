@@ -1,13 +1,7 @@
 #!/usr/bin/env bash
-# Run the GPU benchmarks. Each appends one JSON line to bench/results/gpu_*.jsonl.
+# Run the GPU benchmarks, at most 15 minutes on one H100. The last lines are a table with all goals.
 #   bench/gpu/run.sh            # needs a CUDA device and the GPU set-up of the Makefile
 #   bench/gpu/run.sh --tiny     # the same code with small shapes, to try the script on any machine
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-.venv/bin/python}
-"$python" -m bench.gpu.engines "$@"
-if ! "$python" -c 'import transformers, pydantic, safetensors, psutil' 2>/dev/null; then
-  echo "skipped: training, which needs transformers, pydantic, safetensors and psutil"
-  exit 0
-fi
-exec "$python" -m bench.gpu.train "$@"
+exec "${PYTHON:-.venv/bin/python}" -m bench.gpu "$@"

@@ -27,7 +27,9 @@ protocol works with `tinker` SDK 0.3.0 to 0.38.0, without a code branch for sing
 - `GET /api/v1/openapi.json` describes the fields.
 - The logprobs of samples are those of the model at temperature 1, before `top_k` and `top_p`. For
   those of softmax(logits / temperature), set `"tempered_logprobs": true` in the body of a sample,
-  or `http.tempered_logprobs` in the config ([more](../how-to/use_the_sdk.md)).
+  or `http.tempered_logprobs` in the config ([more](../how-to/use_the_sdk.md)). For those of the
+  distribution that samples come from, also restricted by `top_k` and `top_p`, use
+  `processed_logprobs` in the same places.
 """
 FUTURES = {
     "create_model",

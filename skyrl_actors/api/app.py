@@ -5,7 +5,6 @@ It imports neither Ray nor torch.
 
 import asyncio
 import logging
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,6 +25,7 @@ from skyrl_actors.api import (
 )
 from skyrl_actors.api.access import Caller
 from skyrl_actors.api.body_limits import limit_of
+from skyrl_actors.api.error_bodies import HOSTED, error_answer
 from skyrl_actors.api.state import ARCHIVES, ApiState, shown, state_of
 from skyrl_actors.api.tokens import owner_of_credential
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
@@ -67,6 +67,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
         app.include_router(module.router, prefix="/api/v1")
 
     app.include_router(routes_openai.router)
+    app.include_router(routes_openai.router, prefix=HOSTED, include_in_schema=False)
     if state is None or state.config.http.console is not None:
         app.state.answer_cache = routes_console.AnswerCache()
         app.include_router(routes_console.router)
@@ -96,36 +97,24 @@ async def _known_error(request: Request, error: Exception) -> JSONResponse:
     if status == 503 and not isinstance(error, Unavailable):
         log.warning("%s %s: %s", request.method, request.url.path, error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(
-        _error_body(request, shown(state_of(request), error), error.category, status),
-        status,
-        headers,
-    )
-
-
-def _error_body(request: Request, text: str, category: str, status: int) -> dict[str, Any]:
-    """Return the error's JSON. OpenAI's clients expect the message in another field."""
-    # The text may quote a part of the request that is not valid Unicode.
-    text = text.encode(errors="backslashreplace").decode()
-    if request.url.path.startswith("/v1/"):
-        kind = "server_error" if category == "server" else "invalid_request_error"
-        return {"error": {"message": text, "type": kind, "param": None, "code": status}}
-    return {"detail": text, "category": category}
+    text = shown(state_of(request), error)
+    return error_answer(request.url.path, text, error.category, status, headers)
 
 
 async def _invalid_body(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    fields = [".".join(str(part) for part in e["loc"][1:]) for e in error.errors()]
     faults = [
-        f"{'.'.join(str(p) for p in e['loc'][1:]) or 'body'}: {e['msg']}" for e in error.errors()
+        f"{field or 'body'}: {e['msg']}" for field, e in zip(fields, error.errors(), strict=True)
     ]
-    return JSONResponse(_error_body(request, "; ".join(faults), "user", 422), 422)
+    return error_answer(
+        request.url.path, "; ".join(faults), "user", 422, param=next(iter(fields), "") or None
+    )
 
 
 async def _gone(request: Request, error: Exception) -> JSONResponse:
     """Answer a request whose client has disconnected. Nothing was done."""
-    return JSONResponse(
-        _error_body(request, "the body ended before it was complete", "user", 400), 400
-    )
+    return error_answer(request.url.path, "the body ended before it was complete", "user", 400)
 
 
 async def _no_route(request: Request, error: Exception) -> JSONResponse:
@@ -134,13 +123,13 @@ async def _no_route(request: Request, error: Exception) -> JSONResponse:
         "GET /api/v1/openapi.json lists the served paths",
         getattr(error, "status_code", 404),
     )
-    return JSONResponse(_error_body(request, text, "user", status), status)
+    return error_answer(request.url.path, text, "user", status)
 
 
 async def _unknown_error(request: Request, error: Exception) -> JSONResponse:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     text = f"{type(error).__name__}: {shown(state_of(request), error)}"
-    return JSONResponse({"detail": text, "category": "server"}, 500)
+    return error_answer(request.url.path, text, "server", 500)
 
 
 class Guard:
@@ -161,15 +150,18 @@ class Guard:
         limit = limit_of(scope["path"], state.config.limits, state.known_capabilities)
         length = headers.get("content-length", "0")
         if caller is None:
-            refusal = JSONResponse(
-                {"detail": "unknown API key or token (header X-API-Key)", "category": "user"}, 401
+            # The header makes an SDK with a token fetch a new one.
+            refusal = error_answer(
+                scope["path"],
+                "unknown API key or token (header X-API-Key)",
+                "user",
+                401,
+                {"WWW-Authenticate": 'Bearer error="invalid_token"'},
             )
-            # This header makes an SDK with a token fetch a new one.
-            refusal.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
             await refusal(scope, receive, send)
         elif not length.isdigit() or int(length) > limit:
             text = f"the body has {length} bytes; at most {limit} are allowed"
-            await JSONResponse({"detail": text, "category": "user"}, 413)(scope, receive, send)
+            await error_answer(scope["path"], text, "user", 413)(scope, receive, send)
         else:
             try:
                 lease = await state.body_budget.take(
@@ -180,12 +172,11 @@ class Guard:
                     f"{state.body_budget.taken} bytes of request bodies are being read; "
                     f"at most {state.body_budget.limit} are allowed; try again later"
                 )
-                await JSONResponse({"detail": text, "category": "user"}, 429, {"Retry-After": "1"})(
-                    scope, receive, send
-                )
+                busy = error_answer(scope["path"], text, "user", 429, {"Retry-After": "1"})
+                await busy(scope, receive, send)
                 return
             scope.setdefault("state", {}).update(caller=caller, body_lease=lease)
-            bounded = BoundedBody(receive, send, limit)
+            bounded = BoundedBody(scope["path"], receive, send, limit)
             try:
                 await self.app(scope, bounded.receive, bounded.send)
             finally:
@@ -220,7 +211,8 @@ class BoundedBody:
     with 408.
     """
 
-    def __init__(self, receive: Receive, send: Send, limit: int):
+    def __init__(self, path: str, receive: Receive, send: Send, limit: int):
+        self._path = path
         self._receive, self._send, self._limit = receive, send, limit
         self._taken = 0
         self._answered = False
@@ -244,9 +236,7 @@ class BoundedBody:
 
     async def _refused(self, status: int, text: str) -> Message:
         if not self._answered:
-            answer = JSONResponse(
-                {"detail": text, "category": "user"}, status, {"Connection": "close"}
-            )
+            answer = error_answer(self._path, text, "user", status, {"Connection": "close"})
             self._answered = True
             await self._send(
                 {"type": "http.response.start", "status": status, "headers": answer.raw_headers}

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl_actors.api import openai_wire, wire
+from skyrl_actors.api.error_bodies import without_prefix
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.errors import InvalidRequest
@@ -28,7 +29,7 @@ def limit_of(path: str, limits: LimitsConfig, able: Capabilities | None) -> int:
     """
     if path in BATCHES or path in UNREAD:
         return limits.body_bytes
-    per_token = PROMPTS.get(path)
+    per_token = PROMPTS.get(without_prefix(path))
     if per_token is None:
         return min(SMALL_BYTES, limits.body_bytes)
     if able is None:

@@ -57,6 +57,7 @@ class OpenAiBody(BaseModel):
     n: int = Field(default=1, ge=1)
     seed: int | None = Field(default=None, ge=0)
     tempered_logprobs: bool | None = Field(default=None, description="this service's addition")
+    processed_logprobs: bool | None = Field(default=None, description="this service's addition")
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None

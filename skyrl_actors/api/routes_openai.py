@@ -1,6 +1,7 @@
 """OpenAI-compatible sampling from the base model or a saved sampler.
 
-The routes are /v1/models, /v1/completions and /v1/chat/completions. A request is a sample like any
+The routes are /v1/models, /v1/completions and /v1/chat/completions, also below /oai/api as in the
+hosted service. A request is a sample like any
 other: journaled, fairly queued, and repeated when an engine dies. A stream then resumes at its
 position, because the same seed gives the same tokens.
 """
@@ -36,6 +37,19 @@ router = APIRouter(prefix="/v1")
 @router.get("/models")
 async def models(request: Request) -> dict[str, Any]:
     """List the base model and the saved samplers that the caller can read."""
+    return {"object": "list", "data": await _models(request)}
+
+
+@router.get("/models/{model:path}")
+async def model(model: str, request: Request) -> dict[str, Any]:
+    """Describe one of the models that `/v1/models` lists."""
+    for found in await _models(request):
+        if found["id"] == model:
+            return found
+    raise _no_model(model)
+
+
+async def _models(request: Request) -> list[dict[str, Any]]:
     state, caller = state_of(request), caller_of(request)
     found = await state.client.catalog.checkpoints(caller.owner, True)
     samplers = [
@@ -47,10 +61,11 @@ async def models(request: Request) -> dict[str, Any]:
         "created": 0,
         "owned_by": "skyrl-actors",
     }
-    return {
-        "object": "list",
-        "data": [base, *({**base, "id": c.path, "created": int(c.time)} for c in samplers)],
-    }
+    return [base, *({**base, "id": c.path, "created": int(c.time)} for c in samplers)]
+
+
+def _no_model(model: str) -> NotFound:
+    return NotFound(f"the model {model!r} does not exist; GET /v1/models lists the models")
 
 
 CompletionBody = Annotated[wire.Completion, Depends(body_of(wire.Completion, check_completion))]
@@ -126,6 +141,7 @@ async def _params(
             f"{topk} top logprobs are requested and a stream returns none: "
             "omit top_logprobs (for completions, use logprobs=0)"
         )
+    http = state_of(request).config.http
     return SamplingParams(
         max_tokens=max_tokens,
         num_samples=body.n,
@@ -137,7 +153,8 @@ async def _params(
         topk_sample_logprobs=topk or 0,
         stop_at_end_too=True,
         stream=body.stream,
-        tempered_logprobs=_or_default(body.tempered_logprobs, request),
+        tempered_logprobs=_or_default(body.tempered_logprobs, http.tempered_logprobs),
+        processed_logprobs=_or_default(body.processed_logprobs, http.processed_logprobs),
     )
 
 
@@ -182,8 +199,8 @@ async def _answered(
     )
 
 
-def _or_default(tempered: bool | None, request: Request) -> bool:
-    return state_of(request).config.http.tempered_logprobs if tempered is None else tempered
+def _or_default(given: bool | None, default: bool) -> bool:
+    return default if given is None else given
 
 
 def _seed(params: SamplingParams, index: int) -> int | None:
@@ -197,7 +214,7 @@ async def _sampler(request: Request, model: str) -> str:
     if is_path:
         await readable(request, parse_path(model))
     elif model != (await state.capabilities()).base_model:
-        raise NotFound(f"the model {model!r} does not exist; GET /v1/models lists the models")
+        raise _no_model(model)
     base, path = (None, model) if is_path else (model, None)
     return (await state.client.calls.open_sampler(None, None, base, path)).sampler_id
 

@@ -67,8 +67,15 @@ async def asample(body: SampleBody, request: Request) -> dict[str, Any]:
     else:
         sampler_id = caller.own(body.sampling_session_id, "sampler")
     able = await state.capabilities()
-    limit, tempered = state.config.limits.body_bytes, state.config.http.tempered_logprobs
-    wanted = translate.sample(body, sampler_id, able.max_sample_tokens, limit, tempered)
+    limit, http = state.config.limits.body_bytes, state.config.http
+    wanted = translate.sample(
+        body,
+        sampler_id,
+        able.max_sample_tokens,
+        limit,
+        tempered=http.tempered_logprobs,
+        processed=http.processed_logprobs,
+    )
     request_id = await state.client.submit(wanted, caller.mark)
     return {
         "request_id": request_id,

@@ -144,8 +144,9 @@ def sample(
     default_max_tokens: int,
     limit_bytes: int,
     tempered: bool = False,
+    processed: bool = False,
 ) -> rq.Sample:
-    """Build the request. `tempered` is the default of `tempered_logprobs` in the body."""
+    """Build the request. `tempered` and `processed` are the defaults of the body's options."""
     _refuse_both(body, "sampling_session_id", "model_path")
     _refuse_both(body, "sampling_session_id", "base_model")
     if body.record_stability_info:
@@ -175,6 +176,9 @@ def sample(
         else codec.prompt_targets_from_json(targets, limit_bytes),
         prompt_alternatives=body.prompt_alt_tokens_k,
         tempered_logprobs=tempered if body.tempered_logprobs is None else body.tempered_logprobs,
+        processed_logprobs=processed
+        if body.processed_logprobs is None
+        else body.processed_logprobs,
     )
     # Without a sampling session there are no sequence numbers that identify a retry.
     return rq.Sample(

@@ -17,18 +17,27 @@ ProjectId = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Body(BaseModel):
-    """Base of all JSON bodies. It removes nulls before fields are checked."""
+    """Base of all JSON bodies. It removes nulls before fields are checked.
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    A null in place of a number with a default is refused: JSON has no NaN and no infinity, so SDKs
+    send null for them.
+    """
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _nulls_are_absent(cls, data: Any) -> Any:
-        return (
-            {key: value for key, value in data.items() if value is not None}
-            if is_object(data)
-            else data
-        )
+        if not is_object(data):
+            return data
+        for key, value in data.items():
+            field = cls.model_fields.get(key)
+            if value is None and field is not None and field.annotation is float:
+                raise ValueError(
+                    f"{key} is null, which stands for NaN or an infinite number; give a finite "
+                    "number, or leave it out"
+                )
+        return {key: value for key, value in data.items() if value is not None}
 
 
 class CreateSession(Body):
@@ -248,6 +257,7 @@ class Asample(Body):
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool = False
     tempered_logprobs: bool | None = None  # this service's addition
+    processed_logprobs: bool | None = None  # this service's addition
 
 
 class SamplerRef(Body):

@@ -26,4 +26,8 @@ def actor_environment(config: ClusterConfig) -> dict[str, str]:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "CUDA_VISIBLE_DEVICES": "",
         }
+    elif not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & config.environment.keys():
+        # torch would round each block of pinned memory up to a power of two, so that the moments
+        # of a large model could take twice their size.
+        common["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:1"
     return common | config.environment

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,15 @@ def shape_in(folder: Path) -> ModelShape:
         raise ConfigError(f"{folder}: {error}") from error
 
 
+def _with_layout(shape: ModelShape, config: ClusterConfig) -> ModelShape:
+    return replace(shape, shared_outer=config.lora.expert_layout == "shared_outer")
+
+
 def adapter_memory(
     config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]
 ) -> AdapterMemory:
     """Return the memory bound for creating LoRA models; the memory plan uses the same figures."""
-    lora, one = config.lora, ADAPTER_BYTES * shape.lora_parameters(1)
+    lora, one = config.lora, ADAPTER_BYTES * _with_layout(shape, config).lora_parameters(1)
     size, _, host = _sizes(config, plan, nodes)
     host = size if config.placement.device == "cpu" else host
     if lora.max_host_gib is not None:
@@ -69,7 +74,7 @@ def memory_plan(
     config: ClusterConfig, shape: ModelShape, plan: Plan, nodes: list[Node]
 ) -> MemoryPlan:
     """Return all memory on each kind of device, and the sizes of the smallest device."""
-    on_gpu = config.placement.device == "gpu"
+    on_gpu, shape = config.placement.device == "gpu", _with_layout(shape, config)
     groups: dict[str, list[MemoryItem]] = {}
     adapters = adapter_memory(config, shape, plan, nodes).limit_bytes
     for role, group in (("policy", config.policy), ("critic", config.critic)):
@@ -86,10 +91,13 @@ def memory_plan(
         size, number = transfer.bucket_bytes, NUMBER_BYTES[config.engine.dtype]
         own.append(bucket_part("engine", size, shape, number))
         part = bucket_part("policy", size, shape, number)
+        full = config.policy.full_strategy_on(config.placement.device)
+        # Shards: one bucket waits, and the next tensor is gathered.
+        gathered = 2 if config.lora.max_full_models and full.type != "replica" else 0
         if transfer.type == "nccl":
-            groups["policy"].append(part)
+            groups["policy"] += [part] * (1 + gathered)
         else:  # the trainer has two, the engine copies one
-            groups["shared"] += [part, part]
+            groups["shared"] += [part] * (2 + gathered)
     named: dict[str, tuple[MemoryItem, ...]] = {}
     for parts in groups.values():
         who = list(dict.fromkeys(part.who for part in parts))
@@ -102,7 +110,7 @@ def memory_plan(
 
 def engine_bytes(config: ClusterConfig, shape: ModelShape) -> int:
     """Return the most bytes of an engine on one device, without the context of its process."""
-    parts = engine_parts(_engine(config), shape)
+    parts = engine_parts(_engine(config), _with_layout(shape, config))
     return max(sum(part.bytes for part in parts if phase in part.phases) for phase in PHASES)
 
 

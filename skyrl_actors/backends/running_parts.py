@@ -8,6 +8,7 @@ from pathlib import Path
 from placement.types import Plan
 from skyrl_actors.backends.actor_env import actor_environment
 from skyrl_actors.backends.memory_demands import engine_bytes, shape_in
+from skyrl_actors.backends.node_bases import NodeBases
 from skyrl_actors.backends.offload import offloader_for, phase_lock_for
 from skyrl_actors.backends.shared_folders import prove_shared
 from skyrl_actors.backends.site import reserved_site
@@ -57,6 +58,7 @@ class RunningParts:
         self._detached = detached
         self._on_group_up = on_group_up
         self._slots: SlotWatch | None = None
+        self._bases: NodeBases | None = None
         self._standby: Standby | None = None
         self._engines: EnginePool | None = None
         self._delivery: Delivery | None = None
@@ -91,6 +93,8 @@ class RunningParts:
             config, self._base_folder, self._report, self._detached
         )
         self._slots = SlotWatch(reserved)
+        self._bases = NodeBases(config, self._base_folder, reserved, self._report)
+        await self._bases.ensure()
         parts = TrainingParts(
             config=config,
             base_folder=self._base_folder,
@@ -123,6 +127,7 @@ class RunningParts:
             self._report,
             engine_bytes(config, shape_in(self._base_folder)),
         )
+        self._engines.prepare_with(self._bases.ensure)
         self._engines.join_with(lambda: self._hold(Phase.SAMPLE))
         attached = await self._attach()
         if not attached:
@@ -180,12 +185,18 @@ class RunningParts:
             *(supervisor.wait_until_settled() for supervisor in self.groups.values())
         )
 
-    def _load_context(self) -> AbstractAsyncContextManager[None]:
-        """Return the context in which new ranks load their weights.
+    @asynccontextmanager
+    async def _load_context(self) -> AsyncGenerator[None]:
+        """Enter the context in which new ranks load their weights.
 
-        On a GPU this holds TRAIN, when the other ranks' weights are on the device too.
+        They can be on a node that did not have slots before. On a GPU this holds TRAIN, when the
+        other ranks' weights are on the device too.
         """
-        return nullcontext() if self._config.placement.device == "cpu" else self._hold(Phase.TRAIN)
+        if self._bases is not None:
+            await self._bases.ensure()
+        on_cpu = self._config.placement.device == "cpu"
+        async with nullcontext() if on_cpu else self._hold(Phase.TRAIN):
+            yield
 
     @asynccontextmanager
     async def _hold(self, phase: Phase) -> AsyncGenerator[None]:

@@ -29,6 +29,7 @@ from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.observe.spans import Span
 from skyrl_actors.remote import typed_ray
+from skyrl_actors.storage.files import size_of
 from skyrl_actors.storage.private_folders import private_folder, run_folder
 
 READY_TIMEOUT_S = 60.0
@@ -226,16 +227,34 @@ def url(config: ClusterConfig) -> str:
 
 
 def _say_how_to_use(config: ClusterConfig) -> None:
+    for line in usage(config, _dashboard()):
+        console.print(line, soft_wrap=True)
+
+
+def usage(config: ClusterConfig, dashboard: str) -> list[str]:
+    """Return what a user of a new service needs: addresses, folders and commands to paste."""
     key = "<one of your keys>" if config.http.api_keys else "tml-local"
-    console.print(f"\nserving {config.base_model.name} at [bold]{url(config)}[/bold]")
-    console.print(f"  export TINKER_BASE_URL={url(config)}\n  export TINKER_API_KEY={key}")
     name = "" if config.name == "skyrl-actors" else f" --name {config.name}"
-    console.print(f"dashboard  http://{_dashboard()}  (needs the token in ~/.ray/auth_token)")
-    console.print(
+    page = [] if config.http.console is None else [f"console    {url(config)}/"]
+    return [
+        f"\nserving {config.base_model.name} at [bold]{url(config)}[/bold]",
+        f"  export TINKER_BASE_URL={url(config)}\n  export TINKER_API_KEY={key}",
+        *page,
+        f"OpenAI     {url(config)}/v1",
+        f"dashboard  http://{dashboard}  (needs the token in ~/.ray/auth_token)",
+        f"journal    {_kept(config.journal.folder)}",
+        f"weights    {_kept(config.checkpoint_dir)}",
         "jobs       RAY_AUTH_MODE=token ray job submit --working-dir . "
-        "-- python -m skyrl_actors train configs/jobs/ppo_tiny.yaml"
-    )
-    console.print(f"status     skyrl-actors status{name}\nstop       skyrl-actors stop{name}")
+        "-- python -m skyrl_actors train configs/jobs/ppo_tiny.yaml run.folder=$PWD/runs",
+        f"status     skyrl-actors status{name}",
+        f"stop       skyrl-actors stop{name}",
+    ]
+
+
+def _kept(folder: Path) -> str:
+    """Return the absolute path of a folder and its size."""
+    whole = folder.expanduser().absolute()
+    return f"{whole} ({size_of(whole) / 2**20:,.1f} MiB)"
 
 
 def _dashboard() -> str:

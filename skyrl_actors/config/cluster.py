@@ -29,6 +29,7 @@ from skyrl_actors.config.transfers import (
     LogprobCheckConfig,
     TransferConfig,
 )
+from skyrl_actors.messages.model import ExpertLayout
 
 COLOCATED_SHARE = 0.3  # of a slot, which policy, critic and engine each reserve
 BASE_NAME = (
@@ -198,6 +199,12 @@ class LoraConfig(FrozenConfig):
     )
     alpha: float = Field(
         default=32.0, gt=0, description="numerator of the scale alpha / rank of an adapter"
+    )
+    expert_layout: ExpertLayout = Field(
+        default="shared_outer",
+        description="adapters of routed experts. shared_outer: the factor at the hidden size is "
+        "one matrix for all experts, as in the Tinker service; per_expert: each expert has its own "
+        "pair, as in PEFT. Engines compute one of them",
     )
     external: Literal["adapter", "merged"] = Field(
         default="adapter",

@@ -49,6 +49,11 @@ class HttpConfig(FrozenConfig):
         description="return logprobs of samples at the sampling temperature instead of 1; "
         "a request can override this",
     )
+    processed_logprobs: bool = Field(
+        default=False,
+        description="return logprobs of the distribution that samples come from: at the sampling "
+        "temperature, restricted by top_k and top_p; a request can override this",
+    )
     sdk: dict[str, bool] = Field(
         default_factory=lambda: with_defaults({}),
         description="flags that the service sends to SDKs, each with true or false, for example "

@@ -65,8 +65,23 @@ class RlConfig(JobFields):
         default=1.0,
         gt=0,
         le=2.0,
-        description="sampling temperature; the policy is trained at temperature 1, so set "
-        "`correction` for another value",
+        description="sampling temperature; without `processed_logprobs` the policy is trained at "
+        "temperature 1, so set `correction` or `processed_logprobs` for another value",
+    )
+    top_k: int = Field(
+        default=-1, ge=-1, description="sample from the top_k most likely tokens; -1 = all tokens"
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="sample from the most likely tokens that have this probability together",
+    )
+    processed_logprobs: bool = Field(
+        default=False,
+        description="train in the distribution that samples come from: logprobs, ratios, "
+        "divergence and entropy at `temperature`, restricted by top_k and top_p. Ratios are then "
+        "1 on policy",
     )
     advantage: Advantage = Gae()
     kl: KlTerm = Field(
@@ -81,7 +96,8 @@ class RlConfig(JobFields):
         description="a weight of the loss for samples from the engine, from older weights or at "
         "another temperature. It is computed from r = exp(log p_trainer − log p_engine). log "
         "p_engine is the log-probability under the distribution that was sampled from. log "
-        "p_trainer is the log-probability at temperature 1",
+        "p_trainer is the log-probability at temperature 1, or with `processed_logprobs` in the "
+        "same distribution",
     )
     reference: Reference = Field(
         default=BaseReference(), description="the model that the divergence is measured from"

@@ -6,6 +6,7 @@ mapping override those of the other file.
 
 import os
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -36,6 +37,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Clus
     """
     source = Path(path)
     plain = raw(source, overrides)
+    _check_kind(source, plain, schema)
     if schema is ClusterConfig and (keys := os.environ.get(KEYS_VARIABLE)):
         http = plain.setdefault("http", {})
         if isinstance(http, dict):
@@ -65,6 +67,22 @@ def raw(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
         return cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{path or 'overrides'}: {error}") from error
+
+
+def _check_kind(source: Path, plain: dict[str, Any], schema: type[FrozenConfig]) -> None:
+    """Raise ConfigError for the config of a job in place of a service's, or the reverse."""
+    if "job" in schema.model_fields:
+        if "job" not in plain and set(plain) & set(ClusterConfig.model_fields):
+            raise ConfigError(
+                f"{source} is the config of a service, and a job has the keys cluster, job and "
+                f"run: type `skyrl-actors serve {source}`, or give a job's config, for example "
+                "configs/jobs/grpo_tiny.yaml"
+            )
+    elif schema is ClusterConfig and "job" in plain:
+        raise ConfigError(
+            f"{source} is the config of a job: type `skyrl-actors train {source}`, or give a "
+            "service's config, for example configs/cpu_tiny.yaml"
+        )
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -109,7 +127,10 @@ def explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
     if detail["type"] == "extra_forbidden":
         path, owners = _position(schema, detail["loc"][:-1])
         allowed = sorted({name for owner in owners for name in owner.model_fields})
-        message = "unknown key" + (f"; allowed here: {', '.join(allowed)}" if allowed else "")
+        meant = _meant(str(detail["loc"][-1]), allowed, path)
+        parts = [f"did you mean {meant}?" if meant else "", f"allowed here: {', '.join(allowed)}"]
+        message = "unknown key; " + " ".join(part for part in parts if part)
+        message = message if allowed else "unknown key"
         message = changed_keys.advice((*path, str(detail["loc"][-1]))) or message
     elif detail["type"] == "union_tag_not_found":
         _, options = _position(schema, detail["loc"])
@@ -121,6 +142,13 @@ def explain(detail: ErrorDetails, schema: type[FrozenConfig]) -> str:
     elif detail["type"] not in ("value_error", "missing"):
         message = f"{message} (got {detail['input']!r})"
     return f"  {key}: {message}"
+
+
+def _meant(key: str, allowed: Sequence[str], path: Sequence[str]) -> str:
+    """Return the key that was probably meant by an unknown one below `path`, or an empty text."""
+    if close := get_close_matches(key, allowed, n=1):
+        return ".".join((*path, close[0]))
+    return f"cluster.{key}" if "cluster" in allowed and key in ClusterConfig.model_fields else ""
 
 
 def _position(

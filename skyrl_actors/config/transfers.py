@@ -24,9 +24,9 @@ CHECKSUMS = (
 )
 BUCKET = (
     "size of a bucket of full weights; ipc has two, of which one is filled while the other is "
-    "read. 64 MiB for gloo, 256 MiB for ipc, 1 GiB for nccl"
+    "read. 16 MiB for gloo, 256 MiB for ipc, 1 GiB for nccl"
 )
-BUCKET_BYTES = {"gloo": 64 * 2**20, "ipc": 2**28, "nccl": 2**30}
+BUCKET_BYTES = {"gloo": 16 * 2**20, "ipc": 2**28, "nccl": 2**30}
 ONE_HOST = ("shm", "ipc")  # the bytes do not leave the machine, so checksums are off
 
 

@@ -21,6 +21,7 @@ BY_KEY = {
     "max_loras": "engine.max_loras",
     "max_cpu_loras": "lora.max_adapters",
     "max_lora_rank": "lora.max_rank",
+    "enable_moe_shared_loras": "lora.expert_layout",
 }
 """Arguments that other keys set."""
 

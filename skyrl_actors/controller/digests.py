@@ -16,6 +16,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.losses import processing
+from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.requests import ForwardBackward, Request
 
 PRESENT = 1 << 62  # set in each digest of the present kind; earlier ones were CRCs of 32 bits
@@ -76,10 +78,24 @@ def _encoded(value: Any) -> Iterator[bytes | memoryview]:
             for field in fields(value)
             if not _is_default(field, value)
         }
+        if isinstance(value, LossCall):
+            given["config"] = _options(value)
         yield f"d{type(value).__name__}:".encode()
         yield from _encoded(given)
     else:
         raise TypeError(f"no digest of a {type(cast(object, value)).__name__}")
+
+
+def _options(call: LossCall) -> dict[str, float | str]:
+    """Return a loss's options without those of the sampling distribution that change nothing.
+
+    Losses got them later, with defaults, so they follow the rule for fields.
+    """
+    return {
+        key: value
+        for key, value in call.config.items()
+        if key not in processing.OPTIONS or value != processing.OPTIONS[key]
+    }
 
 
 def _items(values: Sequence[Any]) -> Iterator[bytes | memoryview]:
@@ -159,7 +175,7 @@ def _shown_before(value: Any) -> str:
 
 def _columns_before(request: ForwardBackward) -> int:
     columns, loss = request.columns, request.loss
-    head = (loss.name, sorted(loss.config.items()), request.forward_only, sorted(columns.fields))
+    head = (loss.name, sorted(_options(loss).items()), request.forward_only, sorted(columns.fields))
     arrays: Iterable[np.ndarray[Any, Any]] = (
         columns.tokens,
         columns.offsets,

@@ -99,6 +99,7 @@ def _spec_of(
         kv_cache_bytes=engine.kv_cache_bytes,
         max_loras=engine.max_loras,
         max_lora_rank=config.lora.max_rank,
+        expert_layout=config.lora.expert_layout,
         max_adapters=config.engine_adapters,
         enforce_eager=engine.enforce_eager,
         call_timeout_s=config.restart.call_timeout_s,

@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from skyrl_actors.engines import cpu_experts, vllm_patches
+
+if vllm_patches.AFFECTED:
+    cpu_experts.register()
+
 
 class SleepyCpuWorker(CPUWorker):
     """A CPU worker that can sleep; vLLM's own CPU worker only logs that it cannot.

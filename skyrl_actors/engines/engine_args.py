@@ -8,7 +8,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from skyrl_actors.engines.interface import ALL_WEIGHTS, EngineSpec
 
-LORA_LAYERS = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
+# Those of adapters, by vLLM's names for its fused layers.
+LORA_LAYERS = [
+    *("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
+    *("fused_qkv_a_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+    *("in_proj", "in_proj_qkvz", "in_proj_qkv", "in_proj_z"),
+    *("gate_up_proj", "up_proj", "down_proj", "w1", "w2", "w13", "experts", "lm_head"),
+]
 
 
 def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
@@ -43,6 +49,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         max_cpu_loras=max(spec.max_adapters, spec.max_loras),
         max_lora_rank=literals.max_lora_rank,
         lora_target_modules=LORA_LAYERS,
+        enable_moe_shared_loras=spec.expert_layout == "shared_outer",
         max_logprobs=-1,  # the controller bounds requests; prompt scores need all of the vocabulary
         generation_config="vllm",
         enable_log_requests=False,

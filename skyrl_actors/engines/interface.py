@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from skyrl_actors.engines.received_files import Files
-from skyrl_actors.messages.model import EngineTopology
+from skyrl_actors.messages.model import EngineTopology, ExpertLayout
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
@@ -12,10 +12,11 @@ from skyrl_actors.transport.handshake import PROTOCOL_VERSION
 
 BASE_VERSION = "base"
 CHECK = ".check"  # suffix of the request id under which an engine scores the logprob check
-FLAG = "tempered_logprobs"  # in vLLM's extra_args; also the name of the patch
+FLAG = "processed_logprobs"  # in vLLM's extra_args; also the name of the patch
+TEMPERATURE_ONLY = "temperature"  # its value if top_k and top_p are left out; else True
 ALL_WEIGHTS = "skyrl_actors_full_weights"  # the weight-transfer backend that vLLM looks up
 ONE_DEVICE = EngineTopology()
-TEMPERED = 2**31 - 1  # the token id of a tempered logprob; beyond every vocabulary
+PROCESSED = 2**31 - 1  # the token id of such a logprob; beyond every vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class EngineSpec:
     environment: tuple[tuple[str, str], ...] = ()  # the config's; with others it is restarted
     protocol: int = PROTOCOL_VERSION  # of its RPC; one of another version is not taken over
     planned_bytes: int = 0  # on each of its GPUs, by the memory plan; 0: not known
+    expert_layout: ExpertLayout = "shared_outer"  # of adapters
     takes_full_weights: bool = True  # live updates; the engine proves them at its start
 
 

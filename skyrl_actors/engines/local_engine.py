@@ -158,6 +158,7 @@ class LocalEngine(EngineReplica):
         return report if report.ready and report.spec == self.site.spec else None
 
     async def _make(self) -> None:
+        await self.prepare()
         started = time.perf_counter()
         actor = self.site.make()
         self.actor, self._rpc = actor, self._rpc_to(actor)

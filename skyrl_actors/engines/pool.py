@@ -52,8 +52,8 @@ Deliver = Callable[
 ]
 T = TypeVar("T")
 NO_SCORES = (
-    "target_prompt_logprobs, prompt_alt_tokens_k and tempered_logprobs need engines of this "
-    "service, and engine.num_engines is 0"
+    "target_prompt_logprobs, prompt_alt_tokens_k, tempered_logprobs and processed_logprobs need "
+    "engines of this service, and engine.num_engines is 0"
 )
 NO_FULL_WEIGHTS = (
     "full weights can be sampled only by engines of this service, and engine.num_engines is 0"
@@ -126,6 +126,11 @@ class EnginePool:
     async def start(self) -> None:
         await asyncio.gather(*(engine.start() for engine in self.engines))
 
+    def prepare_with(self, prepare: Callable[[], Awaitable[None]]) -> None:
+        """Set what is awaited before an engine's process starts, perhaps on another node."""
+        for engine in self.engines:
+            engine.prepare = prepare
+
     def join_with(self, joining: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         """Set the context for restarted engines that join: a phase with engines awake."""
         for engine in self.engines:
@@ -140,7 +145,7 @@ class EnginePool:
         able = [engine for engine in self.engines if engine.managed or not managed]
         if not able:
             raise InvalidRequest(
-                NO_SCORES if params.scores_prompt or params.tempers else NO_FULL_WEIGHTS
+                NO_SCORES if params.scores_prompt or params.processes else NO_FULL_WEIGHTS
             )
         for engine in self.engines:
             engine.restart_if_dead()
@@ -402,6 +407,6 @@ class EnginePool:
 def needs_own(weights: SamplerWeights, params: SamplingParams) -> bool:
     """Return whether only an engine of this service can serve this sample.
 
-    Engines by URL serve the base and adapters, without prompt scores or tempered logprobs.
+    Engines by URL serve the base and adapters, without prompt scores or processed logprobs.
     """
-    return full_version(weights) != BASE_VERSION or params.scores_prompt or params.tempers
+    return full_version(weights) != BASE_VERSION or params.scores_prompt or params.processes

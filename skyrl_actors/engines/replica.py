@@ -19,10 +19,15 @@ R = TypeVar("R")
 Incarnation = tuple[str, int]  # an engine's name and the number of its start
 
 
+async def _prepared() -> None:
+    """Prepare nothing."""
+
+
 class EngineReplica(Supervisor):
     """One engine of the pool, run by this service or by URL.
 
-    `joining` holds a phase in which an engine may be awake.
+    `joining` holds a phase in which an engine may be awake. `prepare` is awaited before its process
+    starts.
     """
 
     lock: StateLock[str]  # by the version of its full weights
@@ -35,6 +40,7 @@ class EngineReplica(Supervisor):
         self.incarnation: Incarnation = (name, 0)
         self.wanted = BASE_VERSION  # the full weights that were requested last
         self.moving = asyncio.Lock()  # held while it goes to sleep or loads weights
+        self.prepare: Callable[[], Awaitable[None]] = _prepared
         self.joining: Callable[[], AbstractAsyncContextManager[None]] | None = None
 
     @abstractmethod

@@ -28,9 +28,9 @@ from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, Engin
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.received_files import Files
 from skyrl_actors.engines.reload_proof import prove_reload
+from skyrl_actors.engines.vllm_processed import take_marked_ids
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
-from skyrl_actors.engines.vllm_tempered import take_marked_ids
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
@@ -60,7 +60,7 @@ class VllmEngine:
         self._deadlines = PausableDeadlines(spec.call_timeout_s)
         self._running = 0
         self._check_prompt: tuple[int, ...] = ()
-        self._tempers = False  # the workers compute logprobs at the temperature of a sample
+        self._processes_logprobs = False  # the workers compute those of the sampling distribution
         self._stats = LastStats()
         self.partials = Partials()
         self._processes: list[psutil.Process] = []
@@ -70,7 +70,7 @@ class VllmEngine:
         self._llm = AsyncLLM.from_engine_args(engine_args(self.spec), stat_loggers=[self._stats])
         take_marked_ids()
         patched = await self._llm.collective_rpc("skyrl_patch")
-        self._tempers = all(FLAG in names for names in patched)
+        self._processes_logprobs = all(FLAG in names for names in patched)
         self._adapts_head = all(await self._llm.collective_rpc("skyrl_adapts_head"))
         await self._llm.update_weight_version(BASE_VERSION)
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
@@ -132,9 +132,10 @@ class VllmEngine:
         Raises InvalidRequest for parameters that vLLM refuses. Raises InternalError after the
         deadline, or if vLLM sampled with other weights.
         """
-        if params.tempers and not self._tempers:
+        if params.processes and not self._processes_logprobs:
             raise InvalidRequest(
-                "tempered_logprobs are not available with this release of vLLM; leave them out"
+                "tempered_logprobs and processed_logprobs are not available with this release of "
+                "vLLM; leave them out"
             )
         needed = BASE_VERSION if adapter else version
         lora = await self._prepare(adapter, needed)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from skyrl_actors.engines.interface import FLAG, TEMPERED
+from skyrl_actors.engines.interface import FLAG, PROCESSED, TEMPERATURE_ONLY
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
@@ -40,8 +40,10 @@ def vllm_params(params: SamplingParams) -> VllmSamplingParams:
         stop_token_ids=ids or None,
         ignore_eos=stop is not None and not params.stop_at_end_too,
         detokenize=bool(texts),
-        logprobs=params.topk_sample_logprobs + params.tempers,
-        extra_args={FLAG: True} if params.tempers else None,
+        logprobs=params.topk_sample_logprobs + params.processes,
+        extra_args={FLAG: params.processed_logprobs or TEMPERATURE_ONLY}
+        if params.processes
+        else None,
         prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.CUMULATIVE if params.stream else RequestOutputKind.FINAL_ONLY,
     )
@@ -54,18 +56,18 @@ def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput
         if choice.finish_reason not in ("stop", "length"):
             raise InternalError(f"vLLM ended a sample with {choice.finish_reason!r}")
         tokens = np.asarray(choice.token_ids, np.int32)
-        logprobs, tempered = _logprobs(choice), _tempered(choice) if params.tempers else None
+        logprobs, shown = _logprobs(choice), _processed(choice) if params.processes else None
         best: tuple[Any, Any] = (None, None)
         if k := params.topk_sample_logprobs:
             rows = [
-                {token: entry for token, entry in step.items() if token != TEMPERED}
+                {token: entry for token, entry in step.items() if token != PROCESSED}
                 for step in choice.logprobs
             ]
             best = _best(rows, k)
-            if tempered is not None:
-                best = best[0], _at_temperature(best[1], logprobs, tempered, params.temperature)
-        if params.tempered_logprobs and tempered is None:
-            tempered = logprobs
+            if shown is not None:
+                best = best[0], _at_temperature(best[1], logprobs, shown, params.temperature)
+        if params.shows_processed and shown is None:
+            shown = logprobs
         sequences.append(
             Sequence(
                 tokens=tokens,
@@ -73,7 +75,7 @@ def as_output(output: Any, version: str, params: SamplingParams) -> SampleOutput
                 stop_reason=choice.finish_reason,
                 topk_ids=best[0],
                 topk_logprobs=best[1],
-                tempered=tempered,
+                tempered=shown,
             )
         )
     of_prompt: dict[str, Any] = {}
@@ -109,7 +111,7 @@ def weight_versions(output: Any) -> set[str]:
 def so_far(output: Any, params: SamplingParams) -> PartialSample:
     """Return the tokens and logprobs of a cumulative output of one sample."""
     (choice,) = output.outputs
-    logprobs = _tempered(choice) if params.tempers else _logprobs(choice)
+    logprobs = _processed(choice) if params.processes else _logprobs(choice)
     return PartialSample(tuple(choice.token_ids), tuple(logprobs.tolist()))
 
 
@@ -120,25 +122,25 @@ def _logprobs(choice: Any) -> NDArray[np.float32]:
     return np.asarray(found, np.float32)
 
 
-def _tempered(choice: Any) -> NDArray[np.float32]:
-    """Return logprobs at the sample's temperature. Raise InternalError if vLLM gave none."""
+def _processed(choice: Any) -> NDArray[np.float32]:
+    """Return logprobs of the sampling distribution. Raise InternalError if vLLM gave none."""
     try:
-        return np.asarray([step[TEMPERED].logprob for step in choice.logprobs], np.float32)
+        return np.asarray([step[PROCESSED].logprob for step in choice.logprobs], np.float32)
     except KeyError:
-        raise InternalError("vLLM gave no logprobs at the temperature of the sample") from None
+        raise InternalError("vLLM gave no logprobs of the sampling distribution") from None
 
 
 def _at_temperature(
     best: NDArray[np.float32],
     logprobs: NDArray[np.float32],
-    tempered: NDArray[np.float32],
+    shown: NDArray[np.float32],
     temperature: float,
 ) -> NDArray[np.float32]:
     """Convert the best tokens' logprobs [R, K] to the sample's temperature.
 
     At one position, dividing by the temperature shifts all logprobs by the same constant.
     """
-    moved = tempered[:, None] + (best - logprobs[:, None]) / max(temperature, LEAST_TEMPERATURE)
+    moved = shown[:, None] + (best - logprobs[:, None]) / max(temperature, LEAST_TEMPERATURE)
     return np.where(best == EMPTY_CELL[1], best, moved).astype(np.float32)
 
 

@@ -235,8 +235,10 @@ def completion_body(model: str, prompt: tuple[int, ...], params: SamplingParams)
             "target_prompt_logprobs and prompt_alt_tokens_k need engines of this service, "
             "not one by URL"
         )
-    if params.tempers:
-        raise InvalidRequest("tempered_logprobs need engines of this service, not one by URL")
+    if params.processes:
+        raise InvalidRequest(
+            "tempered_logprobs and processed_logprobs need engines of this service, not one by URL"
+        )
     stop = params.stop
     body: dict[str, Any] = {
         "model": model,
@@ -292,7 +294,7 @@ def sample_output(body: dict[str, Any], version: str, params: SamplingParams) ->
             else (None, None)
         )
         logprobs = np.asarray(of_tokens["token_logprobs"], np.float32)
-        tempered = logprobs if params.tempered_logprobs else None
+        shown = logprobs if params.shows_processed else None
         sequences.append(
             Sequence(
                 tokens=np.asarray(tokens, np.int32),
@@ -300,7 +302,7 @@ def sample_output(body: dict[str, Any], version: str, params: SamplingParams) ->
                 stop_reason=reason,
                 topk_ids=best[0],
                 topk_logprobs=best[1],
-                tempered=tempered,
+                tempered=shown,
             )
         )
     return SampleOutput(

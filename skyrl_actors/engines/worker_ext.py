@@ -21,8 +21,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from skyrl_actors.engines import vllm_patches, vllm_tempered
+from skyrl_actors.engines import vllm_patches, vllm_processed
 from skyrl_actors.engines.interface import ALL_WEIGHTS, FLAG
+from skyrl_actors.engines.lora_wrappers import Wrappers, adapts_head, admit_heads, refuse_unused
 from skyrl_actors.messages.weights import TensorEntry, WeightStream
 from skyrl_actors.transport.streams import received, tensor_in
 
@@ -53,6 +54,8 @@ class FullWeightsEngine(WeightTransferEngine[FullWeightsInit, FullWeightsUpdate]
         pass
 
     def start_weight_update(self) -> None:
+        self._wrappers = Wrappers()
+        self._wrappers.take_out(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FullWeightsUpdate) -> None:
@@ -73,6 +76,7 @@ class FullWeightsEngine(WeightTransferEngine[FullWeightsInit, FullWeightsUpdate]
                 f"a weight update left out {len(missing)} layer(s): {', '.join(missing[:5])}"
             )
         finalize_layerwise_reload(self.model, self.model_config)
+        self._wrappers.put_back()
         vllm_patches.repack_tied_heads(self.model)
 
     def shutdown(self) -> None:
@@ -141,21 +145,22 @@ class Extension:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
     def skyrl_adapts_head(self) -> bool:
-        """Return whether the model class takes an adapter on its output layer.
-
-        Other classes reject such an adapter when it is loaded.
-        """
+        """Return whether an adapter on the output layer is computed."""
         manager = getattr(self.model_runner, "lora_manager", None)
-        return manager is None or "lm_head" in manager._adapter_manager.supported_lora_modules
+        return manager is None or adapts_head(manager._adapter_manager)
 
     def skyrl_patch(self) -> list[str]:
         """Patch the running worker for this vLLM release; return the names of the patches."""
+        lora = getattr(self.model_runner, "lora_manager", None)
+        if lora is not None:
+            refuse_unused(lora._adapter_manager)
         applied = vllm_patches.apply(self.model_runner)
         return (
             [*applied, FLAG]
-            if vllm_patches.AFFECTED and vllm_tempered.install(self.model_runner)
+            if vllm_patches.AFFECTED and vllm_processed.install(self.model_runner)
             else applied
         )
 
 
+admit_heads()
 WeightTransferEngineFactory.register_engine(ALL_WEIGHTS, FullWeightsEngine)

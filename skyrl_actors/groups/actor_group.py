@@ -228,34 +228,40 @@ class ActorGroup:
         version: str,
         checksums: bool,
         materialize: Materialize = "eager",
-        shards: bool = False,
     ) -> WeightManifest:
         """Export a version of the weights. Rank 0 writes it and returns the manifest."""
-        arguments = (model_id, path, version, checksums, materialize, shards)
+        arguments = (model_id, path, version, checksums, materialize)
         return (await self.apply(model_id, precondition, TrainWorker.export_weights, *arguments))[0]
 
     async def write_versions(self, model_id: str, needless: Sequence[str]) -> list[str]:
         """Write the unwritten live versions, except `needless`, and return those written."""
         return (await self.broadcast(TrainWorker.write_versions, model_id, needless))[0]
 
-    async def open_stream(
-        self, manifest: WeightManifest, stream: WeightStream, rank: int = 0, gathers: bool = False
-    ) -> WeightStream:
-        """Start to send a version from one rank.
+    async def open_streams(
+        self,
+        manifest: WeightManifest,
+        streams: Sequence[tuple[int, WeightStream]],
+        gathers: bool,
+    ) -> list[WeightStream]:
+        """Start to send a version in these streams, each from the rank before it.
 
-        With `gathers`, ranks can hold shards, and all ranks gather them for the sender. Both calls
-        are submitted together, so that no other call runs between them.
+        With `gathers`, ranks can hold shards, and all ranks gather them once for the senders. All
+        calls are submitted together, so that no other call runs between them.
         """
-        request = replace(stream, id=uuid.uuid4().hex)
-        opened = self._submit(
-            "call", TrainWorker.open_stream.__name__, manifest, request, ranks=[rank]
-        )
+        asked = [(rank, replace(stream, id=uuid.uuid4().hex)) for rank, stream in streams]
+        method = TrainWorker.open_stream.__name__
+        opened = [
+            self._submit("call", method, manifest, stream, ranks=[rank]) for rank, stream in asked
+        ]
         if gathers:
-            fed = self._submit("call", TrainWorker.feed.__name__, manifest.version, request.id)
+            everywhere = any(rank for rank, _ in asked)
+            ids = tuple(stream.id for _, stream in asked)
+            fed = self._submit("call", TrainWorker.feed.__name__, manifest.version, ids, everywhere)
             task = asyncio.create_task(self._gather_shards(fed))
             self._gathering.add(task)
             task.add_done_callback(self._gathering.discard)
-        return (await self.fan_out.results(opened, "open_stream"))[0]
+        found = [self.fan_out.results(each, "open_stream") for each in opened]
+        return [streams[0] for streams in await asyncio.gather(*found)]
 
     async def _gather_shards(self, fed: Submitted) -> None:
         try:

@@ -250,7 +250,7 @@ class EpisodeRunner:
             pieces=tuple(transcript.pieces),
             overlong=transcript.overlong,
             tempered=np.asarray(transcript.tempered, np.float32)
-            if params.tempered_logprobs
+            if params.shows_processed
             else None,
         )
 

@@ -91,7 +91,8 @@ _ALL = (
     Metric(
         name="logprob_mismatch",
         definition="|log p of the engine − log p of the trainer|, for the same weights and "
-        "tokens, both at temperature 1; left out if all samples are from older weights",
+        "tokens, both at temperature 1, or with `job.processed_logprobs` in the sampling "
+        "distribution; left out if all samples are from older weights",
         unit="nats per token",
         reduction="mean over tokens sampled with the weights that learn",
     ),
@@ -117,7 +118,7 @@ _ALL = (
     Metric(
         name="policy_drift",
         definition="|log p of the engine when it sampled − log p of the trainer now| of tokens "
-        "sampled with older weights, both at temperature 1",
+        "sampled with older weights, both as in `logprob_mismatch`",
         unit="nats per token",
         reduction="mean over those tokens",
     ),

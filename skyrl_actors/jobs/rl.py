@@ -31,9 +31,9 @@ from skyrl_actors.jobs.environment import TaskSet
 from skyrl_actors.jobs.episodes import EpisodeRunner
 from skyrl_actors.jobs.rl_models import RlModels
 from skyrl_actors.jobs.rollout import Rollout, Weights, answers_only, rows_of
-from skyrl_actors.jobs.rollout_source import RolloutSource, params_of
+from skyrl_actors.jobs.rollout_source import RolloutSource, distribution, params_of
 from skyrl_actors.jobs.schedules import Schedule, schedule_of
-from skyrl_actors.jobs.session import CROSS_ENTROPY, ServiceSession, opened
+from skyrl_actors.jobs.session import ServiceSession, opened
 from skyrl_actors.jobs.update import Batch, Updates, adam_of, metrics_of, off_policy
 from skyrl_actors.jobs.watcher import RunOutcome, Watcher
 from skyrl_actors.messages import results as rs
@@ -185,7 +185,9 @@ class RlJob:
                 batch = await self._score(rollouts)
             with self._timed("advantages"):
                 coef = self.kl.value
-                metrics |= self._advantages(batch) | off_policy(batch, step)
+                metrics |= self._advantages(batch) | off_policy(
+                    batch, step, self.config.processed_logprobs
+                )
                 self._check_mismatch(step, metrics.get("logprob_mismatch", 0.0))
             with self._timed("update"):
                 trained = await self._update(batch, step, coef)
@@ -218,11 +220,12 @@ class RlJob:
                 rollouts, (await self._session.forward(model_id, rows, loss)).fields[field]
             )
 
-        wanted = {"logprobs": read(self._models.policy, CROSS_ENTROPY, "logprobs")}
+        scoring = LossCall("cross_entropy", distribution(self.config))
+        wanted = {"logprobs": read(self._models.policy, scoring, "logprobs")}
         if self._models.critic:
             wanted["values"] = read(self._models.critic, LossCall("ppo_critic", {}), "values")
         if self._models.reference:
-            wanted["reference"] = read(self._models.reference, CROSS_ENTROPY, "logprobs")
+            wanted["reference"] = read(self._models.reference, scoring, "logprobs")
         found = dict(zip(wanted, await asyncio.gather(*wanted.values()), strict=True))
         return Batch(
             rollouts=rollouts,

@@ -37,16 +37,30 @@ def params_of(config: RlConfig, num_samples: int, temperature: float) -> Samplin
     """Return the sampling parameters of a job.
 
     A correction compares trainer and engine in the distribution that was sampled from. It
-    therefore also needs logprobs at the sampling temperature.
+    therefore also needs the logprobs of that distribution.
     """
     return SamplingParams(
         max_tokens=config.max_tokens,
         num_samples=num_samples,
         temperature=temperature,
+        top_k=config.top_k or -1,
+        top_p=config.top_p,
         stop=config.stop or None,
         stop_at_end_too=bool(config.stop),
-        tempered_logprobs=config.correction.type != "none" and temperature > 0,
+        processed_logprobs=temperature > 0
+        and (config.processed_logprobs or config.correction.type != "none"),
     )
+
+
+def distribution(config: RlConfig) -> dict[str, float | str]:
+    """Return the options of a loss for the distribution that a job trains in."""
+    if not config.processed_logprobs:
+        return {}
+    return {
+        "temperature": config.temperature,
+        "top_k": float(config.top_k),
+        "top_p": config.top_p,
+    }
 
 
 class RolloutCounts:

@@ -13,6 +13,7 @@ from skyrl_actors.config.algorithms import LossKl
 from skyrl_actors.config.job import RlConfig
 from skyrl_actors.jobs.reduction import Floats, correction_weights, token_weights
 from skyrl_actors.jobs.rollout import Rollout, rows_of
+from skyrl_actors.jobs.rollout_source import distribution
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.model import AdamParams, LossCall, Role
@@ -43,15 +44,16 @@ class Batch:
         )
 
 
-def off_policy(batch: Batch, iteration: int) -> dict[str, float]:
+def off_policy(batch: Batch, iteration: int, processed: bool = False) -> dict[str, float]:
     """Return metrics of the staleness of samples and of the mismatch of engine and trainer.
 
     The mismatch uses tokens of the current weights, the policy drift uses tokens of older
-    weights. Both logprobs are at temperature 1: at different temperatures even equal programs
-    would differ.
+    weights. Both logprobs are of the same distribution, because otherwise even equal programs
+    would differ: the model's at temperature 1, or with `processed` the one that was sampled from.
     """
     ages = iteration - 1 - np.concatenate([r.made_at for r in batch.rollouts])
-    gaps = np.abs(batch.flat([r.logprobs for r in batch.rollouts]) - batch.flat(batch.logprobs))
+    engine = [r.sampling_logprobs if processed else r.logprobs for r in batch.rollouts]
+    gaps = np.abs(batch.flat(engine) - batch.flat(batch.logprobs))
     found = {"staleness": float(ages.mean()), "staleness_max": float(ages.max())}
     if len(fresh := gaps[ages == 0]):
         found |= {
@@ -116,6 +118,7 @@ class Updates:
         options: dict[str, float | str] = {
             key: value for key, value in config.policy_loss if key != "type" and value is not None
         }
+        options |= distribution(config)
         if config.entropy_coef:
             # Count nonzero weights, because a correction may set some to 0.
             counted = sum(int(np.count_nonzero(w)) for w in fields["weights"])

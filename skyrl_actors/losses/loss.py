@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from skyrl_actors.losses import kl
+from skyrl_actors.losses import kl, processing
 from skyrl_actors.losses.custom_graph import Graph
 from skyrl_actors.messages.columns import TARGETS, Columns
 from skyrl_actors.messages.errors import InvalidRequest
@@ -135,7 +135,7 @@ class Loss:
         own = {
             key: value
             for key, value in config.items()
-            if key != ENTROPY_COEF and key not in kl.OPTIONS
+            if key != ENTROPY_COEF and key not in kl.OPTIONS and key not in processing.OPTIONS
         }
         found = self.function(ops, predicted, inputs, **own)
         coef = float(config.get(kl.KL_COEF, 0.0))
@@ -193,6 +193,8 @@ def loss(
         }
         if "advantages" in required:
             options |= {ENTROPY_COEF: 0.0, **kl.OPTIONS}
+        if role == "policy":
+            options |= processing.OPTIONS
         REGISTRY[name] = Loss(
             name=name,
             role=role,
@@ -245,6 +247,8 @@ def check_inputs(
             f"loss {entry.name} takes inputs of one value for each token; "
             f"only {able} takes the shape (N, K)"
         )
+    if entry.role == "policy":
+        processing.check(entry.name, call.config, columns.widths is not None)
     present = set(columns.fields)
     if role == "critic" and forward_only and not present & set(entry.required):
         return

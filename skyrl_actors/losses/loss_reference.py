@@ -13,7 +13,7 @@ A loss computes one value for each token. The total is the **sum** over tokens a
 
 | symbol | meaning |
 |---|---|
-| p | current logprobs of `target_tokens`, at temperature 1 |
+| p | current logprobs of `target_tokens`, at temperature 1 unless options say otherwise |
 | q | the input `logprobs`: those at sampling time |
 | A | the input `advantages` |
 | V | current values |
@@ -26,6 +26,14 @@ Options are passed in `loss_fn_config`. Unknown options are refused.
 
 With `log_ratio_limit` c above 0, p − q is clipped to −c … c before exp, which keeps the ratio
 finite. A token beyond the limit has no gradient through its ratio.
+
+Every loss of a policy accepts the options `temperature`, `top_k` (0 or −1 for all tokens) and
+`top_p`. p and the entropy are then those of the distribution that such samples come from:
+softmax(logits / temperature), restricted to the `top_k` most likely tokens, and then to the fewest
+most likely ones whose probabilities reach `top_p`. A target outside of these tokens keeps its own
+logit, so that p is finite. Which tokens are left out has no gradient. With `processed_logprobs` of
+samples as q ([how](../how-to/use_the_sdk.md)), every ratio is 1 on policy. `top_k` and `top_p` need
+one target for each token.
 
 Every loss with advantages accepts two additional terms:
 

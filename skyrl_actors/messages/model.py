@@ -5,6 +5,7 @@ from typing import Literal
 
 Role = Literal["policy", "critic"]
 OptimizerName = Literal["adamw", "adamw8bit", "muon"]
+ExpertLayout = Literal["shared_outer", "per_expert"]
 CheckpointForm = Literal["training", "weights", "merged"]
 """Contents of a checkpoint.
 
@@ -28,6 +29,8 @@ class LoraSpec:
     train_mlp: bool = True
     # None: not given; the service sets it to what its engines can sample
     train_unembed: bool | None = True
+    # shared_outer: routed experts share the factor at the hidden size, as in the Tinker service
+    expert_layout: ExpertLayout = "shared_outer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

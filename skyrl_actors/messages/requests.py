@@ -129,14 +129,28 @@ class SamplingParams:
     stream: bool = False  # the client reads tokens as they arrive; for one sample only
     # Also return the logprobs at `temperature`. Those at temperature 1 are always returned.
     tempered_logprobs: bool = False
+    # Also return the logprobs at `temperature`, restricted by top_k and top_p.
+    processed_logprobs: bool = False
 
     @property
-    def tempers(self) -> bool:
-        """Whether logprobs at `temperature` are requested and differ from those at 1.
+    def truncates(self) -> bool:
+        """Whether top_k or top_p leaves out tokens."""
+        return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def processes(self) -> bool:
+        """Whether logprobs are requested that differ from those of the model at temperature 1.
 
         A greedy sample gets those at 1.
         """
-        return self.tempered_logprobs and self.temperature not in (0.0, 1.0)
+        tempers = (self.tempered_logprobs or self.processed_logprobs) and self.temperature != 1
+        truncates = self.processed_logprobs and self.truncates
+        return self.temperature != 0 and (tempers or truncates)
+
+    @property
+    def shows_processed(self) -> bool:
+        """Whether the client is shown logprobs of the sampling distribution."""
+        return self.tempered_logprobs or self.processed_logprobs
 
     @property
     def is_repeated(self) -> bool:

@@ -82,14 +82,14 @@ class Sequence:
     logprobs: NDArray[np.float32]  # [R], at temperature 1
     stop_reason: str  # "stop" or "length"
     topk_ids: NDArray[np.int32] | None = None  # [R, K]; empty cells have id 0, logprob -99999
-    # [R, K], at the same temperature as `shown_logprobs`
+    # [R, K], of the same distribution as `shown_logprobs`
     topk_logprobs: NDArray[np.float32] | None = None
-    # [R], of softmax(logits / temperature), if requested
+    # [R], of the sampling distribution, if requested: tempered, or processed (with top_k and top_p)
     tempered: NDArray[np.float32] | None = None
 
     @property
     def shown_logprobs(self) -> NDArray[np.float32]:
-        """The logprobs for the client: at the sample's temperature if requested, else at 1."""
+        """The logprobs for the client: of the sampling distribution if requested, else at 1."""
         return self.logprobs if self.tempered is None else self.tempered
 
 

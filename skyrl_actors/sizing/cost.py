@@ -113,7 +113,11 @@ def _switch_s(config: ClusterConfig, memory: MemoryPlan, kind: DeviceKind) -> fl
     if config.placement.device == "cpu":
         return 0.0
     moved = [
-        sum(part.bytes for part in parts if part.kept and part.phases and part.phases != ALL)
+        sum(
+            part.bytes * (1 if part.copied else 2)  # what never changes only comes back
+            for part in parts
+            if part.kept and part.phases and part.phases != ALL
+        )
         for parts in memory.parts.values()
     ]
-    return 2 * max(moved) / (kind.host_gbps * GIGA)
+    return max(moved) / (kind.host_gbps * GIGA)

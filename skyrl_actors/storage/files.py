@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 PARTIAL = ".partial"
@@ -32,3 +33,12 @@ def write_durably(file: Path, text: str) -> None:
         staging.unlink(missing_ok=True)
         raise
     fsync(file.parent)
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files below a folder, 0 for what cannot be read or is gone."""
+    found = 0
+    for file in folder.rglob("*"):
+        with suppress(OSError):
+            found += file.lstat().st_size if not file.is_dir() else 0
+    return found

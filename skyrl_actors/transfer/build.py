@@ -16,9 +16,6 @@ def build_transfer(config: ClusterConfig) -> Transfer:
     asked = config.transfer
     folder = asked.folder / config.name
     if isinstance(asked, StreamTransferConfig) and asked.type != "ipc":
-        # If trainers share GPUs with engines, shards are in host memory while the engines load.
-        # NCCL cannot gather them there.
-        shards = not (config.placement.device == "gpu" and config.placement.shares("engine"))
         return StreamTransfer(
             folder,
             asked.checksums,
@@ -26,11 +23,15 @@ def build_transfer(config: ClusterConfig) -> Transfer:
             asked.bucket_bytes,
             STREAM_TIMEOUT_S,
             asked.materialize,
-            shards,
         )
     if isinstance(asked, StreamTransferConfig):
         return SharedDeviceTransfer(
-            folder, asked.checksums, asked.bucket_bytes, STREAM_TIMEOUT_S, asked.materialize
+            folder,
+            asked.checksums,
+            asked.bucket_bytes,
+            STREAM_TIMEOUT_S,
+            asked.materialize,
+            shares=config.policy.full_strategy_on(config.placement.device).type != "replica",
         )
     if asked.type == "object_store":
         return ObjectStoreTransfer(folder, asked.checksums)

@@ -27,7 +27,6 @@ class FileTransfer:
     needs_group = False
     shares = False
     materialize: Materialize = "eager"
-    shards = False  # whether sharded weights can be sent without a file
 
     def __init__(self, folder: Path, checksums: bool):
         self.folder = folder
@@ -61,7 +60,6 @@ class FileTransfer:
             version,
             self.checksums,
             self.materialize,
-            self.shards,
         )
 
     async def deliver(

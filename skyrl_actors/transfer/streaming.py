@@ -28,11 +28,9 @@ class StreamTransfer(ObjectStoreTransfer):
         bucket_bytes: int,
         timeout_s: float,
         materialize: Materialize,
-        shards: bool,
     ):
         super().__init__(folder, checksums)
         self.materialize: Materialize = materialize
-        self.shards = shards
         self.backend: Literal["gloo", "nccl"] = backend
         self.bucket_bytes = bucket_bytes
         self.timeout_s = timeout_s
@@ -57,7 +55,5 @@ class StreamTransfer(ObjectStoreTransfer):
             self.timeout_s,
             checksums=checked,
         )
-        opened = await group.open_stream(
-            manifest, asked, gathers=self.shards and self.materialize == "lazy"
-        )
+        (opened,) = await group.open_streams(manifest, [(0, asked)], self.materialize == "lazy")
         return [replace(opened, first_rank=start) for start in starts]

@@ -52,12 +52,29 @@ def given_back(device: torch.device) -> None:
         torch.cuda.ipc_collect()
 
 
+def settled(device: torch.device) -> None:
+    """Wait for the device's copies. The host may then read what was copied to it."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def free_unused(device: torch.device) -> None:
+    """Give memory that no tensor uses back to the device, for other processes."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes of this process's tensors on the device; 0 for the host."""
+    return 0 if device.type == "cpu" else int(torch.get_device_module(device).memory_allocated())
+
+
 def placed(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy the tensor to the device; the copy may still run when this returns.
 
-    A GPU tensor is copied to pinned memory, so that its way back has the full speed of the bus.
+    A device's tensor is copied to pinned memory, so that its way back has the bus's full speed.
     """
-    if device.type == "cpu" and tensor.is_cuda:
+    if device.type == "cpu" and tensor.device.type != "cpu":
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
             tensor, non_blocking=True
         )

@@ -15,6 +15,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +32,8 @@ from torch.distributed import (
 
 from skyrl_actors.messages.errors import InternalError, WeightsGone
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStream, buckets
-from skyrl_actors.transport.device_memory import abandoned, given_back, opened, shareable
+from skyrl_actors.transport.device_memory import abandoned, given_back, opened, settled, shareable
+from skyrl_actors.transport.host_share import Lender, borrowed, first_of_each, host_id
 
 log = logging.getLogger(__name__)
 JOIN_S = 30.0  # longest wait for the workers of a stream to several
@@ -170,21 +172,21 @@ def _send(
 ) -> None:
     try:
         # The group is created when all workers are there: NCCL waits without end for a missing one.
-        members = _arrived(store, stream)
-        group = _group(store, stream, 0, 1 + len(members), stream.host)
+        hosts = _arrived(store, stream)
+        group = _group(store, stream, 0, 1 + len(first_of_each(hosts)), stream.host)
         for number, wanted in enumerate(_buckets(manifest.tensors, stream)):
             bucket = take(wanted)
             _note_checksum(stream, store, number, bucket)
             group.broadcast([bucket.to(device)], _from_first()).wait()
         _finished(device)
         # The group and the store end with this thread, so wait until all workers have all.
-        store.wait([f"done/{rank}" for rank in members], timedelta(seconds=stream.timeout_s))
+        store.wait([f"done/{rank}" for rank in hosts], timedelta(seconds=stream.timeout_s))
     except (RuntimeError, ValueError) as error:  # the receiver reports it to its caller
         log.warning("the stream of %s broke: %s", manifest.version, error)
 
 
-def _arrived(store: TCPStore, stream: WeightStream) -> list[int]:
-    """Wait for the workers, and publish the ranks of those that came.
+def _arrived(store: TCPStore, stream: WeightStream) -> dict[int, str]:
+    """Wait for the workers, and publish the ranks and hosts of those that came.
 
     A worker that died must not end the loads of other engines, so the stream starts without it.
     """
@@ -199,8 +201,9 @@ def _arrived(store: TCPStore, stream: WeightStream) -> list[int]:
             raise
         missing = len(every) - len(members)
         log.warning("%d worker(s) of a stream did not come within %g s", missing, wait_s)
-    store.set("members", json.dumps(members))
-    return members
+    hosts = {rank: store.get(f"here/{rank}").decode() for rank in members}
+    store.set("members", json.dumps(hosts))
+    return hosts
 
 
 def received(
@@ -257,17 +260,32 @@ def _broadcast(
     device: torch.device,
     store: TCPStore,
 ) -> Iterator[Tensor]:
-    store.set(f"here/{rank}", "1")
-    members = json.loads(store.get("members"))
-    if rank not in members:
+    # NCCL itself finds the shortest ways between the GPUs of a host.
+    store.set(f"here/{rank}", host_id() if stream.backend == "gloo" else str(rank))
+    hosts = {int(key): host for key, host in json.loads(store.get("members")).items()}
+    if rank not in hosts:
         raise RuntimeError("the stream began before this worker came")
-    own = 1 + members.index(rank)
-    group = _group(store, stream, own, 1 + len(members), _own_address(stream))
-    for wanted in _buckets(tensors, stream):
-        # A new bucket each time: layers keep views of theirs until they are complete.
-        bucket = torch.empty(size_of(tensors, wanted), dtype=torch.uint8, device=device)
-        group.broadcast([bucket], _from_first()).wait()
-        yield bucket
+    sizes = [size_of(tensors, wanted) for wanted in _buckets(tensors, stream)]
+    host, first, deadline = hosts[rank], first_of_each(hosts), timedelta(seconds=stream.timeout_s)
+    if rank not in first:
+        yield from borrowed(store, host, rank, sizes, device, deadline)
+        return
+    group = _group(store, stream, 1 + first.index(rank), 1 + len(first), _own_address(stream))
+    readers = [other for other in hosts if hosts[other] == host and other != rank]
+    # A new bucket each time: layers keep views of theirs until they are complete.
+    if not readers:
+        for size in sizes:
+            bucket = torch.empty(size, dtype=torch.uint8, device=device)
+            group.broadcast([bucket], _from_first()).wait()
+            yield bucket
+        return
+    with closing(Lender(store, host, readers, max(sizes), deadline)) as lender:
+        for number, size in enumerate(sizes):
+            half = lender.free_half(number, size)
+            group.broadcast([half], _from_first()).wait()
+            lender.filled(number)
+            yield half.clone()
+        lender.wait_until_mapped()
 
 
 def _borrowed(
@@ -293,8 +311,7 @@ def _borrowed(
 
 def _finished(device: torch.device) -> None:
     """Wait for the device. NCCL's wait only orders the device's work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    settled(device)
 
 
 def _own_address(stream: WeightStream) -> str:

@@ -5,17 +5,34 @@ switch takes microseconds. The weights of the base never change; they stay the r
 tenant.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, modeling_utils
 
 from skyrl_actors.transport.device_memory import placed
+from skyrl_actors.workers.attention import ATTENTION
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.network import Network
-from skyrl_actors.workers.packing import ATTENTION
+
+
+@contextmanager
+def separate_blocks() -> Iterator[None]:
+    """Keep transformers from allocating one block of GPU memory for all weights that it loads.
+
+    When the weights leave the device, one other tensor in that block would keep all of it from the
+    engines.
+    """
+    library: Any = modeling_utils
+    warmup = library.caching_allocator_warmup
+    library.caching_allocator_warmup = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        library.caching_allocator_warmup = warmup
 
 
 class BaseModel(Network):
@@ -28,14 +45,20 @@ class BaseModel(Network):
         device: torch.device,
         activations: Activations = "keep",
     ):
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=ATTENTION
-        )
-        module.to(device).requires_grad_(False)
+        # With a device map, each tensor goes from its file to the device: the host never holds all.
+        with separate_blocks():
+            module: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                device_map=None if device.type == "cpu" else {"": device},
+            )
+        module.requires_grad_(False)
         super().__init__(module, device, activations)
         self.own: dict[str, nn.Parameter] = dict(self.module.named_parameters())  # tied names once
         self._sites = self._find_sites()
         self._bound: Mapping[str, nn.Parameter] = self.own
+        self._on_host: dict[str, Tensor] = {}  # pinned, made when the weights first leave
 
     def _find_sites(self) -> dict[str, list[tuple[nn.Module, str]]]:
         names = {id(p): name for name, p in self.own.items()}
@@ -61,5 +84,11 @@ class BaseModel(Network):
         self.place(self.own)
 
     def move(self, device: torch.device) -> None:
-        for parameter in self.own.values():
-            parameter.data = placed(parameter.data, device)
+        """Move the base's weights. They never change, so one host copy serves every phase."""
+        for name, parameter in self.own.items():
+            if device.type == "cpu":
+                if name not in self._on_host:
+                    self._on_host[name] = placed(parameter.data, device)
+                parameter.data = self._on_host[name]
+            else:
+                parameter.data = placed(parameter.data, device)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.transport.device_memory import free_unused
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.model_factory import ModelFactory, collective
@@ -117,8 +118,7 @@ class BatchRunner:
             budget = max(
                 1, min(budget, sum(int(p.columns.lengths[list(p.rows)].sum()) for p in parts)) // 2
             )
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_unused(self._device)
         else:
             return {id(part): Refused(_too_large(budget, error), clean=True) for part in parts}
         odd = [part for part in parts if part.refused]

@@ -9,9 +9,10 @@ so it is either complete or absent.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,8 +22,12 @@ from torch import Tensor
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import CheckpointForm, LoraSpec
 from skyrl_actors.storage.files import fsync
+from skyrl_actors.workers.adapter_terms import UNEMBED, chosen
+from skyrl_actors.workers.buffers import stored_buffers
+from skyrl_actors.workers.merged_weights import AddedWeights
 from skyrl_actors.workers.models import TrainedModel
-from skyrl_actors.workers.network import UNEMBED, UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT
+from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT, Network
+from skyrl_actors.workers.published_names import Published, Stored, cut
 from skyrl_actors.workers.state import MOMENTS, Kind
 from skyrl_actors.workers.tensor_files import (
     InMemory,
@@ -39,7 +44,6 @@ from skyrl_actors.workers.tensor_files import (
     write_index,
 )
 
-PEFT_PREFIX = "base_model.model."
 SPEC_FILE = "model_spec.json"
 SAVED_BY = "saved_by"
 EMBED_WEIGHT = "model.embed_tokens.weight"
@@ -94,21 +98,23 @@ def _write(model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointF
     value_head: dict[str, Tensor] = {}
     lora = model.spec.lora
     if lora is None:
-        shapes = {
-            name: shape for name, shape in model.state.shapes.items() if name not in VALUE_HEAD
-        }
-        _write_shards(folder, shapes, _without_value_head(model, value_head), torch.float32)
+        names, buffers = model.network.stored_form, stored_buffers(model.network.module)
+        shapes = {n: shape for n, shape in model.state.shapes.items() if n not in VALUE_HEAD}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        tensors = chain(_without_value_head(model, value_head), buffers.items())
+        stored = (part for name, tensor in tensors for part in names.cut(name, tensor))
+        _write_shards(folder, names.stored_shapes(shapes), stored, torch.float32)
         copy_model_files(base.folder, folder)
     else:
         tensors = dict(_without_value_head(model, value_head))
         if form == "merged":
-            _write_merged(tensors, lora, base, folder)
+            _write_merged(model.network, tensors, lora, base, folder)
         else:
-            save_file(
-                _to_peft(tensors), folder / "adapter_model.safetensors", metadata={"format": "pt"}
-            )
+            in_file = _adapter_parts(model, lora)
+            named = dict(part for n, tensor in tensors.items() for part in cut(in_file[n], tensor))
+            save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
             (folder / "adapter_config.json").write_text(
-                json.dumps(_peft_config(lora, tensors, base.folder), indent=2)
+                json.dumps(_peft_config(lora, named, base.folder), indent=2)
             )
     if value_head:
         save_file(value_head, folder / "value_head.safetensors")
@@ -171,7 +177,7 @@ def _write_moments(model: TrainedModel, path: Path) -> None:
 
 
 def _write_merged(
-    adapter: dict[str, Tensor], lora: LoraSpec, base: BaseFiles, folder: Path
+    network: Network, adapter: dict[str, Tensor], lora: LoraSpec, base: BaseFiles, folder: Path
 ) -> None:
     """Write the base's weights with the adapter merged in, in the base's dtype.
 
@@ -182,16 +188,13 @@ def _write_merged(
     with TensorFiles(base.folder) as files:
         tied = f"{UNEMBED}.lora_A" in adapter and UNEMBED_WEIGHT not in files.shapes
         shapes = {**files.shapes, **({UNEMBED_WEIGHT: files.shapes[EMBED_WEIGHT]} if tied else {})}
+        added = AddedWeights(network, lora, adapter, shapes)
 
         def merged() -> Iterator[tuple[str, Tensor]]:
             for name in shapes:
                 weight = whole(files, EMBED_WEIGHT if tied and name == UNEMBED_WEIGHT else name)
-                a = adapter.get(f"{name.removesuffix('.weight')}.lora_A")
-                if a is None:
-                    yield name, weight.to(dtype)
-                    continue
-                low_rank = adapter[f"{name.removesuffix('.weight')}.lora_B"].double() @ a.double()
-                yield name, (weight.double() + lora.alpha / lora.rank * low_rank).to(dtype)
+                own = added.of(name)
+                yield name, (weight if own is None else weight.double() + own).to(dtype)
 
         _write_shards(folder, shapes, merged(), dtype)
     copy_model_files(base.folder, folder)
@@ -232,16 +235,29 @@ def load(
 
 def _in_folder(model: TrainedModel, folder: Path, open_files: ExitStack) -> Source:
     """Return all weights of the model from a checkpoint, which must contain them."""
-    names = {name: name for name in model.state.shapes if name not in VALUE_HEAD}
-    if model.spec.lora is not None:
-        names = {name: f"{PEFT_PREFIX}{name}.weight" for name in names}
+    shapes = {n: shape for n, shape in model.state.shapes.items() if n not in VALUE_HEAD}
+    is_critic = VALUE_WEIGHT in model.state.shapes
     files = open_files.enter_context(_weights_of(model, folder))
-    _check_same(names, files, VALUE_WEIGHT in model.state.shapes)
-    present = {ours: theirs for ours, theirs in names.items() if theirs in files.shapes}
-    sources: list[Source] = [Renamed(files, present), _kept(model, names.keys() - present.keys())]
-    if VALUE_WEIGHT in model.state.shapes:
+    if model.spec.lora is None:
+        buffers = stored_buffers(model.network.module)
+        form = model.network.stored_form
+        constants = form.stored_shapes({n: tuple(b.shape) for n, b in buffers.items()})
+        found = Published(files, form.of_weights(shapes), shapes)
+        theirs = files.shapes.keys() - found.read - constants.keys() - buffers.keys()
+    else:
+        found = Published(files, _adapter_parts(model, model.spec.lora), shapes)
+        theirs = files.shapes.keys() - found.read
+    missing = shapes.keys() - found.shapes.keys()
+    _check_same(missing, theirs, is_critic)
+    sources: list[Source] = [found, _kept(model, missing)]
+    if is_critic:
         sources.append(_value_head(model, folder, files, open_files))
     return MergedSource(sources)
+
+
+def _adapter_parts(model: TrainedModel, lora: LoraSpec) -> dict[str, tuple[Stored, ...]]:
+    terms = chosen(model.network.terms, lora)
+    return model.network.stored_form.of_adapter(terms, lora.rank, lora.expert_layout)
 
 
 def _weights_of(model: TrainedModel, folder: Path) -> TensorFiles:
@@ -250,19 +266,18 @@ def _weights_of(model: TrainedModel, folder: Path) -> TensorFiles:
     return TensorFiles(folder, "model*.safetensors")
 
 
-def _check_same(names: dict[str, str], files: TensorFiles, is_critic: bool) -> None:
-    """Check that the names match. A critic ignores the heads of a policy or a reward model."""
-    theirs = {
+def _check_same(missing: Set[str], unknown: Set[str], is_critic: bool) -> None:
+    """Raise InvalidRequest for weights that the files lack, or that the model lacks.
+
+    A critic ignores the heads of a policy or a reward model.
+    """
+    odd = {name for name in missing if not (is_critic and UNEMBED in name)}
+    odd |= {
         name
-        for name in files.shapes
+        for name in unknown
         if not (is_critic and (UNEMBED in name or name.startswith("score.")))
     }
-    ours = {
-        name
-        for name in names.values()
-        if not (is_critic and UNEMBED in name and name not in files.shapes)
-    }
-    if odd := (ours - {*files.shapes}) | (theirs - ours):
+    if odd:
         raise InvalidRequest(
             f"the tensors of the checkpoint do not match the model: {sorted(odd)[:4]}"
         )
@@ -324,14 +339,8 @@ def moments_in(files: TensorFiles, shapes: Mapping[str, Shape]) -> tuple[dict[Ki
     return named, int(whole(files, "num_steps"))
 
 
-def _to_peft(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{PEFT_PREFIX}{name}.weight": tensor for name, tensor in tensors.items()}
-
-
-def _peft_config(
-    lora: LoraSpec, tensors: dict[str, Tensor], base_folder: Path
-) -> dict[str, object]:
-    layers = sorted({name.rsplit(".", 2)[-2] for name in tensors})
+def _peft_config(lora: LoraSpec, names: Iterable[str], base_folder: Path) -> dict[str, object]:
+    layers = sorted({name.rsplit(".", 3)[-3] for name in names})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from io import FileIO
 from pathlib import Path
@@ -40,9 +40,10 @@ def export(
     if writes:
         make_folder(path.parent)
     if model.spec.lora is None:
+        form = model.network.stored_form
         return export_flat(
-            model.state.tensors("weights"),
-            model.state.shapes,
+            _stored(model),
+            form.stored_shapes(model.state.shapes),
             path,
             version,
             writes,
@@ -62,6 +63,16 @@ def export(
         tensors=entries,
         write_s=time.perf_counter() - started,
     )
+
+
+def _stored(model: TrainedModel) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the weights as the family's files have them; None on ranks that do not write."""
+    form, shapes = model.network.stored_form, model.state.shapes
+    for name, tensor in model.state.tensors("weights"):
+        if tensor is not None:
+            yield from form.cut(name, tensor)
+        else:
+            yield from ((part.name, None) for part in form.parts(name, shapes[name]))
 
 
 def _whole_file(file: Path) -> TensorEntry:

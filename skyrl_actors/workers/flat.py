@@ -41,8 +41,9 @@ class FlatState:
         optimizer: OptimizerName = "adamw",
     ):
         self.shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        self.weights = torch.cat([t.detach().float().reshape(-1) for t in tensors.values()]).to(
-            device
+        # [P]. Some tensors can be on the host, as a new value head is, and others on the device.
+        self.weights = torch.cat(
+            [t.detach().to(device, torch.float32).reshape(-1) for t in tensors.values()]
         )
         self.gradients: Tensor | None = None  # [P] float32, created at the first backward
         self.compute_dtype = compute_dtype
@@ -162,11 +163,16 @@ class FlatState:
         return self.optimizer.num_steps if self.optimizer else 0
 
     def tensors(
-        self, kind: Kind, dtype: torch.dtype = torch.float32, device: torch.device = HOST
+        self,
+        kind: Kind,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = HOST,
+        everywhere: bool = False,
     ) -> Iterator[tuple[str, Tensor | None]]:
+        receives = self._writes or everywhere
         flat = self.weights if kind == "weights" else self.ensure_optimizer().moment(kind)
         for name, view in self.split(flat).items():
-            yield name, view.detach().to(dtype).to(device) if self._writes else None
+            yield name, view.detach().to(dtype).to(device) if receives else None
 
     def own_pieces(self, kind: Kind) -> Iterator[Piece]:
         for name, tensor in self.tensors(kind):

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from skyrl_actors.config.strategies import Fsdp2Strategy
 from skyrl_actors.messages.model import AdamParams
+from skyrl_actors.workers.buffers import fill_buffers, stored_buffers
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.meta_model import (
     own_names,
@@ -103,12 +104,15 @@ def sharded_network(
             part.set_force_sum_reduction_for_comms(True)
     _materialize(network, torch.device("cpu") if strategy.offload == "all" else device)
     parameters = own_names(network.whole)
+    stored = {**parameters, **stored_buffers(network.module)}
     with weights_of(
         folder,
         torch.float32 if trained else dtype,
-        {name: tuple(p.shape) for name, p in parameters.items()},
+        network,
+        {name: tuple(tensor.shape) for name, tensor in stored.items()},
     ) as source:
         fill(parameters, source)
+        fill_buffers(network.module, source)
     return network
 
 
@@ -214,15 +218,32 @@ class Fsdp2State:
         return 0 if state is None else int(_local(state["step"]))
 
     def tensors(
-        self, kind: Kind, dtype: torch.dtype = torch.float32, device: torch.device = HOST
+        self,
+        kind: Kind,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = HOST,
+        everywhere: bool = False,
     ) -> Iterator[tuple[str, Tensor | None]]:
+        receives = everywhere or dist.get_rank() == 0
         for name, parameter in self.parameters.items():
-            if not self._groups.writes:
+            if not (self._groups.writes or everywhere):
                 yield name, None
                 continue
             held = parameter if kind == "weights" else self.optimizer.state[parameter][kind]
-            full = cast(DTensor, held.detach().to(dtype)).full_tensor()
-            yield name, full.to(device) if dist.get_rank() == 0 else None
+            full = self._whole(cast(DTensor, held.detach()), dtype)
+            yield name, full.to(device) if receives else None
+
+    def _whole(self, held: DTensor, dtype: torch.dtype) -> Tensor:
+        """Gather a tensor on the network's device, because NCCL gathers no host memory."""
+        local = held.to_local().to(self._network.device, dtype)
+        return DTensor.from_local(
+            local,
+            held.device_mesh,
+            held.placements,
+            run_check=False,
+            shape=held.shape,
+            stride=held.stride(),
+        ).full_tensor()
 
     def own_pieces(self, kind: Kind) -> Iterator[Piece]:
         for name, parameter in self.parameters.items() if self._groups.writes else ():

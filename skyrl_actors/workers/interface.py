@@ -177,12 +177,11 @@ class TrainWorker(Protocol):
         version: str,
         checksums: bool,
         materialize: Materialize = "eager",
-        shards: bool = False,
     ) -> WeightManifest | None:
         """Export a version of the weights. Rank 0 returns the manifest, other ranks return None.
 
-        Rank 0 writes the version, unless engines can read full weights directly: with `materialize`
-        lazy, weights that each rank holds whole, and with `shards` also sharded ones.
+        Rank 0 writes the version. It does not write full weights with `materialize` lazy, which
+        engines get from the live weights.
         """
         ...
 
@@ -236,11 +235,11 @@ class TrainWorker(Protocol):
         """
         ...
 
-    def feed(self, version: str, stream_id: str) -> None:
-        """Gather sharded weights for the rank that sends them.
+    def feed(self, version: str, stream_ids: tuple[str, ...], everywhere: bool = False) -> None:
+        """Gather sharded weights once for the ranks that send them.
 
-        Every rank calls this directly after `open_stream` on one rank. Versions that need no
-        gathering are skipped.
+        Every rank calls this directly after `open_stream`, which ran on rank 0 or, with
+        `everywhere`, on any ranks. Versions that need no gathering are skipped.
         """
         ...
 

@@ -1,14 +1,14 @@
 """Check that a packed pass computes each row as if it were alone, once for each network.
 
 A trainer packs rows end to end, and its attention separates them. Other operations along the token
-axis do not: recurrent state, convolutions, chunked attention, capped scores, sinks. Such a model
-would train on wrong numbers without an error. So three short rows are computed before the first
-use. The model is refused by name unless both conditions hold:
+axis can connect them: recurrent state, convolutions, masks. Such a model would train on wrong
+numbers without an error, and so would one whose logits have an unknown form. So three short rows
+are computed before the first use. The model is refused by name unless both conditions hold:
 
 - No row depends on another. The gradient of its log-probabilities by another row's embeddings is
   exactly zero, and they stay the same when another row's tokens change.
-- Log-probabilities and gradients equal those of the row alone with transformers' own attention, up
-  to rounding.
+- Log-probabilities and gradients equal those of the row alone by transformers' own attention and
+  output layer, up to rounding.
 
 During the check, sliding windows and attention chunks are shorter than the rows on both sides, so
 that the rows exceed them.
@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.workers.attention import ATTENTION
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.network import Network, PassInputs, Segment
-from skyrl_actors.workers.packing import ATTENTION, plan_passes
+from skyrl_actors.workers.packing import plan_passes
 
 log = logging.getLogger(__name__)
 # Ranks log only warnings. This logger adds one line at their start.
@@ -101,8 +102,8 @@ def prove_isolated(network: Network, dtype: torch.dtype) -> None:
 def _refused(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"{name} cannot be trained here: a packed pass does not compute each row as if it were "
-        f"alone ({why}). Choose a base model in which only plain causal attention, full or with a "
-        "sliding window, reads other tokens"
+        f"alone ({why}). Choose a base model of another family; docs/reference/models.md lists "
+        "what can be trained"
     )
 
 
@@ -167,18 +168,32 @@ def _packed(
 
 
 def _alone(network: Network, tokens: Tensor, targets: Tensor) -> LogprobsAndGradient:
-    """Compute each row in its own pass, with transformers' attention.
+    """Compute each row in its own pass, from the logits of transformers' own forward.
 
     In a sequence group, every rank computes the whole row.
     """
     found = []
     with _own_attention(network):
-        for length, span in zip(LENGTHS, SPANS, strict=True):
-            row = (tokens[span], torch.arange(length), targets[span], torch.ones(length))
-            block = Block(0, 1, length)
-            found.append(_computed(network, [x.to(network.device) for x in row], (block,)))
+        for span in SPANS:
+            row = (tokens[span].to(network.device), targets[span].to(network.device))
+            found.append(_by_transformers(network, *row))
     logprobs, gradients = zip(*found, strict=True)
     return torch.cat(logprobs), torch.cat(gradients)
+
+
+def _by_transformers(network: Network, tokens: Tensor, targets: Tensor) -> LogprobsAndGradient:
+    def logits() -> Tensor:
+        return network.module(
+            input_ids=tokens[None],
+            position_ids=torch.arange(len(tokens), device=tokens.device)[None],
+            use_cache=False,
+        ).logits[0]
+
+    with network.in_use(()), _embeddings(network) as seen, torch.enable_grad():
+        logprobs = network.entry(logits).float().log_softmax(-1)
+        logprobs = logprobs.gather(1, targets[:, None])[:, 0]
+        (gradient,) = torch.autograd.grad(logprobs.sum(), seen)
+    return logprobs.detach(), gradient[0].float()
 
 
 def _computed(

@@ -11,8 +11,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT
-from skyrl_actors.workers.packing import ATTENTION
+from skyrl_actors.workers.attention import ATTENTION
+from skyrl_actors.workers.buffers import stored_buffers
+from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT, Network
+from skyrl_actors.workers.published_names import Published
 from skyrl_actors.workers.tensor_files import InMemory, Shape, Source, TensorFiles
 
 INSIDE = "causal_lm."  # prefix of a network's names in its `whole` module
@@ -54,12 +56,13 @@ def own_names(whole: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def weights_of(folder: str, dtype: torch.dtype, shapes: Mapping[str, Shape]) -> Iterator[Source]:
-    """Yield the base model's weights under the names of its modules.
+def weights_of(
+    folder: str, dtype: torch.dtype, network: Network, shapes: Mapping[str, Shape]
+) -> Iterator[Source]:
+    """Yield the base model's weights and stored buffers under the names of its modules.
 
-    They come directly from the files, so that a rank reads only its own part. Some models have
-    files in another layout than their modules (for example experts, one by one). Their weights are
-    converted in host memory as a whole.
+    They come directly from the files, so that a rank reads only its own part. The weights of a
+    family whose files hold them in another order are converted in host memory as a whole.
 
     Raises ConfigError when weights are missing or have other shapes. The value head is not part of
     a base model.
@@ -68,11 +71,12 @@ def weights_of(folder: str, dtype: torch.dtype, shapes: Mapping[str, Shape]) -> 
         name: shape for name, shape in shapes.items() if name not in (VALUE_WEIGHT, VALUE_BIAS)
     }
     with TensorFiles(Path(folder)) as files:
-        if all(files.shapes.get(name) == shape for name, shape in wanted.items()):
-            yield files
+        found = Published(files, network.stored_form.of_weights(wanted), wanted)
+        if found.shapes == wanted:
+            yield found
             return
     module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    source = InMemory(dict(module.named_parameters()))
+    source = InMemory({**dict(module.named_parameters()), **stored_buffers(module)})
     missing = [name for name, shape in wanted.items() if source.shapes.get(name) != shape]
     if missing:
         raise ConfigError(

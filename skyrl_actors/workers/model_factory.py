@@ -12,16 +12,17 @@ from transformers import AutoConfig
 from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
 from skyrl_actors.messages.errors import CollectiveFailed, ConfigError
 from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.workers.attention import prove_kernels
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import BaseModelInfo, WorkerSpec
 from skyrl_actors.workers.isolation import prove_isolated
 from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_tensors
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT, Network
-from skyrl_actors.workers.packing import prove_kernels
+from skyrl_actors.workers.published_names import Published
 from skyrl_actors.workers.rank_groups import ShardGroups, own_group, shard_groups
 from skyrl_actors.workers.sequence import SequenceGroup
-from skyrl_actors.workers.tensor_files import InMemory, MergedSource, Renamed, TensorFiles
+from skyrl_actors.workers.tensor_files import InMemory, MergedSource, TensorFiles
 
 T = TypeVar("T")
 
@@ -192,15 +193,14 @@ class ModelFactory:
                 for name, shape in model.state.shapes.items()
                 if name not in (VALUE_WEIGHT, VALUE_BIAS)
             }
-            if all(files.shapes.get(name) == shape for name, shape in ours.items()):
+            found = Published(files, model.network.stored_form.of_weights(ours), ours)
+            if found.shapes == ours:
                 zeros = {
                     name: torch.zeros(shape)
                     for name, shape in model.state.shapes.items()
                     if name not in ours
                 }
-                model.state.load(
-                    MergedSource([Renamed(files, {name: name for name in ours}), InMemory(zeros)])
-                )
+                model.state.load(MergedSource([found, InMemory(zeros)]))
         return model
 
     @property

@@ -6,14 +6,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.losses.processing import Processing
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.workers.adapter_terms import chosen
 from skyrl_actors.workers.coverage import check_covered
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.network import (
-    ATTENTION_LAYERS,
-    MLP_LAYERS,
-    UNEMBED,
     VALUE_BIAS,
     VALUE_WEIGHT,
     Network,
@@ -40,10 +38,10 @@ class TrainedModel:
     def shares_network(self) -> bool:
         return self.spec.lora is not None
 
-    def segment(self, num_tokens: int) -> Segment:
+    def segment(self, num_tokens: int, processing: Processing | None = None) -> Segment:
         views = self.state.views if isinstance(self.state, FlatState) else {}
         scale = self.spec.lora.alpha / self.spec.lora.rank if self.spec.lora else 1.0
-        return Segment(num_tokens, views, scale)
+        return Segment(num_tokens, views, scale, processing)
 
 
 def adapter_states(models: Iterable[TrainedModel]) -> dict[str, FlatState]:
@@ -61,36 +59,18 @@ def value_head_tensors(network: Network) -> dict[str, Tensor]:
 
 
 def lora_tensors(lora: LoraSpec, seed: int, network: Network) -> dict[str, Tensor]:
-    """Return the initial tensors of an adapter, drawn layer by layer from `seed`.
+    """Return the initial tensors of an adapter, drawn term by term from `seed`.
 
     A is uniform in ±1/√fan_in (Kaiming with a = √5, as in peft and nn.Linear), and B is zero.
     """
-    layers = {
-        *(ATTENTION_LAYERS if lora.train_attn else ()),
-        *(MLP_LAYERS if lora.train_mlp else ()),
-        *([UNEMBED] if lora.train_unembed else []),
-    }
-    check_covered(lora, network.module, network.linears)
+    check_covered(lora, network.module, network.terms)
+    terms = chosen(network.terms, lora)
+    network.stored_form.of_adapter(terms, lora.rank, lora.expert_layout)  # it can be saved
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, layer in network.linears.items():
-        if name.rsplit(".", 1)[-1] not in layers:
-            continue
-        bound = 1 / math.sqrt(layer.in_features)
-        tensors[f"{name}.lora_A"] = (
-            torch.rand(lora.rank, layer.in_features, generator=generator) * 2 - 1
-        ) * bound
-        tensors[f"{name}.lora_B"] = torch.zeros(layer.out_features, lora.rank)
-    if not tensors:
-        raise InvalidRequest(
-            "the LoRA spec trains nothing: set at least one of train_attn, train_mlp, train_unembed"
-        )
-    for asked, names, flag in (
-        (lora.train_attn, ATTENTION_LAYERS, "train_attn"),
-        (lora.train_mlp, MLP_LAYERS, "train_mlp"),
-    ):
-        if asked and not any(name.rsplit(".", 2)[-2] in names for name in tensors):
-            raise InvalidRequest(
-                f"this base model has no linear layers for {flag}; set {flag}=false"
-            )
+    for term in terms:
+        first, second = term.shapes(lora.rank, lora.expert_layout)
+        bound = 1 / math.sqrt(term.in_features)
+        tensors[term.a] = (torch.rand(first, generator=generator) * 2 - 1) * bound
+        tensors[term.b] = torch.zeros(second)
     return tensors

@@ -1,34 +1,34 @@
 """A causal language model for training: packed tokens in, predictions out, in one forward pass.
 
 All work from the embedding to the log-probabilities happens inside the forward of one module. So an
-engine that shards weights gathers them around it. Hooks on linear layers add the low-rank terms of
-many models, segment by segment. Their tensors are not parameters of the module, so a sharding
-engine never handles them.
+engine that shards weights gathers them around it.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skyrl_actors.losses.processing import Processing
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.activation_offload import offloading
+from skyrl_actors.workers.adapter_terms import UNEMBED, terms_of
 from skyrl_actors.workers.blocks import Block
+from skyrl_actors.workers.expert_terms import attach_to_experts
 from skyrl_actors.workers.head import HeadSegment, score
 from skyrl_actors.workers.interface import Activations
+from skyrl_actors.workers.low_rank import attach_to_linears
+from skyrl_actors.workers.mixers import separate_rows
+from skyrl_actors.workers.published_names import StoredForm
 from skyrl_actors.workers.sequence import SequenceGroup
 
-ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
-MLP_LAYERS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2")
-UNEMBED = "lm_head"
 UNEMBED_WEIGHT = f"{UNEMBED}.weight"
 VALUE_WEIGHT, VALUE_BIAS = "value_head.weight", "value_head.bias"
-NOT_PLAIN = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
+RANDOM = ("dropout", "jitter")  # in the names of numbers that make a pass random
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Segment:
     num_tokens: int
     views: Mapping[str, Tensor]
     scale: float
+    processing: Processing | None = None  # of the logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,55 +104,28 @@ class Network:
         self.same_graph = False
         self.whole = Whole(module, value_head)
         self.entry: Callable[..., Any] = self.whole  # a sharding engine can replace it
-        self._segments: tuple[Segment, ...] = ()
+        self.segments: tuple[Segment, ...] = ()  # of the tokens that layers compute now
+        self.blocks: tuple[Block, ...] = ()  # of the pass that runs
+        self._form = logits_form(self.config)
         module.lm_head.__class__ = ScoringHead
-        for layer in module.modules():
-            if isinstance(layer, nn.Dropout):
-                # Without dropout, the gradient belongs to the log-probabilities that were returned.
-                layer.p = 0.0
+        make_deterministic(module)
+        separate_rows(module, self)
         if activations == "recompute":
             module.gradient_checkpointing_enable({"use_reentrant": False})
         module.train()
-        self.linears = self._hook_linears()
+        self.terms = terms_of(module)
+        inside = [term for term in self.terms.values() if term.name != UNEMBED]
+        attach_to_linears(module, inside, self)
+        attach_to_experts(module, inside, self)
 
     @property
     def max_context_tokens(self) -> int:
         return int(self.config.max_position_embeddings)
 
-    def _hook_linears(self) -> dict[str, nn.Linear]:
-        wanted = {*ATTENTION_LAYERS, *MLP_LAYERS, UNEMBED}
-        linears = {
-            name: layer
-            for name, layer in self.module.named_modules()
-            if isinstance(layer, nn.Linear) and name.rsplit(".", 1)[-1] in wanted
-        }
-        for name, layer in linears.items():
-            if name != UNEMBED:
-                layer.register_forward_hook(
-                    partial(self._add_low_rank, f"{name}.lora_A", f"{name}.lora_B")
-                )
-        return linears
-
-    def _add_low_rank(
-        self, key_a: str, key_b: str, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor
-    ) -> Tensor | None:
-        segments = self._segments
-        if not any(key_a in segment.views for segment in segments):
-            return None
-        x = args[0]  # [1, T, in]
-        pieces = (
-            x.split([segment.num_tokens for segment in segments], dim=-2)
-            if len(segments) > 1
-            else (x,)
-        )
-        terms = []
-        for segment, piece in zip(segments, pieces, strict=True):
-            if key_a in segment.views:
-                a, b = segment.views[key_a].to(x.dtype), segment.views[key_b].to(x.dtype)
-                terms.append(F.linear(F.linear(piece, a), b) * segment.scale)
-            else:
-                terms.append(output.new_zeros(*piece.shape[:-1], output.size(-1)))
-        return output + (torch.cat(terms, dim=-2) if len(terms) > 1 else terms[0])
+    @cached_property
+    def stored_form(self) -> StoredForm:
+        """The tensors of the family's files for each weight."""
+        return StoredForm(self.module)
 
     def predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
         """Return float32 logprobs of the targets and entropies [T], or values [T] and None."""
@@ -164,6 +138,17 @@ class Network:
         """
         return _InUse(self, segments)
 
+    @contextmanager
+    def within(self, block: Block) -> Iterator[None]:
+        """Compute the tokens of one block: the segments are those of its tokens."""
+        all_segments = self.segments
+        stop = block.start + block.num_rows * block.length
+        self.segments = segments_within(all_segments, block.start, stop)
+        try:
+            yield
+        finally:
+            self.segments = all_segments
+
     def end_pass(self) -> None:
         """Clean up after a pass, also after a forward-only or a failed pass.
 
@@ -172,6 +157,7 @@ class Network:
         """
 
     def _predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
+        self.blocks = inputs.blocks
         with offloading(self.device) if self.activations == "offload" else nullcontext():
             given = (
                 {"inputs_embeds": self._embedded(inputs.tokens)}
@@ -189,12 +175,15 @@ class Network:
             hidden = output.last_hidden_state[0]  # [T, H]
             if inputs.targets is None:
                 return self._values(hidden), None
+            if self._form.factor != 1.0:
+                hidden = hidden * self._form.factor
             segments = [
                 HeadSegment(
                     num_tokens=s.num_tokens,
                     a=s.views.get(f"{UNEMBED}.lora_A"),
                     b=s.views.get(f"{UNEMBED}.lora_B"),
                     scale=s.scale,
+                    processing=s.processing,
                 )
                 for s in inputs.segments
             ]
@@ -209,6 +198,7 @@ class Network:
                     inputs.counted,
                     inputs.entropy_gradient,
                     self.score_uncounted,
+                    self._form.softcap,
                 )
 
             return self.module.lm_head(None, compute)
@@ -231,7 +221,7 @@ class Network:
             )
         values = []
         for segment, piece in zip(
-            self._segments, hidden.split([s.num_tokens for s in self._segments]), strict=True
+            self.segments, hidden.split([s.num_tokens for s in self.segments]), strict=True
         ):
             weight, bias = segment.views[VALUE_WEIGHT], segment.views[VALUE_BIAS]
             values.append((piece.to(weight.dtype) @ weight.t() + bias)[:, 0])
@@ -243,17 +233,67 @@ class _InUse(AbstractContextManager[None]):
         self._network, self._set = network, segments
 
     def __enter__(self) -> None:
-        self._network._segments = self._set
+        self._network.segments = self._set
 
     def __exit__(self, *_: object) -> None:
-        self._network._segments = ()
+        self._network.segments = ()
+        self._network.blocks = ()
         self._network.end_pass()
 
 
 def check_plain(module: Any) -> None:
     """Raise ConfigError unless the logits are one linear layer over the last hidden state."""
     head = getattr(module, UNEMBED, None)
-    odd = [name for name in NOT_PLAIN if getattr(module.config, name, None) not in (None, 1, 1.0)]
-    if not isinstance(head, nn.Linear) or head.bias is not None or odd:
-        why = odd[0] if odd else "its output layer"
-        raise ConfigError(f"{type(module).__name__} cannot be trained here: {why} is not supported")
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ConfigError(
+            f"{type(module).__name__} cannot be trained here: its output layer is not supported"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsForm:
+    """What a model does to the product of hidden state and output weight, x: softcap of factor·x.
+
+    The start-up proof compares the result with the model's own logits, so a form that is not listed
+    here is refused.
+    """
+
+    factor: float = 1.0
+    softcap: float | None = None
+
+
+def logits_form(config: Any) -> LogitsForm:
+    """Return the form of a model's logits, by the names that transformers' configs have for it."""
+
+    def number(name: str) -> float | None:
+        return getattr(config, name, None)
+
+    factor = (number("logit_scale") or 1.0) * (number("lm_head_multiplier") or 1.0)
+    factor /= number("logits_scaling") or 1.0
+    softcap = number("final_logit_softcapping") or number("logits_soft_cap")
+    return LogitsForm(factor=factor, softcap=softcap)
+
+
+def make_deterministic(module: nn.Module) -> None:
+    """Turn dropout and jitter off in all layers, also where they are numbers and no layers.
+
+    The gradient then belongs to the log-probabilities that were returned.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+        for name, value in list(vars(layer).items()):
+            if isinstance(value, float) and any(part in name for part in RANDOM):
+                setattr(layer, name, 0.0)
+
+
+def segments_within(segments: Sequence[Segment], start: int, stop: int) -> tuple[Segment, ...]:
+    """Return the parts of adjacent segments between two tokens."""
+    found: list[Segment] = []
+    first = 0
+    for segment in segments:
+        overlap = min(stop, first + segment.num_tokens) - max(start, first)
+        if overlap > 0:
+            found.append(replace(segment, num_tokens=overlap))
+        first += segment.num_tokens
+    return tuple(found)

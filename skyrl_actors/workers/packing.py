@@ -1,8 +1,6 @@
-"""Pack ragged rows end to end without padding. Attention computes each row separately.
+"""Plan passes: pack ragged rows end to end without padding.
 
-Rows are sorted by model and length, so rows of equal length form a block that is a plain view. Each
-distinct length takes one attention call, without gather, mask or padded positions that could change
-a number.
+Rows are sorted by model and length, so rows of equal length form a block that is a plain view.
 """
 
 from collections.abc import Sequence
@@ -10,16 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
-from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.workers import varlen
 from skyrl_actors.workers.blocks import Block
-from skyrl_actors.workers.sequence import SequenceGroup
-
-ATTENTION = "skyrl_actors_packed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,78 +101,3 @@ def _as_pass(items: list[Item]) -> Pass:
             shares.append(Share(part=part, rows=(row,), start=start, num_tokens=length))
         start += length
     return Pass(shares=tuple(shares), blocks=tuple(blocks), num_tokens=start)
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    packed_blocks: Sequence[Block] = (),
-    sequence_group: SequenceGroup | None = None,
-    sliding_window: int | None = None,
-    **unused: object,
-) -> tuple[Tensor, None]:
-    """Compute causal attention inside each row.
-
-    query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D].
-    """
-    if odd := [name for name in ("softcap", "s_aux") if unused.get(name) is not None]:
-        raise ConfigError(
-            f"{type(module).__name__} computes attention with {odd[0]}, which packed attention "
-            "does not support"
-        )
-    if sequence_group is not None:
-        query, key, value = sequence_group.heads_of_all(query, key, value)
-    way = attend_by_blocks
-    if varlen.can_attend(query):
-        way = varlen.attend
-    whole = way(query, key, value, tuple(packed_blocks), scaling, sliding_window)
-    if sequence_group is not None:
-        whole = sequence_group.tokens_of_this(whole)
-    return whole.unsqueeze(0), None
-
-
-def attend_by_blocks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: tuple[Block, ...],
-    scale: float | None,
-    window: int | None,
-) -> Tensor:
-    """Call torch's attention once for the rows of each length. Returns [T, Hq, D]."""
-    outputs = []
-    for block in blocks:
-        q, k, v = (_rows_of(x, block) for x in (query, key, value))  # [n, H, L, D]
-        mask = None
-        if window is not None and window < block.length:
-            mask = (
-                torch.ones(block.length, block.length, dtype=torch.bool, device=q.device)
-                .tril()
-                .triu(1 - window)
-            )
-        grouped = q.size(1) != k.size(1)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
-        outputs.append(
-            out.transpose(1, 2).reshape(block.num_rows * block.length, q.size(1), q.size(3))
-        )
-    return torch.cat(outputs)
-
-
-def _rows_of(x: Tensor, block: Block) -> Tensor:
-    flat = x[0, :, block.start : block.start + block.num_rows * block.length]  # [H, n·L, D]
-    return flat.unflatten(1, (block.num_rows, block.length)).transpose(0, 1)
-
-
-def prove_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Test the GPU kernel for these heads, before the first pass of a model."""
-    varlen.prove(attend_by_blocks, device, dtype, head_dim)
-
-
-AttentionInterface.register(ATTENTION, packed_attention)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from skyrl_actors.transport.device_memory import settled
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import MemoryPart
 
@@ -55,9 +56,8 @@ class AdapterPager:
             state.free_empty_gradients()
             for part in PARTS:
                 state.move(part, HOST)
-        if leaving and self._device.type == "cuda":
-            # The host can read the copies next, so wait for transfers to pinned memory.
-            torch.cuda.synchronize()
+        if leaving:
+            settled(self._device)
 
     def forget(self, model_id: str) -> None:
         """Unregister a deleted model."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from skyrl_actors.losses import REGISTRY
 from skyrl_actors.losses.loss import ENTROPY_COEF
+from skyrl_actors.losses.processing import Processing, processing_of
 from skyrl_actors.losses.torch_ops import TorchOps
 from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns
 from skyrl_actors.messages.model import LossCall
@@ -67,6 +68,11 @@ class PassPart:
     @property
     def entropy_coef(self) -> float:
         return float(self.loss.config.get(ENTROPY_COEF, 0.0)) if self.loss else 0.0
+
+    @property
+    def processing(self) -> Processing | None:
+        """The distribution that the loss is about; None for the model's own."""
+        return processing_of(self.loss.config) if self.loss else None
 
     def counted(self, where: np.ndarray) -> np.ndarray:
         """Return [n] bool: the positions whose weight is not 0.
@@ -258,7 +264,8 @@ def _segments(parts: Sequence[PassPart], plan: Pass, stretch: slice) -> list[Seg
         end = share.start + share.num_tokens + (plan.padding if share is plan.shares[-1] else 0)
         length = min(end, stretch.stop) - max(share.start, stretch.start)
         if length > 0:
-            segments.append(parts[share.part].model.segment(length))
+            part = parts[share.part]
+            segments.append(part.model.segment(length, part.processing))
     return segments
 
 

@@ -58,12 +58,17 @@ class TrainState(Protocol):
         ...
 
     def tensors(
-        self, kind: Kind, dtype: torch.dtype = torch.float32, device: torch.device = HOST
+        self,
+        kind: Kind,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = HOST,
+        everywhere: bool = False,
     ) -> Iterator[tuple[str, Tensor | None]]:
         """Yield tensors in the order of `shapes`. Collective.
 
-        Rank 0 gets them in this dtype on this device, the other ranks get None. Ranks convert where
-        the tensors are, if possible before they are gathered.
+        Rank 0 gets them in this dtype on this device. The other ranks get None, or the same with
+        `everywhere`. Shards are converted before they are gathered. They are gathered on the
+        network's device, also when they are in host memory.
         """
         ...
 

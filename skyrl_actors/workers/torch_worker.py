@@ -19,6 +19,7 @@ from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequ
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, ModelSpec
 from skyrl_actors.messages.weights import Materialize, WeightManifest, WeightStream
 from skyrl_actors.storage.private_folders import make_folder
+from skyrl_actors.transport.device_memory import allocated, free_unused, settled
 from skyrl_actors.workers import checkpoint, export, head, snapshot, varlen, version_streams
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.batches import BatchRunner
@@ -39,6 +40,7 @@ from skyrl_actors.workers.passes import PassPart
 from skyrl_actors.workers.snapshot import UnwrittenCopies, copy_of
 
 T = TypeVar("T")
+DEVICE_TYPES = {"gpu": "cuda", "cpu": "cpu"}  # torch's device type by that of the config
 
 
 class TorchWorker:
@@ -46,7 +48,7 @@ class TorchWorker:
 
     def __init__(self, spec: WorkerSpec):
         self.spec = spec
-        self.device = torch.device("cuda" if spec.device == "gpu" else "cpu")
+        self.device = torch.device(DEVICE_TYPES[spec.device])
         self.models: dict[str, TrainedModel] = {}
         self._pager = AdapterPager(spec.max_adapters, self.device)
         self._model_factory: ModelFactory | None = None
@@ -132,8 +134,7 @@ class TorchWorker:
         if not model.shares_network and not isinstance(model.state, FlatState):
             del model
             gc.collect()  # the hooks and modules of a network form reference cycles
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_unused(self.device)
 
     def forward_backward(
         self, calls: tuple[PartCall, ...], forward_only: bool
@@ -196,17 +197,13 @@ class TorchWorker:
         version: str,
         checksums: bool,
         materialize: Materialize = "eager",
-        shards: bool = False,
     ) -> WeightManifest | None:
         model, writes = self._model(model_id), self.model_factory.writes
-        lives = (
-            materialize == "lazy"
-            and model.spec.lora is None
-            and (shards or isinstance(model.state, FlatState))
-        )
+        lives = materialize == "lazy" and model.spec.lora is None
         if lives:
             dtype = getattr(torch, self.spec.export_dtype)
-            made = export.described(model.state.shapes, Path(path), version, dtype)
+            shapes = model.network.stored_form.stored_shapes(model.state.shapes)
+            made = export.described(shapes, Path(path), version, dtype)
         else:
             made = self._written(model_id, path, version, checksums)
         model.versions.note(version, path, written=not lives)
@@ -276,12 +273,12 @@ class TorchWorker:
             self._patience_s,
         )
 
-    def feed(self, version: str, stream_id: str) -> None:
+    def feed(self, version: str, stream_ids: tuple[str, ...], everywhere: bool = False) -> None:
         model = self._model_of(version)
         if model is None or version in model.versions.written or isinstance(model.state, FlatState):
             return  # that stream needs no gathering
         dtype = getattr(torch, self.spec.export_dtype)
-        collective(self.spec, lambda: version_streams.gather(model, stream_id, dtype))
+        collective(self.spec, lambda: version_streams.gather(model, stream_ids, everywhere, dtype))
 
     def _model_of(self, version: str) -> TrainedModel | None:
         """Return the model whose live weights still equal this version."""
@@ -309,7 +306,7 @@ class TorchWorker:
         self._pager.phase_moved(parts, to)
         if self.device.type == "cpu":
             return 0
-        before = torch.cuda.memory_allocated()
+        before = allocated(self.device)
         target = self.device if to == "device" else torch.device("cpu")
         if "weights" in parts:
             self.model_factory.move_base(target)
@@ -324,10 +321,10 @@ class TorchWorker:
                 continue
             for part in parts:
                 model.state.move(part, target)
-        torch.cuda.synchronize()
-        moved = abs(torch.cuda.memory_allocated() - before)
+        settled(self.device)
+        moved = abs(allocated(self.device) - before)
         if to == "host":
-            torch.cuda.empty_cache()
+            free_unused(self.device)
         return moved
 
     def read_files(self, path: str) -> dict[str, NDArray[np.uint8]]:

@@ -1,5 +1,7 @@
 """Send a version of the weights to engines, from the live weights or from its file."""
 
+from collections.abc import Collection
+
 import torch
 
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
@@ -7,7 +9,6 @@ from skyrl_actors.transport import streams
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.gather_queue import GatherQueue
 from skyrl_actors.workers.models import TrainedModel
-from skyrl_actors.workers.state import HOST
 
 
 def opened(
@@ -42,10 +43,18 @@ def opened(
     return found
 
 
-def gather(model: TrainedModel, stream_id: str, dtype: torch.dtype) -> None:
-    """Gather the sharded weights of a model, and queue them on the rank that sends the stream."""
-    queue = model.versions.feeds.pop(stream_id, None)
-    device = queue.device if queue is not None else HOST
-    for _, tensor in model.state.tensors("weights", dtype, device):
-        if queue is not None and tensor is not None:
-            queue.put(tensor)
+def gather(
+    model: TrainedModel, stream_ids: Collection[str], everywhere: bool, dtype: torch.dtype
+) -> None:
+    """Gather the sharded weights of a model once for all these streams.
+
+    Each rank queues them for its own streams. Without `everywhere`, only rank 0 has any.
+    """
+    feeds = model.versions.feeds
+    queues = [feeds.pop(stream_id) for stream_id in stream_ids if stream_id in feeds]
+    device = queues[0].device if queues else model.network.device
+    for name, tensor in model.state.tensors("weights", dtype, device, everywhere):
+        if tensor is not None:
+            for _, stored in model.network.stored_form.cut(name, tensor):
+                for queue in queues:
+                    queue.put(stored)

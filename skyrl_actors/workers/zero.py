@@ -25,8 +25,6 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Offloaded
 from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
@@ -35,16 +33,16 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_actors.config.strategies import DeepSpeedStrategy
 from skyrl_actors.messages.model import AdamParams
 from skyrl_actors.transport.device_memory import placed
+from skyrl_actors.workers.adapter_terms import whole_shape
 from skyrl_actors.workers.blocks import Block
+from skyrl_actors.workers.buffers import fill_buffers, stored_buffers
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.meta_model import own_names, trained_names, value_head_for, weights_of
 from skyrl_actors.workers.network import Network, PassInputs, Segment
-from skyrl_actors.workers.packing import ATTENTION
 from skyrl_actors.workers.pending_gradients import PendingGradients
 from skyrl_actors.workers.sharded_files import Piece
 from skyrl_actors.workers.state import (
@@ -57,6 +55,7 @@ from skyrl_actors.workers.state import (
     update_groups,
 )
 from skyrl_actors.workers.tensor_files import Shape, Source, whole
+from skyrl_actors.workers.zero_module import check_can_be_partitioned, module_in
 from skyrl_actors.workers.zero_settings import zero_settings
 
 # This operator is for inference. Each start on a CPU would compile it, and it fails without a
@@ -91,19 +90,20 @@ def zero_network(
     """Return the network and its engine."""
     config = zero_settings(strategy, dtype, trained)
     partitioned = strategy.stage == 3
-    with deepspeed.zero.Init(config_dict_or_path=config) if partitioned else nullcontext():
-        module = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation=ATTENTION
-        )
-    module.to(device)
+    shards = deepspeed.zero.Init(config_dict_or_path=config) if partitioned else nullcontext()
+    module = module_in(shards, folder, dtype).to(device)
+    if partitioned:
+        check_can_be_partitioned(module)
     # DeepSpeed needs a value head of the same dtype as the other parameters.
     value_head = value_head_for(module, is_critic)
     network = Network(module, device, activations, value_head and value_head.to(dtype))
     parameters = own_names(network.whole)
+    shapes = {n: whole_shape(p) for n, p in (parameters | stored_buffers(module)).items()}
     with (
-        weights_of(folder, dtype, {n: full_shape(p) for n, p in parameters.items()}) as source,
+        weights_of(folder, dtype, network, shapes) as source,
         torch.no_grad(),
     ):
+        fill_buffers(module, source)
         for name, parameter in parameters.items():
             if name in source.shapes:
                 _fill(parameter, source, name)
@@ -114,7 +114,7 @@ def zero_network(
     }
     if trained:
         owned = trained_names(network.whole)
-        groups = parameter_groups(owned, {n: full_shape(p) for n, p in owned.items()})
+        groups = parameter_groups(owned, {n: whole_shape(p) for n, p in owned.items()})
         arguments["optimizer"] = torch.optim.AdamW(groups, lr=0.0, fused=True)
     else:
         module.requires_grad_(False)
@@ -124,11 +124,6 @@ def zero_network(
     return network, engine
 
 
-def full_shape(parameter: Any) -> Shape:
-    """Return the shape of a parameter before sharding. A shard in stage 3 has another one."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def _fill(parameter: Any, source: Source, name: str) -> None:
     if not hasattr(parameter, "ds_tensor"):
         parameter.copy_(whole(source, name))
@@ -136,13 +131,13 @@ def _fill(parameter: Any, source: Source, name: str) -> None:
     start, stop = _own_range(parameter)
     parameter.ds_tensor.data.view(-1)[: stop - start].copy_(source.range(name, start, stop))
     # A small tensor, which stays gathered.
-    if parameter.data.numel() == math.prod(full_shape(parameter)):
+    if parameter.data.numel() == math.prod(whole_shape(parameter)):
         parameter.data.view(-1).copy_(whole(source, name).view(-1))
 
 
 def _own_range(parameter: Any) -> tuple[int, int]:
     """Return the range of this rank's part in stage 3. The last parts can be padding."""
-    size, total = parameter.ds_tensor.ds_numel, math.prod(full_shape(parameter))
+    size, total = parameter.ds_tensor.ds_numel, math.prod(whole_shape(parameter))
     start = min(dist.get_rank() * size, total)
     return start, min(start + size, total)
 
@@ -156,7 +151,9 @@ class ZeroState:
         # A step whose norm is not finite is skipped, also in float32.
         self._optimizer.check_grad_overflow = True
         self.parameters: dict[str, Any] = trained_names(network.whole)
-        self.shapes: dict[str, Shape] = {name: full_shape(p) for name, p in self.parameters.items()}
+        self.shapes: dict[str, Shape] = {
+            name: whole_shape(p) for name, p in self.parameters.items()
+        }
         self.pending = False
         # Of this rank: in stage 1, a rank without rows has none although the model has.
         self._has_own_gradient = False
@@ -228,31 +225,45 @@ class ZeroState:
         return norm
 
     def tensors(
-        self, kind: Kind, dtype: torch.dtype = torch.float32, device: torch.device = HOST
+        self,
+        kind: Kind,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = HOST,
+        everywhere: bool = False,
     ) -> Iterator[tuple[str, Tensor | None]]:
-        for name, parameter in self.parameters.items():
-            if kind == "weights":
-                full = safe_get_full_fp32_param(parameter)
-            else:
-                full = safe_get_full_optimizer_state(parameter, kind)
-            assert full is not None
-            mine = full.detach().to(dtype).to(device) if dist.get_rank() == 0 else None
-            yield name, None if mine is None else mine.view(self.shapes[name])
+        receives = everywhere or dist.get_rank() == 0
+        for name, shape in self.shapes.items():
+            # DeepSpeed's own functions gather float32 and not always on the device. Here each rank
+            # adds its piece to zeros.
+            full = torch.zeros(shape, dtype=dtype, device=self._network.device)
+            if (piece := self._own_piece(name, kind)) is not None:
+                start, held = piece
+                full.view(-1)[start : start + held.numel()].copy_(held)
+            dist.all_reduce(full)
+            yield name, full.to(device) if receives else None
 
     def own_pieces(self, kind: Kind) -> Iterator[Piece]:
-        for name, parameter in self.parameters.items():
-            if hasattr(parameter, "ds_tensor"):
-                held = (
-                    safe_get_local_fp32_param(parameter)
-                    if kind == "weights"
-                    else safe_get_local_optimizer_state(parameter, kind)
-                )
-                assert held is not None
-                start, stop = _own_range(parameter)
-                yield name, start, held.detach().reshape(-1)[: stop - start]
-            elif (mapping := parameter._hp_mapping) is not None:  # else another rank's
-                held = mapping.get_hp_fragment(None if kind == "weights" else kind)
-                yield name, mapping.lp_fragment_address.start, held.detach()
+        for name in self.shapes:
+            if (piece := self._own_piece(name, kind)) is not None:
+                yield name, *piece
+
+    def _own_piece(self, name: str, kind: Kind) -> tuple[int, Tensor] | None:
+        """Return this rank's range of a tensor, [n] float32, and its start."""
+        parameter = self.parameters[name]
+        if hasattr(parameter, "ds_tensor"):
+            held = (
+                safe_get_local_fp32_param(parameter)
+                if kind == "weights"
+                else safe_get_local_optimizer_state(parameter, kind)
+            )
+            assert held is not None
+            start, stop = _own_range(parameter)
+            return start, held.detach().reshape(-1)[: stop - start]
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        held = mapping.get_hp_fragment(None if kind == "weights" else kind)
+        return mapping.lp_fragment_address.start, held.detach().reshape(-1)
 
     def load(self, source: Source) -> None:
         check_names(self.shapes, source.shapes)

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 import uvicorn
 
 from skyrl_actors.api.app import build_app
@@ -26,6 +27,7 @@ from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
@@ -102,9 +104,9 @@ class AnsweringBackend(FakeBackend):
             logprobs=np.full(length, -1.0, np.float32),
             stop_reason="length",
         )
-        if params.tempered_logprobs:
+        if params.shows_processed:
             one = replace(
-                one, tempered=np.full(length, -2.0 if params.tempers else -1.0, np.float32)
+                one, tempered=np.full(length, -2.0 if params.processes else -1.0, np.float32)
             )
         logprobs = np.full(len(prompt), -1.0, np.float32)
         logprobs[0] = np.nan
@@ -190,6 +192,17 @@ async def edge(
     await controller.close()
 
 
+def silenced(patch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list: sessions in it count as silent, and no other does, however slow a test is."""
+    silent: list[str] = []
+
+    def those(tenants: TenantTable, *_: float) -> list[str]:
+        return [name for name in silent if name in tenants.sessions]
+
+    patch.setattr(TenantTable, "silent_sessions", those)
+    return silent
+
+
 def config_for(folder: Path, **parts: Any) -> ClusterConfig:
     journal = JournalConfig(folder=folder / "journal")
     return ClusterConfig(
@@ -237,3 +250,10 @@ async def serve(
 
 if __name__ == "__main__":
     asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]))
+
+
+async def model_in(http: httpx.AsyncClient) -> tuple[str, str]:
+    """Create a session with a model; return both names."""
+    session = (await posted(http, "/create_session"))["session_id"]
+    await resolved(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
+    return session, f"{session}:train:0"

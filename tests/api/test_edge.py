@@ -9,7 +9,16 @@ import httpx
 import pytest
 
 from skyrl_actors.config.cluster import LimitsConfig
-from tests.api.local import MODEL, AnsweringBackend, config_for, edge, posted, resolved
+from tests.api.local import (
+    MODEL,
+    AnsweringBackend,
+    config_for,
+    edge,
+    model_in,
+    posted,
+    resolved,
+    silenced,
+)
 
 
 @pytest.fixture
@@ -254,12 +263,6 @@ async def test_the_tags_of_a_session_are_kept_and_shown(http: httpx.AsyncClient)
     assert answer.status_code == 422 and "tags have 17000 bytes" in answer.text
 
 
-async def model_in(http: httpx.AsyncClient) -> tuple[str, str]:
-    session = (await posted(http, "/create_session"))["session_id"]
-    await resolved(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
-    return session, f"{session}:train:0"
-
-
 async def test_exports_can_be_downloaded_but_not_loaded(http: httpx.AsyncClient):
     _, model_id = await model_in(http)
     saved = await resolved(
@@ -453,10 +456,14 @@ async def test_values_that_cannot_be_stored_are_refused_with_422_and_health_stay
     await resolved(http, "/optim_step", model_id=model_id, seq_id=1)
 
 
-async def test_a_model_of_an_expired_session_is_loaded_from_its_step(tmp_path: Path):
+async def test_a_model_of_an_expired_session_is_loaded_from_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    silent = silenced(monkeypatch)
     async with edge(config_for(tmp_path, limits=LimitsConfig(session_timeout_s=0.5))) as http:
         session, model_id = await model_in(http)
         await resolved(http, "/optim_step", model_id=model_id, seq_id=1)
+        silent.append(session)
         for _ in range(200):
             if (
                 gone := (await http.post("/get_info", json={"model_id": model_id})).status_code

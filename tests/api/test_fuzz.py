@@ -202,7 +202,7 @@ def path_with(draw: st.DrawFn, path: str, known: list[str]) -> str:
 def test_json_of_any_shape_gets_no_server_error(
     method: str, path: str, route: APIRoute, world: World
 ):
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         where = data.draw(st.composite(path_with)(path, world.known))

@@ -12,7 +12,7 @@ from skyrl_actors.controller import named_samplers
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
-from tests.api.local import MODEL, AnsweringBackend, config_for, edge, posted, resolved
+from tests.api.local import MODEL, AnsweringBackend, config_for, edge, posted, resolved, silenced
 
 ASKED = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 1}}
 
@@ -170,6 +170,7 @@ async def test_a_version_is_dropped_from_engines_with_its_last_sampler(
 async def test_samplers_without_a_session_are_freed_when_idle(
     tmp_path: Path, backend: Serving, monkeypatch: pytest.MonkeyPatch
 ):
+    silenced(monkeypatch)
     monkeypatch.setattr("skyrl_actors.controller.model_capacity.SESSION_SILENT_S", 0.1)
     limits = LimitsConfig(session_timeout_s=0.3)
     async with edge(config_for(tmp_path, limits=limits), backend) as http:
@@ -185,8 +186,9 @@ async def test_samplers_without_a_session_are_freed_when_idle(
 
 
 async def test_samplers_of_a_deleted_checkpoint_are_freed_before_their_session_ends(
-    tmp_path: Path, backend: Serving
+    tmp_path: Path, backend: Serving, monkeypatch: pytest.MonkeyPatch
 ):
+    silenced(monkeypatch)
     limits = LimitsConfig(session_timeout_s=2)
     async with edge(config_for(tmp_path, limits=limits), backend) as http:
         saved = await Saved(http).make()
@@ -202,6 +204,7 @@ async def test_samplers_of_a_deleted_checkpoint_are_freed_before_their_session_e
 async def test_samplers_are_freed_after_a_file_could_not_be_read_once(
     tmp_path: Path, backend: Serving, monkeypatch: pytest.MonkeyPatch
 ):
+    silenced(monkeypatch)
     failures = [OSError(5, "Input/output error")] * 3
     look = named_samplers.change_of
 

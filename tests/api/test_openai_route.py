@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -20,7 +21,7 @@ from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights
-from tests.api.local import MODEL, AnsweringBackend, config_for, edge
+from tests.api.local import MODEL, AnsweringBackend, config_for, edge, model_in, resolved
 
 URL = "http://service/v1/completions"
 
@@ -91,14 +92,14 @@ async def test_a_refused_prompt_cancels_the_samples_of_earlier_prompts(
     backend.sampling.clear()
     async with edge(config_for(tmp_path), backend) as http:
         refused = await http.post(URL, json=body([1], [2], [10**6]))
-        assert refused.status_code == 422 and "outside 0 to" in refused.text
+        assert refused.status_code == 400 and "outside 0 to" in refused.text
         await until(lambda: not backend.running)
 
 
 async def test_an_empty_list_of_prompts_is_refused(tmp_path: Path, backend: Watched):
     async with edge(config_for(tmp_path), backend) as http:
         refused = await http.post(URL, json=body())
-        assert refused.status_code == 422 and "prompt is empty" in refused.text
+        assert refused.status_code == 400 and "prompt is empty" in refused.text
 
 
 @asynccontextmanager
@@ -207,6 +208,49 @@ async def test_the_request_or_the_config_sets_the_temperature_of_logprobs(
             == await logprobs(0.0, tempered_logprobs=True)
             == {-1.0}
         )
+
+
+@pytest.mark.parametrize("prefix", ["", "/oai/api"])
+async def test_a_model_is_described_by_its_name(tmp_path: Path, backend: Watched, prefix: str):
+    async with edge(config_for(tmp_path), backend) as http:
+        _, model_id = await model_in(http)
+        saved = await resolved(
+            http, "/save_weights_for_sampler", model_id=model_id, path="one", seq_id=1
+        )
+        url = f"http://service{prefix}/v1/models"
+        listed = [each["id"] for each in (await http.get(url)).json()["data"]]
+        assert listed == [MODEL, saved["path"]]
+        for name in listed:
+            for quoted in (name, quote(name, safe="")):
+                assert (await http.get(f"{url}/{quoted}")).json()["id"] == name
+        unknown = await http.get(f"{url}/gpt-9")
+        assert unknown.status_code == 404
+        error = unknown.json()["error"]
+        assert error["code"] == "model_not_found" and "'gpt-9' does not exist" in error["message"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/oai/api"])
+async def test_errors_have_the_form_of_openai(tmp_path: Path, backend: Watched, prefix: str):
+    config = config_for(tmp_path, http=HttpConfig(api_keys=(f"alice={KEY}",)))
+    url = f"http://service{prefix}/v1/completions"
+    async with edge(config, backend) as http:
+        key = {"Authorization": f"Bearer {KEY}"}
+        answered = await http.post(url, json=body([1, 2]), headers=key)
+        assert answered.status_code == 200 and len(answered.json()["choices"]) == 1
+
+        async def refused(content: Any, headers: Any = key) -> tuple[int, Any]:
+            answer = await http.post(url, json=content, headers=headers)
+            return answer.status_code, answer.json()["error"]
+
+        status, error = await refused(body([1, 2]), {})
+        assert (status, error["code"]) == (401, "invalid_api_key")
+        status, error = await refused(body([1, 2], temperature=7))
+        assert (status, error["code"], error["param"]) == (400, None, "temperature")
+        assert error["type"] == "invalid_request_error" and "less than" in error["message"]
+        status, error = await refused({**body([1]), "model": "gpt-9"})
+        assert (status, error["code"]) == (404, "model_not_found")
+        status, error = await refused({"prompt": "x" * 10**6, "model": MODEL})
+        assert status == 413 and "are allowed" in error["message"]
 
 
 KEY = "tml-alice-0123456789"

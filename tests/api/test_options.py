@@ -99,6 +99,16 @@ async def http(tmp_path: Path):
         ),
         ("/sessions/search", {"statuses": [{"type": "over"}]}, "statuses.0.type: "),
         ("/sessions/search", {"statuses": []}, "statuses: "),
+        (
+            "/optim_step",
+            {"adam_params": {"learning_rate": None}},
+            "learning_rate is null, which stands for NaN or an infinite number",
+        ),
+        (
+            "/asample",
+            {**PROMPT, "sampling_params": {"temperature": None}},
+            "temperature is null, which stands for NaN",
+        ),
     ],
 )
 async def test_an_option_without_effect_is_refused_by_name(
@@ -197,5 +207,15 @@ async def test_openai_fields_that_are_not_served_are_refused_by_name(
     if body.keys() & {"tool_calls", "refusal", "content"}:
         own, body = {"model": MODEL, "messages": [message | body]}, {}
     answer = await http.post("http://service/v1/chat/completions", json=own | body)
-    assert answer.status_code == 422, answer.text
+    assert answer.status_code == 400, answer.text
     assert expected in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+async def test_numbers_that_json_does_not_have_are_refused(http: httpx.AsyncClient, number: str):
+    session = (await posted(http, "/create_session"))["session_id"]
+    await resolved(http, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
+    body = f'{{"model_id": "{session}:train:0", "adam_params": {{"learning_rate": {number}}}}}'
+    headers = {"content-type": "application/json"}
+    answer = await http.post("/optim_step", content=body, headers=headers)
+    assert answer.status_code == 422 and "learning_rate" in answer.json()["detail"]

@@ -81,7 +81,7 @@ def test_a_config_file_pins_keys_of_a_model(model: Path, tmp_path: Path):
         (("--gpus", "1xL4", "engine.max_model_len=1000000"), "no layout fits"),
         (
             ("--gpus", "1xL4", "engine.max_modle_len=100"),
-            "engine.max_modle_len: unknown key; allowed",
+            "engine.max_modle_len: unknown key; did you mean engine.max_model_len? allowed",
         ),
         (("--gpus", "1xL4", "engine.max_model_len=long"), "engine.max_model_len: Input should be"),
         (("--gpus", "1xL4", "lora=5"), "lora: Input should be"),

@@ -49,7 +49,7 @@ def test_resolved_config_reads_back_equal(tmp_path: Path):
     [
         (
             "engine.kv_cache_byte=1",
-            r"engine\.kv_cache_byte: unknown key; allowed here: .*kv_cache_bytes",
+            r"engine\.kv_cache_byte: unknown key; did you mean engine.kv_cache_bytes\? allowed",
         ),
         (
             "transfer.foo=1",
@@ -166,3 +166,19 @@ def test_unreadable_configs_are_refused(tmp_path: Path):
 def test_rank_of_a_job_must_fit_the_service():
     with pytest.raises(ConfigError, match=r"job.lora_rank 64 is above cluster.lora.max_rank 32"):
         load(CONFIGS / "jobs" / "ppo_tiny.yaml", ["job.lora_rank=64"], JobConfig)
+
+
+def test_a_key_with_a_typing_error_or_without_its_section_is_answered_with_the_right_one():
+    with pytest.raises(ConfigError, match=r"htpp: unknown key; did you mean http\? allowed here: "):
+        load(CONFIGS / "cpu_tiny.yaml", ["htpp.port=9000"])
+    job = CONFIGS / "jobs" / "grpo_tiny.yaml"
+    with pytest.raises(ConfigError, match=r"engine: unknown key; did you mean cluster.engine\?"):
+        load(job, ["engine.max_model_len=64"], JobConfig)
+
+
+def test_the_config_of_a_service_is_no_job_and_the_reverse():
+    service, job = CONFIGS / "cpu_tiny.yaml", CONFIGS / "jobs" / "grpo_tiny.yaml"
+    with pytest.raises(ConfigError, match=r"is the config of a service, .*skyrl-actors serve "):
+        load(service, (), JobConfig)
+    with pytest.raises(ConfigError, match=r"is the config of a job: .*skyrl-actors train "):
+        load(job)

@@ -9,7 +9,7 @@ import pytest
 from skyrl_actors.api import translate, wire
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.base_models import check_base
-from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig
 from skyrl_actors.controller.verbs.create_model import check_fits, check_spec, settled
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
@@ -154,9 +154,18 @@ def test_an_adapter_covers_the_output_layer_by_default_if_it_can_be_sampled(adap
     body = wire.CreateModel.model_validate(
         {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
     )
-    spec = settled(translate.create_model(body, 32.0).spec, able)
+    config = LoraConfig()
+    spec = settled(translate.create_model(body, 32.0).spec, able, config)
     assert spec.lora == LoraSpec(rank=8, train_unembed=adapts_head)
     check_spec(spec, ClusterConfig(), able)
-    critic = settled(replace(LORA, role="critic", lora=LoraSpec(rank=8, train_unembed=None)), able)
-    assert critic.lora == LoraSpec(rank=8)
-    assert settled(LORA, able) == LORA and settled(FULL, able) == FULL
+    open_critic = replace(LORA, role="critic", lora=LoraSpec(rank=8, train_unembed=None))
+    assert settled(open_critic, able, config).lora == LoraSpec(rank=8)
+    assert settled(LORA, able, config) == LORA and settled(FULL, able, config) == FULL
+
+
+def test_adapters_get_the_layout_of_experts_that_the_service_computes():
+    found = settled(LORA, HEADLESS, LoraConfig(expert_layout="per_expert"))
+    assert found.lora == LoraSpec(rank=8, expert_layout="per_expert")
+    other = replace(LORA, lora=LoraSpec(rank=8))
+    with pytest.raises(InvalidRequest, match="expert_layout is shared_outer there and per_expert"):
+        check_fits(found, other, "tinker://m/weights/1", with_optimizer=False)

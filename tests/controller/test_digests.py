@@ -211,3 +211,27 @@ class Unknown:
 def test_a_value_of_an_unknown_type_raises():
     with pytest.raises(TypeError, match="no digest of a object"):
         digest_of(Unknown(object()))  # type: ignore[arg-type]
+
+
+def test_options_that_losses_got_later_change_no_digest_at_their_defaults():
+    """A retry of a request that an earlier version has accepted is still a retry."""
+
+    def request(**later: float) -> rq.ForwardBackward:
+        config = {"kl_coef": 0.0, "clip_low_threshold": 0.8, **later}
+        columns = Columns(
+            tokens=np.arange(4, dtype=np.int32),
+            offsets=np.array([0, 4]),
+            fields={"weights": np.ones(4, np.float32)},
+        )
+        return rq.ForwardBackward(
+            model_id="m",
+            columns=columns,
+            loss=LossCall("ppo", config),
+            forward_only=False,
+            seq_id=1,
+        )
+
+    unchanged = {"temperature": 1.0, "top_k": 0.0, "top_p": 1.0}
+    assert digest_of(request(**unchanged)) == digest_of(request())
+    assert digest_before(request(**unchanged)) == digest_before(request())
+    assert digest_of(request(**unchanged | {"top_p": 0.9})) != digest_of(request())

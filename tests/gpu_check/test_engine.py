@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from skyrl_actors import engines, transport, workers
-from skyrl_actors.engines import vllm_patches, vllm_tempered, worker_ext
+from skyrl_actors.engines import vllm_patches, vllm_processed, worker_ext
 from skyrl_actors.engines.interface import EngineSpec, EngineTopology
 from tests.gpu_check import NEEDS_CUDA_BUILD
 
@@ -225,7 +225,7 @@ def test_logprobs_at_the_sampling_temperature_fit_the_sampler_of_v2():
     )
     kept = module.compute_topk_scores
     try:
-        assert vllm_tempered.install(fake)
+        assert vllm_processed.install(fake)
         assert module.compute_topk_scores is not kept
     finally:
         module.compute_topk_scores = kept

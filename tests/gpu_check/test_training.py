@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 from placement.memory import HEAD_CHUNK_LOGITS, TrainerLayout, activation_bytes
 from placement.shape import ModelShape, shape_of
 from skyrl_actors.workers import head, varlen
+from skyrl_actors.workers.attention import ATTENTION
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT, Network, PassInputs, Segment
-from skyrl_actors.workers.packing import ATTENTION
 from tests.gpu_check import NEEDS_CUDA_BUILD
 
 pytestmark = NEEDS_CUDA_BUILD
@@ -118,9 +118,9 @@ def forward(config: Any, activations: Any, *, adapter: bool, critic: bool = Fals
 
 def _adapter(network: Network) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {}
-    for name, linear in network.linears.items():
-        views[f"{name}.lora_A"] = torch.zeros(RANK, linear.in_features, requires_grad=True)
-        views[f"{name}.lora_B"] = torch.zeros(linear.out_features, RANK, requires_grad=True)
+    for term in network.terms.values():
+        for key, shape in zip((term.a, term.b), term.shapes(RANK, "shared_outer"), strict=True):
+            views[key] = torch.zeros(shape, requires_grad=True)
     return views
 
 
@@ -173,13 +173,27 @@ def test_recomputed_activations_are_within_15_percent_of_the_plan(name: str):
 
 
 def test_a_tensor_of_the_host_in_a_pass_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    from skyrl_actors.workers import packing
+    from skyrl_actors.workers import attention
 
-    right = packing.varlen.attend
+    right = attention.varlen.attend
 
     def wrong(query: Tensor, *rest: Any) -> Tensor:
         return right(query, *rest) + torch.zeros(query.size(-1), device="cpu")
 
-    monkeypatch.setattr(packing.varlen, "attend", wrong)
+    monkeypatch.setattr(attention.varlen, "attend", wrong)
     with pytest.raises(RuntimeError, match="device"):
         forward(MODELS["8B"], "keep", adapter=True)
+
+
+def test_torch_takes_the_allocator_settings_of_gpu_processes():
+    from skyrl_actors.backends.actor_env import actor_environment
+    from skyrl_actors.config.cluster import ClusterConfig, PlacementConfig
+
+    config = ClusterConfig(placement=PlacementConfig(device="gpu"))
+    own = actor_environment(config)["PYTORCH_ALLOC_CONF"]
+    take: Any = torch._C._accelerator_setAllocatorSettings
+    take(own)
+    with pytest.raises(ValueError, match="Unrecognized key"):
+        take(own.replace("pinned", "pined"))
+    given = config.model_copy(update={"environment": {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}})
+    assert "PYTORCH_ALLOC_CONF" not in actor_environment(given)  # torch takes one of the two

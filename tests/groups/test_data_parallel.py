@@ -98,6 +98,7 @@ def relayed(group: ActorGroup) -> None:
     group.fan_out = FanOut(group.names, Branches(actors=relays, height=1), relays)
 
 
+@pytest.mark.slow
 async def test_two_ranks_equal_one(local_ray, random_base: Path):
     """The two are called through relays."""
     one, two = await group_of(1, random_base, "one"), await group_of(2, random_base, "two")
@@ -228,6 +229,7 @@ def two_names(base: Path) -> list[str]:
         return list(file.keys())
 
 
+@pytest.mark.slow
 async def test_errors_of_ranks_are_merged_into_one(local_ray, random_base: Path):
     two = await group_of(2, random_base, "errors")
     nothing = ModelSpec(

@@ -49,6 +49,12 @@ class Engine:
         self.open.append((request, answer))
         return await answer
 
+    async def has_open(self, count: int) -> None:
+        """Wait until so many requests are open, however slow the machine is."""
+        async with asyncio.timeout(20):
+            while len(self.open) < count:  # noqa: ASYNC110  the schedule asks in the background
+                await asyncio.sleep(0.001)
+
     async def answer(self, which: Callable[[Sample], bool] = lambda request: True) -> int:
         """Answer the open requests that `which` selects, and return their number."""
         now, self.open = (
@@ -138,12 +144,12 @@ async def test_one_step_off_samples_the_next_batch_during_training():
     assert {p.iteration for r in first.rollouts for p in r.pieces} == {
         0
     } and made.schedule.state() == {"batches": 1}
-    await asyncio.sleep(0.01)
+    await made.engine.has_open(2)
     assert made.asked_of("w0") == 4  # two prompts of this batch, and two of the next one
     made.publish(1)
     second = await made.batch(2)
     assert {p.iteration for r in second.rollouts for p in r.pieces} == {0}
-    await asyncio.sleep(0.01)
+    await made.engine.has_open(2)
     made.publish(2)
     third = await made.batch(3)
     assert {p.iteration for r in third.rollouts for p in r.pieces} == {1}
@@ -192,8 +198,8 @@ def question_of(made: ScheduleUnderTest, index: int) -> str:
 async def test_each_slice_of_an_answer_uses_the_newest_weights():
     made = ScheduleUnderTest({"type": "asynchronous", "slice_tokens": 2}, length=5, max_tokens=8)
     waiting = asyncio.create_task(made.schedule.batch(1))
-    for iteration in (0, 1, 2):
-        await asyncio.sleep(0.005)
+    for iteration, open_requests in ((0, 6), (1, 12), (2, 12)):
+        await made.engine.has_open(open_requests)
         made.publish(iteration)
         await made.engine.answer()
     found = await asyncio.wait_for(waiting, 5)

@@ -11,8 +11,9 @@ import pytest
 from skyrl_actors.config.job import RlConfig
 from skyrl_actors.jobs.envs import ReverseTask
 from skyrl_actors.jobs.rollout import Piece, Rollout
-from skyrl_actors.jobs.rollout_source import params_of
+from skyrl_actors.jobs.rollout_source import distribution, params_of
 from skyrl_actors.jobs.update import Batch, Updates, off_policy
+from skyrl_actors.losses import find
 
 VOCABULARY, LENGTH = 12, 400
 NOISE = 1e-3  # between engine and trainer, nats
@@ -106,11 +107,31 @@ def test_the_mismatch_compares_logprobs_at_temperature_1(temperature: float):
     assert np.abs(at_one - drawn_from).mean() > 100 * NOISE
 
 
-def test_tempered_logprobs_are_requested_only_for_a_correction():
-    corrected = config(temperature=0.7, correction={"type": "truncated"})
-    assert (
-        params_of(corrected, 4, 0.7).tempers
-        and not params_of(config(temperature=0.7), 4, 0.7).tempers
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_ratios_and_weights_of_a_job_in_the_sampling_distribution_are_1(temperature: float):
+    batch, _, drawn_from = sampled(temperature)
+    batch.logprobs[0][:] = drawn_from[np.arange(LENGTH), batch.rollouts[0].answer]
+    job = config(
+        temperature=temperature,
+        top_p=0.9,
+        processed_logprobs=True,
+        correction={"type": "truncated", "high": 1e9},
     )
-    assert not params_of(corrected, 1, 0.0).tempers  # an evaluation
-    assert not params_of(config(correction={"type": "truncated"}), 4, 1.0).tempers  # they are equal
+    updates = Updates(job, batch, 0.0, LENGTH)
+    np.testing.assert_array_equal(updates.corrections[0], 1.0)
+    assert off_policy(batch, 1, processed=True)["logprob_mismatch_max"] == 0
+    assert off_policy(batch, 1)["logprob_mismatch"] > 100 * NOISE
+    options = distribution(job)
+    assert options == {"temperature": temperature, "top_k": -1.0, "top_p": 0.9}
+    assert find("ppo").checked(options).config.items() >= options.items()
+    assert distribution(config(temperature=temperature)) == {}
+
+
+def test_processed_logprobs_are_requested_only_where_they_are_used():
+    corrected, processed = {"type": "truncated"}, config(top_p=0.9, processed_logprobs=True)
+    asked = params_of(config(temperature=0.7, correction=corrected), 4, 0.7)
+    assert asked.processed_logprobs and asked.processes
+    assert not params_of(config(temperature=0.7), 4, 0.7).processes
+    assert params_of(processed, 4, 1.0).processes and params_of(processed, 4, 1.0).top_p == 0.9
+    assert not params_of(processed, 1, 0.0).processes  # an evaluation
+    assert not params_of(config(correction=corrected), 4, 1.0).processes  # they are equal

@@ -44,7 +44,7 @@ def test_an_uploaded_loss_equals_the_loss_on_the_client(
     inputs = {name: torch.tensor(rng.normal(0.5, 1, (sum(lengths), *shape))) for name in names}
     entry = losses.find("custom")
     call = entry.checked({"loss_id": uploaded(handle)})
-    terms = entry.function(TorchOps(lengths), logprobs, inputs, **call.config)
+    terms = entry.terms(TorchOps(lengths), logprobs, inputs, call.config)
     (gradient,) = torch.autograd.grad(terms.elementwise.sum(), logprobs)
 
     again = logprobs.detach().clone().requires_grad_()

@@ -10,7 +10,10 @@ import pytest
 from tests.matrix.run import local_service, outcomes
 
 
-@pytest.mark.parametrize(("version", "at_least"), [("0.3.0", 20), ("0.24.1", 40), ("0.38.0", 42)])
+@pytest.mark.parametrize(
+    ("version", "at_least"),
+    [("0.3.0", 20), pytest.param("0.24.1", 40, marks=pytest.mark.slow), ("0.38.0", 42)],
+)
 def test_every_call_of_this_version_works(version: str, at_least: int, random_base: Path):
     with local_service(random_base) as url:
         found = outcomes(version, url)

@@ -79,14 +79,13 @@ def test_weights_and_activations_equal_those_of_torch(tmp_path: Path, name: str)
         assert isinstance(state, FlatState)
         assert state.num_parameters == pytest.approx(shape.num_parameters, rel=0.002)
         if dtype == "float32":
-            worker.create_model(
-                ModelSpec(
-                    model_id="a",
-                    base_model="tiny",
-                    lora=LoraSpec(rank=4, train_mlp=shape.experts == 1),
-                )
-            )
+            worker.create_model(ModelSpec(model_id="a", base_model="tiny", lora=LoraSpec(rank=4)))
             assert worker.models["a"].state.num_parameters == shape.lora_parameters(4)
+            if shape.experts > 1:
+                lora = LoraSpec(rank=4, expert_layout="per_expert")
+                worker.create_model(ModelSpec(model_id="e", base_model="tiny", lora=lora))
+                single = replace(shape, shared_outer=False)
+                assert worker.models["e"].state.num_parameters == single.lora_parameters(4)
         own = {view.untyped_storage().data_ptr() for view in state.views.values()}
         kept: dict[int, int] = {}
 
@@ -342,7 +341,10 @@ def test_shared_transfer_buckets_are_counted_and_external_engines_are_not():
     device = "policy & critic & engine"
     lent, _ = plan_of(config.model_copy(update={"transfer": StreamTransferConfig(type="ipc")}))
     bucket = max(2**28, QWEN3_8B.vocab * QWEN3_8B.hidden * 2)
-    assert lent.used(device, "SYNC") - plan_of(config)[0].used(device, "SYNC") == 3 * bucket
+    assert lent.used(device, "SYNC") - plan_of(config)[0].used(device, "SYNC") == 5 * bucket
+    whole = ask_of(full_strategy=ReplicaStrategy())
+    lent, _ = plan_of(whole.model_copy(update={"transfer": StreamTransferConfig(type="ipc")}))
+    assert lent.used(device, "SYNC") - plan_of(whole)[0].used(device, "SYNC") == 3 * bucket
     theirs = EngineConfig(num_engines=0, external=(ExternalEngineConfig(url="http://a"),))
     assert set(plan_of(config.model_copy(update={"engine": theirs}))[0].parts) == {
         "policy & critic"
@@ -375,9 +377,12 @@ def test_offloaded_parts_are_counted_in_host_memory():
     made, _ = plan_of(ask_of())
     (device,) = made.parts
     kept = sum(part.bytes for part in made.parts[device] if part.kept)
+    bases = [part for part in made.parts[device] if part.copied]
+    assert {part.what for part in bases} == {"base weights"} and all(part.kept for part in bases)
     for phase in PHASES:
         here = sum(part.bytes for part in made.parts[device] if part.kept and phase in part.phases)
-        assert here + made.used_of_host(device, phase) == kept
+        copied = sum(part.bytes for part in bases if phase in part.phases)  # host copies stay
+        assert here + made.used_of_host(device, phase) == kept + copied
     small = MemoryPlan(parts=made.parts, device_bytes=None, reserve=0.0, host_bytes=2**30)
     assert [
         "GiB of its 1.00; use nodes with more memory" in text for text in complaints(small)

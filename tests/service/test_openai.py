@@ -164,19 +164,19 @@ def test_saved_samplers_are_listed_and_sampled_as_models(
 def test_unsupported_requests_get_openai_errors(openai_client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError, match="the model 'gpt-9' does not exist"):
         openai_client.completions.create(model="gpt-9", prompt="x")
-    with pytest.raises(openai.UnprocessableEntityError, match="frequency_penalty is not served"):
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty is not served"):
         openai_client.completions.create(model="tiny", prompt="x", frequency_penalty=1.0)
-    with pytest.raises(openai.UnprocessableEntityError, match="a stream has one choice"):
+    with pytest.raises(openai.BadRequestError, match="a stream has one choice"):
         openai_client.completions.create(model="tiny", prompt="x", n=2, stream=True)
-    with pytest.raises(openai.UnprocessableEntityError, match="omit top_logprobs"):
+    with pytest.raises(openai.BadRequestError, match="omit top_logprobs"):
         openai_client.completions.create(model="tiny", prompt="x", logprobs=2, stream=True)
-    with pytest.raises(openai.UnprocessableEntityError, match="top_logprobs needs logprobs"):
+    with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
         openai_client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "x"}], top_logprobs=2
         )
-    with pytest.raises(openai.UnprocessableEntityError, match="together they may have"):
+    with pytest.raises(openai.BadRequestError, match="together they may have"):
         openai_client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
-    with pytest.raises(openai.UnprocessableEntityError, match="Extra inputs are not permitted"):
+    with pytest.raises(openai.BadRequestError, match="Extra inputs are not permitted"):
         openai_client.completions.create(model="tiny", prompt="x", extra_body={"min_p": 0.1})
 
 

@@ -160,6 +160,60 @@ def test_logprobs_of_samples_at_their_temperature_and_at_1(
     assert all(future.result().sequences[0].logprobs for future in beside)
 
 
+def test_ratios_are_1_on_policy_with_temperature_top_k_and_top_p(
+    service: Service, client: tinker.ServiceClient
+):
+    """A trained adapter samples, and the trainer scores the samples with the same options."""
+    student = client.create_lora_training_client("tiny", rank=8, seed=4).result()
+    row = types.Datum(
+        model_input=types.ModelInput.from_ints(TOKENS[:-1]),
+        loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)},  # type: ignore[arg-type]
+    )
+    student.forward_backward([row], "cross_entropy").result()
+    student.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    path = student.save_weights_for_sampler("processed").result().path
+    options = {"temperature": 1.3, "top_k": 12, "top_p": 0.8}
+    answer = httpx.post(
+        f"{service.url}/v1/completions",
+        json={
+            "model": path,
+            "prompt": TOKENS,
+            "max_tokens": 12,
+            "seed": 3,
+            "logprobs": 0,
+            "processed_logprobs": True,
+            **options,
+        },
+        headers={"X-API-Key": "tml-test"},
+        timeout=60,
+    )
+    q = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+    params = types.SamplingParams(max_tokens=12, seed=3, **options)  # type: ignore[arg-type]
+    prompt = types.ModelInput.from_ints(TOKENS)
+    (drawn,) = (
+        client.create_sampling_client(model_path=path).sample(prompt, 1, params).result().sequences
+    )
+    own, skipped = drawn.tokens, len(TOKENS) - 1
+    counted = [0.0] * skipped + [1.0] * len(own)
+    sampled = types.Datum(
+        model_input=types.ModelInput.from_ints((TOKENS + own)[:-1]),
+        loss_fn_inputs={
+            "target_tokens": (TOKENS + own)[1:],
+            "logprobs": [0.0] * skipped + q,
+            "advantages": [1.0] * len(counted),
+            "weights": counted,
+        },  # type: ignore[arg-type]
+    )
+    found = student.forward_backward([sampled], "importance_sampling", options).result()
+    p = np.asarray(found.loss_fn_outputs[0]["logprobs"].data)[skipped:]
+    np.testing.assert_allclose(p, q, atol=2e-4)
+    ratios = -np.asarray(found.loss_fn_outputs[0]["elementwise_loss"].data)[skipped:]
+    np.testing.assert_allclose(ratios, 1.0, atol=2e-4)
+    assert np.abs(np.asarray(drawn.logprobs) - q).max() > 0.1  # other than the model's own
+    with pytest.raises(tinker.TinkerError, match="top_p is 2"):
+        student.forward_backward([sampled], "importance_sampling", {"top_p": 2.0}).result()
+
+
 def restarts(service: Service) -> list[int]:
     status = json.loads(run_cli("status", "--name", service.name, "--json").stdout)
     return [engine["restarts"] for engine in status["engines"]]

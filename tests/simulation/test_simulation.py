@@ -16,7 +16,7 @@ from skyrl_actors.messages.errors import InternalError
 from tests.simulation import clock
 from tests.simulation.world import run_many, run_seed
 
-SEEDS = 300
+SEEDS = 150
 MUTANT_SEEDS = 120
 REPAIRED = ColocatedPhaseLock._healed
 LONGEST_S = 250.0  # virtual time; without a mutant none of these seeds takes that long
@@ -35,6 +35,11 @@ def light_heap() -> Iterator[None]:
 
 def test_all_seeds_pass():
     assert run_many(range(SEEDS)) == []
+
+
+@pytest.mark.slow
+def test_more_seeds_pass():
+    assert run_many(range(SEEDS, 4 * SEEDS)) == []
 
 
 def test_seeds_kill_controllers_and_are_reproducible():

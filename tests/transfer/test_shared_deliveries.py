@@ -15,6 +15,7 @@ from skyrl_actors.engines.pool import EnginePool
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
 from skyrl_actors.transfer.delivery import Delivery
 from skyrl_actors.transfer.object_store import ObjectStoreTransfer
+from skyrl_actors.transfer.shared_device import SharedDeviceTransfer
 from skyrl_actors.transfer.streaming import StreamTransfer
 from skyrl_actors.transfer.transport import EnginePlace
 from tests.engines.silent import Silent
@@ -35,14 +36,19 @@ class Group:
     """Trainers that count what they are asked for."""
 
     def __init__(self) -> None:
-        self.opened: list[WeightStream] = []
+        self.opened: list[list[int]] = []  # the ranks of each gathering
+        self.streams: list[WeightStream] = []
         self.read: list[str] = []
 
-    async def open_stream(
-        self, manifest: WeightManifest, stream: WeightStream, gathers: bool
-    ) -> WeightStream:
-        self.opened.append(stream)
-        return stream
+    async def open_streams(
+        self,
+        manifest: WeightManifest,
+        streams: Sequence[tuple[int, WeightStream]],
+        gathers: bool,
+    ) -> list[WeightStream]:
+        self.opened.append([rank for rank, _ in streams])
+        self.streams += [stream for _, stream in streams]
+        return [stream for _, stream in streams]
 
     def read_files_ref(self, path: str) -> str:
         self.read.append(path)
@@ -89,17 +95,17 @@ async def pool_with(transfer: Any) -> tuple[EnginePool, Group, Any]:
 
 
 async def test_engines_that_wake_up_share_one_stream():
-    transfer = StreamTransfer(FOLDER, True, "gloo", 64, 5.0, "lazy", True)
+    transfer = StreamTransfer(FOLDER, True, "gloo", 64, 5.0, "lazy")
     pool, group, engines = await pool_with(transfer)
     async with asyncio.timeout(10):
         await pool.preload(weights("m@1"))
-    assert [stream.world_size for stream in group.opened] == [1 + sum(WORKERS)]
+    assert [stream.world_size for stream in group.streams] == [1 + sum(WORKERS)]
     assert [engine.got[0].first_rank for engine in engines] == [1, 2, 4, 5]
     assert {engine.lock.state for engine in engines} == {"m@1"}
 
 
 async def test_samples_of_a_new_version_share_one_stream():
-    transfer = StreamTransfer(FOLDER, True, "gloo", 64, 5.0, "lazy", True)
+    transfer = StreamTransfer(FOLDER, True, "gloo", 64, 5.0, "lazy")
     pool, group, engines = await pool_with(transfer)
     await pool.preload(weights("m@1"))
     pool.load_times.seconds = [60.0]  # so that engines wait long enough for each other
@@ -111,7 +117,24 @@ async def test_samples_of_a_new_version_share_one_stream():
 
     async with asyncio.timeout(0.9):
         await asyncio.gather(*map(sample, engines))
-    assert [stream.world_size for stream in group.opened] == [9, 9]
+    assert [stream.world_size for stream in group.streams] == [9, 9]
+
+
+@pytest.mark.parametrize(
+    ("sharded", "gatherings"), [(True, [[0, 1, 2, 3]]), (False, [[0], [1], [2], [3]])]
+)
+async def test_engines_beside_ranks_share_one_gathering_of_shards(
+    sharded: bool, gatherings: list[list[int]]
+):
+    transfer = SharedDeviceTransfer(FOLDER, False, 64, 5.0, "lazy", shares=sharded)
+    pool, group, engines = await pool_with(transfer)
+    for rank, engine in enumerate(engines):
+        engine.place = EnginePlace(1, rank)
+    async with asyncio.timeout(10):
+        await pool.preload(weights("m@1"))
+    assert sorted(group.opened) == gatherings
+    assert {stream.backend for stream in group.streams} == {"ipc"}
+    assert all(len(engine.got) == 1 for engine in engines)
 
 
 @pytest.mark.parametrize("engines", [1, 4])

@@ -1,5 +1,6 @@
 """One stream to the workers of several engines, over gloo, with threads as workers."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def sent(folder: Path, world_size: int, came: list[int], timeout_s: float = 30.0
     stream, sender = streams.open_stream(manifest, asked, CPU, counted)
     got: dict = {}
     workers = [
-        threading.Thread(target=received, args=(stream, manifest, rank, got)) for rank in came
+        threading.Thread(target=received, args=(stream, manifest, rank, got), name=str(rank))
+        for rank in came
     ]
     for worker in workers:
         worker.start()
@@ -62,6 +64,61 @@ def test_the_sender_reads_once_for_all_workers(tmp_path: Path, workers: int):
     assert taken == [range(i, i + 1) for i in range(8)]
     assert sorted(got) == list(range(1, 1 + workers))
     assert all(torch.equal(got[rank], weights) for rank in got)
+
+
+def test_one_worker_of_each_host_takes_part_in_the_broadcast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Six workers on three hosts, two of which have one worker only."""
+    hosts = {"1": "a", "2": "b", "3": "b", "4": "c", "5": "b", "6": "b"}
+    joined: list[int] = []
+    group = streams._group
+
+    def host_id() -> str:
+        return hosts[threading.current_thread().name]
+
+    def counted(store, stream, rank, world_size, address):
+        joined.append(rank)
+        assert world_size == 4
+        return group(store, stream, rank, world_size, address)
+
+    monkeypatch.setattr(streams, "host_id", host_id)
+    monkeypatch.setattr(streams, "_group", counted)
+    taken, weights, got = sent(tmp_path, 7, [1, 2, 3, 4, 5, 6])
+    assert sorted(joined) == [0, 1, 2, 3] and len(taken) == 8
+    assert sorted(got) == [1, 2, 3, 4, 5, 6]
+    assert all(torch.equal(got[rank], weights) for rank in got)
+
+
+def test_nothing_is_left_open_when_a_load_fails(tmp_path: Path):
+    """The first worker of a host ends after three buckets."""
+    manifest, _ = manifest_of(tmp_path)
+    asked = WeightStream("127.0.0.1", 0, 3, "gloo", BUCKET, 2.0)
+    stream, sender = streams.open_stream(manifest, asked, CPU, streams.from_file(manifest))
+    before = open_files()
+
+    def fail() -> None:
+        found = streams.received(stream, list(manifest.tensors), 1, CPU)
+        for _ in range(3):
+            next(found)
+        found.close()
+
+    got: dict = {}
+    second = threading.Thread(target=received, args=(stream, manifest, 2, got))
+    first = threading.Thread(target=fail)
+    for worker in (first, second):
+        worker.start()
+    for worker in (first, second, sender):
+        worker.join(30)
+        assert not worker.is_alive()
+    assert isinstance(got[2], InternalError)
+    assert [name for name in open_files() if "memfd" in name] == [
+        name for name in before if "memfd" in name
+    ]
+
+
+def open_files() -> list[str]:
+    return [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
 
 
 def test_a_worker_that_does_not_come_stops_no_other(

@@ -78,6 +78,9 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # Torch's manager of shared memory must start while a fork of this process is still small.
+    storage: Any = torch.zeros(1).untyped_storage()
+    storage._share_filename_cpu_()
     while True:
         try:
             module, name, args = pipe.recv()

@@ -52,7 +52,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
-        self.model.train()
+        self.model.eval()  # without dropout
         self.value_weight = (
             None if value_head is None else torch.nn.Parameter(value_head.double().clone())
         )

@@ -10,12 +10,13 @@ from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.workers.coverage import frozen_weights
 from skyrl_actors.workers.interface import WorkerSpec
+from skyrl_actors.workers.low_rank import joined
 from skyrl_actors.workers.models import lora_tensors
 from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.torch_worker import TorchWorker
-from tests.workers.tiny_models import CONFIGS, MODELS, make
+from tests.workers.tiny_models import CONFIGS, MODELS, REFUSED, make
 
-ROUTED = "mlp.experts.gate_up_proj, mlp.experts.down_proj"
+ROUTED = "feed_forward.experts.gate_up_proj, feed_forward.experts.down_proj"
 EVERYTHING = LoraSpec(rank=4)
 
 
@@ -23,8 +24,8 @@ def network(name: str) -> Network:
     return Network(AutoModelForCausalLM.from_config(CONFIGS[name]), torch.device("cpu"), "keep")
 
 
-def test_routed_experts_without_adapters_are_refused(tmp_path: Path):
-    base = make("qwen2-moe", tmp_path / "base")
+def test_experts_of_other_code_are_refused(tmp_path: Path):
+    base = make("llama4", tmp_path / "base")
     worker = TorchWorker(
         WorkerSpec(
             role="policy",
@@ -39,7 +40,7 @@ def test_routed_experts_without_adapters_are_refused(tmp_path: Path):
         )
     )
     worker.setup("127.0.0.1", 0)
-    asked = f"train_mlp would leave {ROUTED} of Qwen2MoeForCausalLM frozen: .* set train_mlp=false"
+    asked = f"train_mlp would leave {ROUTED} of Llama4ForCausalLM frozen: .* set train_mlp=false"
     for role in ("policy", "critic"):
         with pytest.raises(InvalidRequest, match=asked):
             worker.create_model(
@@ -50,30 +51,49 @@ def test_routed_experts_without_adapters_are_refused(tmp_path: Path):
     )
 
 
-def test_latent_attention_without_adapters_is_refused():
-    projections = (
-        "self_attn.q_a_proj, self_attn.q_b_proj, self_attn.kv_a_proj_with_mqa, self_attn.kv_b_proj"
-    )
-    with pytest.raises(
-        InvalidRequest,
-        match=f"train_attn would leave {projections} of DeepseekV3ForCausalLM frozen",
-    ):
-        lora_tensors(EVERYTHING, 0, network("deepseek-v3"))
+@pytest.mark.parametrize("place", ["self_attn", "mlp"])
+def test_an_unknown_projection_is_refused(place: str):
+    made = network("llama")
+    layer = made.module.model.layers[1].get_submodule(place)
+    layer.register_module("mixing_proj", torch.nn.Linear(8, 8))
+    switch = {"self_attn": "train_attn", "mlp": "train_mlp"}[place]
+    with pytest.raises(InvalidRequest, match=f"{switch} would leave {place}.mixing_proj of Llama"):
+        lora_tensors(EVERYTHING, 0, made)
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h", "falcon-h1", "lfm2"])
-def test_state_space_layers_without_adapters_are_refused(name: str):
-    with pytest.raises(InvalidRequest, match=r"train_attn would leave \w+\.conv"):
-        lora_tensors(LoraSpec(rank=4, train_mlp=False), 0, network(name))
+def test_an_adapter_of_nothing_is_refused():
+    off = LoraSpec(rank=4, train_attn=False, train_mlp=False, train_unembed=False)
+    with pytest.raises(InvalidRequest, match="trains nothing: set at least one of train_attn"):
+        lora_tensors(off, 0, network("llama"))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in (*REFUSED, "llama4")])
+def test_adapters_cover_all_layers(name: str):
+    made = network(name)
+    tensors = lora_tensors(EVERYTHING, 0, made)
+    assert frozen_weights(made.module, made.terms) == {"train_attn": [], "train_mlp": []}
+    assert {key.rsplit(".", 1)[0] for key in tensors} == made.terms.keys()
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "moe" not in name])
-def test_adapters_cover_all_layers_of_dense_models(name: str):
+def test_each_linear_layer_of_dense_models_has_a_term(name: str):
     made = network(name)
-    tensors = lora_tensors(EVERYTHING, 0, made)
-    assert frozen_weights(made.module, made.linears) == {"train_attn": [], "train_mlp": []}
-    adapted = {key.removesuffix(".lora_A") for key in tensors if key.endswith(".lora_A")}
     linears = {
         key for key, layer in made.module.named_modules() if isinstance(layer, torch.nn.Linear)
     }
-    assert adapted == linears
+    assert made.terms.keys() == linears
+
+
+def test_the_terms_of_a_gated_delta_net_are_its_queries_keys_values_and_gate():
+    """The model's own code says which outputs are which."""
+    made = network("qwen3-next")
+    layer = made.module.model.layers[0].linear_attn
+    size = layer.in_proj_qkvz.out_features
+    outputs = torch.arange(size, dtype=torch.float32)[None, None]
+    rest = torch.zeros(1, 1, layer.in_proj_ba.out_features)
+    parts = layer.fix_query_key_value_ordering(outputs, rest)[:4]
+    for key, values in zip("qkvz", parts, strict=True):
+        term = made.terms[f"model.layers.0.linear_attn.in_proj_{key}"]
+        product = torch.ones(1, term.out_features)
+        placed = joined([(term.part, product)], product, size)[0]
+        assert placed.nonzero()[:, 0].tolist() == sorted(values.flatten().int().tolist())

@@ -29,20 +29,27 @@ def tensors(trained: bool, low_rank: bool, targets: int) -> dict[str, torch.Tens
     return made
 
 
-def plain(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(
+    x: dict[str, torch.Tensor], softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits = x["hidden"] @ x["weight"].t()
     if "a" in x:  # on the first 9 tokens
         low_rank = (x["hidden"][:9] @ x["a"].t()) @ x["b"].t() * 0.7
         logits = torch.cat([logits[:9] + low_rank, logits[9:]])
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     log_p = F.log_softmax(logits, -1)
     wide = x["targets"] if x["targets"].ndim == 2 else x["targets"][:, None]
     return log_p.gather(1, wide).view(x["targets"].shape), -(log_p.exp() * log_p).sum(-1)
 
 
-CASES = list(itertools.product([False, True], [False, True], [0, 4], [False, True], [False, True]))
+SWITCH = [False, True]
+CASES = list(itertools.product(SWITCH, SWITCH, [0, 4], SWITCH, SWITCH, [None, 2.5]))
 
 
-@pytest.mark.parametrize(("trained", "low_rank", "targets", "keep", "with_entropy"), CASES)
+@pytest.mark.parametrize(
+    ("trained", "low_rank", "targets", "keep", "with_entropy", "softcap"), CASES
+)
 def test_values_and_gradients_equal_float64(
     monkeypatch: pytest.MonkeyPatch,
     trained: bool,
@@ -50,6 +57,7 @@ def test_values_and_gradients_equal_float64(
     targets: int,
     keep: bool,
     with_entropy: bool,
+    softcap: float | None,
 ):
     monkeypatch.setattr(head, "CHUNK_LOGITS", 5 * V)
     monkeypatch.setattr(head, "KEPT_LOGITS", T * V if keep else 0)
@@ -66,8 +74,15 @@ def test_values_and_gradients_equal_float64(
         loss = (found[0] * x["of_logprobs"]).sum()
         return loss + (found[1] * x["of_entropy"]).sum() if with_entropy else loss
 
-    ours = score(x["hidden"], x["weight"], x["targets"], segments, entropy_gradient=with_entropy)
-    wanted = plain(x)
+    ours = score(
+        x["hidden"],
+        x["weight"],
+        x["targets"],
+        segments,
+        entropy_gradient=with_entropy,
+        softcap=softcap,
+    )
+    wanted = plain(x, softcap)
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     for a, b in zip(
@@ -82,13 +97,19 @@ def test_values_and_gradients_equal_float64(
     ("trained", "low_rank", "targets", "with_entropy"),
     [(False, False, 0, False), (True, True, 4, True)],
 )
+@pytest.mark.parametrize("softcap", [None, 2.5])
 def test_the_compiled_math_equals_float64(
-    monkeypatch: pytest.MonkeyPatch, trained: bool, low_rank: bool, targets: int, with_entropy: bool
+    monkeypatch: pytest.MonkeyPatch,
+    trained: bool,
+    low_rank: bool,
+    targets: int,
+    with_entropy: bool,
+    softcap: float | None,
 ):
     """Compile the functions of the GPU for the CPU, in the same places."""
     monkeypatch.setattr(head, "COMPILED_ON", ("cpu",))
     test_values_and_gradients_equal_float64(
-        monkeypatch, trained, low_rank, targets, False, with_entropy
+        monkeypatch, trained, low_rank, targets, False, with_entropy, softcap
     )
 
 
@@ -101,7 +122,9 @@ def test_without_a_compiler_the_head_runs_uncompiled(
     try:
         absent = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
         with torch._inductor.config.patch(absent):
-            test_values_and_gradients_equal_float64(monkeypatch, False, False, 0, False, False)
+            test_values_and_gradients_equal_float64(
+                monkeypatch, False, False, 0, False, False, None
+            )
     finally:
         chunk_math._compiled.cache_clear()
         torch._dynamo.reset()

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
-from skyrl_actors.workers import isolation, packing
+from skyrl_actors.workers import attention, isolation
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.interface import WorkerSpec
-from skyrl_actors.workers.network import Network, PassInputs, Segment
+from skyrl_actors.workers.network import LogitsForm, Network, PassInputs, Segment
 from skyrl_actors.workers.torch_worker import TorchWorker
-from tests.workers.tiny_models import LONG_WINDOWS, MODELS, NOT_ISOLATED, make
+from tests.workers.tiny_models import FAMILIES, LONG_WINDOWS, MODELS, REFUSED, make
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def worker_for(base: Path, **options: Any) -> TorchWorker:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*MODELS, *LONG_WINDOWS])
+@pytest.mark.parametrize("name", [*MODELS, *FAMILIES, *LONG_WINDOWS])
 def test_models_that_pack_correctly_are_accepted(name: str, dtype: torch.dtype, tmp_path: Path):
     found = isolation.differences(network(make(name, tmp_path / "base"), dtype))
     allowed = isolation.ALLOWED[dtype]
@@ -53,8 +53,28 @@ def test_models_that_pack_correctly_are_accepted(name: str, dtype: torch.dtype, 
     assert found.logprobs < allowed.logprobs / 4 and found.gradients < allowed.gradients / 4
 
 
-@pytest.mark.parametrize("name", NOT_ISOLATED)
-def test_models_that_pack_wrongly_are_refused_by_name_at_the_start(name: str, tmp_path: Path):
+# For each model: what makes it right, and what replaces it here.
+WRONGLY: dict[str, tuple[str, Any]] = {
+    "qwen3-next": ("network.separate_rows", lambda *_: None),
+    "lfm2": ("network.separate_rows", lambda *_: None),
+    "nemotron-h": ("network.separate_rows", lambda *_: None),
+    "falcon-h1": ("network.separate_rows", lambda *_: None),
+    "minimax": ("network.separate_rows", lambda *_: None),
+    "llama4": ("attention._chunk_of", lambda _: None),
+    "gpt-oss": ("attention.Special", lambda **_: attention.PLAIN),
+    "gemma2": ("network.logits_form", lambda _: LogitsForm()),
+    "granite": ("network.logits_form", lambda _: LogitsForm()),
+    "seed-oss": ("network.make_deterministic", lambda _: None),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *WRONGLY])
+def test_models_that_pack_wrongly_are_refused_by_name_at_the_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if name in WRONGLY:
+        place, instead = WRONGLY[name]
+        monkeypatch.setattr(f"skyrl_actors.workers.{place}", instead)
     base = make(name, tmp_path / "base")
     (architecture,) = json.loads((base / "config.json").read_text())["architectures"]
     with pytest.raises(ConfigError, match=rf"^{architecture}.* cannot be trained here: \w"):
@@ -62,14 +82,18 @@ def test_models_that_pack_wrongly_are_refused_by_name_at_the_start(name: str, tm
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "lfm2", "nemotron-h", "falcon-h1"])
-def test_a_leak_is_found_in_bfloat16(name: str, tmp_path: Path):
+def test_a_leak_is_found_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rounding is as large as a short convolution's leak; only a zero gradient separates them."""
+    monkeypatch.setattr("skyrl_actors.workers.network.separate_rows", lambda *_: None)
     found = isolation.differences(network(make(name, tmp_path / "base"), torch.bfloat16))
     assert isolation.faults_in(found, isolation.ALLOWED[torch.bfloat16])
     assert found.leak > 0
 
 
-def test_without_preload_a_model_is_refused_with_its_first_adapter(tmp_path: Path):
+def test_without_preload_a_model_is_refused_with_its_first_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("skyrl_actors.workers.network.separate_rows", lambda *_: None)
     worker = worker_for(make("lfm2", tmp_path / "base"), preload=False)
     worker.setup("127.0.0.1", 0)
     with pytest.raises(
@@ -80,9 +104,9 @@ def test_without_preload_a_model_is_refused_with_its_first_adapter(tmp_path: Pat
 
 def test_attention_across_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = network(make("qwen3", tmp_path / "base"))
-    right = packing.attend_by_blocks
+    right = attention.attend_by_blocks
     monkeypatch.setattr(
-        packing,
+        attention,
         "attend_by_blocks",
         lambda q, k, v, blocks, *rest: right(q, k, v, (Block(0, 1, q.size(2)),), *rest),
     )
@@ -117,11 +141,11 @@ def test_a_layer_that_reads_other_rows_is_refused(leak: Any, text: str, tmp_path
 def test_a_missing_sliding_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The window is found although it is longer than the rows of the check."""
     made = network(make("mistral-4096", tmp_path / "base"))
-    right = packing.attend_by_blocks
+    right = attention.attend_by_blocks
     monkeypatch.setattr(
-        packing,
+        attention,
         "attend_by_blocks",
-        lambda q, k, v, blocks, scale, window: right(q, k, v, blocks, scale, None),
+        lambda q, k, v, blocks, scale, window, _: right(q, k, v, blocks, scale, None),
     )
     with pytest.raises(ConfigError, match="differ from the row alone"):
         isolation.prove_isolated(made, torch.float32)
@@ -135,7 +159,8 @@ def test_the_check_leaves_the_network_unchanged(tmp_path: Path, caplog: pytest.L
         isolation.prove_isolated(made, torch.float32)
     assert "computes packed rows as if each were alone (checked in" in caplog.text
     assert (
-        made.config.sliding_window == 4096 and made.config._attn_implementation == packing.ATTENTION
+        made.config.sliding_window == 4096
+        and made.config._attn_implementation == attention.ATTENTION
     )
     assert len(made.module.get_input_embeddings()._forward_hooks) == hooks
     assert all(parameter.grad is None for parameter in made.module.parameters())

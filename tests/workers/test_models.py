@@ -13,13 +13,17 @@ from skyrl_actors import losses
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers import checkpoint
+from skyrl_actors.workers.buffers import stored_buffers
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, RowOutput, WorkerSpec
+from skyrl_actors.workers.tensor_files import TensorFiles
 from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.workers.references import Reference, batch, relative
-from tests.workers.tiny_models import MODELS, make
+from tests.workers.tiny_models import FAMILIES, MODELS, make
 
 CALL = losses.find("cross_entropy").checked({})
+# With experts, latent attention, and layers with a state.
+ADAPTED = ("gpt-oss", "nemotron-h-moe", "deepseek-v3", "qwen3-next", "qwen3.5", "lfm2")
 LENGTHS = (5, 23, 9, 9)  # longer than the sliding windows
 
 
@@ -50,7 +54,7 @@ def computed(worker: TorchWorker, seed: int) -> RowOutput:
     return output
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *FAMILIES])
 def test_gradients_and_export(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     base = make(name, tmp_path / "base")
     worker = worker_for(base)
@@ -65,15 +69,21 @@ def test_gradients_and_export(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert output.sums["loss:sum"] == pytest.approx(total, rel=1e-5)
     wanted = reference.gradients()
     for key, gradient in state.split(state.gradients).items():
-        assert relative(gradient, wanted[key]) < 1e-5, key
+        # The recurrences of transformers compute in float32, also in the reference.
+        assert relative(gradient, wanted[key]) < (1e-5 if name in MODELS else 1e-4), key
 
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)  # several files, as for a large model
     worker.optim_step("m", AdamParams(learning_rate=1e-2))
     worker.save_checkpoint("m", str(tmp_path / "saved"), "training", "r1")
-    assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 1
+    assert len(list((tmp_path / "saved").glob("model-*-of-*.safetensors"))) > 1
+    with TensorFiles(tmp_path / "saved") as ours, TensorFiles(base) as theirs:
+        assert ours.shapes == theirs.shapes  # the names of the family's own files
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     for key, parameter in opened.named_parameters():
         assert torch.equal(parameter, state.views[key]), key
+    stored = stored_buffers(reference.model)
+    for key, buffer in stored_buffers(opened).items():
+        assert torch.allclose(buffer.double(), stored[key].double()), key
     again = worker_for(base)
     again.create_model(ModelSpec(model_id="m", base_model="tiny"))
     again.load_checkpoint("m", str(tmp_path / "saved"), True)
@@ -84,11 +94,11 @@ def test_gradients_and_export(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(state.weights, again.models["m"].state.weights)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *ADAPTED])
 def test_a_merged_adapter_gives_the_same_logprobs(name: str, tmp_path: Path):
     base = make(name, tmp_path / "base")
     worker = worker_for(base)
-    lora = LoraSpec(rank=4, train_mlp=name != "qwen3-moe", train_unembed=name != "gemma3")
+    lora = LoraSpec(rank=4, train_unembed=name != "gemma3")
     worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=lora))
     computed(worker, 3)
     worker.optim_step("m", AdamParams(learning_rate=1e-2))

@@ -59,7 +59,7 @@ def exact(
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *KEEPS_LAYERS])
 def test_forwards_loads_and_saves_between_gradient_and_step(
     ranks: dict[int, Ranks], base: Path, exact: Logprobs, tmp_path: Path, strategy: str, dtype: str

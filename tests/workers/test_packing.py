@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_actors.workers import varlen
+from skyrl_actors.workers.attention import attend_by_blocks
 from skyrl_actors.workers.blocks import Block
-from skyrl_actors.workers.packing import Pass, attend_by_blocks, plan_passes
+from skyrl_actors.workers.packing import Pass, plan_passes
 
 PARTS = st.lists(st.lists(st.integers(1, 60), max_size=12), min_size=1, max_size=5)
 

@@ -59,7 +59,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path, missing: int):
         whole(files.vector("v"), "a")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("strategy", "world", "other", "other_world"),
     [

@@ -4,25 +4,34 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    ApertusConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteConfig,
     Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
+    MiniMaxConfig,
     MistralConfig,
     NemotronHConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
     SeedOssConfig,
 )
+
+from skyrl_actors.workers.buffers import stored_buffers
 
 SIZE = {
     "vocab_size": 128,
@@ -89,14 +98,18 @@ MLA = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-# Models that pack wrongly.
-NOT_ISOLATED: dict[str, PreTrainedConfig] = {
+WITHOUT_HEAD_DIM = {name: value for name, value in SIZE.items() if name != "head_dim"}
+# Models with states, short convolutions, latent attention, chunks, sinks, soft caps, scaled logits.
+FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen3-next": Qwen3NextConfig(
         **SIZE,
         **EXPERTS,
         **DELTA_NET,
         shared_expert_intermediate_size=32,
         layer_types=["linear_attention", "full_attention"],
+    ),
+    "qwen3.5": Qwen3_5TextConfig(
+        **SIZE, **DELTA_NET, layer_types=["linear_attention", "full_attention"]
     ),
     "lfm2": Lfm2Config(**SIZE, layer_types=["conv", "full_attention"], block_multiple_of=8),
     "nemotron-h": NemotronHConfig(
@@ -107,18 +120,49 @@ NOT_ISOLATED: dict[str, PreTrainedConfig] = {
         ssm_state_size=16,
         n_groups=2,
     ),
-    "falcon-h1": FalconH1Config(**SIZE, **MAMBA),
+    "nemotron-h-moe": NemotronHConfig(
+        **SIZE | {"num_hidden_layers": 4},
+        hybrid_override_pattern="ME*E",  # pyright: ignore[reportCallIssue]  one of its kwargs
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    ),
+    "falcon-h1": FalconH1Config(**SIZE, **MAMBA, lm_head_multiplier=0.5),
+    "minimax": MiniMaxConfig(
+        **SIZE,
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=4,
+        block_size=8,
+    ),
     "llama4": Llama4TextConfig(
         **SIZE,
-        attention_chunk_size=8192,
+        attention_chunk_size=8,
         num_local_experts=4,
         intermediate_size_mlp=96,
         layer_types=["chunked_attention", "full_attention"],
         no_rope_layers=[1, 0],
     ),
+    "gpt-oss": GptOssConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "deepseek-v3": DeepseekV3Config(**SIZE | {"num_key_value_heads": 4}, **MLA),
+    "gemma2": Gemma2Config(
+        **SIZE,
+        sliding_window=8,
+        query_pre_attn_scalar=16,
+        final_logit_softcapping=3.0,
+        attn_logit_softcapping=5.0,
+    ),
+    "granite": GraniteConfig(**WITHOUT_HEAD_DIM, logits_scaling=8.0, attention_multiplier=0.1),
+    "cohere2": Cohere2Config(**WITHOUT_HEAD_DIM | {"head_dim": 12}, logit_scale=0.25),
     "seed-oss": SeedOssConfig(**SIZE),  # its dropout is not a layer
-    "gpt-oss": GptOssConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2, sliding_window=128),
-    "deepseek-v3": DeepseekV3Config(**SIZE, **MLA),
+    "apertus": ApertusConfig(**WITHOUT_HEAD_DIM),  # constants beside its weights
+}
+# Models that no pass computes: without attention, with an index of tokens to attend to.
+REFUSED: dict[str, PreTrainedConfig] = {
     "mamba2": Mamba2Config(
         vocab_size=128,
         hidden_size=64,
@@ -128,6 +172,7 @@ NOT_ISOLATED: dict[str, PreTrainedConfig] = {
         state_size=16,
         n_groups=1,
     ),
+    "deepseek-v3.2": DeepseekV32Config(**SIZE | {"num_key_value_heads": 4}, **MLA),
 }
 # Models with windows and experts, for rows that are shorter than the windows.
 LONG_WINDOWS: dict[str, PreTrainedConfig] = {
@@ -149,7 +194,8 @@ LONG_ROPE = {
 }
 CONFIGS = (
     MODELS
-    | NOT_ISOLATED
+    | FAMILIES
+    | REFUSED
     | LONG_WINDOWS
     | {
         "phi3-longrope": Phi3Config(
@@ -169,5 +215,8 @@ def make(name: str, folder: Path) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(3.0)
+        for buffer, values in stored_buffers(model).items():
+            if buffer.endswith("correction_bias"):
+                values.normal_(0, 0.3)
     model.save_pretrained(folder)
     return folder

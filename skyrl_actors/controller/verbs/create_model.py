@@ -5,7 +5,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from skyrl_actors.backends.backend import Capabilities
-from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.config.cluster import ClusterConfig, LoraConfig
 from skyrl_actors.controller.admission import LARGEST_INT, check_metadata
 from skyrl_actors.controller.ledger import Op, Outcome
 from skyrl_actors.controller.tenants import Model
@@ -41,7 +41,7 @@ class CreateModelVerb(ModelVerb[CreateModel]):
         """Check what does not depend on the checkpoint that the model starts from."""
         check_metadata(request.user_metadata)
         checked_id(request.model_id, "model id")
-        return replace(request, spec=settled(request.spec, able))
+        return replace(request, spec=settled(request.spec, able, config.lora))
 
     def reads_files(self, request: CreateModel) -> bool:
         return request.from_path is not None
@@ -111,15 +111,19 @@ async def _loaded(op: Op, request: CreateModel, path: str, context: VerbContext)
     return rs.Loaded(spec.model_id, path, version)
 
 
-def settled(spec: ModelSpec, capabilities: Capabilities) -> ModelSpec:
-    """Return the spec with `train_unembed` filled in, if the client left it open.
+def settled(spec: ModelSpec, capabilities: Capabilities, config: LoraConfig) -> ModelSpec:
+    """Return the spec with the service's layout of experts, and with `train_unembed`.
 
-    An adapter covers the output layer, except on a policy whose engines cannot sample that.
+    If the client left it open, an adapter covers the output layer, except on a policy whose engines
+    cannot sample that.
     """
-    if spec.lora is None or spec.lora.train_unembed is not None:
+    if spec.lora is None:
         return spec
-    reaches = spec.role == "critic" or capabilities.adapts_head
-    return replace(spec, lora=replace(spec.lora, train_unembed=reaches))
+    unembed = spec.lora.train_unembed
+    if unembed is None:
+        unembed = spec.role == "critic" or capabilities.adapts_head
+    lora = replace(spec.lora, train_unembed=unembed, expert_layout=config.expert_layout)
+    return replace(spec, lora=lora)
 
 
 def spec_from(request: CreateModel, saved: ModelSpec) -> ModelSpec:
@@ -232,7 +236,7 @@ def check_fits(spec: ModelSpec, saved: ModelSpec, path: str, with_optimizer: boo
         return
     differ = [
         f"{name} is {getattr(saved.lora, name)} there and {getattr(spec.lora, name)} here"
-        for name in ("rank", "alpha", "train_attn", "train_mlp", "train_unembed")
+        for name in ("rank", "alpha", "train_attn", "train_mlp", "train_unembed", "expert_layout")
         if getattr(saved.lora, name) != getattr(spec.lora, name)
         and not (spec.role == "critic" and name == "train_unembed")
     ]

@@ -98,6 +98,12 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
     ):
         if not 0 <= k <= MAX_LOGPROBS:
             raise InvalidRequest(f"topk_{name}_logprobs {k}: use 0 to {MAX_LOGPROBS}")
+    if params.processed_logprobs and params.truncates and params.topk_sample_logprobs:
+        raise InvalidRequest(
+            f"topk_sample_logprobs {params.topk_sample_logprobs} with processed_logprobs: the most "
+            "likely tokens can be outside of top_k and top_p; use tempered_logprobs, or leave out "
+            "one of these"
+        )
     _check_prompt_scores(request, capabilities)
     if params.prompt_logprobs_last_n is not None:
         if params.prompt_logprobs_last_n < 1:

@@ -1,4 +1,4 @@
-"""Logprobs at the temperature of a sample, from vLLM's own sampler, against softmax in float64."""
+"""Logprobs of the sampling distribution, from vLLM's own sampler, against softmax in float64."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,13 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from skyrl_actors.engines import vllm_tempered
-from skyrl_actors.engines.interface import TEMPERED
+from skyrl_actors.engines import vllm_processed
+from skyrl_actors.engines.interface import PROCESSED
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params
+from skyrl_actors.losses.processing import Processing
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
+from tests.workers.test_processed_logprobs import allowed
 
 VOCABULARY = 50
 PARAMS = (
@@ -28,6 +30,10 @@ PARAMS = (
     SamplingParams(max_tokens=1, temperature=0.0, tempered_logprobs=True, topk_sample_logprobs=1),
     SamplingParams(max_tokens=1, temperature=1.0, tempered_logprobs=True),
     SamplingParams(max_tokens=1, temperature=1.3, tempered_logprobs=True, top_k=5, top_p=0.9),
+    SamplingParams(max_tokens=1, temperature=1.3, processed_logprobs=True, top_k=5, top_p=0.9),
+    SamplingParams(max_tokens=1, temperature=1.0, processed_logprobs=True, top_p=0.5),
+    SamplingParams(max_tokens=1, temperature=0.4, processed_logprobs=True),
+    SamplingParams(max_tokens=1, temperature=0.0, processed_logprobs=True, top_k=5),
 )
 
 
@@ -36,6 +42,19 @@ def uncompiled():
     """Run token ranks uncompiled: compiling takes a minute and changes nothing here."""
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def wanted64(logits: np.ndarray, params: SamplingParams, token: int) -> np.ndarray:
+    """Return [V]: the logprobs that a client is shown, for the logits [V] of a sampled token."""
+    if not params.shows_processed or not params.temperature:
+        return softmax64(logits, 1.0)
+    found = softmax64(logits, params.temperature)
+    if params.processed_logprobs:
+        limits = Processing(top_k=max(params.top_k, 0), top_p=params.top_p)
+        left = allowed(found, limits)
+        left[token] = True
+        found -= np.log(np.exp(found[left]).sum())
+    return found
 
 
 def softmax64(logits: np.ndarray, temperature: float) -> np.ndarray:
@@ -105,7 +124,7 @@ def test_each_request_of_a_batch_gets_both_logprobs_right():
     logits = torch.randn(len(PARAMS), VOCABULARY, generator=torch.Generator().manual_seed(3)) * 3
     plain = Sampler()(logits.clone(), metadata(PARAMS))
     runner = runner_of(PARAMS)
-    assert vllm_tempered.install(runner)
+    assert vllm_processed.install(runner)
     found = runner.sampler(logits=logits.clone(), sampling_metadata=metadata(PARAMS))
     assert found.sampled_token_ids.tolist() == plain.sampled_token_ids.tolist()
     at_one = softmax64(logits.numpy(), 1.0)
@@ -115,10 +134,9 @@ def test_each_request_of_a_batch_gets_both_logprobs_right():
             as_output(output, "base", params).sequences,
             found.sampled_token_ids[row].tolist(),
         )
-        own = softmax64(logits.numpy()[row], params.temperature or 1.0)
         assert one.logprobs[0] == pytest.approx(at_one[row, token], abs=2e-6)
-        assert (one.tempered is None) == (not params.tempered_logprobs)
-        expected = own if params.tempered_logprobs else at_one[row]
+        assert (one.tempered is None) == (not params.shows_processed)
+        expected = wanted64(logits.numpy()[row], params, token)
         assert one.shown_logprobs[0] == pytest.approx(expected[token], abs=5e-6)
         assert so_far(output, params).logprobs == pytest.approx((expected[token],), abs=5e-6)
         if k := params.topk_sample_logprobs:
@@ -132,7 +150,7 @@ def test_a_logprob_that_the_worker_did_not_compute_is_an_error():
     output = answered(
         Sampler()(torch.randn(1, VOCABULARY), metadata((params,))).logprobs_tensors, 0, params
     )
-    with pytest.raises(InternalError, match="no logprobs at the temperature"):
+    with pytest.raises(InternalError, match="no logprobs of the sampling distribution"):
         as_output(output, "base", params)
 
 
@@ -141,13 +159,17 @@ class SamplerOfTheSecondRunner:
 
     def __init__(self, params: tuple[SamplingParams, ...]):
         self.sampling_states = SimpleNamespace(
-            temperature=SimpleNamespace(gpu=torch.zeros(len(params)))
+            temperature=SimpleNamespace(gpu=torch.zeros(len(params))),
+            top_k=SimpleNamespace(gpu=torch.zeros(len(params), dtype=torch.int32)),
+            top_p=SimpleNamespace(gpu=torch.zeros(len(params))),
         )
         self.added: list[int] = []
 
     def add_request(self, place: int, params: Any) -> None:
         self.added.append(place)
         self.sampling_states.temperature.gpu[place] = params.temperature
+        self.sampling_states.top_k.gpu[place] = params.top_k if params.top_k > 0 else VOCABULARY
+        self.sampling_states.top_p.gpu[place] = params.top_p
 
 
 def test_the_gpu_sampler_gives_the_same_logprobs(monkeypatch: pytest.MonkeyPatch):
@@ -160,7 +182,7 @@ def test_the_gpu_sampler_gives_the_same_logprobs(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(module, "compute_topk_scores", on_cpu)
     sampler = SamplerOfTheSecondRunner(PARAMS)
-    assert vllm_tempered.install(SimpleNamespace(sampler=sampler))
+    assert vllm_processed.install(SimpleNamespace(sampler=sampler))
     places = torch.randperm(len(PARAMS), generator=torch.Generator().manual_seed(1))
     for row, place in enumerate(places.tolist()):
         sampler.add_request(place, vllm_params(PARAMS[row]))
@@ -169,17 +191,15 @@ def test_the_gpu_sampler_gives_the_same_logprobs(monkeypatch: pytest.MonkeyPatch
     found = module.compute_topk_scores(logits, 4, sampled, expanded_idx_mapping=places.int())
     for row, params in enumerate(PARAMS):
         (one,) = as_output(answered(found, row, params), "base", params).sequences
-        own = softmax64(
-            logits.numpy()[row], params.temperature or 1.0 if params.tempered_logprobs else 1.0
-        )
+        own = wanted64(logits.numpy()[row], params, row)
         assert one.shown_logprobs[0] == pytest.approx(own[row], abs=5e-6)
     sampler.add_request(int(places[0]), vllm_params(SamplingParams(max_tokens=1)))  # reuses a place
     again = module.compute_topk_scores(logits, 4, sampled, expanded_idx_mapping=places.int())
-    assert TEMPERED not in again.logprob_token_ids[0] and TEMPERED in again.logprob_token_ids[1]
+    assert PROCESSED not in again.logprob_token_ids[0] and PROCESSED in again.logprob_token_ids[1]
 
 
 def test_an_unknown_sampler_is_not_patched():
-    assert not vllm_tempered.install(SimpleNamespace(sampler=object()))
+    assert not vllm_processed.install(SimpleNamespace(sampler=object()))
 
 
 @pytest.mark.parametrize("prefix", ["metaspace", "bytes"])
@@ -189,7 +209,7 @@ def test_a_stop_text_with_tempered_logprobs_does_not_end_the_engine(prefix: str)
     if prefix == "metaspace":
         fast.pre_tokenizer, fast.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
-    vllm_tempered.take_marked_ids()
-    vllm_tempered.take_marked_ids()
-    spelled = logprobs.convert_ids_list_to_tokens(tokenizer, [1, TEMPERED, 2])
+    vllm_processed.take_marked_ids()
+    vllm_processed.take_marked_ids()
+    spelled = logprobs.convert_ids_list_to_tokens(tokenizer, [1, PROCESSED, 2])
     assert len(spelled) == 3 and "a" in spelled[0] and spelled[2] == "b"

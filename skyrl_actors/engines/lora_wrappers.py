@@ -1,0 +1,86 @@
+"""vLLM's LoRA wrappers around the layers of a model.
+
+Models find their layers by name when they load weights. A wrapper changes the names of the layers
+inside it, so a load would fail or pass over them. An adapter finds the wrappers by name, and vLLM
+ignores parts of it whose name no wrapper has.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from vllm.lora import model_manager
+from vllm.lora.layers import BaseLayerWithLoRA
+
+HEAD = "lm_head"
+LARGEST_VOCABULARY = 258_048  # of an adapter on the output layer, in vLLM 0.32
+PREFIX = "lora_base_layer_prefix"  # what experts add to names once they are wrapped
+
+
+class Wrappers:
+    """The wrappers of a model. Between `take_out` and `put_back`, the model has none."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[nn.Module, str, nn.Module]] = []
+        self._prefixes: list[tuple[Any, str]] = []
+
+    def take_out(self, model: nn.Module) -> None:
+        for parent in list(model.modules()):
+            if isinstance(parent, BaseLayerWithLoRA):
+                continue
+            for name, child in list(parent.named_children()):
+                if isinstance(child, BaseLayerWithLoRA):
+                    self._places.append((parent, name, child))
+                    setattr(parent, name, child.base_layer)
+        for module in model.modules():
+            prefix = getattr(module, PREFIX, "")
+            if prefix:
+                self._prefixes.append((module, prefix))
+                setattr(module, PREFIX, "")
+
+    def put_back(self) -> None:
+        for parent, name, child in self._places:
+            setattr(parent, name, child)
+        for module, prefix in self._prefixes:
+            setattr(module, PREFIX, prefix)
+        self._places, self._prefixes = [], []
+
+
+def admit_heads() -> None:
+    """Make vLLM wrap the output layer of every class that has one.
+
+    It can, but only some classes list the layer among those that adapters may name.
+    """
+    manager: Any = model_manager
+    listed: Callable[[nn.Module], list[str]] = manager.get_supported_lora_modules
+
+    def with_head(model: nn.Module) -> list[str]:
+        return [*{*listed(model), *([HEAD] if can_wrap_head(model) else [])}]
+
+    manager.get_supported_lora_modules = with_head
+
+
+def can_wrap_head(model: Any) -> bool:
+    """Return whether vLLM can wrap the output layer; a larger vocabulary would end its start."""
+    logits = getattr(model, "logits_processor", None)
+    return hasattr(model, HEAD) and logits is not None and logits.vocab_size <= LARGEST_VOCABULARY
+
+
+def adapts_head(manager: Any) -> bool:
+    """Return whether an adapter on the output layer is computed."""
+    return any(name.rpartition(".")[2] == HEAD for name in manager.modules)
+
+
+def refuse_unused(manager: Any) -> None:
+    """Make vLLM refuse an adapter with a part that no layer of the model would compute."""
+    add = manager._add_adapter
+
+    def checked(adapter: Any) -> None:
+        add(adapter)
+        if unused := sorted(adapter.loras.keys() - manager.modules.keys()):
+            manager._registered_adapters.pop(adapter.id, None)
+            raise ValueError(
+                f"vLLM does not compute {len(unused)} part(s) of the adapter: {unused[0]}"
+            )
+
+    manager._add_adapter = checked

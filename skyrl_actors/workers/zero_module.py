@@ -1,0 +1,40 @@
+"""Modules without weights for DeepSpeed, which partitions parameters as they are created."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.workers.attention import ATTENTION
+from skyrl_actors.workers.mixers import mixers_of
+
+
+def module_in(shards: AbstractContextManager[Any], folder: str, dtype: torch.dtype) -> Any:
+    """Create the modules of a base model in DeepSpeed's context. Their weights are not set."""
+    config = AutoConfig.from_pretrained(folder)
+    # The context changes the classes that are imported in it for good.
+    _ = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # Some models cannot initialize weights that are partitioned.
+    with no_init_weights(), shards:
+        module: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION
+        )
+        module.tie_weights()
+    return module
+
+
+def check_can_be_partitioned(module: nn.Module) -> None:
+    """Raise ConfigError if ranks would gather the parameters of a layer unequally often.
+
+    A rank calls what is inside a layer with a state once for each of its blocks of rows. Each call
+    gathers weights from all ranks, and these have other numbers of blocks.
+    """
+    if mixers_of(module):
+        raise ConfigError(
+            f"strategy deepspeed stage 3 cannot train {type(module).__name__}, which has layers "
+            "with a state; use fsdp2, or deepspeed stage 1 or 2"
+        )

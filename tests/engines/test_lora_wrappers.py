@@ -1,0 +1,30 @@
+"""vLLM's LoRA wrappers: which output layers get one, and parts of adapters that none computes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from skyrl_actors.engines.lora_wrappers import can_wrap_head, refuse_unused
+
+
+@pytest.mark.parametrize(("vocab_size", "wrapped"), [(151_936, True), (262_144, False)])
+def test_an_output_layer_is_wrapped_up_to_the_largest_vocabulary(vocab_size: int, wrapped: bool):
+    logits = SimpleNamespace(vocab_size=vocab_size)
+    assert can_wrap_head(SimpleNamespace(lm_head=1, logits_processor=logits)) == wrapped
+    assert not can_wrap_head(SimpleNamespace(logits_processor=logits))
+    assert not can_wrap_head(SimpleNamespace(lm_head=1))
+
+
+def test_an_adapter_with_a_part_that_no_layer_computes_is_refused():
+    registered: dict[int, SimpleNamespace] = {}
+    manager = SimpleNamespace(
+        modules={"model.layers.0.block_sparse_moe.experts": 1},
+        _registered_adapters=registered,
+        _add_adapter=lambda adapter: registered.update({adapter.id: adapter}),
+    )
+    refuse_unused(manager)
+    manager._add_adapter(SimpleNamespace(id=1, loras=dict(manager.modules)))
+    other = SimpleNamespace(id=2, loras={"model.layers.0.mlp.experts": 1})
+    with pytest.raises(ValueError, match=r"does not compute 1 part\(s\) .*layers\.0\.mlp\.experts"):
+        manager._add_adapter(other)
+    assert [*registered] == [1]

@@ -1,0 +1,117 @@
+"""Real vLLM on a CPU agrees with the trainer: mixtures of experts, and adapters on every layer."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import (
+    AutoTokenizer,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from skyrl_actors.config.strategies import ReplicaStrategy
+from skyrl_actors.engines.logprob_check import SCORING
+from skyrl_actors.messages.columns import TARGETS, Example, columns_from
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.messages.weights import WeightManifest
+from skyrl_actors.transfer.folders import manifests
+from tests.engines import test_vllm_start
+from tests.engines.test_vllm_start import EXPERTS, engine_for, environment, saved
+from tests.workers.family_runs import disturb
+from tests.workers.strategy_runs import run, worker_of
+
+__all__ = ["environment"]  # a fixture
+SIZE = test_vllm_start.SIZE | {"vocab_size": 512}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3-moe": Qwen3MoeConfig(**SIZE, **EXPERTS),
+    "qwen2-moe": Qwen2MoeConfig(**SIZE, **EXPERTS, shared_expert_intermediate_size=32),
+    "gpt-oss": GptOssConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
+    "glm4-moe": Glm4MoeConfig(
+        **SIZE,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    ),
+    "mixtral": MixtralConfig(**SIZE, num_local_experts=4),
+    "qwen2": Qwen2Config(**SIZE),
+    "qwen2-tied": Qwen2Config(**SIZE | {"tie_word_embeddings": True}),
+    "mistral": MistralConfig(**SIZE),
+    "gemma3": Gemma3TextConfig(**SIZE | {"tie_word_embeddings": True}),
+}
+# vLLM does not take a live update of its experts; the start of an engine refuses it.
+ADAPTERS_ONLY = ("gpt-oss",)
+PROMPT = tuple(np.random.default_rng(3).integers(2, 512, 40).tolist())
+
+
+def trained(base: Path, name: str, lora: LoraSpec | None) -> tuple[Any, np.ndarray]:
+    """Return a worker with a random model, and the model's logprobs of the prompt."""
+    worker = worker_of(0, 1, 0, str(base), ReplicaStrategy(), budget=128)
+    worker.create_model(ModelSpec(model_id=name, base_model="tiny", lora=lora, seed=len(name)))
+    disturb(worker, name)
+    return worker, scored(worker, name)
+
+
+def scored(worker: Any, name: str) -> np.ndarray:
+    tokens = np.asarray(PROMPT, np.int32)
+    example = Example(tokens[:-1], {TARGETS: tokens[1:], "weights": np.ones(39, np.float32)})
+    (output,) = run(worker, [(name, columns_from([example]), None)], forward_only=True)
+    return output.values
+
+
+def saved_model(worker: Any, name: str, folder: Path) -> tuple[WeightManifest, ...]:
+    worker.save_checkpoint(name, str(folder), "weights", "r1")
+    return manifests(folder, f"{name}@1")
+
+
+@pytest.mark.slow
+async def test_adapters_with_own_factors_for_each_expert(tmp_path: Path, random_base: Path):
+    base = saved(CONFIGS["mixtral"], tmp_path / "base")
+    AutoTokenizer.from_pretrained(random_base).save_pretrained(base)
+    worker, values = trained(base, "a", LoraSpec(rank=4, expert_layout="per_expert"))
+    (manifest,) = saved_model(worker, "a", tmp_path / "a")
+    layout: Any = {"takes_full_weights": False, "expert_layout": "per_expert"}
+    async with engine_for(base, **layout) as engine:
+        found = await engine.sample("r", PROMPT, SCORING, manifest, manifest.version)
+        assert found.prompt_logprobs is not None
+        np.testing.assert_allclose(found.prompt_logprobs[1:], values, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+async def test_adapters_and_updates_of_a_mixture(name: str, tmp_path: Path, random_base: Path):
+    base = saved(CONFIGS[name], tmp_path / "base")
+    AutoTokenizer.from_pretrained(random_base).save_pretrained(base)
+    worker, first = trained(base, "a", LoraSpec(rank=4))
+    worker.create_model(ModelSpec(model_id="bb", base_model="tiny", lora=LoraSpec(rank=2), seed=5))
+    disturb(worker, "bb")
+    adapters = {
+        key: (saved_model(worker, key, tmp_path / key)[0], values)
+        for key, values in (("a", first), ("bb", scored(worker, "bb")))
+    }
+    updated = name not in ADAPTERS_ONLY
+    full, changed = trained(base, "full", None)
+    weights = saved_model(full, "full", tmp_path / "full")
+    async with engine_for(base, takes_full_weights=updated) as engine:
+        assert (await engine.status()).adapts_head
+        for key, (manifest, values) in adapters.items():
+            found = await engine.sample(f"r{key}", PROMPT, SCORING, manifest, manifest.version)
+            assert found.prompt_logprobs is not None
+            np.testing.assert_allclose(found.prompt_logprobs[1:], values, atol=1e-4)
+        if not updated:
+            return
+        await engine.load_full("full@1", weights)
+        found = await engine.sample("rf", PROMPT, SCORING, None, "full@1")
+        assert found.prompt_logprobs is not None
+        np.testing.assert_allclose(found.prompt_logprobs[1:], changed, atol=1e-4)
