@@ -110,7 +110,10 @@ def _shaped(flat: NDArray[Any], shape: Sequence[int], what: str) -> NDArray[Any]
         return flat
     if min(shape) < 0 or math.prod(shape) != flat.size:
         raise InvalidRequest(f"{what} has {flat.size} values but shape {list(shape)}")
-    return flat.reshape(shape)
+    try:
+        return flat.reshape(shape)
+    except ValueError as error:  # a dimension of 0 beside very large ones
+        raise InvalidRequest(f"{what} has shape {list(shape)}: {error}") from None
 
 
 class SparseBound:
@@ -148,7 +151,7 @@ class SparseBound:
         )
         if not is_csr or (len(col) and (col.min() < 0 or col.max() >= shape[1])):
             raise InvalidRequest(f"{what} is not a CSR matrix of shape {list(shape)}")
-        dense = np.zeros(tuple(shape), values.dtype)
+        dense = _shaped(np.zeros(shape[0] * shape[1], values.dtype), shape, what)
         dense[np.repeat(np.arange(shape[0]), counts), col] = values
         return dense
 

@@ -134,6 +134,18 @@ def test_errors_name_the_field_that_is_not_served():
         codec.forward_backward_from_proto(wrong.SerializeToString())
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_shape_that_no_array_can_have_is_refused(sparse: bool):
+    message = sdk_request([[1, 2]])
+    tensor = message.data[0].loss_fn_inputs["advantages"]
+    tensor.shape[:] = [0, 2**62]
+    tensor.dense = b""
+    if sparse:
+        tensor.sparse_csr.crow_indices = bytes(8)
+    with pytest.raises(InvalidRequest, match=rf"advantages.*\[0, {2**62}\]"):
+        codec.forward_backward_from_proto(message.SerializeToString())
+
+
 def test_tokens_beyond_32_bits_are_refused():
     message = sdk_request([[1, 2]])
     message.data[0].loss_fn_inputs["target_tokens"].dense = np.asarray(
