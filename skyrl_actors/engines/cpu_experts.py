@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -31,6 +32,22 @@ def register() -> None:
         return UnquantizedMoeBackend.CPU, CpuLoraExperts
 
     method.select_unquantized_moe_backend = select
+    _admit_experts_without_gate()
+
+
+def _admit_experts_without_gate() -> None:
+    """Make vLLM create experts without a gate on a CPU. Its own kernels there have none."""
+    settings: Any = FusedMoEConfig
+    check = settings.__post_init__
+
+    def checked(config: FusedMoEConfig) -> None:
+        try:
+            check(config)
+        except NotImplementedError as error:  # the last of the checks
+            if "is_act_and_mul" not in str(error):
+                raise
+
+    settings.__post_init__ = checked
 
 
 class CpuLoraExperts(LoRAExpertsMixin, CPUUnquantizedExperts):

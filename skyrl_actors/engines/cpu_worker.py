@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from skyrl_actors.engines import cpu_experts, vllm_patches
+from skyrl_actors.engines import cpu_experts, cpu_rotary, vllm_patches
 
 if vllm_patches.AFFECTED:
     cpu_experts.register()
+    cpu_rotary.register()
 
 
 class SleepyCpuWorker(CPUWorker):

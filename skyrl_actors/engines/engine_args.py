@@ -34,7 +34,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         on_device["distributed_executor_backend"] = "ray" if spec.over_nodes else "mp"
         if spec.device_ids:
             on_device["device_ids"] = list(spec.device_ids)
-    return AsyncEngineArgs(
+    args = AsyncEngineArgs(
         model=spec.base_folder,
         tensor_parallel_size=spec.topology.tensor_parallel,
         pipeline_parallel_size=spec.topology.pipeline_parallel,
@@ -59,6 +59,9 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         **on_device,
         **json.loads(spec.arguments),
     )
+    if spec.device == "cpu" and args.create_model_config().is_hybrid:
+        args.enable_prefix_caching = False  # vLLM keeps states only if it may split prompts
+    return args
 
 
 def _memory_share(spec: EngineSpec) -> dict[str, float]:

@@ -5,12 +5,13 @@ inside it, so a load would fail or pass over them. An adapter finds the wrappers
 ignores parts of it whose name no wrapper has.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 from vllm.lora import model_manager
 from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.lora_weights import PackedLoRALayerWeights
 
 HEAD = "lm_head"
 LARGEST_VOCABULARY = 258_048  # of an adapter on the output layer, in vLLM 0.32
@@ -58,6 +59,22 @@ def admit_heads() -> None:
         return [*{*listed(model), *([HEAD] if can_wrap_head(model) else [])}]
 
     manager.get_supported_lora_modules = with_head
+
+
+def admit_experts_without_gate() -> None:
+    """Make vLLM take adapters with shared factors on experts that have no third projection."""
+    packed: Any = PackedLoRALayerWeights
+    pack: Callable[..., Any] = packed.pack_moe_stacked
+
+    def pack_stacked(loras: Sequence[Any], module_name: str) -> Any:
+        first, second, third = loras
+        if third is not None or first is None:
+            return pack(loras, module_name)
+        found = pack([first, second, first], module_name)
+        found.scaling[2] = 1  # nothing reads the third pair; the first must be scaled once
+        return found
+
+    packed.pack_moe_stacked = pack_stacked
 
 
 def can_wrap_head(model: Any) -> bool:

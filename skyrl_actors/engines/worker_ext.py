@@ -23,7 +23,14 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from skyrl_actors.engines import vllm_patches, vllm_processed
 from skyrl_actors.engines.interface import ALL_WEIGHTS, FLAG
-from skyrl_actors.engines.lora_wrappers import Wrappers, adapts_head, admit_heads, refuse_unused
+from skyrl_actors.engines.lora_wrappers import (
+    Wrappers,
+    adapts_head,
+    admit_experts_without_gate,
+    admit_heads,
+    refuse_unused,
+)
+from skyrl_actors.engines.split_projections import admit_splits
 from skyrl_actors.messages.weights import TensorEntry, WeightStream
 from skyrl_actors.transport.streams import received, tensor_in
 
@@ -163,4 +170,6 @@ class Extension:
 
 
 admit_heads()
+admit_splits()
+admit_experts_without_gate()
 WeightTransferEngineFactory.register_engine(ALL_WEIGHTS, FullWeightsEngine)

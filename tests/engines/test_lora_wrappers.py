@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_actors.engines.lora_wrappers import can_wrap_head, refuse_unused
+from skyrl_actors.engines.split_projections import interleaved
 
 
 @pytest.mark.parametrize(("vocab_size", "wrapped"), [(151_936, True), (262_144, False)])
@@ -28,3 +29,10 @@ def test_an_adapter_with_a_part_that_no_layer_computes_is_refused():
     with pytest.raises(ValueError, match=r"does not compute 1 part\(s\) .*layers\.0\.mlp\.experts"):
         manager._add_adapter(other)
     assert [*registered] == [1]
+
+
+def test_projections_alternate_by_groups_of_heads():
+    # Two groups: queries 0-1, keys 2-3, values 4-7, gate 8-11, one half of each in a group.
+    order = interleaved((2, 2, 4, 4), groups=2)
+    assert order.tolist() == [0, 2, 4, 5, 8, 9, 1, 3, 6, 7, 10, 11]
+    assert interleaved((2, 2, 4, 4), groups=1).tolist() == list(range(12))

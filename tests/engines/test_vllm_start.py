@@ -68,12 +68,14 @@ def saved(config: PreTrainedConfig, folder: Path) -> Path:
 
 
 @asynccontextmanager
-async def engine_for(base: Path, **options: Any) -> AsyncGenerator[VllmEngine]:
+async def engine_for(
+    base: Path, dtype: str = "float32", **options: Any
+) -> AsyncGenerator[VllmEngine]:
     spec = EngineSpec(
         name="engine[0]",
         base_folder=str(base),
         device="cpu",
-        dtype="float32",
+        dtype=dtype,
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=128,

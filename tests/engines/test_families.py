@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU agrees with the trainer: mixtures of experts, and adapters on every layer."""
+"""Real vLLM on a CPU agrees with the trainer: many families, and adapters on every layer."""
 
 from pathlib import Path
 from typing import Any
@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 from transformers import (
     AutoTokenizer,
+    FalconH1Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
+    Lfm2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from skyrl_actors.config.strategies import ReplicaStrategy
@@ -31,6 +35,7 @@ from tests.workers.strategy_runs import run, worker_of
 
 __all__ = ["environment"]  # a fixture
 SIZE = test_vllm_start.SIZE | {"vocab_size": 512}
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3-moe": Qwen3MoeConfig(**SIZE, **EXPERTS),
     "qwen2-moe": Qwen2MoeConfig(**SIZE, **EXPERTS, shared_expert_intermediate_size=32),
@@ -49,7 +54,40 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2-tied": Qwen2Config(**SIZE | {"tie_word_embeddings": True}),
     "mistral": MistralConfig(**SIZE),
     "gemma3": Gemma3TextConfig(**SIZE | {"tie_word_embeddings": True}),
+    "nemotron-h": NemotronHConfig(
+        **SIZE | {"num_hidden_layers": 4},
+        hybrid_override_pattern="ME*-",  # pyright: ignore[reportCallIssue]  one of its kwargs
+        **MAMBA,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    ),
+    "falcon-h1": FalconH1Config(
+        **SIZE,
+        mamba_d_ssm=64,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        lm_head_multiplier=0.5,
+    ),
+    "lfm2": Lfm2Config(  # vLLM also reads sizes that only published files have
+        **SIZE | {"tie_word_embeddings": True, "block_dim": 64, "conv_dim": 64},
+        layer_types=["conv", "full_attention"],
+        block_multiple_of=8,
+    ),
 }
+GATED_DELTA = Qwen3NextConfig(
+    **SIZE,
+    **EXPERTS,
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    shared_expert_intermediate_size=32,
+)
 # vLLM does not take a live update of its experts; the start of an engine refuses it.
 ADAPTERS_ONLY = ("gpt-oss",)
 PROMPT = tuple(np.random.default_rng(3).integers(2, 512, 40).tolist())
@@ -86,6 +124,21 @@ async def test_adapters_with_own_factors_for_each_expert(tmp_path: Path, random_
         found = await engine.sample("r", PROMPT, SCORING, manifest, manifest.version)
         assert found.prompt_logprobs is not None
         np.testing.assert_allclose(found.prompt_logprobs[1:], values, atol=1e-4)
+
+
+@pytest.mark.slow
+async def test_adapters_on_gated_delta_layers(tmp_path: Path, random_base: Path):
+    """The layers' kernels on a CPU take bfloat16 and heads of 128 alone."""
+    base = saved(GATED_DELTA, tmp_path / "base")
+    AutoTokenizer.from_pretrained(random_base).save_pretrained(base)
+    worker, values = trained(base, "a", LoraSpec(rank=4, train_mlp=False, train_unembed=False))
+    worker.create_model(ModelSpec(model_id="b", base_model="tiny", lora=LoraSpec(rank=4), seed=5))
+    (manifest,) = saved_model(worker, "a", tmp_path / "a")
+    async with engine_for(base, dtype="bfloat16", takes_full_weights=False) as engine:
+        found = await engine.sample("r", PROMPT, SCORING, manifest, manifest.version)
+        assert found.prompt_logprobs is not None
+        effect = np.abs(values - scored(worker, "b")).mean()  # b is the base model still
+        assert np.abs(found.prompt_logprobs[1:] - values).mean() < min(0.05, effect / 10)
 
 
 @pytest.mark.slow
