@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.harness import ROOT, emit
 from examples.make_data import main as make_data
 
-JOBS = ("ppo_tiny", "grpo_tiny", "sft_tiny", "dpo_tiny", "reward_model_tiny")
+JOBS = ("ppo_tiny", "grpo_tiny", "grpo_tiny_moe", "sft_tiny", "dpo_tiny", "reward_model_tiny")
 LONGEST_S = 600.0
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token"}

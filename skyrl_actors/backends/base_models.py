@@ -1,7 +1,6 @@
 """Find or make the folder of a base model, and check it against the config.
 
-A base model is a local folder, a download by name, or the tiny model, which is made once and
-cached.
+A base model is a local folder, a download by name, or a tiny model, which is made once and cached.
 """
 
 import hashlib
@@ -17,7 +16,7 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from skyrl_actors.backends.memory_demands import shape_in
-from skyrl_actors.config.cluster import ClusterConfig, PretrainedBase, TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, MadeBase, PretrainedBase, TinyMoeBase
 from skyrl_actors.messages.errors import ConfigError, InternalError
 
 Chat = tuple[str, str]  # question, answer
@@ -26,20 +25,20 @@ SEED = 0  # of the initial weights and of the warm-up
 ROWS_A_STEP = 64
 # Files of a model on the hub that nothing here reads: the same weights in other formats.
 NOT_NEEDED = ("original/*", "consolidated*", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
-LAYOUT = 1  # increase when the shape of the tiny model or its corpus changes
+LAYOUT = 1  # increase when the shape of the tiny models or their corpus changes
 
 
 def base_model_folder(
-    base: TinyBase | PretrainedBase,
+    base: MadeBase | PretrainedBase,
     chats: Callable[[int], Iterable[Chat]],
     progress: Progress | None = None,
 ) -> Path:
     """Return the base model's folder. Raise ConfigError if there is no such model.
 
-    `chats(n)` yields n warm-up chats for the tiny model.
+    `chats(n)` yields n warm-up chats for a model that is made here.
     """
-    if isinstance(base, TinyBase):
-        return _tiny(base, chats, progress)
+    if isinstance(base, MadeBase):
+        return _made(base, chats, progress)
     if base.path is not None:
         folder = base.path.expanduser().resolve()
         if not (folder / "config.json").is_file():
@@ -114,14 +113,15 @@ def cache_dir() -> Path:
     return (Path(root) / "skyrl-actors").expanduser().resolve()
 
 
-def _tiny(
-    base: TinyBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None
+def _made(
+    base: MadeBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None
 ) -> Path:
+    is_mixture = isinstance(base, TinyMoeBase)
     rows = list(chats(base.warmup_steps * ROWS_A_STEP))
     digest = hashlib.sha256(
         json.dumps([LAYOUT, SEED, base.warmup_steps, rows]).encode()
     ).hexdigest()[:12]
-    folder = cache_dir() / f"tiny-{digest}"
+    folder = cache_dir() / f"{'tiny-moe' if is_mixture else 'tiny'}-{digest}"
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -129,6 +129,8 @@ def _tiny(
         file.writelines(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows)
     command = [sys.executable, "-m", "skyrl_actors.workers.tiny_base", str(folder), file.name]
     command += ["--steps", str(base.warmup_steps), "--seed", str(SEED)]
+    if is_mixture:
+        command.append("--mixture")
     try:
         _run(command, progress)
     finally:
@@ -160,4 +162,4 @@ def _run(command: list[str], progress: Progress | None) -> None:
                 process.terminate()
         if process.wait() != 0:
             errors.seek(0)
-            raise InternalError(f"making the tiny base model failed:\n{errors.read()[-2000:]}")
+            raise InternalError(f"making the base model failed:\n{errors.read()[-2000:]}")

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.reserve import node_ids
-from skyrl_actors.config.cluster import ClusterConfig, TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, MadeBase
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.storage.base_copy import Arrived, BaseCopy, bring, described
 
@@ -35,9 +35,9 @@ class NodeBases:
     ):
         base = config.base_model
         self._folder = folder
-        on_hub = not isinstance(base, TinyBase) and base.path is None
+        on_hub = not isinstance(base, MadeBase) and base.path is None
         self._name = base.name if on_hub else None
-        self._is_made_here = isinstance(base, TinyBase)
+        self._is_made_here = isinstance(base, MadeBase)
         self._reserved = reserved
         self._environment = dict(config.environment)
         self._report = report

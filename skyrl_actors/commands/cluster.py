@@ -26,7 +26,7 @@ from skyrl_actors import remote
 from skyrl_actors.api.client import NAMESPACE, actor_name
 from skyrl_actors.backends.base_models import SEED, base_model_folder, cache_dir
 from skyrl_actors.commands.terminal import bar, note
-from skyrl_actors.config.cluster import ClusterConfig, TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, MadeBase
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.jobs.envs import noisy_demonstrations
 from skyrl_actors.messages.errors import ConfigError
@@ -38,13 +38,11 @@ OBJECT_STORE_BYTES = 256 * 2**20
 
 
 def prepare_base_model(config: ClusterConfig) -> Path:
-    """Return the folder of the base model. Training the tiny model shows its progress."""
+    """Return the folder of the base model. Training a tiny model shows its progress."""
     base = config.base_model
-    if not isinstance(base, TinyBase):
+    if not isinstance(base, MadeBase):
         return _fitting(config, base_model_folder(base, lambda count: []))
-    note(
-        f"base model {base.name}: a small Qwen3 network with its tokenizer, cached in {cache_dir()}"
-    )
+    note(f"base model {base.name}: a small network with its tokenizer, cached in {cache_dir()}")
     with bar("supervised warm-up", max(base.warmup_steps, 1)) as progress:
         folder = base_model_folder(
             base,

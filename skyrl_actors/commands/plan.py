@@ -15,7 +15,7 @@ from skyrl_actors.commands.sized import (
     service_request,
     written,
 )
-from skyrl_actors.config.cluster import ClusterConfig, TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, MadeBase
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, top_level_keys
 from skyrl_actors.sizing.report import lines
@@ -79,8 +79,8 @@ def _shape(config: ClusterConfig, model: Path | None) -> tuple[ModelShape | None
     if model is not None:
         return shape_in(model if model.is_dir() else model.parent), ""
     base = config.base_model
-    if isinstance(base, TinyBase):
-        return None, "the tiny model needs a few MiB"
+    if isinstance(base, MadeBase):
+        return None, "the tiny model needs at most 0.4 GiB"
     if base.path is not None:
         return shape_in(base.path.expanduser()), ""
     from huggingface_hub import try_to_load_from_cache

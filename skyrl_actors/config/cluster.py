@@ -46,7 +46,17 @@ class NamedBase(FrozenConfig):
     name: str = Field(description=BASE_NAME)
 
 
-class TinyBase(NamedBase):
+class MadeBase(NamedBase):
+    """The keys of base models that are made on this machine."""
+
+    warmup_steps: int = Field(
+        default=150,
+        ge=0,
+        description="supervised steps on demonstrations with errors; 0 = random weights",
+    )
+
+
+class TinyBase(MadeBase):
     """A small model of the Qwen3 architecture with a byte-level tokenizer.
 
     It is trained on this machine and cached in `~/.cache/skyrl-actors`, or below XDG_CACHE_HOME.
@@ -54,11 +64,13 @@ class TinyBase(NamedBase):
 
     type: Literal["tiny"] = "tiny"
     name: str = Field(default="skyrl-actors/tiny", description=BASE_NAME)
-    warmup_steps: int = Field(
-        default=150,
-        ge=0,
-        description="supervised steps on demonstrations with errors; 0 = random weights",
-    )
+
+
+class TinyMoeBase(MadeBase):
+    """The tiny model as a mixture: 128 experts in each layer, 8 of them for each token."""
+
+    type: Literal["tiny_moe"] = "tiny_moe"
+    name: str = Field(default="skyrl-actors/tiny-moe", description=BASE_NAME)
 
 
 class PretrainedBase(NamedBase):
@@ -73,7 +85,7 @@ class PretrainedBase(NamedBase):
     )
 
 
-BaseModelConfig = Annotated[TinyBase | PretrainedBase, Field(discriminator="type")]
+BaseModelConfig = Annotated[TinyBase | TinyMoeBase | PretrainedBase, Field(discriminator="type")]
 
 
 class PlacementConfig(FrozenConfig):

@@ -1,9 +1,10 @@
-"""Create the tiny base model, and train it briefly on given chats.
+"""Create a tiny base model, and train it briefly on given chats.
 
-It has a Qwen3-shaped network of two million weights, a byte-level tokenizer and a chat template.
-It runs as a separate process, so that its memory is freed when it ends.
+It has a Qwen3-shaped network of two million weights, or as a mixture of experts of twenty million,
+a byte-level tokenizer and a chat template. It runs as a separate process, so that its memory is
+freed when it ends.
 
-    python -m skyrl_actors.workers.tiny_base FOLDER CHATS.jsonl --steps 100 --seed 0
+    python -m skyrl_actors.workers.tiny_base FOLDER CHATS.jsonl --steps 100 --seed 0 [--mixture]
 
 Progress goes to standard output, one JSON object a line: {"step": 10, "steps": 100, "loss": 1.2}.
 """
@@ -13,12 +14,20 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -29,6 +38,11 @@ CHAT_TEMPLATE = (
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 BATCH_ROWS = 64
 LEARNING_RATE = 2e-3
+EXPERTS: dict[str, Any] = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 64,
+}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -52,26 +66,30 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(seed: int, vocab_size: int, end_id: int) -> Qwen3ForCausalLM:
+def make_model(seed: int, vocab_size: int, end_id: int, is_mixture: bool) -> PreTrainedModel:
     """Return a model with random weights, for at least `vocab_size` tokens."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=-(-vocab_size // 64) * 64,
-        hidden_size=192,
-        intermediate_size=640,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=end_id,
-        bos_token_id=None,
+    shape: dict[str, Any] = {
+        "vocab_size": -(-vocab_size // 64) * 64,
+        "hidden_size": 192,
+        "intermediate_size": 640,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": end_id,
+        "bos_token_id": None,
+    }
+    return (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **EXPERTS))
+        if is_mixture
+        else Qwen3ForCausalLM(Qwen3Config(**shape))
     )
-    return Qwen3ForCausalLM(config)
 
 
-def warm_up(model: Qwen3ForCausalLM, rows: Sequence[tuple[list[int], int]], steps: int) -> None:
+def warm_up(model: PreTrainedModel, rows: Sequence[tuple[list[int], int]], steps: int) -> None:
     """Train next-token prediction on the answers. A row is (tokens, length of the prompt)."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
@@ -103,12 +121,12 @@ def _batch(rows: Sequence[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def make(folder: Path, chats: Path, steps: int, seed: int) -> None:
+def make(folder: Path, chats: Path, steps: int, seed: int, is_mixture: bool) -> None:
     """Create, train and save the model."""
     tokenizer = make_tokenizer()
     end_id = tokenizer.convert_tokens_to_ids(END)
     assert isinstance(end_id, int)
-    model = make_model(seed, len(tokenizer), end_id)
+    model = make_model(seed, len(tokenizer), end_id, is_mixture)
     rows = []
     for line in chats.read_text().splitlines():
         chat = json.loads(line)
@@ -137,8 +155,9 @@ def main() -> None:
     parser.add_argument("chats", type=Path)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    make(arguments.folder, arguments.chats, arguments.steps, arguments.seed)
+    parser.add_argument("--mixture", action="store_true", help="a mixture of 128 experts")
+    chosen = parser.parse_args()
+    make(chosen.folder, chosen.chats, chosen.steps, chosen.seed, chosen.mixture)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ HELD_BY = {
     "skyrl-actors serve configs/cpu_tiny.yaml": "tests/conftest.py: configs/cpu_tiny.yaml",
     "skyrl-actors stop": "tests/conftest.py: stop",
     "skyrl-actors train configs/jobs/grpo_tiny.yaml": "tests/jobs/test_commands.py: train",
+    "skyrl-actors train configs/jobs/grpo_tiny_moe.yaml": (
+        "tests/jobs/test_commands.py: grpo_tiny_moe.yaml"
+    ),
     "pkill -9 -f ray::TrainWorkerActor": "tests/service/test_faults.py: kill",
     "RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m skyrl_actors train "
     "configs/jobs/ppo_tiny.yaml run.folder=$PWD/runs": "tests/jobs/test_commands.py: submit",

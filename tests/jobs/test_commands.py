@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_actors.config.transfers import SHARED_MEMORY
 from skyrl_actors.observe.runs import listed
-from tests.conftest import ROOT, Service
+from tests.conftest import ROOT, Service, run_cli
 
 SHORT = (
     "job.iterations=2",
@@ -136,6 +136,25 @@ def test_an_interrupted_run_cleans_up_and_ray_job_submit_resumes_it(
     assert not list(SHARED_MEMORY.glob("ppo_tiny-*"))
     if sent == signal.SIGTERM:
         check_resumed(options, run)
+
+
+@pytest.mark.slow
+def test_a_job_with_adapters_on_experts_learns(tmp_path: Path):
+    done = run_cli(
+        "train",
+        "configs/jobs/grpo_tiny_moe.yaml",
+        f"run.folder={tmp_path}",
+        "job.iterations=5",
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run = tmp_path / "grpo_tiny_moe"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["metric_after"] >= 2 * summary["metric_before"] > 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["logprob_mismatch_max"] for row in rows[1:]) < 1e-4
+    adapted = json.loads((run / "checkpoint" / "adapter_config.json").read_text())
+    assert {"w1", "w2", "w3"} <= set(adapted["target_modules"])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
