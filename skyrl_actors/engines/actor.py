@@ -20,8 +20,9 @@ from skyrl_actors.engines.interface import (
     EngineSpec,
     EngineStatus,
 )
+from skyrl_actors.engines.last_exception import own_last_exception
 from skyrl_actors.engines.received_files import Files
-from skyrl_actors.messages.errors import InternalError, StateLost
+from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
@@ -77,7 +78,8 @@ class EngineActor:
     async def watch(self) -> None:
         """Never return. Raise StateLost when vLLM's process ends; the actor's death raises too."""
         await self.engine.dead.wait()
-        raise StateLost("vLLM's process ended")
+        cause = await asyncio.to_thread(own_last_exception)
+        raise StateLost(f"vLLM's process ended: {cause}".removesuffix(": "))
 
     async def start(self, epoch: int) -> None:
         await self._change(epoch, self.engine.start())
@@ -159,10 +161,12 @@ class EngineActor:
         """Raise StateLost for any failure after vLLM's process ended; another engine can retry."""
         try:
             return await work
+        except ConfigError:
+            raise  # no engine can start with this model
         except Exception as error:
             if self.engine.died_of(error):
                 raise StateLost(
-                    f"vLLM's process of {self.engine.spec.name} ended: {error}"
+                    f"{self.engine.spec.name}: {await self.engine.why(error)}"
                 ) from None
             raise
 

@@ -25,6 +25,7 @@ from skyrl_actors.engines.check_prompt import continuation, fixed_prompt, openin
 from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.engine_args import engine_args
 from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, EngineStatus
+from skyrl_actors.engines.last_exception import own_last_exception
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.received_files import Files
 from skyrl_actors.engines.reload_proof import prove_reload
@@ -67,7 +68,12 @@ class VllmEngine:
         self.dead = asyncio.Event()  # vLLM's own process has ended
 
     async def start(self) -> None:
-        self._llm = AsyncLLM.from_engine_args(engine_args(self.spec), stat_loggers=[self._stats])
+        try:
+            self._llm = AsyncLLM.from_engine_args(
+                engine_args(self.spec), stat_loggers=[self._stats]
+            )
+        except RuntimeError as error:
+            raise InternalError(f"vLLM did not start: {own_last_exception() or error}") from error
         take_marked_ids()
         patched = await self._llm.collective_rpc("skyrl_patch")
         self._processes_logprobs = all(FLAG in names for names in patched)
@@ -113,6 +119,13 @@ class VllmEngine:
             self.dead.set()
         return self.dead.is_set()
 
+    async def why(self, error: Exception) -> str:
+        """Return an error's text. vLLM only says that its process ended; the cause is added."""
+        if not isinstance(error, EngineDeadError):
+            return str(error)
+        cause = await asyncio.to_thread(own_last_exception)
+        return f"vLLM's process ended: {cause or error}"
+
     @property
     def llm(self) -> AsyncLLM:
         if self._llm is None:
@@ -155,6 +168,9 @@ class VllmEngine:
                         self.partials.grow(request_id, so_far(part, params))
         except (VLLMValidationError, ValueError) as error:
             raise InvalidRequest(str(error)) from None
+        except EngineDeadError as error:
+            self.dead.set()
+            raise InternalError(await self.why(error)) from error
         except TimeoutError:
             raise InternalError(
                 f"request {request_id} did not finish within {self.spec.call_timeout_s:.0f} s "
