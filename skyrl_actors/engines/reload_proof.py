@@ -1,8 +1,9 @@
-"""Prove at start that an engine computes, and computes the same after a live weight update.
+"""Prove at start that an engine computes, also with an adapter and after a live weight update.
 
 vLLM stores some weights in its own layouts. If an update does not rebuild these, the engine samples
 from weights of no version, without an error. So a new engine scores a fixed prompt, reloads the
-base's weights with a live update, and scores the prompt again. It starts only if both scores agree.
+base's weights with a live update, and scores the prompt again. Then it scores the prompt with an
+adapter of zeros. It starts only if all scores agree.
 """
 
 import logging
@@ -29,7 +30,7 @@ ADVICE = "use another base model, or a vLLM server that serves this one (engine.
 
 
 class Reloads(Protocol):
-    """The two calls that the proof makes on an engine."""
+    """The two calls that the proofs make on an engine."""
 
     async def sample(
         self,
@@ -75,8 +76,29 @@ async def prove_reload(
     )
 
 
-async def _scores(engine: Reloads, prompt: tuple[int, ...]) -> NDArray[np.float32]:
-    found = (await engine.sample("proof", prompt, SCORING, None, BASE_VERSION)).prompt_logprobs
+async def prove_adapter(
+    engine: Reloads, model: str, dtype: str, prompt: tuple[int, ...], zeros: WeightManifest
+) -> None:
+    """Raise ConfigError if the engine fails with an adapter of zeros, or if it changes scores."""
+    alone = await _attempt(f"computing {model}", _scores(engine, prompt))
+    found = await _attempt(
+        f"computing {model} with an adapter", _scores(engine, prompt, zeros, zeros.version)
+    )
+    difference, allowed = float(np.abs(found - alone).mean()), BOUNDS.get(dtype, LOWER_PRECISION)
+    if not difference <= allowed:
+        raise ConfigError(
+            f"{model} cannot be sampled with adapters here: an adapter of zeros changes its scores "
+            f"by {difference:.2g} nats a token ({allowed:g} is allowed); {ADVICE}"
+        )
+
+
+async def _scores(
+    engine: Reloads,
+    prompt: tuple[int, ...],
+    adapter: WeightManifest | None = None,
+    version: str = BASE_VERSION,
+) -> NDArray[np.float32]:
+    found = (await engine.sample("proof", prompt, SCORING, adapter, version)).prompt_logprobs
     assert found is not None
     return found[1:]
 

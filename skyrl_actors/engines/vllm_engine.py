@@ -28,7 +28,7 @@ from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, Engin
 from skyrl_actors.engines.last_exception import own_last_exception
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.received_files import Files
-from skyrl_actors.engines.reload_proof import prove_reload
+from skyrl_actors.engines.reload_proof import prove_adapter, prove_reload
 from skyrl_actors.engines.vllm_processed import take_marked_ids
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
@@ -40,6 +40,7 @@ from skyrl_actors.observe.process import resident_bytes
 from skyrl_actors.transfer.folders import full_manifests
 
 log = logging.getLogger(__name__)
+ZEROS = WeightManifest(version="zeros", kind="lora", path="zeros", num_bytes=0)  # for the proof
 
 
 class VllmEngine:
@@ -94,11 +95,15 @@ class VllmEngine:
             ).start()
 
     async def _prove(self) -> None:
-        """Raise ConfigError if vLLM cannot compute the model, or not after a live update."""
+        """Raise ConfigError if vLLM cannot compute the model, alone, updated or with an adapter."""
         config = self.llm.model_config
         prompt = fixed_prompt(config.get_vocab_size(), self.spec.max_model_len)
         parts = _base_parts(self.spec) if self.spec.takes_full_weights else ()
         await prove_reload(self, config.architecture, self.spec.dtype, prompt, parts)
+        self._adapters[ZEROS.version] = number = self._new_adapter()
+        await self.llm.collective_rpc("skyrl_add_zeros", args=(ZEROS.version, number))
+        await prove_adapter(self, config.architecture, self.spec.dtype, prompt, ZEROS)
+        await self.drop_adapters((ZEROS.version,))
 
     async def _continued(self) -> tuple[int, ...]:
         """Return a natural text with the base model's greedy continuation, as token ids."""
@@ -204,10 +209,14 @@ class VllmEngine:
                 self._woken.clear()
             await self._woken.wait()
 
+    def _new_adapter(self) -> int:
+        self._next_adapter += 1
+        return self._next_adapter - 1
+
     async def _lora_request(self, manifest: WeightManifest) -> LoRARequest:
         """Load the adapter before its first use. Each version has its own id and path."""
         if manifest.version not in self._adapters:
-            number, self._next_adapter = self._next_adapter, self._next_adapter + 1
+            number = self._new_adapter()
             await asyncio.to_thread(check_adapter, manifest, self._base_shapes)
             try:
                 await self.llm.add_lora(LoRARequest(manifest.version, number, manifest.path))

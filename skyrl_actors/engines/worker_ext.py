@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -33,6 +34,8 @@ from skyrl_actors.engines.lora_wrappers import (
 from skyrl_actors.engines.split_projections import admit_splits
 from skyrl_actors.messages.weights import TensorEntry, WeightStream
 from skyrl_actors.transport.streams import received, tensor_in
+
+ZEROS_RANK = 1
 
 
 @dataclass
@@ -155,6 +158,12 @@ class Extension:
         """Return whether an adapter on the output layer is computed."""
         manager = getattr(self.model_runner, "lora_manager", None)
         return manager is None or adapts_head(manager._adapter_manager)
+
+    def skyrl_add_zeros(self, name: str, number: int) -> None:
+        """Add an adapter whose factors are zeros."""
+        manager = self.model_runner.lora_manager
+        rank = manager.get_dummy_lora_warmup_rank(ZEROS_RANK)
+        manager.add_dummy_lora(LoRARequest(name, number, name), rank)
 
     def skyrl_patch(self) -> list[str]:
         """Patch the running worker for this vLLM release; return the names of the patches."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from skyrl_actors.engines.check_prompt import fixed_prompt
-from skyrl_actors.engines.reload_proof import prove_reload
+from skyrl_actors.engines.reload_proof import prove_adapter, prove_reload
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
@@ -20,7 +20,13 @@ PROMPT = fixed_prompt(128, 64)
 class Scripted:
     """Shift the scores by the next of `shifts` at each load, or raise an error in its place."""
 
-    def __init__(self, shifts: Sequence[float | Exception] = (), dies: bool = False):
+    def __init__(
+        self,
+        shifts: Sequence[float | Exception] = (),
+        dies: bool = False,
+        adapter: float | Exception = 0.0,
+    ):
+        self._adapter = adapter
         self._shifts, self._shift, self._dies = list(shifts), 0.0, dies
         self.loads = 0
 
@@ -35,7 +41,12 @@ class Scripted:
         assert prompt == PROMPT and params.prompt_logprobs
         if self._dies:
             raise InternalError("EngineCore encountered an issue")
-        scores = np.linspace(-9, -1, len(prompt), dtype=np.float32) + np.float32(self._shift)
+        change = self._adapter if adapter else 0.0
+        if isinstance(change, Exception):
+            raise change
+        scores = np.linspace(-9, -1, len(prompt), dtype=np.float32) + np.float32(
+            self._shift + change
+        )
         return SampleOutput(sequences=(), version=version, prompt_logprobs=scores)
 
     async def load_full(self, version: str, parts: tuple[WeightManifest, ...]) -> float:
@@ -89,3 +100,16 @@ async def test_with_adapters_only_nothing_is_loaded():
     engine = Scripted()
     await prove_reload(engine, "X", "float32", PROMPT, ())
     assert engine.loads == 0
+
+
+ZEROS = WeightManifest(version="zeros", kind="lora", path="zeros", num_bytes=0)
+
+
+@pytest.mark.parametrize("change", [0.08, InternalError("no Triton"), 1e-6])
+async def test_an_engine_that_cannot_compute_adapters_is_refused(change: float | Exception):
+    engine = Scripted(adapter=change)
+    if change == 1e-6:
+        return await prove_adapter(engine, "X", "float32", PROMPT, ZEROS)
+    wanted = "X cannot be sampled with adapters here|computing X with an adapter .*no Triton"
+    with pytest.raises(ConfigError, match=wanted):
+        await prove_adapter(engine, "X", "float32", PROMPT, ZEROS)
