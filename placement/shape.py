@@ -158,7 +158,7 @@ def shape_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) 
         )
         return ModelShape(
             hidden=hidden,
-            layers=int(text["num_hidden_layers"]),
+            layers=_layers(text),
             heads=heads,
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_dim=int(text.get("head_dim") or hidden // heads),
@@ -179,6 +179,14 @@ def shape_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) 
             f"this config.json does not contain the size of its model ({error}); "
             "expected a causal language model's"
         ) from None
+
+
+def _layers(text: Mapping[str, Any]) -> int:
+    """Return the number of layers; transformers stores some hybrids with a list of kinds alone."""
+    kinds: Any = text.get("layers_block_type")
+    if kinds is not None and "num_hidden_layers" not in text:
+        return len(kinds)
+    return int(text["num_hidden_layers"])
 
 
 def _shared(text: Mapping[str, Any], intermediate: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import NemotronHConfig
 
 from placement.memory import (
     ADAPTER_BYTES,
@@ -412,3 +413,9 @@ def test_tensor_parallelism_divides_the_memory_of_an_engine():
 def test_a_config_without_a_language_model_is_refused():
     with pytest.raises(DoesNotFit, match="expected a causal language model's"):
         shape_of({"hidden_size": 12})
+
+
+def test_the_layers_of_a_hybrid_are_counted_from_the_list_of_their_kinds():
+    """Transformers saves Nemotron-H without the number of its layers."""
+    saved = NemotronHConfig(hybrid_override_pattern="ME*-").to_dict()  # pyright: ignore[reportCallIssue]
+    assert "num_hidden_layers" not in saved and shape_of(saved).layers == 4

@@ -1,4 +1,4 @@
-"""`serve FOLDER` without a config file: models of two families with random weights."""
+"""`serve FOLDER` without a config file: models of some families with random weights."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
+    NemotronHConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -38,6 +39,18 @@ def model_in(folder: Path, family: str, base: Path) -> Path:
         "qwen3-moe": Qwen3MoeConfig(
             **SIZE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
         ),
+        "nemotron-h": NemotronHConfig(
+            **SIZE | {"num_hidden_layers": 4},
+            hybrid_override_pattern="ME*-",  # pyright: ignore[reportCallIssue]  one of its kwargs
+            mamba_num_heads=8,
+            mamba_head_dim=32,
+            ssm_state_size=16,
+            n_groups=2,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            moe_shared_expert_intermediate_size=64,
+        ),
     }
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(configs[family]).save_pretrained(folder / family)
@@ -46,7 +59,7 @@ def model_in(folder: Path, family: str, base: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "nemotron-h"])
 def test_serve_takes_a_folder(family: str, tmp_path: Path, random_base: Path):
     model_in(tmp_path, family, random_base)
     port = free_port()
