@@ -50,6 +50,9 @@ def _splits(model: nn.Module) -> Iterator[tuple[str, list[str]]]:
         yield "in_proj", list(MAMBA2)
     if any(name.endswith(f".{FUSED}") for name, _ in model.named_modules()):
         yield FUSED, list(GATED_DELTA)
+    # The files of GLM-4 have one matrix for both, and so have its adapters.
+    if type(model).__name__ == "Glm4ForCausalLM":
+        yield "gate_up_proj", ["gate_up_proj"]
 
 
 class InterleavedLoRA(MergedColumnParallelLinearVariableSliceWithLoRA):

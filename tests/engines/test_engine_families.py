@@ -9,6 +9,7 @@ from transformers import (
     AutoTokenizer,
     FalconH1Config,
     Gemma3TextConfig,
+    Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
     Lfm2Config,
@@ -53,6 +54,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SIZE),
     "qwen2-tied": Qwen2Config(**SIZE | {"tie_word_embeddings": True}),
     "mistral": MistralConfig(**SIZE),
+    "glm4": Glm4Config(**SIZE),  # one matrix for gate and up in its files
     "gemma3": Gemma3TextConfig(**SIZE | {"tie_word_embeddings": True}),
     "nemotron-h": NemotronHConfig(
         **SIZE | {"num_hidden_layers": 4},
