@@ -122,6 +122,8 @@ def reference(base: Path, worker: TorchWorker, name: str) -> tuple[Tensor, dict[
     }
     weights = dict(model.named_parameters())
     for term in terms_of(model).values():
+        if term.a not in leaves:
+            continue
         owner = model.get_submodule(term.weight.removesuffix(".weight").rpartition(".")[0])
         transposed = bool(term.experts and owner.is_transposed)
         product = added(term, weights[term.weight], transposed, leaves[term.a], leaves[term.b])
