@@ -4,6 +4,7 @@
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
 # make simulate  10,000 seeds of the simulated controller (about 10 minutes)
 # make gpu-check  what can be proved of the GPU paths without a GPU (the first time installs 9 GB)
+# make models  measure the table of families in docs/reference/models.md (about 20 minutes)
 # make sdk-matrix  every call of twelve versions of the tinker SDK (about 3 minutes)
 
 # The first of these that runs. A name on PATH can be an empty shim.
@@ -20,7 +21,7 @@ ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow test-fast check bench chaos simulate sdk-matrix gpu-check setup clean
+.PHONY: demo test test-slow test-fast check bench chaos simulate models sdk-matrix gpu-check setup clean
 
 setup: $(READY)
 
@@ -67,6 +68,9 @@ chaos: $(READY)
 
 simulate: $(READY)
 	$(BIN)/python -m tests.simulation.world --count 10000
+
+models: $(READY)
+	$(BIN)/python -m bench.models --write
 
 sdk-matrix: $(READY)
 	$(BIN)/python -m tests.matrix.run
