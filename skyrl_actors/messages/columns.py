@@ -47,6 +47,9 @@ class Columns:
     fields: dict[str, NDArray[np.generic]]
     # [N] targets of a position in each row, 0 for a row sent as [T]; None: fields are [ΣT]
     widths: NDArray[np.int64] | None = None
+    # [ΣT, layers · k] uint8 or int16: the experts of each token in the engine, number + 1, 0 where
+    # it is not known; None: the trainer's routers choose
+    routes: NDArray[np.generic] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -81,6 +84,7 @@ class Columns:
             self.tokens.nbytes
             + self.offsets.nbytes
             + sum(array.nbytes for array in self.fields.values())
+            + (0 if self.routes is None else self.routes.nbytes)
         )
 
 

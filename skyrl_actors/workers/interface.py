@@ -44,6 +44,7 @@ class WorkerSpec:
     export_dtype: str = "float32"  # of full weights that are sent to engines
     max_adapters: int = 8  # on the device at once
     environment: tuple[tuple[str, str], ...] = ()  # the config's; a rank with others is restarted
+    router_replay: bool = False  # requests can bring the experts of their tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_t
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT, Network
 from skyrl_actors.workers.published_names import Published
 from skyrl_actors.workers.rank_groups import ShardGroups, own_group, shard_groups
+from skyrl_actors.workers.replay_proof import prove_replay
 from skyrl_actors.workers.sequence import SequenceGroup
 from skyrl_actors.workers.tensor_files import InMemory, MergedSource, TensorFiles
 
@@ -98,6 +99,8 @@ class ModelFactory:
             int(getattr(network.config, "head_dim", None) or network.hidden_size // heads),
         )
         collective(self.spec, lambda: prove_isolated(network, self.dtype))
+        if self.spec.router_replay:
+            collective(self.spec, lambda: prove_replay(network))
         return network
 
     def _frozen(self, strategy: StrategyConfig) -> Network:

@@ -24,6 +24,7 @@ from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.low_rank import attach_to_linears
 from skyrl_actors.workers.mixers import separate_rows
 from skyrl_actors.workers.published_names import StoredForm
+from skyrl_actors.workers.routes import RoutedLayers
 from skyrl_actors.workers.sequence import SequenceGroup
 
 UNEMBED_WEIGHT = f"{UNEMBED}.weight"
@@ -52,6 +53,7 @@ class PassInputs:
     targets: Tensor | None  # [T] or [T, K] int64; None: compute values
     counted: Tensor | None  # [T] bool: where a loss can have a gradient; None: everywhere
     entropy_gradient: bool = False
+    routes: Tensor | None = None  # [T, layers · k], see Columns
 
 
 class ScoringHead(nn.Linear):
@@ -106,6 +108,7 @@ class Network:
         self.entry: Callable[..., Any] = self.whole  # a sharding engine can replace it
         self.segments: tuple[Segment, ...] = ()  # of the tokens that layers compute now
         self.blocks: tuple[Block, ...] = ()  # of the pass that runs
+        self.routes: Tensor | None = None  # of the pass that runs
         self._form = logits_form(self.config)
         module.lm_head.__class__ = ScoringHead
         make_deterministic(module)
@@ -117,6 +120,7 @@ class Network:
         inside = [term for term in self.terms.values() if term.name != UNEMBED]
         attach_to_linears(module, inside, self)
         attach_to_experts(module, inside, self)
+        self.routed = RoutedLayers(module, self)
 
     @property
     def max_context_tokens(self) -> int:
@@ -157,7 +161,7 @@ class Network:
         """
 
     def _predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
-        self.blocks = inputs.blocks
+        self.blocks, self.routes = inputs.blocks, inputs.routes
         with offloading(self.device) if self.activations == "offload" else nullcontext():
             given = (
                 {"inputs_embeds": self._embedded(inputs.tokens)}
@@ -237,7 +241,7 @@ class _InUse(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._network.segments = ()
-        self._network.blocks = ()
+        self._network.blocks, self._network.routes = (), None
         self._network.end_pass()
 
 

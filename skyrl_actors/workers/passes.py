@@ -24,6 +24,7 @@ from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import Pass, Share
+from skyrl_actors.workers.routes import misfit
 
 SAMPLED_LOGPROBS = "logprobs"
 
@@ -152,7 +153,24 @@ class PassRunner:
             targets=None if targets is None else self._tensor(targets[stretch]),
             counted=None if counted.all() else self._tensor(counted[stretch]),
             entropy_gradient=any(part.entropy_coef for part in parts) and not self.forward_only,
+            routes=self._routes(parts, plan, stretch),
         )
+
+    def _routes(self, parts: Sequence[PassPart], plan: Pass, stretch: slice) -> Tensor | None:
+        """Return the routes of this rank's tokens, 0 for rows without; None if no row has any."""
+        routed, found = self.network.routed, None
+        for share in plan.shares:
+            part = parts[share.part]
+            own = part.columns.routes
+            if own is None:
+                continue
+            if fault := misfit(own, routed):
+                part.refused = fault
+                continue
+            if found is None:
+                found = np.zeros((plan.num_tokens + plan.padding, routed.width), np.int16)
+            found[share.span] = own[part.columns.positions(share.rows)]
+        return None if found is None else self._tensor(found[stretch])
 
     def _losses(
         self, parts: Sequence[PassPart], plan: Pass, predicted: Tensor, entropy: Tensor | None
