@@ -1,7 +1,7 @@
 """Replay the experts that an engine chose, so that a mixture computes with the same ones.
 
 Rounding can move a token to another expert between engine and trainer, and its logprobs with it.
-With routes, the routers of a pass take the indices of the engine; scores are read anew at these
+With routes, the routers of a pass take the indices of the engine; scores are then read at these
 indices, so gradients flow into them (R3, arXiv 2510.11370).
 
 Routers choose by `topk` over all experts, in every family of transformers. This choice is replaced,
