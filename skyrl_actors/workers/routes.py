@@ -4,9 +4,10 @@ Rounding can move a token to another expert between engine and trainer, and its 
 With routes, the routers of a pass take the indices of the engine; scores are then read at these
 indices, so gradients flow into them (R3, arXiv 2510.11370).
 
-Routers choose by `topk` over all experts, in every family of transformers. This choice is replaced,
-so no family is named here. `prove_replay` checks on the real model that each layer's experts get
-the given indices.
+Routers choose by `topk` over all experts. This choice is replaced, so no family is named here.
+`prove_replay` checks on the real model that each layer's experts get the given indices. It does not
+check scores: a router that masks scores before `topk` and uses its values would give 0 to an expert
+that it masked.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,6 @@ class RoutedLayers:
     """The routed experts of a model, in the order of its layers."""
 
     def __init__(self, module: Any, current: PassOfRoutes):
-        self._current = current
         self.k = _experts_of_a_token(module.config)
         names = [name for name, part in module.named_modules() if is_experts(part)]
         self.layers = tuple(
