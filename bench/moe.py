@@ -5,11 +5,13 @@
 A mixture with 128 experts, 8 of them for each token, on the CPU in float32. Rows of 256 tokens,
 2,048 tokens a pass, packed as the trainer packs them; forward and backward by one network:
 
-- base: no adapter; the backward pass goes to the embeddings.
+- transformers: no adapter, and the experts computed by transformers' own code; the backward pass
+  goes to the embeddings.
+- base: no adapter.
 - attention: one adapter of rank 8 on attention alone.
 - one, two, eight: adapters of rank 8 on every layer, of as many models, with equal shares of rows.
 
-Prints a table of medians and of ratios to the base in the same round, then one JSON line.
+Prints a table of medians and of speeds against the first two in the same round, then one JSON line.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from bench.harness import emit
 from skyrl_actors.messages.model import LoraSpec
-from skyrl_actors.workers.adapter_terms import chosen
+from skyrl_actors.workers.adapter_terms import chosen, is_experts
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.network import PassInputs, Segment
@@ -43,7 +45,9 @@ CONFIG = Qwen3MoeConfig(
     max_position_embeddings=512,
 )
 EVERYTHING, ATTENTION = LoraSpec(rank=8), LoraSpec(rank=8, train_mlp=False, train_unembed=False)
+PLAIN = "transformers"
 CASES: dict[str, tuple[int, LoraSpec | None]] = {
+    PLAIN: (1, None),
     "base": (1, None),
     "attention": (1, ATTENTION),
     "one": (1, EVERYTHING),
@@ -53,10 +57,15 @@ CASES: dict[str, tuple[int, LoraSpec | None]] = {
 
 
 def network_in(folder: Path) -> BaseModel:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).save_pretrained(folder)
     network = BaseModel(str(folder), torch.float32, torch.device("cpu"))
     network.same_graph = True  # the base, too, computes a gradient in each layer
+    return network
+
+
+def with_plain_experts(network: BaseModel) -> BaseModel:
+    for module in network.module.modules():
+        if is_experts(module):
+            del module.forward  # of this project; the method of its class remains
     return network
 
 
@@ -95,13 +104,16 @@ def seconds(network: BaseModel, segments: tuple[Segment, ...], tokens: Tensor) -
 
 def measured(rounds: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).save_pretrained(folder)
         network = network_in(Path(folder))
+        plain = with_plain_experts(network_in(Path(folder)))
         tokens = torch.randint(0, VOCAB, (ROWS * LENGTH,))
         cases = {name: segments_of(network, *case) for name, case in CASES.items()}
         found: dict[str, list[float]] = {name: [] for name in cases}
         for number in range(rounds + 1):
             for name, segments in cases.items():
-                took = seconds(network, segments, tokens)
+                took = seconds(plain if name == PLAIN else network, segments, tokens)
                 if number:  # the first round warms up
                     found[name].append(took)
         return found
@@ -111,13 +123,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
     found = measured(parser.parse_args().rounds)
-    print("| case | seconds | speed against base |\n|---|---|---|")
-    ratios: dict[str, float] = {}
+    print("| case | seconds | against transformers | against base |\n|---|---|---|---|")
+    ratios: dict[str, dict[str, float]] = {}
     for name, times in found.items():
-        ratios[name] = statistics.median(
-            base / own for base, own in zip(found["base"], times, strict=True)
-        )
-        print(f"| {name} | {statistics.median(times):.3f} | {ratios[name]:.2f} |")
+        ratios[name] = {
+            other: statistics.median(
+                base / own for base, own in zip(found[other], times, strict=True)
+            )
+            for other in (PLAIN, "base")
+        }
+        each = " | ".join(f"{ratio:.2f}" for ratio in ratios[name].values())
+        print(f"| {name} | {statistics.median(times):.3f} | {each} |")
     emit("moe", {"seconds": found, "ratios": ratios})
 
 

@@ -1,8 +1,9 @@
 """Add the low-rank terms of many models inside routed experts.
 
-Experts get (token, expert) pairs, sorted by expert. Each projection of a model's pairs is one
-grouped product, so the cost grows with the tokens. A factor that all experts share is applied once
-a token.
+Experts get (token, expert) pairs, sorted by expert, and within an expert by model. So the pairs of
+an expert are adjacent, for its own weights, and so are those of each model in it, for the model's
+factors. A projection of all models is one grouped product, and the cost grows with the tokens. A
+factor that all experts share is applied once a token.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +16,8 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from skyrl_actors.workers.adapter_terms import Term, is_experts
-from skyrl_actors.workers.low_rank import (
-    CurrentSegments,
-    SegmentViews,
-    factors_of,
-    has_any,
-    joined,
-)
+from skyrl_actors.workers.expert_pairs import Pairs, sorted_pairs
+from skyrl_actors.workers.low_rank import CurrentSegments, SegmentViews, factors_of
 
 ALIGNED = 16  # bytes; torch's grouped products need rows of a multiple of it
 
@@ -35,69 +31,8 @@ def attach_to_experts(model: nn.Module, terms: Iterable[Term], current: CurrentS
             layer.forward = AdaptedExperts(layer, own, current, layer.forward)
 
 
-@dataclass(frozen=True)
-class _Pairs:
-    """The (token, expert) pairs of one segment, sorted by expert."""
-
-    segment: SegmentViews
-    start: int  # of the segment's tokens
-    rows: Tensor | slice  # of all sorted pairs
-    order: "_Order"  # of the segment's own pairs
-    ends: Tensor  # [E] int32, where the pairs of each expert end
-
-
-@dataclass(frozen=True)
-class _Order:
-    """An order of the (token, expert) pairs of some tokens. Pair i is token · K + choice."""
-
-    pairs: Tensor  # [n], the pair at each place
-    places: Tensor  # [n], the place of each pair
-    k: int
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        """Return the row [n, …] of each pair's token, from [T, …]."""
-        return _Gathered.apply(x, self.pairs // self.k, self.places, self.k)  # type: ignore[return-value]
-
-    def by_pair(self, x: Tensor) -> Tensor:
-        """Return rows [n, …] of this order in the order of their pairs."""
-        return _Gathered.apply(x, self.places, self.pairs, 1)  # type: ignore[return-value]
-
-
-class _Gathered(torch.autograd.Function):
-    """Take rows, each of them k times. The backward pass gathers too, and keeps indices alone.
-
-    torch's own indexing adds up the gradient row by row, or keeps the rows.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.k = k
-        return x.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (back,) = ctx.saved_tensors
-        own = gradients[0].index_select(0, back)
-        return own if ctx.k == 1 else own.unflatten(0, (-1, ctx.k)).sum(1), None, None, None
-
-
-class _Scattered(torch.autograd.Function):
-    """Put rows at these places of [size, …], with zeros elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.new_zeros(size, x.size(1)).index_copy_(0, places, x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (places,) = ctx.saved_tensors
-        return gradients[0].index_select(0, places), None, None
-
-
 class AdaptedExperts:
-    """The forward of routed experts with low-rank terms; without terms, the experts' own."""
+    """The forward of routed experts with low-rank terms. Outside passes of segments, their own."""
 
     def __init__(
         self,
@@ -115,153 +50,164 @@ class AdaptedExperts:
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute [T, H] from [T, H], and from the experts and weights of each token, [T, K]."""
         segments = self._current.segments
-        if not any(has_any(segment, self._terms) for segment in segments):
+        if not segments:
             return self._forward(hidden_states, top_k_index, top_k_weights)
-        experts, k = self._terms[0].experts, top_k_index.size(-1)
-        ids, pairs = top_k_index.reshape(-1).sort(stable=True)
-        order, ends = _order(pairs, k), _ends(ids, experts)
-        shares = [
-            _pairs(segment, start, order, ids, ends)
-            for segment, start in zip(segments, _starts(segments), strict=True)
-            if has_any(segment, self._terms)
-        ]
-        x = self._linear(self._first, order.rows_of(hidden_states), ids, ends)
-        x = self._with_into(x, hidden_states, shares)
+        dtype = hidden_states.dtype
+        into, out = (_Factors.of(segments, own, dtype) for own in (self._into, self._out))
+        pairs = sorted_pairs(top_k_index, self._terms[0].experts, segments)
+        x = self._linear(self._first, pairs.rows_of(hidden_states), pairs)
+        if into.present:
+            low = into.low_of_tokens(hidden_states, pairs)
+            x = x + _grouped(low, into.all_b(x.size(1)), pairs.group_ends)
         x = self._module._apply_gate(x) if self._module.has_gate else self._module.act_fn(x)
-        y = self._linear("down_proj", x, ids, ends)
-        weights = top_k_weights.reshape(-1)[:, None].index_select(0, pairs)
-        y = order.by_pair(self._with_out(y, x, shares) * weights)
-        total = y.unflatten(0, (-1, k)).sum(1).to(hidden_states.dtype)
-        return self._with_shared_out(total, x, weights, shares)
+        y = self._linear("down_proj", x, pairs)
+        low = _grouped(x, out.all_a(), pairs.group_ends) if out.present else None
+        if low is not None and not out.shared:
+            y = y + _grouped(low, out.all_b(y.size(1)), pairs.group_ends)
+        total = pairs.by_token(y, top_k_weights).to(dtype)
+        if low is not None and out.shared:
+            low = pairs.by_token(low, top_k_weights).to(dtype)
+            total = total + out.from_low(low, total.size(1))
+        return total
 
-    def _linear(self, name: str, x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
-        bias = getattr(self._module, f"{name}_bias")[ids] if self._module.has_bias else None
+    def _linear(self, name: str, x: Tensor, pairs: "Pairs") -> Tensor:
+        bias = (
+            getattr(self._module, f"{name}_bias")[pairs.experts] if self._module.has_bias else None
+        )
         weight = getattr(self._module, name)
         library: Any = moe
         return library._grouped_linear(
-            x, weight, ends, bias=bias, is_transposed=self._module.is_transposed
+            x, weight, pairs.expert_ends, bias=bias, is_transposed=self._module.is_transposed
         )
 
-    def _with_into(self, x: Tensor, hidden: Tensor, shares: list[_Pairs]) -> Tensor:
-        """Add the terms from the hidden state: gate and up, or up alone."""
-        added: list[tuple[_Pairs, Tensor]] = []
-        for share in shares:
-            own = hidden[share.start : share.start + share.segment.num_tokens]
-            factors = factors_of(share.segment, self._into, hidden.dtype)
-            if not factors:
-                continue
-            a, b = _side_by_side(factors)
-            low = (
-                share.order.rows_of(F.linear(own, a[0]))
-                if len(a) == 1
-                else _grouped(share.order.rows_of(own), a, share.ends)
-            )
-            found = _grouped(low * share.segment.scale, b, share.ends)
-            added.append((share, _ordered(factors, found, x.size(-1))))
-        return x + _at_rows(added, x) if added else x
 
-    def _with_out(self, y: Tensor, x: Tensor, shares: list[_Pairs]) -> Tensor:
-        """Add the terms to the hidden state whose B each expert has for itself."""
-        added: list[tuple[_Pairs, Tensor]] = []
-        for share in shares:
-            for _, a, b in factors_of(share.segment, self._out, x.dtype):
-                if len(b) > 1:
-                    low = _grouped(_taken(x, share.rows), a, share.ends) * share.segment.scale
-                    added.append((share, _grouped(low, b, share.ends)))
-        return y + _at_rows(added, y) if added else y
+@dataclass(frozen=True)
+class _Factors:
+    """The factors of some terms of an experts' layer, of the model of each segment."""
 
-    def _with_shared_out(
-        self, total: Tensor, x: Tensor, weights: Tensor, shares: list[_Pairs]
-    ) -> Tensor:
-        """Add the terms whose B all experts share: the weighted sum over experts comes first."""
+    segments: Sequence[SegmentViews]
+    of_segments: list[list[tuple[Term, Tensor, Tensor]]]  # term, A, B; empty without an adapter
+
+    @classmethod
+    def of(
+        cls, segments: Sequence[SegmentViews], terms: Iterable[Term], dtype: torch.dtype
+    ) -> "_Factors":
+        terms = tuple(terms)
+        return cls(segments, [factors_of(segment, terms, dtype) for segment in segments])
+
+    @property
+    def present(self) -> bool:
+        return any(self.of_segments)
+
+    @property
+    def _any(self) -> tuple[Term, Tensor, Tensor]:
+        return next(each for own in self.of_segments for each in own)
+
+    @property
+    def shared(self) -> bool:
+        """Whether all experts share the factor at the hidden size."""
+        term, a, b = self._any
+        return len(a if term.outer == "A" else b) == 1
+
+    @property
+    def _width(self) -> int:
+        """The most that the ranks of a model's terms add up to, in whole rows of a product."""
+        step = ALIGNED // self._any[1].element_size()
+        ranks = (sum(a.size(1) for _, a, _ in own) for own in self.of_segments)
+        return -(-max(ranks) // step) * step
+
+    def low_of_tokens(self, hidden: Tensor, pairs: Pairs) -> Tensor:
+        """Return A x of each pair, [n, R], from hidden states [T, H], with the models' scales."""
+        if not self.shared:
+            return _grouped(pairs.rows_of(hidden), self.all_a(), pairs.group_ends)
+        pieces = hidden.split([segment.num_tokens for segment in self.segments])
+        lows: list[Tensor] = []
+        for piece, own, segment in zip(pieces, self.of_segments, self.segments, strict=True):
+            low = piece.new_zeros(len(piece), 0)
+            if own:
+                low = F.linear(piece, torch.cat([a[0] for _, a, _ in own])) * segment.scale
+            lows.append(F.pad(low, (0, self._width - low.size(1))))
+        return pairs.rows_of(torch.cat(lows) if len(lows) > 1 else lows[0])
+
+    def from_low(self, low: Tensor, out_features: int) -> Tensor:
+        """Return B x of each token, [T, out], from [T, R], with the models' scales."""
+        pieces = low.split([segment.num_tokens for segment in self.segments])
+        found: list[Tensor] = []
+        for piece, own, segment in zip(pieces, self.of_segments, self.segments, strict=True):
+            b = torch.cat([b[0] for _, _, b in own], 1) if own else low.new_zeros(out_features, 0)
+            found.append(F.linear(piece[:, : b.size(1)] * segment.scale, b))
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def all_a(self) -> Tensor:
+        """Return the A of every expert and segment, [E · S, R, in].
+
+        It has the scales, unless all experts share B.
+        """
+        term, a, _ = self._any
+        shape = (term.experts, len(self.segments), self._width, term.in_features)
+        scaled = term.outer == "A" or not self.shared
+        places: list[tuple[Any, ...]] = []
         pieces: list[Tensor] = []
-        stop = 0
-        for share in shares:
-            count = share.segment.num_tokens
-            for _, a, b in factors_of(share.segment, self._out, x.dtype):
-                if len(b) == 1:
-                    low = _grouped(_taken(x, share.rows), a, share.ends)
-                    low = share.order.by_pair(low * _taken(weights, share.rows))
-                    low = low.unflatten(0, (count, -1)).sum(1).to(x.dtype) * share.segment.scale
-                    pieces += [total.new_zeros(share.start - stop, total.size(1))]
-                    pieces += [F.linear(low, b[0])]
-                    stop = share.start + count
-        if not pieces:
-            return total
-        return total + torch.cat([*pieces, total.new_zeros(len(total) - stop, total.size(1))])
+        for number, own in enumerate(self.of_segments):
+            start = 0
+            for _, a, _ in own:
+                places.append((slice(None), number, slice(start, start + a.size(1))))
+                pieces.append(a * self.segments[number].scale if scaled else a)
+                start += a.size(1)
+        return _stacked(shape, places, pieces).flatten(0, 1)
+
+    def all_b(self, out_features: int) -> Tensor:
+        """Return the B of every expert and segment, [E · S, out, R].
+
+        Its rows are in the order of the layer's outputs. The terms of gate and up have columns of
+        their own: one product of both is faster than two.
+        """
+        term = self._any[0]
+        groups = term.part.groups if term.part else 1
+        each = out_features // groups
+        shape = (term.experts, len(self.segments), groups, each, self._width)
+        places: list[tuple[Any, ...]] = []
+        pieces: list[Tensor] = []
+        for number, own in enumerate(self.of_segments):
+            start = 0
+            for term, _, b in own:
+                rows = slice(term.part.start, term.part.stop) if term.part else slice(None)
+                columns = slice(start, start + b.size(2))
+                places.append((slice(None), number, slice(None), rows, columns))
+                pieces.append(b)
+                start += b.size(2)
+        return _stacked(shape, places, pieces).flatten(0, 1).flatten(1, 2)
 
 
-def _side_by_side(factors: list[tuple[Term, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return one pair [·, Σr, in] and [·, Σout, Σr] that computes all these pairs.
-
-    One product of gate and up together is faster than two small ones.
-    """
-    total = sum(a.size(-2) for _, a, _ in factors)
-    blocks: list[Tensor] = []
-    start = 0
-    for _, a, b in factors:
-        rank = a.size(-2)
-        blocks.append(F.pad(b, (start, total - start - rank)))
-        start += rank
-    return torch.cat([a for _, a, _ in factors], -2), torch.cat(blocks, -2)
+def _stacked(shape: tuple[int, ...], places: list[tuple[Any, ...]], pieces: list[Tensor]) -> Tensor:
+    """Return zeros of this shape with each piece at its place."""
+    if len(pieces) == 1 and pieces[0].numel() == torch.Size(shape).numel():
+        return pieces[0].view(shape)
+    return _Stacked.apply(shape, places, *pieces)  # type: ignore[return-value]
 
 
-def _ordered(
-    factors: list[tuple[Term, Tensor, Tensor]], found: Tensor, out_features: int
-) -> Tensor:
-    """Return the products [n, Σout] of these terms in the order of a layer's outputs."""
-    parts = [term.part for term, _, _ in factors]
-    starts = [part.start for part in parts if part is not None and part.groups == 1]
-    if found.size(-1) == out_features and len(starts) == len(parts) and starts == sorted(starts):
+class _Stacked(torch.autograd.Function):
+    """Copy pieces to their places. torch's own writes copy the whole gradient for each piece."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shape: tuple[int, ...], places: list[tuple[Any, ...]], *pieces: Tensor
+    ) -> Tensor:
+        ctx.places, ctx.shapes = places, [piece.shape for piece in pieces]
+        found = pieces[0].new_zeros(shape)
+        for place, piece in zip(places, pieces, strict=True):
+            view = found[place]
+            view.copy_(piece.view(view.shape))
         return found
-    products = found.split([term.out_features for term, _, _ in factors], -1)
-    return joined(list(zip(parts, products, strict=True)), found, out_features)
 
-
-def _taken(x: Tensor, rows: Tensor | slice) -> Tensor:
-    return x if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-def _at_rows(added: list[tuple[_Pairs, Tensor]], like: Tensor) -> Tensor:
-    """Return the terms at the rows of their pairs, in the shape of `like`, and zeros elsewhere."""
-    rows = [share.rows for share, _ in added]
-    terms = [term.to(like.dtype) for _, term in added]
-    if isinstance(rows[0], slice):
-        return terms[0]
-    places = torch.cat([each for each in rows if isinstance(each, Tensor)])
-    return _Scattered.apply(torch.cat(terms), places, len(like))  # type: ignore[return-value]
-
-
-def _starts(segments: Sequence[SegmentViews]) -> list[int]:
-    starts = [0]
-    for segment in segments[:-1]:
-        starts.append(starts[-1] + segment.num_tokens)
-    return starts
-
-
-def _order(pairs: Tensor, k: int) -> _Order:
-    places = torch.empty_like(pairs)
-    places[pairs] = torch.arange(len(pairs), device=pairs.device)
-    return _Order(pairs, places, k)
-
-
-def _pairs(segment: SegmentViews, start: int, order: _Order, ids: Tensor, ends: Tensor) -> _Pairs:
-    first, stop = start * order.k, (start + segment.num_tokens) * order.k
-    if stop - first == len(ids):
-        return _Pairs(segment, start, slice(None), order, ends)
-    others = (order.pairs < first) | (order.pairs >= stop)
-    rows = others.to(torch.int8).argsort(stable=True)[: stop - first]  # its number is known
-    own = _order(order.pairs[rows] - first, order.k)
-    return _Pairs(segment, start, rows, own, _ends(ids[rows], len(ends)))
-
-
-def _ends(ids: Tensor, experts: int) -> Tensor:
-    """Return where each expert's pairs end in sorted ids, [E] int32."""
-    return torch.searchsorted(ids, torch.arange(experts, device=ids.device), right=True).int()
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        own = zip(ctx.places, ctx.shapes, strict=True)
+        return None, None, *(gradients[0][place].reshape(shape) for place, shape in own)
 
 
 def _grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return x Wᵀ, [n, out], with the weights [E, out, in] of each row's expert."""
+    """Return x Wᵀ, [n, out], with the weights [G, out, in] of each row's group."""
     out = weights.size(1)
     step = ALIGNED // x.element_size()
     missing_in, missing_out = (-size % step for size in (x.size(-1), out))

@@ -63,7 +63,7 @@ def _add_to_linear(
     added: list[Tensor] = []
     for segment, piece in zip(segments, pieces, strict=True):
         products = [
-            (term.part, F.linear(F.linear(piece, a), b) * segment.scale)
+            (term.part, F.linear(F.linear(piece, a) * segment.scale, b))
             for term, a, b in factors_of(segment, terms, x.dtype)
         ]
         added.append(joined(products, piece.new_zeros(len(piece), 0), output.size(-1)))
