@@ -24,7 +24,7 @@ from torch import Tensor
 
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.isolation import BUILT_OTHERWISE, past_the_engine
-from skyrl_actors.workers.network import Network, PassInputs, Segment, segments_within
+from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import plan_passes
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _computed(
         tokens=tokens[mine].to(network.device),
         positions=plan.positions()[mine].to(network.device),
         blocks=plan.blocks,
-        segments=segments_within(segments, mine.start, mine.stop),
+        segments=tuple(segments),
         targets=targets[mine].to(network.device),
         counted=None,
     )

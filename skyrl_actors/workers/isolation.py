@@ -200,7 +200,7 @@ def _computed(
     network: Network, row: list[Tensor], blocks: tuple[Block, ...]
 ) -> LogprobsAndGradient:
     tokens, positions, targets, counted = row
-    segments = (Segment(len(tokens), {}, 1.0),)
+    segments = (Segment(blocks[-1].stop, {}, 1.0),)
     inputs = PassInputs(
         tokens=tokens,
         positions=positions,

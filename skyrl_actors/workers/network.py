@@ -49,7 +49,7 @@ class PassInputs:
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int64, index of each token in its row
     blocks: tuple[Block, ...]
-    segments: tuple[Segment, ...]  # of this rank's tokens
+    segments: tuple[Segment, ...]  # these, too, cover the whole sequence group
     targets: Tensor | None  # [T] or [T, K] int64; None: compute values
     counted: Tensor | None  # [T] bool: where a loss can have a gradient; None: everywhere
     entropy_gradient: bool = False
@@ -107,6 +107,7 @@ class Network:
         self.whole = Whole(module, value_head)
         self.entry: Callable[..., Any] = self.whole  # a sharding engine can replace it
         self.segments: tuple[Segment, ...] = ()  # of the tokens that layers compute now
+        self.all_segments: tuple[Segment, ...] = ()  # of the pass that runs, on all its ranks
         self.blocks: tuple[Block, ...] = ()  # of the pass that runs
         self.routes: Tensor | None = None  # of the pass that runs
         self._form = logits_form(self.config)
@@ -136,7 +137,7 @@ class Network:
         return self.entry(partial(self._predict, inputs))
 
     def in_use(self, segments: tuple[Segment, ...]) -> AbstractContextManager[None]:
-        """Use these segments from the forward to the end of the backward pass.
+        """Use these segments of a pass from the forward to the end of the backward pass.
 
         The backward pass can compute parts of the forward again.
         """
@@ -145,13 +146,14 @@ class Network:
     @contextmanager
     def within(self, block: Block) -> Iterator[None]:
         """Compute the tokens of one block: the segments are those of its tokens."""
-        all_segments = self.segments
-        stop = block.start + block.num_rows * block.length
-        self.segments = segments_within(all_segments, block.start, stop)
+        outside, self.segments = (
+            self.segments,
+            segments_within(self.all_segments, block.start, block.stop),
+        )
         try:
             yield
         finally:
-            self.segments = all_segments
+            self.segments = outside
 
     def end_pass(self) -> None:
         """Clean up after a pass, also after a forward-only or a failed pass.
@@ -189,7 +191,7 @@ class Network:
                     scale=s.scale,
                     processing=s.processing,
                 )
-                for s in inputs.segments
+                for s in self.segments
             ]
 
             def compute(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,10 +239,14 @@ class _InUse(AbstractContextManager[None]):
         self._network, self._set = network, segments
 
     def __enter__(self) -> None:
-        self._network.segments = self._set
+        network, group = self._network, self._network.sequence
+        network.all_segments = network.segments = self._set
+        if group is not None and self._set:
+            mine = group.stretch(sum(segment.num_tokens for segment in self._set))
+            network.segments = segments_within(self._set, mine.start, mine.stop)
 
     def __exit__(self, *_: object) -> None:
-        self._network.segments = ()
+        self._network.segments = self._network.all_segments = ()
         self._network.blocks, self._network.routes = (), None
         self._network.end_pass()
 

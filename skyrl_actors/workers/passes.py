@@ -149,7 +149,7 @@ class PassRunner:
             tokens=self._tensor(tokens[stretch]),
             positions=plan.positions()[stretch].to(self.device),
             blocks=plan.blocks,
-            segments=tuple(_segments(parts, plan, stretch)),
+            segments=tuple(_segments(parts, plan)),
             targets=None if targets is None else self._tensor(targets[stretch]),
             counted=None if counted.all() else self._tensor(counted[stretch]),
             entropy_gradient=any(part.entropy_coef for part in parts) and not self.forward_only,
@@ -273,18 +273,17 @@ def _kl(logprobs: Tensor, sampled: Tensor) -> Tensor:
     return torch.exp(difference) - 1 - difference
 
 
-def _segments(parts: Sequence[PassPart], plan: Pass, stretch: slice) -> list[Segment]:
-    """Return each model's tokens within the stretch. Padding belongs to the last segment."""
+def _segments(parts: Sequence[PassPart], plan: Pass) -> list[Segment]:
+    """Return each model's tokens. Padding belongs to the last segment."""
     if not plan.shares:
-        return [parts[0].model.segment(stretch.stop - stretch.start)]
-    segments = []
-    for share in plan.shares:
-        end = share.start + share.num_tokens + (plan.padding if share is plan.shares[-1] else 0)
-        length = min(end, stretch.stop) - max(share.start, stretch.start)
-        if length > 0:
-            part = parts[share.part]
-            segments.append(part.model.segment(length, part.processing))
-    return segments
+        return [parts[0].model.segment(plan.num_tokens + plan.padding)]
+    return [
+        parts[share.part].model.segment(
+            share.num_tokens + (plan.padding if share is plan.shares[-1] else 0),
+            parts[share.part].processing,
+        )
+        for share in plan.shares
+    ]
 
 
 def num_passes_of_all(own: int, device: torch.device) -> int:

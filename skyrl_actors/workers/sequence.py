@@ -1,11 +1,14 @@
 """Sequence parallelism: the ranks of a sequence group hold adjacent stretches of packed tokens.
 
-All layers except attention compute each token separately. For attention, the ranks exchange: each
-rank sends its tokens for all heads and receives all tokens for its heads, and back
-(DeepSpeed-Ulysses, Jacobs et al., 2023, arXiv:2309.14509).
+Most layers compute each token separately. For attention, the ranks exchange: each rank sends its
+tokens for all heads and receives all tokens for its heads, and back (DeepSpeed-Ulysses, Jacobs et
+al., 2023, arXiv:2309.14509). For a layer with a state, each rank receives whole rows, and sends
+them back.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,8 +26,12 @@ class SequenceGroup:
 
     def stretch(self, num_tokens: int) -> slice:
         """Return the slice of this rank's tokens, of a number that `size` divides."""
+        return self.stretch_of(self.index, num_tokens)
+
+    def stretch_of(self, rank: int, num_tokens: int) -> slice:
+        """Return the slice of the tokens of a rank, by its index in the group."""
         each = num_tokens // self.size
-        return slice(self.index * each, (self.index + 1) * each)
+        return slice(rank * each, (rank + 1) * each)
 
     def heads_of_all(
         self, query: Tensor, key: Tensor, value: Tensor
@@ -48,6 +55,24 @@ class SequenceGroup:
         by_rank = _AllToAll.apply(x.unflatten(0, (self.size, -1)).contiguous(), self.ranks)
         return by_rank.transpose(0, 1).flatten(1, 2)
 
+    def whole_rows(self, x: Tensor, cuts: Sequence[int]) -> Tensor:
+        """Exchange [T/S, …] of this rank's stretch -> [n, …], the tokens of its rows.
+
+        Rank i has the rows between cut i and cut i + 1 of the T tokens.
+        """
+        return _AllToAll.apply(x.contiguous(), self.ranks, *self._overlaps(cuts))
+
+    def stretches(self, x: Tensor, cuts: Sequence[int]) -> Tensor:
+        """Reverse `whole_rows`: exchange [n, …] -> [T/S, …]."""
+        return _AllToAll.apply(x.contiguous(), self.ranks, *reversed(self._overlaps(cuts)))
+
+    def _overlaps(self, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return how many tokens of this stretch are in the rows of each rank, and the reverse."""
+        stretches = [self.stretch_of(rank, cuts[-1]) for rank in range(self.size)]
+        rows = [slice(*pair) for pair in pairwise(cuts)]
+        sent = [_overlap(stretches[self.index], own) for own in rows]
+        return sent, [_overlap(own, rows[self.index]) for own in stretches]
+
     def gathered(self, x: Tensor) -> Tensor:
         """Gather [T/S, …] of each rank -> [T, …], without a gradient."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -56,19 +81,35 @@ class SequenceGroup:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send block i of the first axis to rank i. The backward pass sends the gradient back."""
+    """Send parts of the first axis to the ranks. The backward pass sends the gradient back.
+
+    `sent` and `received` are the sizes of the parts, None for equal ones.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-        ctx.ranks = ranks
-        return _swapped(x, ranks)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        ranks: dist.ProcessGroup,
+        sent: list[int] | None = None,
+        received: list[int] | None = None,
+    ) -> Tensor:
+        ctx.ranks, ctx.sent, ctx.received = ranks, sent, received
+        return _swapped(x, ranks, sent, received)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _swapped(gradients[0].contiguous(), ctx.ranks), None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        back = _swapped(gradients[0].contiguous(), ctx.ranks, ctx.received, ctx.sent)
+        return back, None, None, None
 
 
-def _swapped(x: Tensor, ranks: dist.ProcessGroup) -> Tensor:
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=ranks)
+def _swapped(
+    x: Tensor, ranks: dist.ProcessGroup, sent: list[int] | None, received: list[int] | None
+) -> Tensor:
+    out = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x, received, sent, group=ranks)
     return out
+
+
+def _overlap(one: slice, other: slice) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))

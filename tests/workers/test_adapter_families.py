@@ -175,6 +175,10 @@ def check_gradients(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -
     [
         ("qwen2-moe", "fsdp2", 1),
         ("deepseek-v3", "replica", 2),
+        ("qwen3-next", "fsdp2", 2),
+        pytest.param("nemotron-h-moe", "replica", 2, marks=pytest.mark.slow),
+        pytest.param("falcon-h1", "fsdp2", 2, marks=pytest.mark.slow),
+        pytest.param("lfm2", "replica", 2, marks=pytest.mark.slow),
         pytest.param("nemotron-h-moe", "replica", 1, marks=pytest.mark.slow),
         pytest.param("qwen2-moe", "zero3", 1, marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "fsdp2", 2, marks=pytest.mark.slow),

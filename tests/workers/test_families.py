@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.buffers import fill_buffers, stored_buffers
@@ -135,12 +134,37 @@ def test_the_segments_of_a_block():
     assert segments_within(segments, 14, 46) == (Segment(32, {}, 0.5),)
 
 
-def test_ranks_that_split_rows_are_refused_for_layers_with_a_state(tmp_path: Path):
-    network = BaseModel(str(make("lfm2", tmp_path / "base")), torch.float32, torch.device("cpu"))
-    layer = network.module.model.layers[0].conv
-    network.sequence = object()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="set sequence_parallel=1"):
-        layer(torch.zeros(1, 4, 48))
+@pytest.mark.parametrize("lengths", [LENGTHS, (23,)])  # one row: a rank has none
+@pytest.mark.parametrize(
+    ("name", "strategy", "activations"),
+    [
+        ("qwen3-next", "replica", "keep"),
+        ("lfm2", "fsdp2", "recompute"),
+        pytest.param("falcon-h1", "fsdp2", "keep", marks=pytest.mark.slow),
+        pytest.param("nemotron-h", "replica", "recompute", marks=pytest.mark.slow),
+        pytest.param("minimax", "fsdp2", "recompute", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_split_rows_give_layers_with_a_state_whole_rows(
+    ranks: dict[int, Ranks],
+    name: str,
+    strategy: str,
+    activations: str,
+    lengths: tuple[int, ...],
+    tmp_path: Path,
+):
+    base, columns = make(name, tmp_path / "base"), batch(3, lengths)
+    reference = Reference(base)
+    reference.backward("cross_entropy", columns)
+    options = {"activations": activations, "sequence_parallel": 2, "budget": 64}
+    found = ranks[2].run(
+        family_runs.full_gradient, str(base), STRATEGIES[strategy], columns, options
+    )
+    for row, wanted in enumerate(reference.rows(columns)):
+        np.testing.assert_allclose(found[0][0][row], wanted.detach().numpy(), atol=1e-5)
+    gradients = reference.gradients()
+    for key, gradient in found[0][1].items():
+        assert relative(gradient, gradients[key]) < 1e-4, key
 
 
 def test_router_corrections_of_a_sharded_network_stay_in_float32(tmp_path: Path):

@@ -1,5 +1,6 @@
 """How rows are cut into passes, and attention over them in one kernel where it exists."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from skyrl_actors.workers import varlen
 from skyrl_actors.workers.attention import attend_by_blocks
-from skyrl_actors.workers.blocks import Block
+from skyrl_actors.workers.blocks import Block, blocks_between, row_cuts
 from skyrl_actors.workers.packing import Pass, plan_passes
 
 PARTS = st.lists(st.lists(st.integers(1, 60), max_size=12), min_size=1, max_size=5)
@@ -90,3 +91,23 @@ def test_a_kernel_must_be_as_exact_as_attention_by_blocks(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernel_equals_attention_by_blocks():
     assert varlen.agrees(attend_by_blocks, torch.device("cuda"), torch.bfloat16, 64)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 60)), min_size=1), st.integers(1, 5))
+def test_cuts_between_ranks_are_starts_of_rows(shapes: list[tuple[int, int]], ranks: int):
+    blocks: list[Block] = []
+    for num_rows, length in shapes:
+        blocks.append(Block(blocks[-1].stop if blocks else 0, num_rows, length))
+    cuts = row_cuts(blocks, ranks)
+    assert len(cuts) == ranks + 1 and (cuts[0], cuts[-1]) == (0, blocks[-1].stop)
+    own = [blocks_between(blocks, *pair) for pair in pairwise(cuts)]
+    for pair, found in zip(pairwise(cuts), own, strict=True):
+        assert sum(block.num_rows * block.length for block in found) == pair[1] - pair[0]
+    rows = [(at, b.length) for b in blocks for at in range(b.start, b.stop, b.length)]
+    again = [(at, b.length) for f in own for b in f for at in range(b.start, b.stop, b.length)]
+    assert again == rows
+
+
+def test_ranks_get_about_as_many_tokens_each():
+    assert row_cuts((Block(0, 8, 10), Block(80, 1, 40)), 3) == (0, 40, 80, 120)
+    assert row_cuts((Block(0, 1, 100),), 2) == (0, 0, 100)
