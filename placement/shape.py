@@ -9,6 +9,7 @@ from typing import Any
 
 from placement.types import DoesNotFit
 
+QUANTIZED = "quantization_config"  # a key of config.json
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # as config.json names them
 
 
@@ -67,6 +68,7 @@ class ModelShape:
     shared_outer: bool = True  # adapters of experts share the factor at the hidden size
     max_tokens: int = 32_768  # positions that the model was made for
     counted: int | None = None  # parameters in the model's files, if they are known
+    quantized: bool = False  # in its files; engines keep these weights
 
     @property
     def attention_parameters(self) -> int:
@@ -173,6 +175,7 @@ def shape_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) 
             latent=_latent(text),
             max_tokens=int(text.get("max_position_embeddings") or 32_768),
             counted=_counted(config, index or {}),
+            quantized=QUANTIZED in config,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DoesNotFit(
@@ -202,7 +205,7 @@ def _counted(config: Mapping[str, Any], index: Mapping[str, Any]) -> int | None:
     metadata: Mapping[str, Any] = index.get("metadata") or {}
     size: Any = metadata.get("total_size")
     bytes_of_one = DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")))
-    if not size or bytes_of_one is None or "quantization_config" in config:
+    if not size or bytes_of_one is None or QUANTIZED in config:
         return None
     return int(size) // bytes_of_one
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from skyrl_actors.backends.memory_demands import shape_in
 from skyrl_actors.config.cluster import ClusterConfig, MadeBase, PretrainedBase, TinyMoeBase
 from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.quantization import Quantization, quantization_in
 
 Chat = tuple[str, str]  # question, answer
 Progress = Callable[[int, int, float], None]  # step, steps, loss
@@ -70,6 +71,7 @@ def check_base(folder: Path, config: ClusterConfig) -> None:
     more tokens than the model.
     """
     shape = json.loads((folder / "config.json").read_text())
+    _check_quantization(quantization_in(shape, folder.name), folder.name, config)
     shape = shape.get("text_config", shape)
     heads, words = shape.get("num_attention_heads"), shape.get("vocab_size")
     for role, group in (("policy", config.policy), ("critic", config.critic)):
@@ -89,6 +91,22 @@ def check_base(folder: Path, config: ClusterConfig) -> None:
                 f"{folder.name}: its tokenizer has {known} tokens and its model {words}; "
                 "this tokenizer belongs to another model"
             )
+
+
+def _check_quantization(found: Quantization | None, name: str, config: ClusterConfig) -> None:
+    """Raise ConfigError if engines with quantized weights would get full weights."""
+    if found is None or not (config.engine.num_engines or config.engine.external):
+        return
+    if config.lora.max_full_models:
+        raise ConfigError(
+            f"{name}: engines keep its {found.method} weights, so they cannot sample from full "
+            "fine-tunes; set lora.max_full_models=0, or give a folder with bfloat16 weights"
+        )
+    if config.engine.sleep_level == "2":
+        raise ConfigError(
+            f"{name}: engines that wake from sleep level 2 get bfloat16 weights, and its weights "
+            f"are {found.method}; set engine.sleep_level=1"
+        )
 
 
 def _check_longest(folder: Path, config: ClusterConfig) -> None:

@@ -375,13 +375,12 @@ class ClusterConfig(FrozenConfig):
         """
         return max(4 * self.lora.max_adapters, self.engine.max_loras)
 
-    @property
-    def logprob_bound(self) -> float:
-        """Bound of the logprob check in nats, by the coarser of both dtypes."""
+    def logprob_bound(self, quantized_base: bool = False) -> float:
+        """Return the bound of the logprob check in nats, by the coarser of both dtypes."""
         if self.logprob_check.bound is not None:
             return self.logprob_check.bound
         dtypes = [self.policy.dtype, self.engine.dtype]
-        if "quantization" in self.engine.vllm:
+        if quantized_base or "quantization" in self.engine.vllm:
             dtypes.append("quantized")
         return max(LOGPROB_BOUNDS[dtype] for dtype in dtypes)
 

@@ -15,6 +15,7 @@ from skyrl_actors.engines.local_engine import EngineSite, LocalEngine
 from skyrl_actors.engines.logprob_check import LogprobCheck
 from skyrl_actors.engines.pool import Deliver, EnginePool
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.quantization import quantization_in
 from skyrl_actors.transfer.transport import EnginePlace
 
 
@@ -37,9 +38,9 @@ def build_pool(
     """
     engine = config.engine
     share = COLOCATED_SHARE if config.placement.shares("engine") else 1.0
-    logprob_check = LogprobCheck(
-        config.logprob_check, config.logprob_bound, config.policy.dtype, report
-    )
+    content = json.loads((base_folder / "config.json").read_text())
+    bound = config.logprob_bound(quantization_in(content, base_folder.name) is not None)
+    logprob_check = LogprobCheck(config.logprob_check, bound, config.policy.dtype, report)
     pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
     for index, slots in enumerate(plan.actors_of("engine")):
         spec = _spec_of(index, slots, devices, config, base_folder, planned_bytes)

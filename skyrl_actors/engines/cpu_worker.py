@@ -13,10 +13,12 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from skyrl_actors.engines import cpu_experts, cpu_rotary, cpu_routes, vllm_patches
+from skyrl_actors.engines import cpu_experts, cpu_mxfp4, cpu_rotary, cpu_routes, vllm_patches
 
 if vllm_patches.AFFECTED:
     cpu_experts.register()
+    cpu_mxfp4.admit()
+    cpu_mxfp4.register()
     cpu_rotary.register()
     cpu_routes.admit()
 

@@ -1,6 +1,7 @@
 """The arguments of one vLLM engine."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,6 +10,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from skyrl_actors.engines.interface import ALL_WEIGHTS, EngineSpec
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.quantization import KEY
 
 # Those of adapters, by vLLM's names for its fused layers.
 LORA_LAYERS = [
@@ -19,14 +21,24 @@ LORA_LAYERS = [
 ]
 
 
+def _admit_on_cpu(spec: EngineSpec) -> None:
+    """Let this process's vLLM accept what its workers can compute on a CPU."""
+    if spec.router_replay:
+        from skyrl_actors.engines import cpu_routes
+
+        cpu_routes.admit()
+    if KEY in json.loads((Path(spec.base_folder) / "config.json").read_text()):
+        from skyrl_actors.engines import cpu_mxfp4
+
+        cpu_mxfp4.admit()
+
+
 def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     """Return what the spec means to vLLM."""
     literals: Any = spec  # vLLM types its choices as literals; the config has checked them
     on_cpu = spec.device == "cpu"
-    if spec.router_replay and on_cpu:
-        from skyrl_actors.engines import cpu_routes
-
-        cpu_routes.admit()
+    if on_cpu:
+        _admit_on_cpu(spec)
     on_device: dict[str, Any] = (
         # vLLM splits long prompts over steps, which rewinds a seeded generator. Torch cannot do
         # that on a CPU, and vLLM would crash.

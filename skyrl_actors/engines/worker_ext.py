@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from skyrl_actors.engines import vllm_patches, vllm_processed
+from skyrl_actors.engines.hand_copies import HandCopies
 from skyrl_actors.engines.interface import ALL_WEIGHTS, FLAG
 from skyrl_actors.engines.lora_wrappers import (
     Wrappers,
@@ -79,7 +80,8 @@ class FullWeightsEngine(WeightTransferEngine[FullWeightsInit, FullWeightsUpdate]
             stream = WeightStream(*update_info.stream)
             own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
             arriving = received(stream, entries, stream.first_rank + own, self.device)
-        self.model.load_weights(arriving)  # type: ignore[operator]
+        with HandCopies(self.model):
+            self.model.load_weights(arriving)  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         if missing := left_out(self.model):

@@ -61,12 +61,15 @@ class Effort:
 def levels(needs: Needs, shape: ModelShape, device: str, context: int | None) -> Iterator[Level]:
     """Yield what could be offered. A critic is worth more than context, and context than more.
 
-    `context` is the pinned length; None: the longest of CONTEXTS that fits the model and memory.
+    Engines with quantized weights take no full fine-tunes. `context` is the pinned length; None:
+    the longest of CONTEXTS that fits the model and memory.
     """
     contexts = [context] if context else [c for c in CONTEXTS[device] if c <= shape.max_tokens]
     contexts = contexts or [shape.max_tokens]
     critics = [True, False] if needs.critic is None else [needs.critic]
     fulls = [True, False] if needs.full_models is None else [needs.full_models]
+    if shape.quantized and needs.full_models is None:
+        fulls = [False]
     for critic in critics:
         for length in contexts:
             for full in fulls:

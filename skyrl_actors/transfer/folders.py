@@ -10,7 +10,13 @@ from pathlib import Path
 from skyrl_actors.messages.errors import NotFound
 from skyrl_actors.messages.weights import TensorEntry, WeightManifest
 
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "U8": "uint8",
+    "F8_E4M3": "float8_e4m3fn",  # of quantized weights
+}
 
 
 def manifests(folder: Path, version: str) -> tuple[WeightManifest, ...]:

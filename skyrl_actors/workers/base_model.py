@@ -7,6 +7,7 @@ tenant.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,13 @@ from transformers import AutoModelForCausalLM, modeling_utils
 
 from skyrl_actors.transport.device_memory import placed
 from skyrl_actors.workers.attention import ATTENTION
+from skyrl_actors.workers.base_files import quantization_of
+from skyrl_actors.workers.buffers import fill_buffers, stored_buffers
 from skyrl_actors.workers.interface import Activations
+from skyrl_actors.workers.meta_model import own_names, shell, weights_of
 from skyrl_actors.workers.network import Network
+from skyrl_actors.workers.published_names import StoredForm
+from skyrl_actors.workers.tensor_files import whole
 
 
 @contextmanager
@@ -35,6 +41,31 @@ def separate_blocks() -> Iterator[None]:
         library.caching_allocator_warmup = warmup
 
 
+def _loaded(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
+    # With a device map, each tensor goes from its file to the device: the host never holds all.
+    with separate_blocks():
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            device_map=None if device.type == "cpu" else {"": device},
+        )
+
+
+def _dequantized(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load weights from quantized files, tensor by tensor. Transformers would keep some of them."""
+    module = shell(folder, dtype)
+    shapes = {n: tuple(t.shape) for n, t in (own_names(module) | stored_buffers(module)).items()}
+    with weights_of(folder, dtype, StoredForm(module), shapes) as source, torch.no_grad():
+        fill_buffers(module, source)
+        for name, parameter in own_names(module).items():
+            owner, _, leaf = name.rpartition(".")
+            value = whole(source, name).to(device, parameter.dtype)
+            module.get_submodule(owner)._parameters[leaf] = nn.Parameter(value)
+    module.tie_weights()
+    return module.to(device)
+
+
 class BaseModel(Network):
     """The frozen base model, whose parameters a full fine-tune can replace."""
 
@@ -45,14 +76,8 @@ class BaseModel(Network):
         device: torch.device,
         activations: Activations = "keep",
     ):
-        # With a device map, each tensor goes from its file to the device: the host never holds all.
-        with separate_blocks():
-            module: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                device_map=None if device.type == "cpu" else {"": device},
-            )
+        quantized = quantization_of(Path(folder)) is not None
+        module = (_dequantized if quantized else _loaded)(folder, dtype, device)
         module.requires_grad_(False)
         super().__init__(module, device, activations)
         self.own: dict[str, nn.Parameter] = dict(self.module.named_parameters())  # tied names once

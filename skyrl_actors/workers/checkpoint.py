@@ -23,6 +23,7 @@ from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import CheckpointForm, LoraSpec
 from skyrl_actors.storage.files import fsync
 from skyrl_actors.workers.adapter_terms import UNEMBED, chosen
+from skyrl_actors.workers.base_files import BaseTensors, copy_model_files
 from skyrl_actors.workers.buffers import stored_buffers
 from skyrl_actors.workers.merged_weights import AddedWeights
 from skyrl_actors.workers.models import TrainedModel
@@ -185,7 +186,7 @@ def _write_merged(
     gets its own weights.
     """
     dtype: torch.dtype = getattr(torch, base.dtype)
-    with TensorFiles(base.folder) as files:
+    with BaseTensors(base.folder) as files:
         tied = f"{UNEMBED}.lora_A" in adapter and UNEMBED_WEIGHT not in files.shapes
         shapes = {**files.shapes, **({UNEMBED_WEIGHT: files.shapes[EMBED_WEIGHT]} if tied else {})}
         added = AddedWeights(network, lora, adapter, shapes)
@@ -352,17 +353,6 @@ def _peft_config(lora: LoraSpec, names: Iterable[str], base_folder: Path) -> dic
         "target_modules": layers,
         "inference_mode": True,
     }
-
-
-def copy_model_files(base_folder: Path, folder: Path) -> None:
-    """Copy config and tokenizer files, but no weights, so that the folder can be loaded."""
-    for file in base_folder.iterdir():
-        if (
-            file.is_file()
-            and file.suffix in (".json", ".jinja", ".txt", ".model")
-            and "index" not in file.name
-        ):
-            shutil.copyfile(file, folder / file.name)
 
 
 def _replace(staging: Path, folder: Path) -> None:

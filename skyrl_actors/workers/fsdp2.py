@@ -108,7 +108,7 @@ def sharded_network(
     with weights_of(
         folder,
         torch.float32 if trained else dtype,
-        network,
+        network.stored_form,
         {name: tuple(tensor.shape) for name, tensor in stored.items()},
     ) as source:
         fill(parameters, source)

@@ -12,23 +12,31 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.attention import ATTENTION
+from skyrl_actors.workers.base_files import BaseTensors, quantization_of
 from skyrl_actors.workers.buffers import stored_buffers
-from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT, Network
-from skyrl_actors.workers.published_names import Published
-from skyrl_actors.workers.tensor_files import InMemory, Shape, Source, TensorFiles
+from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT
+from skyrl_actors.workers.published_names import Published, StoredForm
+from skyrl_actors.workers.tensor_files import InMemory, Shape, Source
 
 INSIDE = "causal_lm."  # prefix of a network's names in its `whole` module
 
 
 def shell(folder: str, dtype: torch.dtype) -> Any:
     """Return the base model's modules. Parameters are on the meta device; buffers are real."""
-    config = AutoConfig.from_pretrained(folder)
+    config = dense(AutoConfig.from_pretrained(folder))
     with init_empty_weights(include_buffers=False):
         module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION
         )
     module.tie_weights()
     return module
+
+
+def dense(config: Any) -> Any:
+    """Return the config of the same model with weights that are not quantized."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def value_head_for(module: Any, is_critic: bool) -> nn.Linear | None:
@@ -57,7 +65,7 @@ def own_names(whole: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def weights_of(
-    folder: str, dtype: torch.dtype, network: Network, shapes: Mapping[str, Shape]
+    folder: str, dtype: torch.dtype, form: StoredForm, shapes: Mapping[str, Shape]
 ) -> Iterator[Source]:
     """Yield the base model's weights and stored buffers under the names of its modules.
 
@@ -70,13 +78,15 @@ def weights_of(
     wanted = {
         name: shape for name, shape in shapes.items() if name not in (VALUE_WEIGHT, VALUE_BIAS)
     }
-    with TensorFiles(Path(folder)) as files:
-        found = Published(files, network.stored_form.of_weights(wanted), wanted)
+    with BaseTensors(Path(folder)) as files:
+        found = Published(files, form.of_weights(wanted), wanted)
         if found.shapes == wanted:
             yield found
             return
-    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    source = InMemory({**dict(module.named_parameters()), **stored_buffers(module)})
+    source: Source = found
+    if quantization_of(Path(folder)) is None:
+        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        source = InMemory({**dict(module.named_parameters()), **stored_buffers(module)})
     missing = [name for name, shape in wanted.items() if source.shapes.get(name) != shape]
     if missing:
         raise ConfigError(

@@ -14,6 +14,7 @@ from skyrl_actors.messages.errors import CollectiveFailed, ConfigError
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.workers.adapter_proof import prove_adapters
 from skyrl_actors.workers.attention import prove_kernels
+from skyrl_actors.workers.base_files import BaseTensors
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import BaseModelInfo, WorkerSpec
@@ -24,7 +25,7 @@ from skyrl_actors.workers.published_names import Published
 from skyrl_actors.workers.rank_groups import ShardGroups, own_group, shard_groups
 from skyrl_actors.workers.replay_proof import prove_replay
 from skyrl_actors.workers.sequence import SequenceGroup
-from skyrl_actors.workers.tensor_files import InMemory, MergedSource, TensorFiles
+from skyrl_actors.workers.tensor_files import InMemory, MergedSource
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 def info_of(folder: str) -> BaseModelInfo:
     """Read the facts about a base model from its files only."""
     config: Any = AutoConfig.from_pretrained(folder)
-    with TensorFiles(Path(folder)) as files:
+    with BaseTensors(Path(folder)) as files:
         size = sum(torch.Size(shape).numel() for shape in files.shapes.values())
     return BaseModelInfo(
         num_parameters=size,
@@ -193,7 +194,7 @@ class ModelFactory:
         """Load master weights in the precision of the files, not rounded to the compute dtype."""
         if self.dtype == torch.float32:
             return model
-        with TensorFiles(Path(self.spec.base_folder)) as files:
+        with BaseTensors(Path(self.spec.base_folder)) as files:
             ours = {
                 name: shape
                 for name, shape in model.state.shapes.items()

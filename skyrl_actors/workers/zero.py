@@ -100,7 +100,7 @@ def zero_network(
     parameters = own_names(network.whole)
     shapes = {n: whole_shape(p) for n, p in (parameters | stored_buffers(module)).items()}
     with (
-        weights_of(folder, dtype, network, shapes) as source,
+        weights_of(folder, dtype, network.stored_form, shapes) as source,
         torch.no_grad(),
     ):
         fill_buffers(module, source)

@@ -10,12 +10,13 @@ from transformers.initialization import no_init_weights
 
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.attention import ATTENTION
+from skyrl_actors.workers.meta_model import dense
 from skyrl_actors.workers.mixers import mixers_of
 
 
 def module_in(shards: AbstractContextManager[Any], folder: str, dtype: torch.dtype) -> Any:
     """Create the modules of a base model in DeepSpeed's context. Their weights are not set."""
-    config = AutoConfig.from_pretrained(folder)
+    config = dense(AutoConfig.from_pretrained(folder))
     # The context changes the classes that are imported in it for good.
     _ = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # Some models cannot initialize weights that are partitioned.

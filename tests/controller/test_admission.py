@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,27 @@ def test_a_base_model_that_does_not_match_the_config_is_refused(random_base: Pat
         r"this tokenizer belongs to another model",
     ):
         check_base(tmp_path, config(1))
+
+
+def test_engines_with_quantized_weights_take_adapters_alone(random_base: Path, tmp_path: Path):
+    shape = json.loads((random_base / "config.json").read_text())
+
+    def base(**quantization: Any) -> Path:
+        content = {**shape, "quantization_config": quantization}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        return tmp_path
+
+    group = GroupConfig(num_ranks=1)
+    config = ClusterConfig(policy=group, critic=None, engine=EngineConfig(num_engines=1))
+    with pytest.raises(ConfigError, match=r"engines keep its mxfp4 weights.*max_full_models=0"):
+        check_base(base(quant_method="mxfp4"), config)
+    adapters = config.model_copy(update={"lora": LoraConfig(max_full_models=0)})
+    check_base(base(quant_method="mxfp4"), adapters)
+    check_base(base(quant_method="fp8", weight_block_size=[128, 128]), adapters)
+    with pytest.raises(ConfigError, match=r"quantized with 'awq', and trainers read mxfp4"):
+        check_base(base(quant_method="awq"), adapters)
+    alone = config.model_copy(update={"engine": EngineConfig(num_engines=0)})
+    check_base(base(quant_method="mxfp4"), alone)
 
 
 def test_muon_is_refused_for_sharded_full_fine_tunes():

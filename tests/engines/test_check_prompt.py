@@ -64,8 +64,8 @@ def test_the_bound_follows_the_coarser_dtype(
             "engine": {"dtype": engine, "vllm": {"quantization": "fp8"} if quantized else {}},
         }
     )
-    assert config.logprob_bound == bound
+    assert config.logprob_bound() == bound
     pinned = config.model_copy(
         update={"logprob_check": config.logprob_check.model_copy(update={"bound": 0.5})}
     )
-    assert pinned.logprob_bound == 0.5
+    assert pinned.logprob_bound(quantized_base=True) == 0.5

@@ -64,7 +64,7 @@ def test_the_index_of_the_weights_counts_what_the_formula_does_not_know():
     assert shape.num_parameters == shape.active_parameters == 9_000_000_000
     quantized = config | {"quantization_config": {"quant_method": "fp8"}}
     index = {"metadata": {"total_size": 9_000_000_000}}
-    assert shape_of(quantized, index) == shape_of(MODELS["Qwen3-8B"])
+    assert shape_of(quantized, index) == replace(shape_of(MODELS["Qwen3-8B"]), quantized=True)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,13 @@ def test_a_full_fine_tune_that_does_not_fit_is_told_of_adapters():
     needs = Needs(critic=False, full_models=True)
     with pytest.raises(NothingFits, match=r"with an adapter \(job.lora_rank=32\) it would fit"):
         choose(request("Qwen3-4B", "1xRTX4090", needs=needs))
+
+
+def test_engines_with_quantized_weights_are_planned_for_adapters():
+    asked = request("Qwen3-8B", "8xH100")
+    packed = replace(asked, shape=replace(asked.shape, quantized=True))
+    assert choose(asked).config.lora.max_full_models == 1
+    assert choose(packed).config.lora.max_full_models == 0
 
 
 def test_a_file_that_was_not_generated_is_not_overwritten(tmp_path: Path):
