@@ -73,7 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssConfig", SIZE | WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "DeepSeek-V3": (
         "DeepseekV3Config",
-        SIZE | ROUTED | LATENT | {"topk_method": "noaux_tc"},
+        SIZE | ROUTED | LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "Nemotron-H": (
         "NemotronHConfig",

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from skyrl_actors.engines.interface import ALL_WEIGHTS, EngineSpec
 from skyrl_actors.messages.errors import ConfigError
@@ -79,9 +80,19 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         **on_device,
         **json.loads(spec.arguments),
     )
-    if on_cpu and args.create_model_config().is_hybrid:
-        args.enable_prefix_caching = False  # vLLM keeps states only if it may split prompts
+    if on_cpu:
+        _fit_to_cpu(args)
     return args
+
+
+def _fit_to_cpu(args: AsyncEngineArgs) -> None:
+    """Set what vLLM chooses wrongly on a CPU for a kind of model."""
+    model = args.create_model_config()
+    if model.is_hybrid:
+        args.enable_prefix_caching = False  # vLLM keeps states only if it may split prompts
+    if model.use_mla and args.attention_backend is None and args.dtype != "bfloat16":
+        # On a CPU with AMX, vLLM takes a kernel that has bfloat16 only.
+        args.attention_backend = AttentionBackendEnum.CPU_MLA
 
 
 def refused(error: ValueError) -> ConfigError:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from transformers import (
     AutoTokenizer,
+    DeepseekV3Config,
     FalconH1Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -50,6 +51,23 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         first_k_dense_replace=1,
         n_group=1,
         topk_group=1,
+    ),
+    # latent attention; vLLM also reads fields that only published files have
+    "deepseek-v3": DeepseekV3Config(
+        **SIZE | {"num_key_value_heads": SIZE["num_attention_heads"], "head_dim": 64},
+        kv_lora_rank=512,
+        q_lora_rank=32,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        topk_method="noaux_tc",  # pyright: ignore[reportCallIssue]  one of its kwargs
+        scoring_func="sigmoid",  # pyright: ignore[reportCallIssue]
     ),
     "mixtral": MixtralConfig(**SIZE, num_local_experts=4),
     "qwen2": Qwen2Config(**SIZE),
