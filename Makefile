@@ -4,7 +4,7 @@
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
 # make simulate  10,000 seeds of the simulated controller (about 10 minutes)
 # make gpu-check  what can be proved of the GPU paths without a GPU (the first time installs 9 GB)
-# make models  measure the table of families in docs/reference/models.md (about 20 minutes)
+# make models  measure the table of families in docs/reference/models.md (about 40 minutes)
 # make sdk-matrix  every call of twelve versions of the tinker SDK (about 3 minutes)
 
 # The first of these that runs. A name on PATH can be an empty shim.

@@ -12,6 +12,7 @@ log-probabilities in nats:
 - saved: a full fine-tune, saved and opened by transformers.
 - engine, transfer, adapter: vLLM against the trainer, with the base model, after a live update, and
   with an adapter on all layers (without the output layer where vLLM's class has none).
+- SDK: `serve FOLDER`, then a default LoRA is created, trained, saved and sampled. No figure.
 
 Prints a Markdown table and one JSON line; `--write` puts the table in docs/reference/models.md.
 """
@@ -42,6 +43,7 @@ from skyrl_actors.messages.weights import WeightManifest
 from skyrl_actors.workers.tiny_base import make_tokenizer
 from tests.engines.test_engine_families import PROMPT, saved_model, scored, trained
 from tests.engines.test_vllm_start import ENVIRONMENT, engine_for, saved
+from tests.service.served_folder import serve_and_train
 from tests.workers.references import Reference, batch, relative
 from tests.workers.strategy_runs import run
 from tests.workers.test_adapter_families import CALL, RANKS, columns_of, reference, state_of
@@ -53,12 +55,13 @@ SWITCHES = {"attention": "train_attn", "MLP": "train_mlp", "head": "train_unembe
 OFF = dict.fromkeys(SWITCHES.values(), False)
 COLUMNS = (
     *("trainer", "attention", "MLP", "head", "full", "saved"),
-    *("engine", "transfer", "adapter"),
+    *("engine", "transfer", "adapter", "SDK"),
 )
+WORKS = "yes"
 Cells = dict[str, float | str]
 
 
-def attempt(cells: Cells, column: str, work: Callable[[], float]) -> None:
+def attempt(cells: Cells, column: str, work: Callable[[], float | str]) -> None:
     """Fill a cell with a difference, or with why there is none."""
     try:
         cells[column] = work()
@@ -167,9 +170,12 @@ def measured(family: str) -> Cells:
         attempt(cells, "saved", lambda: reopened(base, folder / "saved"))
         for updates in (True, False):
             try:
-                return cells | asyncio.run(engine(base, folder / f"engine-{updates}", updates))
+                cells |= asyncio.run(engine(base, folder / f"engine-{updates}", updates))
+                break
             except Exception as error:  # noqa: BLE001  as above
                 cells["transfer" if updates else "engine"] = reason(error)
+        if isinstance(cells["engine"], float):
+            attempt(cells, "SDK", lambda: serve_and_train(base) or WORKS)
     return cells
 
 
@@ -181,7 +187,7 @@ def table(rows: list[Cells]) -> str:
         shown: list[str] = []
         for column in COLUMNS:
             value = cells.get(column, "")
-            if isinstance(value, str) and value:
+            if isinstance(value, str) and value not in ("", WORKS):
                 if value not in notes:
                     notes.append(value)
                 value = f"no ({notes.index(value) + 1})"

@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-import tinker
 import torch
-from tinker import types
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -15,9 +13,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from skyrl_actors.config.load import load
-from tests.conftest import free_port, run_cli
-from tests.service.test_sdk import datum
+from tests.service.served_folder import serve_and_train
 
 SIZE = {
     "vocab_size": 512,
@@ -61,31 +57,4 @@ def model_in(folder: Path, family: str, base: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "nemotron-h"])
 def test_serve_takes_a_folder(family: str, tmp_path: Path, random_base: Path):
-    model_in(tmp_path, family, random_base)
-    port = free_port()
-    name = f"model-{port}"
-    arguments = ("serve", f"./{family}", f"name={name}", f"http.port={port}")
-    started = run_cli(*arguments, cwd=tmp_path)
-    try:
-        assert started.returncode == 0, started.stdout + started.stderr
-        assert "layout    colocated" in started.stdout
-        assert load(tmp_path / f"{family}-service.yaml").http.port == port
-        client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key="tml-test")
-        with client:
-            model = client.create_lora_training_client(family, rank=8).result()
-            losses = []
-            for _ in range(3):
-                batch = model.forward_backward([datum(9, seed=1)], "cross_entropy").result()
-                model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-                losses.append(batch.metrics["loss:sum"])
-            assert losses[2] < losses[1] < losses[0]
-            sampler = model.save_weights_and_get_sampling_client().result()
-            prompt = types.ModelInput.from_ints([5, 6])
-            params = types.SamplingParams(max_tokens=4, seed=1)
-            answers = [sampler.sample(prompt, 2, params).result().sequences for _ in range(2)]
-            drawn = [[list(one.tokens) for one in sequences] for sequences in answers]
-            # A model with random weights may draw the token that ends a sequence.
-            assert drawn[0] == drawn[1] and all(1 <= len(tokens) <= 4 for tokens in drawn[0])
-    finally:
-        stopped = run_cli("stop", "--name", name)
-    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    serve_and_train(model_in(tmp_path, family, random_base))
