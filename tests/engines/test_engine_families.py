@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
@@ -32,6 +33,7 @@ from skyrl_actors.messages.weights import WeightManifest
 from skyrl_actors.transfer.folders import manifests
 from tests.engines import test_vllm_start
 from tests.engines.test_vllm_start import EXPERTS, engine_for, environment, saved
+from tests.workers import quantized_models
 from tests.workers.family_runs import disturb
 from tests.workers.quantized_models import copies
 from tests.workers.strategy_runs import run, worker_of
@@ -178,6 +180,24 @@ async def test_adapters_on_quantized_experts(tmp_path: Path, random_base: Path):
             found = await engine.sample(f"r{version}", PROMPT, SCORING, adapter, version)
             assert found.prompt_logprobs is not None
             np.testing.assert_allclose(found.prompt_logprobs[1:], wanted, atol=1e-4)
+
+
+@pytest.mark.slow
+async def test_adapters_on_fp8_weights(
+    tmp_path: Path, random_base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM computes them in bfloat16 and quantizes activations too, so only the bound is wider."""
+    monkeypatch.setattr(quantized_models, "FP8_BLOCK", (128, 128))
+    base, _ = copies(saved(Qwen3Config(**SIZE), tmp_path / "made"), "fp8", tmp_path)
+    AutoTokenizer.from_pretrained(random_base).save_pretrained(base)
+    worker, values = trained(base, "a", LoraSpec(rank=4))
+    worker.create_model(ModelSpec(model_id="b", base_model="tiny", lora=LoraSpec(rank=4), seed=5))
+    effect = np.abs(values - scored(worker, "b")).mean()  # b is the base model still
+    (manifest,) = saved_model(worker, "a", tmp_path / "a")
+    async with engine_for(base, dtype="bfloat16", takes_full_weights=False) as engine:
+        found = await engine.sample("r", PROMPT, SCORING, manifest, manifest.version)
+        assert found.prompt_logprobs is not None
+        assert np.abs(found.prompt_logprobs[1:] - values).mean() < min(0.05, effect / 5)
 
 
 @pytest.mark.slow

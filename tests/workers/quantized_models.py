@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -38,9 +39,9 @@ def copies(source: Path, method: str, folder: Path) -> tuple[Path, Path]:
             dense[name] = convert_moe_packed_tensors(*halves.values()).float()
         else:
             packed[name] = dense[name] = tensor
-    settings = {"quant_method": method}
+    settings: dict[str, Any] = {"quant_method": method}
     if method == "fp8":
-        settings["weight_block_size"] = FP8_BLOCK  # type: ignore[assignment]
+        settings |= {"weight_block_size": FP8_BLOCK, "activation_scheme": "dynamic"}
     folders = folder / "quantized", folder / "dense"
     for target, tensors in zip(folders, (packed, dense), strict=True):
         shutil.copytree(source, target)
