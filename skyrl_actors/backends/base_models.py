@@ -95,7 +95,7 @@ def check_base(folder: Path, config: ClusterConfig) -> None:
 
 def _check_quantization(found: Quantization | None, name: str, config: ClusterConfig) -> None:
     """Raise ConfigError if engines with quantized weights would get full weights."""
-    if found is None or not (config.engine.num_engines or config.engine.external):
+    if found is None:
         return
     if config.lora.max_full_models:
         raise ConfigError(

@@ -120,8 +120,6 @@ def test_engines_with_quantized_weights_take_adapters_alone(random_base: Path, t
     check_base(base(quant_method="fp8", weight_block_size=[128, 128]), adapters)
     with pytest.raises(ConfigError, match=r"quantized with 'awq', and trainers read mxfp4"):
         check_base(base(quant_method="awq"), adapters)
-    alone = config.model_copy(update={"engine": EngineConfig(num_engines=0)})
-    check_base(base(quant_method="mxfp4"), alone)
 
 
 def test_muon_is_refused_for_sharded_full_fine_tunes():

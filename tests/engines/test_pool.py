@@ -41,7 +41,7 @@ async def nobody(*_: Any) -> None: ...
     [(2, 1, 4, False), (2, 2, 8, False), (4, 2, 4, True), (1, 1, 4, False)],
 )
 def test_an_engine_with_several_gpus_gets_their_ids_or_bundles(
-    tensor: int, pipeline: int, gpus: int, over_nodes: bool
+    tensor: int, pipeline: int, gpus: int, over_nodes: bool, tmp_path: Path
 ):
     """On one node, one actor has the GPU ids; over several, vLLM places workers in bundles."""
     config = ClusterConfig(
@@ -53,9 +53,10 @@ def test_an_engine_with_several_gpus_gets_their_ids_or_bundles(
         lora=LoraConfig(max_full_models=1),
     )
     plan = plan_for(config, [Node(name=f"n{i}", cpus=64, gpus=gpus, labels={}) for i in range(4)])
+    (tmp_path / "config.json").write_text("{}")
     reserved: Any = None
     devices = {slot.index: f"gpu-of-{slot.index}" for slot in plan.slots}
-    pool = build_pool(config, Path("/base"), plan, reserved, devices, {}, nobody, 1, False, print)
+    pool = build_pool(config, tmp_path, plan, reserved, devices, {}, nobody, 1, False, print)
     (engine,) = pool.engines
     assert isinstance(engine, LocalEngine)
     spec, site, slots = engine.site.spec, engine.site, plan.actors_of("engine")[0]
