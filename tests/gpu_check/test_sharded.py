@@ -93,6 +93,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp2, "DeviceMesh", SimpleNamespace(from_group=from_group))
     monkeypatch.setattr(fsdp2, "shell", fake_shell)
     monkeypatch.setattr(fsdp2, "weights_of", no_weights)
+    monkeypatch.setattr(fsdp2.Network, "stored_form", None)  # the names in files, found by numbers
 
 
 @pytest.mark.usefixtures("without_a_driver", "no_files")
