@@ -12,13 +12,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
-    GptOssConfig,
     PreTrainedConfig,
     Qwen3Config,
 )
 
-from skyrl_actors.engines import engine_args
+from skyrl_actors.engines import engine_args, weight_parts
 from skyrl_actors.engines.check_prompt import fixed_prompt
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec
 from skyrl_actors.engines.logprob_check import SCORING
@@ -156,12 +154,18 @@ async def test_a_head_size_that_vllm_does_not_compute_is_refused_at_the_start(tm
 
 @pytest.mark.slow
 async def test_a_live_update_that_vllm_does_not_take_is_refused_at_the_start(
-    tmp_path: Path, random_base: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """vLLM's loader of gpt-oss copies experts past a live update."""
-    base = saved(GptOssConfig(**SIZE | {"vocab_size": 512}, num_local_experts=4), tmp_path / "base")
-    AutoTokenizer.from_pretrained(random_base).save_pretrained(base)
-    refused = r"a live weight update of GptOssForCausalLM fails in vLLM .*left out 4 layer\(s\)"
+    """Without one tensor, the update of the start leaves out a layer."""
+    base = saved(Qwen3Config(**SIZE), tmp_path / "base")
+
+    def without_one(folder: Path, version: str) -> tuple[WeightManifest, ...]:
+        (whole,) = full_manifests(folder, version)
+        kept = tuple(entry for entry in whole.tensors if "1.mlp.down_proj" not in entry.name)
+        return (replace(whole, tensors=kept),)
+
+    monkeypatch.setattr(weight_parts, "full_manifests", without_one)
+    refused = r"a live weight update of Qwen3ForCausalLM fails in vLLM .*left out 1 layer\(s\)"
     with pytest.raises(ConfigError, match=refused):
         async with engine_for(base):
             pass
