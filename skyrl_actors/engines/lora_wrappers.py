@@ -8,13 +8,15 @@ ignores parts of it whose name no wrapper has.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.lora import model_manager
-from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_weights import PackedLoRALayerWeights
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 HEAD = "lm_head"
-LARGEST_VOCABULARY = 258_048  # of an adapter on the output layer, in vLLM 0.32
+LARGEST_VOCABULARY = 258_048  # that vLLM 0.32 takes for an adapter on the output layer
 PREFIX = "lora_base_layer_prefix"  # what experts add to names once they are wrapped
 
 
@@ -47,8 +49,30 @@ class Wrappers:
         self._places, self._prefixes = [], []
 
 
+class TiedHead(nn.Module):
+    """The output layer of a model that computes logits with its embedding, and has no such layer.
+
+    vLLM adds an adapter's part at the logits, and wraps them where it finds an output layer.
+    """
+
+    def __init__(self, embedding: VocabParallelEmbedding) -> None:
+        super().__init__()
+        self._of: tuple[Any] = (embedding,)  # in a tuple: its weight must not get a second name
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._of[0].weight
+
+    @property
+    def embedding_dim(self) -> int:
+        return self._of[0].embedding_dim
+
+    def get_sharded_to_full_mapping(self) -> list[int] | None:
+        return self._of[0].get_sharded_to_full_mapping()
+
+
 def admit_heads() -> None:
-    """Make vLLM wrap the output layer of every class that has one.
+    """Make vLLM wrap the output layer of every class, with a vocabulary of any size.
 
     It can, but only some classes list the layer among those that adapters may name.
     """
@@ -56,9 +80,24 @@ def admit_heads() -> None:
     listed: Callable[[nn.Module], list[str]] = manager.get_supported_lora_modules
 
     def with_head(model: nn.Module) -> list[str]:
-        return [*{*listed(model), *([HEAD] if can_wrap_head(model) else [])}]
+        return [*{*listed(model), *([HEAD] if give_head(model) else [])}]
 
     manager.get_supported_lora_modules = with_head
+    wrapper: Any = LogitsProcessorWithLoRA
+    create: Callable[..., None] = wrapper.create_lora_weights
+
+    def create_any_size(self: Any, max_loras: int, *others: Any, **named: Any) -> None:
+        vocabulary = self.base_layer.vocab_size
+        self.base_layer.vocab_size = min(vocabulary, LARGEST_VOCABULARY)
+        try:
+            create(self, max_loras, *others, **named)
+        finally:
+            self.base_layer.vocab_size = vocabulary
+        if vocabulary > LARGEST_VOCABULARY:
+            slots, one, _, rank = self.lora_b_stacked.shape
+            self.lora_b_stacked = self.lora_b_stacked.new_zeros(slots, one, vocabulary, rank)
+
+    wrapper.create_lora_weights = create_any_size
 
 
 def admit_experts_without_gate() -> None:
@@ -77,10 +116,14 @@ def admit_experts_without_gate() -> None:
     packed.pack_moe_stacked = pack_stacked
 
 
-def can_wrap_head(model: Any) -> bool:
-    """Return whether vLLM can wrap the output layer; a larger vocabulary would end its start."""
-    logits = getattr(model, "logits_processor", None)
-    return hasattr(model, HEAD) and logits is not None and logits.vocab_size <= LARGEST_VOCABULARY
+def give_head(model: Any) -> bool:
+    """Return whether vLLM can wrap the output layer. Add one if the model uses its embedding."""
+    if getattr(model, "logits_processor", None) is None:
+        return False
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    if not hasattr(model, HEAD) and isinstance(embedding, VocabParallelEmbedding):
+        model.lm_head = TiedHead(embedding)
+    return hasattr(model, HEAD)
 
 
 def adapts_head(manager: Any) -> bool:

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from transformers import (
     AutoTokenizer,
+    Cohere2Config,
     DeepseekV3Config,
     FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -40,6 +42,7 @@ from tests.workers.strategy_runs import run, worker_of
 
 __all__ = ["environment"]  # a fixture
 SIZE = test_vllm_start.SIZE | {"vocab_size": 512}
+TIED = {"tie_word_embeddings": True}
 MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3-moe": Qwen3MoeConfig(**SIZE, **EXPERTS),
@@ -73,10 +76,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "mixtral": MixtralConfig(**SIZE, num_local_experts=4),
     "qwen2": Qwen2Config(**SIZE),
-    "qwen2-tied": Qwen2Config(**SIZE | {"tie_word_embeddings": True}),
+    "qwen2-tied": Qwen2Config(**SIZE | TIED),
     "mistral": MistralConfig(**SIZE),
     "glm4": Glm4Config(**SIZE),  # one matrix for gate and up in its files
-    "gemma3": Gemma3TextConfig(**SIZE | {"tie_word_embeddings": True}),
+    # more words than vLLM takes for an adapter on the output layer
+    "gemma3": Gemma3TextConfig(**SIZE | TIED | {"vocab_size": 262_144}),
+    # the class has no output layer in vLLM
+    "gemma2": Gemma2Config(**SIZE | TIED, sliding_window=8, final_logit_softcapping=3.0),
+    "cohere2": Cohere2Config(**SIZE | TIED, logit_scale=0.25),
     "nemotron-h": NemotronHConfig(
         **SIZE | {"num_hidden_layers": 4},
         hybrid_override_pattern="ME*-",  # pyright: ignore[reportCallIssue]  one of its kwargs

@@ -3,17 +3,30 @@
 from types import SimpleNamespace
 
 import pytest
+from torch import device, empty, nn
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from skyrl_actors.engines.lora_wrappers import can_wrap_head, refuse_unused
+from skyrl_actors.engines.lora_wrappers import give_head, refuse_unused
 from skyrl_actors.engines.split_projections import interleaved
 
 
-@pytest.mark.parametrize(("vocab_size", "wrapped"), [(151_936, True), (262_144, False)])
-def test_an_output_layer_is_wrapped_up_to_the_largest_vocabulary(vocab_size: int, wrapped: bool):
-    logits = SimpleNamespace(vocab_size=vocab_size)
-    assert can_wrap_head(SimpleNamespace(lm_head=1, logits_processor=logits)) == wrapped
-    assert not can_wrap_head(SimpleNamespace(logits_processor=logits))
-    assert not can_wrap_head(SimpleNamespace(lm_head=1))
+def test_a_model_gets_an_output_layer_if_its_logits_come_from_the_embedding():
+    with device("meta"):
+        embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+        nn.Module.__init__(embedding)
+        embedding.weight = nn.Parameter(empty(8, 4))
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.embed_tokens = embedding
+    assert not give_head(model)
+    model.logits_processor = nn.Module()
+    assert give_head(model)
+    assert model.lm_head.weight is embedding.weight
+    assert [*model.state_dict()] == ["model.embed_tokens.weight"]  # updates find it by this name
+    owner = SimpleNamespace(lm_head=1, logits_processor=1)
+    assert give_head(owner)
+    assert owner.lm_head == 1
+    assert not give_head(SimpleNamespace(logits_processor=1))
 
 
 def test_an_adapter_with_a_part_that_no_layer_computes_is_refused():
