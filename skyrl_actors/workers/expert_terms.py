@@ -58,16 +58,16 @@ class AdaptedExperts:
         x = self._linear(self._first, pairs.rows_of(hidden_states), pairs)
         if into.present:
             low = into.low_of_tokens(hidden_states, pairs)
-            x = x + _grouped(low, into.all_b(x.size(1)), pairs.group_ends)
+            x += _grouped(low, into.all_b(x.size(1)), pairs.group_ends)
         x = self._module._apply_gate(x) if self._module.has_gate else self._module.act_fn(x)
         y = self._linear("down_proj", x, pairs)
         low = _grouped(x, out.all_a(), pairs.group_ends) if out.present else None
         if low is not None and not out.shared:
-            y = y + _grouped(low, out.all_b(y.size(1)), pairs.group_ends)
+            y += _grouped(low, out.all_b(y.size(1)), pairs.group_ends)
         total = pairs.by_token(y, top_k_weights).to(dtype)
         if low is not None and out.shared:
             low = pairs.by_token(low, top_k_weights).to(dtype)
-            total = total + out.from_low(low, total.size(1))
+            total += out.from_low(low, total.size(1))
         return total
 
     def _linear(self, name: str, x: Tensor, pairs: "Pairs") -> Tensor:
