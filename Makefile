@@ -34,7 +34,7 @@ ifeq ($(ENGINE),cpu)
 	# it comes from PyTorch's own index.
 	$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" || $(BIN)/python -m pip install -q --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"
 endif
-	$(BIN)/python -m pip install -q -e ".[$(ENGINE),deepspeed,adamw8bit,dev]"
+	$(BIN)/python -m pip install -q -e ".[$(ENGINE),deepspeed,adamw8bit,jax,dev]"
 ifeq ($(ENGINE),cpu)
 	# The default builds of these are for CUDA and break imports with a CPU build of torch.
 	# This project does not need them.

@@ -19,6 +19,7 @@ PACKAGES: dict[str, set[str]] = {
     "colocation": {"messages", "supervision"},
     "observe": {"messages"},
     "workers": {"config", "losses", "messages", "storage", "transport"},
+    "jax_workers": {"config", "messages", "storage", "workers"},
     "transport": {"messages", "remote"},
     "remote": {"messages"},
     "supervision": {"config", "messages", "remote"},
@@ -26,6 +27,7 @@ PACKAGES: dict[str, set[str]] = {
     "journal": {"clock", "config", "messages", "migrations", "storage"},
     "groups": {
         "config",
+        "jax_workers",
         "messages",
         "observe",
         "placement",
@@ -131,11 +133,15 @@ NARROW = {
         "config": {"skyrl_actors.config.strategies"},
     },
     "backends": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.tiny_base"}},
-    "groups": {"workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"}},
+    "groups": {
+        "jax_workers": {"skyrl_actors.jax_workers.worker"},
+        "workers": {"skyrl_actors.workers.interface", "skyrl_actors.workers.torch_worker"},
+    },
 }
 HEAVY = {
     "torch": (
         "workers/",
+        "jax_workers/",
         "transport/streams.py",
         "transport/device_memory.py",
         "transport/host_share.py",
@@ -196,7 +202,7 @@ HEAVY = {
         "commands/train.py",
         "placement/reserve.py",
     ),
-    "jax": (),
+    "jax": ("jax_workers/",),
     "sqlalchemy": ("journal/", "migrations/"),
     "alembic": ("journal/", "migrations/"),
 }
@@ -364,7 +370,7 @@ def test_every_module_has_a_docstring():
             assert ast.get_docstring(ast.parse(path.read_text())), path
 
 
-TENSOR_LIBRARIES = {"torch", "vllm", "transformers", "peft", "deepspeed"}
+TENSOR_LIBRARIES = {"jax", "torch", "vllm", "transformers", "peft", "deepspeed"}
 
 
 def test_modules_without_tensor_libraries_are_type_checked_strictly():

@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup
 from placement.types import Plan
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.groups.group_builder import GroupBuilder
-from skyrl_actors.groups.rank_env import rank_environment
+from skyrl_actors.groups.rank_env import rank_environment, uses_jax
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.model import Role
@@ -46,6 +46,7 @@ class TrainingParts:
             config.restart,
             self.report,
             groups_settled,
+            uses_jax(config),
         )
 
     def supervisor(

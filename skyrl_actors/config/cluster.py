@@ -20,6 +20,7 @@ from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.strategies import (
     DeepSpeedStrategy,
     Fsdp2Strategy,
+    JaxStrategy,
     ReplicaStrategy,
     StrategyConfig,
 )
@@ -193,12 +194,37 @@ class GroupConfig(FrozenConfig):
             raise ValueError(
                 "sequence_parallel is not available with strategy deepspeed; use replica or fsdp2"
             )
+        self._check_jax()
         return self
+
+    def _check_jax(self) -> None:
+        of_adapters, of_full = (isinstance(s, JaxStrategy) for s in self._strategies)
+        if self.full_strategy is not None and of_adapters != of_full:
+            raise ValueError(
+                "strategy and full_strategy are both jax or neither is: a rank computes with one "
+                "library"
+            )
+        if not of_adapters:
+            return
+        if self.sequence_parallel > 1:
+            raise ValueError(
+                "sequence_parallel is not available with strategy jax; use replica or fsdp2"
+            )
+        if self.activations == "offload":
+            raise ValueError(
+                "activations offload is not available with strategy jax; use keep or recompute"
+            )
+
+    @property
+    def _strategies(self) -> tuple[StrategyConfig, StrategyConfig | None]:
+        return self.strategy, self.full_strategy
 
     def full_strategy_on(self, device: str) -> StrategyConfig:
         """Return the strategy of full fine-tunes, with the default for this device."""
         if self.full_strategy is not None:
             return self.full_strategy
+        if isinstance(self.strategy, JaxStrategy):
+            return self.strategy
         many_gpus = device == "gpu" and self.num_ranks > 1 and self.sequence_parallel == 1
         return DeepSpeedStrategy() if many_gpus else ReplicaStrategy()
 
@@ -403,6 +429,16 @@ class ClusterConfig(FrozenConfig):
                     f"{role}.strategy deepspeed stage 3 cannot offload the frozen base model, "
                     "and its GPUs are shared with engines; use fsdp2 or replica, or "
                     "placement.layout=split"
+                )
+            if (
+                group
+                and on_gpus_together
+                and self.placement.shares(role)
+                and isinstance(group.strategy, JaxStrategy)
+            ):
+                raise ValueError(
+                    f"{role}.strategy jax keeps its GPU memory, and its GPUs are shared; use "
+                    "another strategy, or placement.layout=split"
                 )
         return self
 

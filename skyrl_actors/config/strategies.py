@@ -1,6 +1,7 @@
 """How a model's weights are distributed over the ranks of a group: a tagged union."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -93,6 +94,30 @@ class Fsdp2Strategy(ShardingStrategy):
         return self
 
 
+class JaxStrategy(FrozenConfig):
+    """JAX: passes are compiled programs, for TPUs, GPUs and CPUs.
+
+    Every rank holds the whole model. Gradients are summed over the ranks once for each optimizer
+    step.
+    """
+
+    type: Literal["jax"] = "jax"
+    cache: Path | None = Field(
+        default=None,
+        description="folder of compiled programs, which later starts read; null = "
+        "`~/.cache/skyrl-actors/jax`, or below XDG_CACHE_HOME. Only its owner may write to it, "
+        "because its content is run",
+    )
+
+    @model_validator(mode="after")
+    def _available(self) -> "JaxStrategy":
+        if find_spec("jax") is None:
+            raise ValueError(
+                "strategy jax: the package is not installed here; pip install 'skyrl-actors[jax]'"
+            )
+        return self
+
+
 StrategyConfig = Annotated[
-    ReplicaStrategy | DeepSpeedStrategy | Fsdp2Strategy, Field(discriminator="type")
+    ReplicaStrategy | DeepSpeedStrategy | Fsdp2Strategy | JaxStrategy, Field(discriminator="type")
 ]

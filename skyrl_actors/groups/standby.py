@@ -55,6 +55,7 @@ class Standby(Supervisor):
         restart: RestartConfig,
         report: Callable[[str], None],
         groups_settled: Callable[[], Awaitable[None]],
+        with_jax: bool = False,
     ):
         super().__init__("the standby process", restart, report)
         self.bundle = bundle
@@ -73,6 +74,7 @@ class Standby(Supervisor):
         self._epoch = epoch
         self._options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
         self._groups_settled = groups_settled
+        self._with_jax = with_jax
         self._watching: asyncio.Task[None] | None = None
 
     async def take_over(self) -> bool:
@@ -114,7 +116,10 @@ class Standby(Supervisor):
             actor = self.actor = self._new()
             try:
                 await remote.gather(
-                    [actor.warm.remote(self._base_folder)], ["standby"], "warm up", WARM_TIMEOUT_S
+                    [actor.warm.remote(self._base_folder, self._with_jax)],
+                    ["standby"],
+                    "warm up",
+                    WARM_TIMEOUT_S,
                 )
             except InternalError:
                 if self.actor is actor:

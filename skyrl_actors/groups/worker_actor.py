@@ -1,6 +1,7 @@
 """The Ray actor around one training rank. Its constructor imports torch in its own process."""
 
 import faulthandler
+import importlib
 import logging
 import os
 import tempfile
@@ -24,6 +25,7 @@ from skyrl_actors.workers.interface import (
     PartCall,
     RankStatus,
     RankUsage,
+    TrainWorker,
     WorkerSpec,
 )
 
@@ -32,9 +34,9 @@ class TrainWorkerActor:
     """One training rank. With `spec` None, it is a standby process that can become a rank."""
 
     def __init__(self, spec: WorkerSpec | None):
-        from skyrl_actors.workers.torch_worker import TorchWorker
+        from skyrl_actors.workers import torch_worker
 
-        self._make = TorchWorker
+        self._torch = torch_worker
         self._info: BaseModelInfo | None = None
         self.spec: WorkerSpec | None = None
         self._once = ExactlyOnce(None)
@@ -45,11 +47,18 @@ class TrainWorkerActor:
         """Return the name in Ray's dashboard and logs. Ray asks for it once, after construction."""
         return "standby" if self.spec is None else f"{self.spec.role}[{self.spec.rank}]"
 
-    def warm(self, base_folder: str) -> None:
+    def warm(self, base_folder: str, with_jax: bool) -> None:
         """Import all code that a rank needs, by loading the base model once."""
-        from skyrl_actors.workers.torch_worker import load_and_forget
+        self._torch.load_and_forget(base_folder)
+        if with_jax:
+            importlib.import_module("skyrl_actors.jax_workers.worker")
 
-        load_and_forget(base_folder)
+    def _make(self, spec: WorkerSpec) -> TrainWorker:
+        if spec.strategy.type != "jax":
+            return self._torch.TorchWorker(spec)
+        from skyrl_actors.jax_workers.worker import JaxWorker
+
+        return JaxWorker(spec)
 
     def become(self, spec: WorkerSpec) -> None:
         """Turn this process into the rank of this spec."""

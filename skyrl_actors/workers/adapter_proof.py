@@ -91,17 +91,15 @@ def adapter_differences(network: Network) -> AdapterDifferences:
     tokens, targets = (
         torch.randint(network.vocab_size, size, generator=generator) for _ in range(2)
     )
-    adapters = [_adapter(network, generator) for _ in range(2)]
+    adapters = [adapter_on(network, generator) for _ in range(2)]
 
-    def computed(rows: Sequence[int], counted: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-        return _computed(network, adapters, (tokens, targets), rows, counted)
+    def run(rows: Sequence[int], counted: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        return computed(network, adapters, (tokens, targets), rows, counted)
 
     every = range(len(LENGTHS))
     with past_the_engine(network):
-        together = [
-            computed(every, [row for row in every if OWNERS[row] == owner]) for owner in (0, 1)
-        ]
-        alone = [computed([row], [row]) for row in every]
+        together = [run(every, [row for row in every if OWNERS[row] == owner]) for owner in (0, 1)]
+        alone = [run([row], [row]) for row in every]
     logprobs = torch.cat([own for own, _ in alone])
     gaps = [(together[0][0][span] - logprobs[span]).abs().mean() for span in SPANS]
     leaks, gradients = [], []
@@ -113,7 +111,7 @@ def adapter_differences(network: Network) -> AdapterDifferences:
     return AdapterDifferences(leak=most[0], logprobs=most[1], gradients=most[2])
 
 
-def _adapter(network: Network, generator: torch.Generator) -> Factors:
+def adapter_on(network: Network, generator: torch.Generator) -> Factors:
     """Draw the factors of an adapter on every layer, with a gradient to add to."""
     factors: Factors = {}
     for term in network.terms.values():
@@ -126,7 +124,7 @@ def _adapter(network: Network, generator: torch.Generator) -> Factors:
     return factors
 
 
-def _computed(
+def computed(
     network: Network,
     adapters: Sequence[Factors],
     batch: tuple[Tensor, Tensor],

@@ -6,18 +6,18 @@ can be undone.
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.transport.device_memory import free_unused
-from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.model_factory import ModelFactory, collective
 from skyrl_actors.workers.models import TrainedModel, adapter_states
-from skyrl_actors.workers.packing import plan_passes
 from skyrl_actors.workers.paging import AdapterPager
 from skyrl_actors.workers.passes import PassPart, PassRunner, empty_pass, num_passes_of_all
+from skyrl_actors.workers.state import is_whole
 
 # Elements of hidden states: 256 tokens of the tiny model, 96 of a model of width 512.
 ONE_THREAD_ELEMENTS = 50_000
@@ -95,7 +95,7 @@ class BatchRunner:
 
         def put_back(some: list[PassPart]) -> None:
             for part in some:
-                if not forward_only and clean[id(part)] and isinstance(part.model.state, FlatState):
+                if not forward_only and clean[id(part)] and is_whole(part.model.state):
                     part.model.state.put_back(saved[id(part)])
 
         for _ in range(2):
@@ -130,7 +130,7 @@ class BatchRunner:
     def _run_passes(self, parts: list[PassPart], budget: int, forward_only: bool) -> None:
         network = parts[0].model.network
         runner = PassRunner(network, self._device, forward_only)
-        plans = plan_passes([(part.rows, part.columns.lengths) for part in parts], budget)
+        plans = network.plan([(part.rows, part.columns.lengths) for part in parts], budget)
         multiple = self._spec.sequence_parallel
         plans = [plan.padded_to(multiple) for plan in plans]
         if self._factory.in_step(parts[0].model):
@@ -158,15 +158,11 @@ def _can_put_back(model: TrainedModel) -> bool:
     Gradients of adapters are small and are saved before each call. Gradients of a whole model are
     not saved, but they are known to be zero when none are pending.
     """
-    return isinstance(model.state, FlatState) and (model.shares_network or not model.state.pending)
+    return is_whole(model.state) and (model.shares_network or not model.state.pending)
 
 
-def _saved(model: TrainedModel) -> torch.Tensor | None:
-    return (
-        model.state.saved_gradients()
-        if model.shares_network and isinstance(model.state, FlatState)
-        else None
-    )
+def _saved(model: TrainedModel) -> Any:
+    return model.state.saved_gradients() if model.shares_network and is_whole(model.state) else None
 
 
 def _too_large(budget: int, error: str) -> InvalidRequest:

@@ -13,23 +13,34 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from skyrl_actors.messages.model import AdamParams, OptimizerName
 from skyrl_actors.transport.device_memory import placed
 from skyrl_actors.workers import optimizers
 from skyrl_actors.workers.optimizers import FlatOptimizer
 from skyrl_actors.workers.sharded_files import Piece
-from skyrl_actors.workers.state import HOST, MOMENTS, Kind, check_names, check_norm, sum_of_squares
+from skyrl_actors.workers.state import (
+    HOST,
+    MOMENTS,
+    Kind,
+    check_names,
+    check_norm,
+    on_host,
+    sum_of_squares,
+)
 from skyrl_actors.workers.tensor_files import Source, whole
 
 Reduce = Callable[[Tensor], None]  # sums a vector over the ranks, in place
 
 
 class FlatState:
-    """Trained weights that every rank holds whole, as one vector.
+    """Trained weights that every rank holds whole, as one vector: a `WholeState`.
 
     `tensors` gives names, shapes and initial values; they are copied.
     """
+
+    whole = True
 
     def __init__(
         self,
@@ -85,6 +96,9 @@ class FlatState:
             self._attach_gradients()
         return self.gradients
 
+    def begin(self) -> None:
+        self.ensure_gradients()
+
     def _attach_gradients(self) -> None:
         """Let autograd add into views of the gradient vector, while both vectors share a device."""
         into = self.gradients if self._lower is None else self._lower_gradients
@@ -111,6 +125,22 @@ class FlatState:
     def saved_gradients(self) -> Tensor | None:
         return self.gradients.clone() if self.gradients is not None and self.pending else None
 
+    def live(self) -> Tensor:
+        return self.weights
+
+    def copied(self) -> dict[str, Tensor]:
+        own = {"weights": self.weights, **self.optimizer_tensors()}
+        return {name: on_host(tensor) for name, tensor in own.items()}
+
+    def copied_gradients(self) -> Tensor | None:
+        gradients = self.gradients
+        return None if gradients is None or not bool(gradients.any()) else on_host(gradients)
+
+    def add_gradients(self, gradients: Tensor) -> None:
+        own = self.ensure_gradients()
+        own.add_(gradients.to(own.device))
+        self.pending = True
+
     def put_back(self, saved: Tensor | None) -> None:
         """Restore the gradients that `saved_gradients` returned."""
         self.drop_gradients()
@@ -126,6 +156,7 @@ class FlatState:
         if adam.grad_clip_norm > 0 and norm > adam.grad_clip_norm:
             gradients.mul_(adam.grad_clip_norm / norm)
         self.ensure_optimizer().step(gradients, self._decayed(adam))
+        increment_version(self.weights)  # fused kernels do not tell that they changed it
         self._refresh()
         self.drop_gradients()
         return norm

@@ -152,6 +152,8 @@ def _own_rows(parameter: DTensor) -> int:
 class Fsdp2State:
     """State of a full fine-tune that FSDP2 shards."""
 
+    whole = False
+
     def __init__(self, network: Network, strategy: Fsdp2Strategy, groups: ShardGroups):
         self._network = network
         self._groups = groups

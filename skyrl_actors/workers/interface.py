@@ -121,6 +121,10 @@ class RankUsage:
 class TrainWorker(Protocol):
     """One rank of a training group."""
 
+    def paths(self) -> dict[str, str]:
+        """Return what this rank computes with. Other threads may call it at any time."""
+        ...
+
     def rendezvous(self) -> int:
         """Return a free port on this rank's machine, for the process group."""
         ...

@@ -155,6 +155,9 @@ class ModelFactory:
                 optimizer=spec.optimizer,
             )
             return TrainedModel(spec, self.base, state)
+        return self._full(spec)
+
+    def _full(self, spec: ModelSpec) -> TrainedModel:
         strategy, is_critic = self.spec.full_strategy, spec.role == "critic"
         arguments = (self.spec.base_folder, self.dtype, self.device, self.spec.activations)
         if isinstance(strategy, Fsdp2Strategy):
@@ -220,12 +223,9 @@ class ModelFactory:
         A full fine-tune that is held whole replaces the weights of the base.
         """
         if isinstance(model.network, BaseModel):
-            full = model.spec.lora is None and isinstance(model.state, FlatState)
-            model.network.place(
-                model.state.views
-                if full and isinstance(model.state, FlatState)
-                else model.network.own
-            )
+            state = model.state if model.spec.lora is None else None
+            full = isinstance(state, FlatState)
+            model.network.place(state.views if full else model.network.own)
 
     def release(self) -> None:
         """Restore the base's own weights."""

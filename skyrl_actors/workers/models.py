@@ -10,14 +10,13 @@ from skyrl_actors.losses.processing import Processing
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.workers.adapter_terms import chosen
 from skyrl_actors.workers.coverage import check_covered
-from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.network import (
     VALUE_BIAS,
     VALUE_WEIGHT,
     Network,
     Segment,
 )
-from skyrl_actors.workers.state import TrainState
+from skyrl_actors.workers.state import TrainState, WholeState, is_whole
 from skyrl_actors.workers.versions import LiveVersions
 
 
@@ -39,17 +38,17 @@ class TrainedModel:
         return self.spec.lora is not None
 
     def segment(self, num_tokens: int, processing: Processing | None = None) -> Segment:
-        views = self.state.views if isinstance(self.state, FlatState) else {}
+        views = self.state.views if is_whole(self.state) else {}
         scale = self.spec.lora.alpha / self.spec.lora.rank if self.spec.lora else 1.0
         return Segment(num_tokens, views, scale, processing)
 
 
-def adapter_states(models: Iterable[TrainedModel]) -> dict[str, FlatState]:
+def adapter_states(models: Iterable[TrainedModel]) -> dict[str, WholeState]:
     """Return the states of the adapters among these models, by model id."""
     return {
         model.spec.model_id: model.state
         for model in models
-        if model.shares_network and isinstance(model.state, FlatState)
+        if model.shares_network and is_whole(model.state)
     }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from skyrl_actors.workers.head import HeadSegment, score
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.low_rank import attach_to_linears
 from skyrl_actors.workers.mixers import separate_rows
+from skyrl_actors.workers.packing import Pass, plan_passes
 from skyrl_actors.workers.published_names import StoredForm
 from skyrl_actors.workers.routes import RoutedLayers
 from skyrl_actors.workers.sequence import SequenceGroup
@@ -131,6 +133,10 @@ class Network:
     def stored_form(self) -> StoredForm:
         """The tensors of the family's files for each weight."""
         return StoredForm(self.module)
+
+    def plan(self, parts: Sequence[tuple[Sequence[int], np.ndarray]], budget: int) -> list[Pass]:
+        """Cut the rows of each part into passes; see `plan_passes`."""
+        return plan_passes(parts, budget)
 
     def predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
         """Return float32 logprobs of the targets and entropies [T], or values [T] and None."""

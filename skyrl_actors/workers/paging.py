@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 
 from skyrl_actors.transport.device_memory import settled
-from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import MemoryPart
+from skyrl_actors.workers.state import WholeState
 
 PARTS: tuple[MemoryPart, ...] = ("weights", "gradients", "optimizer")
 HOST = torch.device("cpu")
@@ -25,17 +25,17 @@ class AdapterPager:
     def __init__(self, limit: int, device: torch.device):
         self.limit = limit
         self._device = device
-        self._on_device: OrderedDict[str, FlatState] = OrderedDict()  # least recently used first
+        self._on_device: OrderedDict[str, WholeState] = OrderedDict()  # least recently used first
         self._parts: set[MemoryPart] = set(PARTS)  # on the device in the current phase
 
     def is_on_device(self, model_id: str) -> bool:
         return model_id in self._on_device
 
-    def add(self, model_id: str, state: FlatState) -> None:
+    def add(self, model_id: str, state: WholeState) -> None:
         """Register a model that was created on the device, after `make_room`."""
         self._on_device[model_id] = state
 
-    def use(self, adapters: Mapping[str, FlatState]) -> None:
+    def use(self, adapters: Mapping[str, WholeState]) -> None:
         """Bring at most `limit` adapters to the device. The least recently used ones leave."""
         absent = [model_id for model_id in adapters if model_id not in self._on_device]
         self.make_room(len(absent), keep=adapters)

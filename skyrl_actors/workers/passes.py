@@ -20,11 +20,11 @@ from skyrl_actors.losses.torch_ops import TorchOps
 from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.workers.blocks import Block
-from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import Pass, Share
 from skyrl_actors.workers.routes import misfit
+from skyrl_actors.workers.state import is_whole
 
 SAMPLED_LOGPROBS = "logprobs"
 
@@ -117,9 +117,9 @@ class PassRunner:
         if not parts[0].model.shares_network:
             parts[0].model.state.backward(surrogate)
             return
-        states = [part.model.state for part in parts if isinstance(part.model.state, FlatState)]
+        states = [part.model.state for part in parts if is_whole(part.model.state)]
         for state in states:
-            state.ensure_gradients()
+            state.begin()
         surrogate.backward()
         for state in states:
             state.collect()

@@ -23,10 +23,9 @@ from torch import Tensor
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.workers.checkpoint import moments_in
-from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.sharded_files import Piece, ShardedFiles, write_pieces
-from skyrl_actors.workers.state import MOMENTS, Kind, TrainState
+from skyrl_actors.workers.state import MOMENTS, Kind, TrainState, is_whole, on_host
 from skyrl_actors.workers.tensor_files import Joined, Shape, TensorFiles
 
 STATE_FILE = "state.safetensors"
@@ -80,20 +79,15 @@ def copy_of(model: TrainedModel) -> StateCopy:
     Raises InternalError when gradients of sharded weights are pending.
     """
     state = model.state
-    if isinstance(state, FlatState):
-        tensors = {"weights": state.weights, **state.optimizer_tensors()}
-        pending = (
-            state.gradients if state.gradients is not None and bool(state.gradients.any()) else None
-        )
-        copies = {name: _on_host(tensor) for name, tensor in tensors.items()}
-        return WholeCopy(model.spec, copies, None if pending is None else _on_host(pending))
+    if is_whole(state):
+        return WholeCopy(model.spec, state.copied(), state.copied_gradients())
     if state.pending:
         raise InternalError(
             f"{model.spec.model_id} is copied between steps only: its pending gradients are sharded"
         )
     kinds: tuple[Kind, ...] = ("weights", *(MOMENTS if state.num_steps else ()))
     pieces: dict[str, list[Piece]] = {
-        kind: [(name, start, _on_host(piece)) for name, start, piece in state.own_pieces(kind)]
+        kind: [(name, start, on_host(piece)) for name, start, piece in state.own_pieces(kind)]
         for kind in kinds
     }
     return ShardCopy(model.spec, pieces, dict(state.shapes), state.num_steps)
@@ -141,7 +135,7 @@ def load(state: TrainState, folder: Path, rank: int, world_size: int) -> None:
     shares = sorted(folder.glob("gradients-*.safetensors"))
     if not shares:
         return
-    if not isinstance(state, FlatState):
+    if not is_whole(state):
         raise InternalError(
             "this snapshot has pending gradients of whole weights; "
             "restore it with the strategy replica"
@@ -151,16 +145,12 @@ def load(state: TrainState, folder: Path, rank: int, world_size: int) -> None:
         mine = [own] if own.exists() else []
     else:  # under another number of ranks, rank 0 takes the sum
         mine = shares if rank == 0 else []
-    gradients = state.ensure_gradients()
-    state.pending = True
+    state.begin()
+    state.pending = True  # also without a share, because other ranks wait in the next step
     with torch.no_grad():
         for share in mine:
-            gradients.add_(load_file(share)["gradients"].to(gradients.device))
+            state.add_gradients(load_file(share)["gradients"])
 
 
 def _write_spec(spec: ModelSpec, folder: Path) -> None:
     (folder / SPEC_FILE).write_text(json.dumps(asdict(spec), indent=2))
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()

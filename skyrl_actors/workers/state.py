@@ -5,7 +5,7 @@ Methods marked *collective* are called on every rank of the group, in the same o
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ class TrainState(Protocol):
 
     pending: bool
     """Whether a gradient was added since the last step, on this rank or another."""
+
+    whole: bool
+    """Whether every rank holds all of it; then it is a `WholeState`."""
 
     @property
     def num_parameters(self) -> int: ...
@@ -96,6 +99,64 @@ class TrainState(Protocol):
     def close(self) -> None:
         """Release the tensors of a deleted model."""
         ...
+
+
+class WholeState(TrainState, Protocol):
+    """A state that every rank holds whole, as vectors of all P weights.
+
+    A gradient can then be undone, and weights are read without other ranks.
+    """
+
+    @property
+    def views(self) -> Mapping[str, Tensor]:
+        """The weights that a pass computes with, by name."""
+        ...
+
+    def begin(self) -> None:
+        """Prepare to add gradients, before a backward pass of several models."""
+        ...
+
+    def collect(self) -> None:
+        """Add what a backward pass left to the pending gradients."""
+        ...
+
+    def saved_gradients(self) -> Any:
+        """Return a copy of the pending gradients, for `put_back`."""
+        ...
+
+    def put_back(self, saved: Any) -> None:
+        """Restore the gradients that `saved_gradients` returned."""
+        ...
+
+    def free_empty_gradients(self) -> None:
+        """Free the memory of gradients if none are pending."""
+        ...
+
+    def live(self) -> Tensor:
+        """Return the weights [P] float32, which the next step changes, on their device."""
+        ...
+
+    def copied(self) -> dict[str, Tensor]:
+        """Copy weights [P], and after a step exp_avg [P], exp_avg_sq [P] and step [], to memory."""
+        ...
+
+    def copied_gradients(self) -> Tensor | None:
+        """Copy the pending gradients [P] to host memory; None if they are zero."""
+        ...
+
+    def add_gradients(self, gradients: Tensor) -> None:
+        """Add [P] float32 of any device to the pending gradients."""
+        ...
+
+
+def is_whole(state: TrainState) -> TypeGuard[WholeState]:
+    """Return whether every rank holds all of a state."""
+    return state.whole
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to host memory."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def check_names(ours: Mapping[str, Shape], given: Mapping[str, Shape]) -> None:

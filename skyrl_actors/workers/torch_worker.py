@@ -23,7 +23,6 @@ from skyrl_actors.transport.device_memory import allocated, free_unused, settled
 from skyrl_actors.workers import checkpoint, export, head, snapshot, varlen, version_streams
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.batches import BatchRunner
-from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import (
     BaseModelInfo,
     CopiedState,
@@ -38,6 +37,7 @@ from skyrl_actors.workers.models import TrainedModel, adapter_states
 from skyrl_actors.workers.paging import AdapterPager
 from skyrl_actors.workers.passes import PassPart
 from skyrl_actors.workers.snapshot import UnwrittenCopies, copy_of
+from skyrl_actors.workers.state import is_whole
 
 T = TypeVar("T")
 DEVICE_TYPES = {"gpu": "cuda", "cpu": "cpu"}  # torch's device type by that of the config
@@ -76,8 +76,8 @@ class TorchWorker:
 
     def setup(self, address: str, port: int) -> BaseModelInfo:
         self._address = address
-        replicas = self.spec.strategy.type == self.spec.full_strategy.type == "replica"
-        if (self.spec.world_size > 1 or not replicas) and not dist.is_initialized():
+        whole = {self.spec.strategy.type, self.spec.full_strategy.type} <= {"replica", "jax"}
+        if (self.spec.world_size > 1 or not whole) and not dist.is_initialized():
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
                 init_method=f"tcp://{address}:{port}",
@@ -85,10 +85,13 @@ class TorchWorker:
                 world_size=self.spec.world_size,
                 timeout=timedelta(seconds=self.spec.collective_timeout_s),
             )
-        self._model_factory = ModelFactory(self.spec, self.device)
+        self._model_factory = self._new_factory()
         if self.spec.preload:
             _ = self._model_factory.base
         return info_of(self.spec.base_folder)
+
+    def _new_factory(self) -> ModelFactory:
+        return ModelFactory(self.spec, self.device)
 
     @property
     def model_factory(self) -> ModelFactory:
@@ -116,7 +119,7 @@ class TorchWorker:
         except ConfigError as error:
             # Raised for the model's own network, or for a base that loads with the first model.
             raise InvalidRequest(str(error)) from error
-        if model.shares_network and isinstance(model.state, FlatState):
+        if model.shares_network and is_whole(model.state):
             self._pager.add(spec.model_id, model.state)
         return model.state.num_parameters
 
@@ -131,7 +134,7 @@ class TorchWorker:
             return
         self._pager.forget(model_id)
         model.state.close()
-        if not model.shares_network and not isinstance(model.state, FlatState):
+        if not model.shares_network and not is_whole(model.state):
             del model
             gc.collect()  # the hooks and modules of a network form reference cycles
             free_unused(self.device)
@@ -237,11 +240,7 @@ class TorchWorker:
     def _gathering(self, model_id: str, work: Callable[[TrainedModel], T]) -> T:
         """Run work in which ranks meet to read or write sharded weights."""
         model = self._model(model_id)
-        return (
-            work(model)
-            if isinstance(model.state, FlatState)
-            else collective(self.spec, lambda: work(model))
-        )
+        return work(model) if is_whole(model.state) else collective(self.spec, lambda: work(model))
 
     def write_state(self, handle: int, folder: str) -> None:
         """Write a copy. A separate thread calls this while training continues."""
@@ -275,7 +274,7 @@ class TorchWorker:
 
     def feed(self, version: str, stream_ids: tuple[str, ...], everywhere: bool = False) -> None:
         model = self._model_of(version)
-        if model is None or version in model.versions.written or isinstance(model.state, FlatState):
+        if model is None or version in model.versions.written or is_whole(model.state):
             return  # that stream needs no gathering
         dtype = getattr(torch, self.spec.export_dtype)
         collective(self.spec, lambda: version_streams.gather(model, stream_ids, everywhere, dtype))

@@ -6,9 +6,9 @@ import torch
 
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
 from skyrl_actors.transport import streams
-from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.gather_queue import GatherQueue
 from skyrl_actors.workers.models import TrainedModel
+from skyrl_actors.workers.state import is_whole
 
 
 def opened(
@@ -26,10 +26,11 @@ def opened(
     version, state = manifest.version, model.state if model else None
     if (
         model
-        and isinstance(state, FlatState)
+        and state
+        and is_whole(state)
         and (asked.backend == "ipc" or version not in model.versions.written)
     ):
-        take = streams.from_live(manifest.tensors, state.weights)
+        take = streams.from_live(manifest.tensors, state.live())
         found, sender = streams.open_stream(manifest, asked, device, take)
         model.versions.read_by(sender)
     elif model and version not in model.versions.written:

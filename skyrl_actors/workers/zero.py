@@ -145,6 +145,8 @@ def _own_range(parameter: Any) -> tuple[int, int]:
 class ZeroState:
     """State of a full fine-tune that DeepSpeed shards."""
 
+    whole = False
+
     def __init__(self, network: Network, engine: Any, strategy: DeepSpeedStrategy):
         self._network, self._engine, self._stage = network, engine, strategy.stage
         self._optimizer = engine.optimizer

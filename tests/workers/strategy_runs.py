@@ -1,8 +1,10 @@
 """Functions of (rank, world_size, port, …) that ranks run in the tests of strategies."""
 
 import gc
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from skyrl_actors import losses
 from skyrl_actors.config.strategies import (
     DeepSpeedStrategy,
     Fsdp2Strategy,
+    JaxStrategy,
     ReplicaStrategy,
     StrategyConfig,
 )
@@ -29,12 +32,14 @@ from skyrl_actors.workers.rank_groups import own_group
 from skyrl_actors.workers.state import MOMENTS
 from skyrl_actors.workers.torch_worker import TorchWorker
 
+PROGRAMS = Path(__file__).parents[2] / ".pytest_cache" / "jax"  # kept for the next run
 STRATEGIES: dict[str, StrategyConfig] = {
     "replica": ReplicaStrategy(),
     "zero1": DeepSpeedStrategy(stage=1),
     "zero2": DeepSpeedStrategy(stage=2),
     "zero3": DeepSpeedStrategy(stage=3),
     "fsdp2": Fsdp2Strategy(),
+    "jax": JaxStrategy(cache=PROGRAMS),
 }
 LAST_STEP = AdamParams(learning_rate=3e-3, beta1=0.8, eps=1e-8, weight_decay=0.1)
 # The step makes exp_avg the gradient and leaves the weights.
@@ -61,9 +66,18 @@ def worker_of(
         preload=False,
         **options,
     )
-    worker = TorchWorker(spec)
+    worker = made_for(spec)
     worker.setup("127.0.0.1", port)
     return worker
+
+
+def made_for(spec: WorkerSpec) -> TorchWorker:
+    if spec.strategy.type != "jax":
+        return TorchWorker(spec)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from skyrl_actors.jax_workers.worker import JaxWorker
+
+    return JaxWorker(spec)
 
 
 def run(

@@ -1,0 +1,1 @@
+"""Training ranks whose passes are compiled by JAX, for TPUs, GPUs and CPUs."""

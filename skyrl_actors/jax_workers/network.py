@@ -1,0 +1,86 @@
+"""A base model whose passes are JAX programs, with the interface of the torch network.
+
+To torch it is one differentiable function of the models' tensors. So the losses, the optimizers,
+checkpoints and all that surrounds a pass are the same code for both.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_actors.jax_workers.architecture import Architecture
+from skyrl_actors.jax_workers.arrays import Device
+from skyrl_actors.jax_workers.decoder import layer_names
+from skyrl_actors.jax_workers.passes import JaxPass, Views, predict
+from skyrl_actors.jax_workers.plans import plan_passes
+from skyrl_actors.jax_workers.programs import Adapter, Base, Programs
+from skyrl_actors.jax_workers.weights import Form, Read, adapter_of, base_of, names_of
+from skyrl_actors.workers.interface import Activations
+from skyrl_actors.workers.network import Network, PassInputs
+from skyrl_actors.workers.packing import Pass
+
+
+class JaxNetwork(Network):
+    """The frozen base of adapters; a full fine-tune brings all weights with its rows."""
+
+    def __init__(
+        self,
+        module: Any,
+        arch: Architecture,
+        read: Read,
+        dtype: torch.dtype,
+        activations: Activations,
+        device: Device,
+    ):
+        """`module` is the torch model on the meta device: it gives names, and computes nothing."""
+        names = [name for name, _ in module.named_parameters()]
+        biased = any(name.endswith("q_proj.bias") for name in names)
+        self.names = names_of(arch, names, layer_names(arch, biased))
+        super().__init__(module, torch.device("cpu"), "keep")
+        self.arch, self.dtype, self.jax_device = arch, dtype, device
+        self.base = base_of(self.names, names, read, dtype, device)
+        self.programs = Programs(arch, activations == "recompute")
+        self._cache: dict[tuple[int, Form | None], _Cached] = {}
+
+    def plan(self, parts: Sequence[tuple[Sequence[int], np.ndarray]], budget: int) -> list[Pass]:
+        return plan_passes(parts, budget)
+
+    def predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
+        return predict(JaxPass(self, inputs, torch.is_grad_enabled()))
+
+    def adapter(self, form: Form, views: Views) -> Adapter:
+        """Return an adapter on the device, made once for each version of its tensors."""
+        return self._made(views, form, lambda: adapter_of(self.arch, form, views, self.jax_device))
+
+    def weights(self, views: Views) -> Base:
+        """Return the weights of a full fine-tune on the device."""
+
+        def read(name: str) -> Tensor:
+            return views[name].detach().clone()  # the next step changes the tensors in place
+
+        return self._made(
+            views, None, lambda: base_of(self.names, list(views), read, self.dtype, self.jax_device)
+        )
+
+    def _made(self, views: Views, form: Form | None, make: Callable[[], Any]) -> Any:
+        version = tuple(view._version for view in views.values())
+        held = self._cache.get((id(views), form))
+        if held is None or held.views is not views or held.version != version:
+            held = self._cache[id(views), form] = _Cached(views, version, make())
+        return held.arrays
+
+    def forget(self, views: Views) -> None:
+        """Free the arrays of a deleted model."""
+        for key in [key for key in self._cache if key[0] == id(views)]:
+            del self._cache[key]
+
+
+@dataclass
+class _Cached:
+    views: Views
+    version: tuple[int, ...]  # of each tensor
+    arrays: Any

@@ -1,0 +1,171 @@
+"""Weights and adapters under torch's names, as the stacked arrays of a program, and back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jax import Array
+from torch import Tensor
+
+from skyrl_actors.jax_workers.architecture import Architecture
+from skyrl_actors.jax_workers.arrays import Device, array_of
+from skyrl_actors.jax_workers.decoder import PROJECTIONS
+from skyrl_actors.jax_workers.programs import Adapter, Base, Factors
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.workers.adapter_terms import UNEMBED
+from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT
+
+EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
+Read = Callable[[str], Tensor]  # a weight by its name
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a model's weights: those of each layer, and the others."""
+
+    layers: Sequence[str]  # of one layer
+    count: int
+
+    def of_layers(self, name: str) -> list[str]:
+        return [f"model.layers.{i}.{name}" for i in range(self.count)]
+
+
+def names_of(arch: Architecture, given: Sequence[str], expected: Sequence[str]) -> Names:
+    """Return the names of the weights. Raises ConfigError for weights that no layer uses."""
+    names = Names(expected, arch.layers)
+    known = {name for each in expected for name in names.of_layers(each)}
+    known |= {EMBED, NORM, UNEMBED_WEIGHT, VALUE_WEIGHT, VALUE_BIAS}
+    if odd := sorted({*given} - known):
+        raise ConfigError(
+            f"strategy jax does not compute {odd[0]} ({len(odd)} such weights of {arch.name}); "
+            "use strategy replica, fsdp2 or deepspeed"
+        )
+    return names
+
+
+def base_of(
+    names: Names, given: Sequence[str], read: Read, dtype: torch.dtype, device: Device
+) -> Base:
+    """Return the weights of a base model or of a full fine-tune, in the dtype of products."""
+
+    def one(name: str) -> Array:
+        return array_of(read(name).to(dtype), device)
+
+    def stacked(name: str) -> Array:
+        return array_of(torch.stack([read(n) for n in names.of_layers(name)]).to(dtype), device)
+
+    value = None
+    if VALUE_WEIGHT in given:
+        value = (array_of(read(VALUE_WEIGHT), device), array_of(read(VALUE_BIAS), device))
+    return Base(
+        embed=one(EMBED),
+        layers={name: stacked(name) for name in names.layers},
+        norm=one(NORM),
+        head=one(UNEMBED_WEIGHT) if UNEMBED_WEIGHT in given else None,
+        value=value,
+    )
+
+
+def gradients_of(found: Base, names: Names) -> dict[str, np.ndarray]:
+    """Return the gradients of a full fine-tune by the names of its weights."""
+    of = {EMBED: found.embed, NORM: found.norm}
+    if found.head is not None:
+        of[UNEMBED_WEIGHT] = found.head
+    if found.value is not None:
+        of[VALUE_WEIGHT], of[VALUE_BIAS] = found.value
+    arrays = {name: np.asarray(array) for name, array in of.items()}
+    for name, array in found.layers.items():
+        arrays |= zip(names.of_layers(name), np.asarray(array), strict=True)
+    return arrays
+
+
+def kinds_in(views: Mapping[str, Tensor]) -> set[str]:
+    """Return the kinds of layers that an adapter has factors of."""
+    return {kind for kind in PROJECTIONS if f"model.layers.0.{kind}.lora_A" in views}
+
+
+def rank_in(views: Mapping[str, Tensor]) -> int:
+    """Return the largest rank of an adapter's factors."""
+    return max((len(view) for name, view in views.items() if name.endswith("lora_A")), default=0)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of the adapters of a pass: their kinds and the rank that all are padded to."""
+
+    kinds: tuple[str, ...]
+    head: bool
+    value: bool
+    rank: int
+
+
+def adapter_of(
+    arch: Architecture, form: Form, views: Mapping[str, Tensor], device: Device
+) -> Adapter:
+    """Return an adapter in this form. It has zeros for what it lacks."""
+
+    def padded(a: Tensor, b: Tensor) -> tuple[Array, Array]:
+        more = form.rank - a.size(-2)
+        a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        return array_of(a.clone(), device), array_of(b.clone(), device)
+
+    def of_layers(kind: str) -> Factors:
+        names = [f"model.layers.{i}.{kind}" for i in range(arch.layers)]
+        if f"{names[0]}.lora_A" in views:
+            halves = (
+                torch.stack([views[f"{name}.{half}"].detach() for name in names])
+                for half in ("lora_A", "lora_B")
+            )
+            return padded(*halves)
+        out, inside = _sizes(arch)[kind]
+        return padded(torch.zeros(arch.layers, 1, inside), torch.zeros(arch.layers, out, 1))
+
+    head = value = None
+    if form.head:
+        zeros = torch.zeros(1, arch.hidden), torch.zeros(arch.vocab, 1)
+        a, b = (views.get(f"{UNEMBED}.{half}") for half in ("lora_A", "lora_B"))
+        head = padded(*((a.detach(), b.detach()) if a is not None and b is not None else zeros))
+    if form.value:
+        zeros = torch.zeros(1, arch.hidden), torch.zeros(1)
+        pair = views.get(VALUE_WEIGHT, zeros[0]), views.get(VALUE_BIAS, zeros[1])
+        value = (
+            array_of(pair[0].detach().clone(), device),
+            array_of(pair[1].detach().clone(), device),
+        )
+    return Adapter({kind: of_layers(kind) for kind in form.kinds}, head, value)
+
+
+def adapter_gradients(found: Any, slot: int, views: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return the gradients of one adapter by its names, from an Adapter of all slots in numpy."""
+    arrays: dict[str, np.ndarray] = {}
+    for kind, (a, b) in found.layers.items():
+        for layer in range(len(a)):
+            name = f"model.layers.{layer}.{kind}"
+            if f"{name}.lora_A" in views:
+                rank = len(views[f"{name}.lora_A"])
+                arrays[f"{name}.lora_A"] = a[layer, slot, :rank]
+                arrays[f"{name}.lora_B"] = b[layer, slot, :, :rank]
+    if found.head is not None and f"{UNEMBED}.lora_A" in views:
+        rank = len(views[f"{UNEMBED}.lora_A"])
+        arrays[f"{UNEMBED}.lora_A"] = found.head[0][slot, :rank]
+        arrays[f"{UNEMBED}.lora_B"] = found.head[1][slot, :, :rank]
+    if found.value is not None and VALUE_WEIGHT in views:
+        arrays[VALUE_WEIGHT], arrays[VALUE_BIAS] = (part[slot] for part in found.value)
+    return arrays
+
+
+def _sizes(arch: Architecture) -> dict[str, tuple[int, int]]:
+    """Return the output and input features of each projection."""
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    return {
+        "self_attn.q_proj": (q, arch.hidden),
+        "self_attn.k_proj": (kv, arch.hidden),
+        "self_attn.v_proj": (kv, arch.hidden),
+        "self_attn.o_proj": (arch.hidden, q),
+        "mlp.gate_proj": (arch.mlp, arch.hidden),
+        "mlp.up_proj": (arch.mlp, arch.hidden),
+        "mlp.down_proj": (arch.hidden, arch.mlp),
+    }

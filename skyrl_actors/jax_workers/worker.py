@@ -1,0 +1,31 @@
+"""A training rank whose passes run in JAX. Torch holds, reads and writes the models' tensors."""
+
+from dataclasses import replace
+
+from skyrl_actors.config.strategies import JaxStrategy
+from skyrl_actors.jax_workers.factory import JaxModelFactory
+from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.workers.interface import WorkerSpec
+from skyrl_actors.workers.model_factory import ModelFactory
+from skyrl_actors.workers.torch_worker import TorchWorker
+
+
+class JaxWorker(TorchWorker):
+    """Implement the verbs of `TrainWorker` on one rank with JAX."""
+
+    def __init__(self, spec: WorkerSpec):
+        super().__init__(replace(spec, device="cpu"))  # of torch
+        self._asked = spec
+
+    def paths(self) -> dict[str, str]:
+        found = super().paths() | {"attention": "XLA", "head": "XLA"}
+        factory = self._model_factory
+        if isinstance(factory, JaxModelFactory):
+            found["programs"] = factory.programs_text()
+        return found
+
+    def _new_factory(self) -> ModelFactory:
+        strategy = self._asked.strategy
+        if not isinstance(strategy, JaxStrategy):
+            raise InternalError(f"a JAX rank cannot have strategy {strategy.type}")
+        return JaxModelFactory(self._asked, strategy)
