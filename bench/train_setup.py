@@ -129,7 +129,9 @@ def plain_loop(
     return total
 
 
-def worker_of(base: Path, budget: int = 1024, **options: Any) -> TorchWorker:
+def worker_of(
+    base: Path, budget: int = 1024, kind: type[TorchWorker] = TorchWorker, **options: Any
+) -> TorchWorker:
     spec = WorkerSpec(
         role="policy",
         rank=0,
@@ -142,7 +144,7 @@ def worker_of(base: Path, budget: int = 1024, **options: Any) -> TorchWorker:
         collective_timeout_s=600.0,
         **options,
     )
-    worker = TorchWorker(spec)
+    worker = kind(spec)
     worker.setup("127.0.0.1", 0)
     return worker
 

@@ -1,8 +1,9 @@
 """Causal attention inside each row of a packed axis, as XLA computes it.
 
 Queries lie in blocks. The keys of a block reach back as far as the longest row can, and no further,
-so the work grows with the rows and not with the pass. The backward pass computes probabilities
-again from the logarithm of their sums, which is kept beside the result.
+so the work grows with the rows and not with the pass. Heads come first, because products over
+leading axes are the fastest. The backward pass computes probabilities again from the logarithm of
+their sums, which is kept beside the result.
 """
 
 from functools import partial
@@ -18,99 +19,115 @@ BLOCKS = 4  # of queries in a window
 MASKED = -1e30
 
 
-def block_of(tokens: int, window: int) -> int:
-    """Return the number of queries in a block. No row has more than `window` tokens."""
-    return min(tokens, window) // BLOCKS
-
-
-def _reach(x: Array, block: int, back: int) -> Array:
-    """Return what each block can see, [n, (back + 1) · block, ...]: its own and earlier blocks."""
-    blocks = x.reshape(-1, block, *x.shape[1:])
-    padded = jnp.pad(blocks, [(back, 0)] + [(0, 0)] * (blocks.ndim - 1))
-    seen = [padded[i : i + len(blocks)] for i in range(back + 1)]
-    return jnp.concatenate(seen, 1)
-
-
-def _unreach(given: Array, block: int, back: int) -> Array:
-    """Add up [n, (back + 1) · block, ...] by the token that each entry comes from, [T, ...]."""
-    blocks = len(given)
-    parts = given.reshape(blocks, back + 1, block, *given.shape[2:])
-    total = jnp.zeros((blocks + back, block, *given.shape[2:]), given.dtype)
-    for i in range(back + 1):
-        total = total.at[i : i + blocks].add(parts[:, i])
-    return total[back:].reshape(blocks * block, *given.shape[2:])
-
-
-def _scores(
-    q: Array, k: Array, rows: Array, span: Array, scale: float, block: int, back: int
-) -> Array:
-    """Return [n, Hkv, G, block, keys] float32, MASKED where a query may not look."""
-    queries = q.reshape(-1, block, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
-    scores = jnp.einsum("nqhgd,nkhd->nhgqk", queries, _reach(k, block, back))
-    places = jnp.arange(len(rows))
-    far = places.reshape(-1, block)[:, :, None] - _reach(places, block, back)[:, None, :]
-    same = rows.reshape(-1, block)[:, :, None] == _reach(rows, block, back)[:, None, :]
-    allowed = same & (far >= 0) & (far < span)
-    # The tokens before the first one are of no row.
-    allowed = (
-        allowed
-        & (jnp.arange((back + 1) * block) >= (back - jnp.arange(len(queries)))[:, None] * block)[
-            :, None
-        ]
-    )
-    return jnp.where(allowed[:, None, None], scores.astype(jnp.float32) * scale, MASKED)
-
-
-def _geometry(tokens: int, window: int) -> tuple[int, int]:
-    block = block_of(tokens, window)
+def geometry(tokens: int, window: int) -> tuple[int, int]:
+    """Return the queries in a block, and how many blocks back its keys reach."""
+    block = min(tokens, window) // BLOCKS
     return block, min(-(-window // block), tokens // block - 1)
 
 
-def _run(
-    q: Array, k: Array, v: Array, rows: Array, span: Array, scale: float, window: int
-) -> tuple[Array, Array]:
-    block, back = _geometry(len(q), window)
-    scores = _scores(q, k, rows, span, scale, block, back)
+def allowed(numbers: Array, span: int, window: int) -> Array:
+    """Return where a query may look, [n, block, keys] bool, from the row of each token [T].
+
+    `span` is how many tokens a query sees; no row has more than `window`.
+    """
+    block, back = geometry(len(numbers), window)
+    places = jnp.arange(len(numbers))
+    own, seen = (x.reshape(-1, block)[:, :, None] for x in (numbers, places))
+    keys, of_keys = (_reach(x[None], block, back)[0][:, None] for x in (numbers, places))
+    far = seen - of_keys
+    # Blocks before the first token are padding.
+    real = jnp.arange((back + 1) * block) // block + jnp.arange(len(seen))[:, None] >= back
+    return (own == keys) & (far >= 0) & (far < span) & real[:, None]
+
+
+def _reach(x: Array, block: int, back: int) -> Array:
+    """Return what each block can see, [H, n, (back + 1) · block, ...], of [H, T, ...]."""
+    blocks = x.reshape(x.shape[0], -1, block, *x.shape[2:])
+    count = blocks.shape[1]
+    padded = jnp.pad(blocks, [(0, 0), (back, 0)] + [(0, 0)] * (blocks.ndim - 2))
+    return jnp.concatenate([padded[:, i : i + count] for i in range(back + 1)], 2)
+
+
+def _unreach(given: Array, block: int, back: int) -> Array:
+    """Add up [H, n, (back + 1) · block, D] by the token that each entry comes from, [H, T, D]."""
+    heads, count, _, size = given.shape
+    parts = given.reshape(heads, count, back + 1, block, size)
+    total = jnp.zeros((heads, count + back, block, size), given.dtype)
+    for i in range(back + 1):
+        total = total.at[:, i : i + count].add(parts[:, :, i])
+    return total[:, back:].reshape(heads, count * block, size)
+
+
+def _queries(x: Array, heads: int, block: int) -> Array:
+    """Return [Hkv, n, G · block, D] of [T, Hq, D]."""
+    x = x.reshape(-1, block, heads, x.shape[1] // heads, x.shape[2]).transpose(2, 0, 3, 1, 4)
+    return x.reshape(*x.shape[:2], -1, x.shape[4])
+
+
+def _tokens(x: Array, block: int) -> Array:
+    """Return [T, Hq, D] of [Hkv, n, G · block, D]."""
+    heads, count, _, size = x.shape
+    x = x.reshape(heads, count, -1, block, size).transpose(1, 3, 0, 2, 4)
+    return x.reshape(count * block, -1, size)
+
+
+def _keys(x: Array, block: int, back: int) -> Array:
+    return _reach(x.transpose(1, 0, 2), block, back)
+
+
+def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
+    """Multiply over leading axes [Hkv, n], contracting these axes."""
+    return jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((0, 1), (0, 1))))
+
+
+def _scores(q: Array, k: Array, mask: Array, scale: float) -> Array:
+    """Return [Hkv, n, G · block, keys] float32, MASKED where a query may not look."""
+    scores = _product(q, k, (3, 3)).astype(jnp.float32) * scale
+    apart = scores.reshape(*scores.shape[:2], -1, *mask.shape[1:])
+    return jnp.where(mask[None, :, None], apart, MASKED).reshape(scores.shape)
+
+
+def _run(q: Array, k: Array, v: Array, mask: Array, scale: float) -> tuple[Array, Array]:
+    """Return the result [Hkv, n, G · block, D], and the logarithms of sums without the last axis."""
+    scores = _scores(q, k, mask, scale)
     highest = scores.max(-1, keepdims=True)
     powers = jnp.exp(scores - highest)
     total = powers.sum(-1, keepdims=True)
-    out = jnp.einsum("nhgqk,nkhd->nqhgd", (powers / total).astype(v.dtype), _reach(v, block, back))
-    return out.reshape(q.shape), (jnp.log(total) + highest)[..., 0]
+    out = _product(powers.astype(v.dtype), v, (3, 2)) / total.astype(v.dtype)
+    return out, (jnp.log(total) + highest)[..., 0]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def attend(
-    q: Array, k: Array, v: Array, rows: Array, span: Array, scale: float, window: int
-) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def attend(q: Array, k: Array, v: Array, mask: Array, scale: float, window: int) -> Array:
     """Return the attention [T, Hq, D] of q [T, Hq, D] to k and v [T, Hkv, D].
 
-    `rows` [T] numbers the rows; `span` [] is how many tokens a query sees; no row has more than
-    `window` tokens.
+    `mask` is that of `allowed`, for the same window.
     """
-    return _run(q, k, v, rows, span, scale, window)[0]
+    return _forward(q, k, v, mask, scale, window)[0]
 
 
-def _forward(
-    q: Array, k: Array, v: Array, rows: Array, span: Array, scale: float, window: int
-) -> Any:
-    out, sums = (checkpoint_name(x, KEPT) for x in _run(q, k, v, rows, span, scale, window))
-    return out, (q, k, v, rows, span, out, sums)
+def _forward(q: Array, k: Array, v: Array, mask: Array, scale: float, window: int) -> Any:
+    block, back = geometry(len(q), window)
+    keys, values = _keys(k, block, back), _keys(v, block, back)
+    out, sums = _run(_queries(q, k.shape[1], block), keys, values, mask, scale)
+    out, sums = checkpoint_name(_tokens(out, block), KEPT), checkpoint_name(sums, KEPT)
+    return out, (q, k, v, mask, out, sums)
 
 
 def _backward(scale: float, window: int, kept: Any, slope: Array) -> Any:
-    q, k, v, rows, span, out, sums = kept
-    block, back = _geometry(len(q), window)
-    shape = (-1, block, k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
-    given, asked = slope.reshape(shape), q.reshape(shape)
-    inner = (slope.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)  # [T, Hq]
-    inner = inner.reshape(shape[:4]).transpose(0, 2, 3, 1)  # [n, Hkv, G, block]
-    p = jnp.exp(_scores(q, k, rows, span, scale, block, back) - sums[..., None])
-    of_p = jnp.einsum("nqhgd,nkhd->nhgqk", given, _reach(v, block, back)).astype(jnp.float32)
-    of_s = (p * (of_p - inner[..., None]) * scale).astype(q.dtype)
-    of_q = jnp.einsum("nhgqk,nkhd->nqhgd", of_s, _reach(k, block, back)).reshape(q.shape)
-    of_k = jnp.einsum("nhgqk,nqhgd->nkhd", of_s, asked)
-    of_v = jnp.einsum("nhgqk,nqhgd->nkhd", p.astype(q.dtype), given)
-    return of_q, _unreach(of_k, block, back), _unreach(of_v, block, back), None, None
+    q, k, v, mask, out, sums = kept
+    block, back = geometry(len(q), window)
+    heads = k.shape[1]
+    queries, given = (_queries(x, heads, block) for x in (q, slope))
+    keys, values = _keys(k, block, back), _keys(v, block, back)
+    inner = (slope.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
+    p = jnp.exp(_scores(queries, keys, mask, scale) - sums[..., None])
+    of_p = _product(given, values, (3, 3)).astype(jnp.float32)
+    of_s = (p * (of_p - _queries(inner, heads, block)) * scale).astype(q.dtype)
+    of_q = _product(of_s, keys, (3, 2))
+    of_k, of_v = _product(of_s, queries, (2, 2)), _product(p.astype(q.dtype), given, (2, 2))
+    of_k, of_v = (_unreach(x, block, back).transpose(1, 0, 2) for x in (of_k, of_v))
+    return _tokens(of_q, block), of_k, of_v, None
 
 
 attend.defvjp(_forward, _backward)

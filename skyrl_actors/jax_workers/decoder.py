@@ -1,6 +1,6 @@
 """The decoder: packed tokens to hidden states, with the low-rank terms of many models."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from skyrl_actors.jax_workers.architecture import Architecture
-from skyrl_actors.jax_workers.attention import KEPT, attend
+from skyrl_actors.jax_workers.attention import KEPT, allowed, attend
 from skyrl_actors.jax_workers.layers import LayerScan, rms
 from skyrl_actors.jax_workers.low_rank import Slots, from_low, low_of
 
@@ -19,7 +19,7 @@ PROJECTIONS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
-BIASED = PROJECTIONS[:3]
+QKV, OUT, GATE_UP, DOWN = PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]
 NORMS = ("input_layernorm", "post_attention_layernorm")
 POST_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -39,14 +39,14 @@ class Rest(NamedTuple):
 
     cos: Array  # [ropes, T, 1, D]
     sin: Array
-    rows: Array
+    masks: Array  # [spans, ...], see `allowed`
     slots: Slots
 
 
 def layer_names(arch: Architecture, biased: bool) -> list[str]:
     """Return the tensors of one layer."""
     names = [f"{name}.weight" for name in PROJECTIONS]
-    names += [f"{name}.bias" for name in BIASED] if biased else []
+    names += [f"{name}.bias" for name in QKV] if biased else []
     norms = (*NORMS, *(POST_NORMS if arch.post_norms else ()), *(QK_NORMS if arch.qk_norm else ()))
     return names + [f"{name}.weight" for name in norms]
 
@@ -57,16 +57,18 @@ class Decoder:
     def __init__(self, arch: Architecture, window: int, whole: bool, recompute: bool):
         """With `whole`, the layers' own weights are trained, and else low-rank factors."""
         self.arch = arch
+        self._window, self._spans = window, tuple(dict.fromkeys(arch.window_of))
         self._per_layer = {
             "rope": jnp.asarray(arch.rope_of, jnp.int32),
-            "span": jnp.asarray(arch.window_of, jnp.int32),
+            "mask": jnp.asarray([self._spans.index(s) for s in arch.window_of], jnp.int32),
         }
         self.scan = LayerScan(partial(_layer, arch, window, whole), recompute)
         self._whole = whole
 
     def rest(self, rows: Rows, slots: Slots, dtype: Any) -> Rest:
         cos, sin = zip(*(_angles(rope, rows.positions) for rope in self.arch.ropes), strict=True)
-        return Rest(jnp.stack(cos).astype(dtype), jnp.stack(sin).astype(dtype), rows.numbers, slots)
+        masks = jnp.stack([allowed(rows.numbers, span, self._window) for span in self._spans])
+        return Rest(jnp.stack(cos).astype(dtype), jnp.stack(sin).astype(dtype), masks, slots)
 
     def parts(self, weights: Tensors, factors: Any) -> tuple[Any, Any]:
         """Return the trained and the frozen tensors of all layers."""
@@ -103,33 +105,40 @@ def _layer(
     tokens = len(x)
     norm = partial(_norm, arch, weights)
 
-    def linear(name: str, x: Array) -> Array:
+    def linears(names: Sequence[str], x: Array) -> list[Array]:
+        """Return the results of projections of the same x, whose A are applied as one."""
+        own = [name for name in names if name in factors]
+        lows: dict[str, Array] = {}
+        if own:
+            low = low_of(x, jnp.concatenate([factors[name][0] for name in own], -2), rest.slots)
+            lows = dict(zip(own, jnp.split(low, len(own), -1), strict=True))
+        return [linear(name, x, lows.get(name)) for name in names]
+
+    def linear(name: str, x: Array, low: Array | None) -> Array:
         y = x @ weights[f"{name}.weight"].T
         if f"{name}.bias" in weights:
             y = y + weights[f"{name}.bias"]
-        if name in factors:
-            a, b = factors[name]
-            y = y + from_low(low_of(x, a, rest.slots), b, rest.slots)
+        if low is not None:
+            y = y + from_low(low, factors[name][1], rest.slots)
         return checkpoint_name(y, KEPT)
 
     h = norm("input_layernorm", x)
-    q, k, v = (
-        linear(f"self_attn.{name}_proj", h).reshape(tokens, -1, arch.head_dim) for name in "qkv"
-    )
+    q, k, v = (y.reshape(tokens, -1, arch.head_dim) for y in linears(QKV, h))
     if arch.qk_norm:
         q, k = norm("self_attn.q_norm", q), norm("self_attn.k_norm", k)
     cos, sin = rest.cos[own["rope"]], rest.sin[own["rope"]]
     q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-    found: Array = attend(q, k, v, rest.rows, own["span"], arch.query_scale, window)  # type: ignore[assignment]
-    found = linear("self_attn.o_proj", found.reshape(tokens, -1))
+    mask = rest.masks[own["mask"]]
+    found: Any = attend(q, k, v, mask, arch.query_scale, window)
+    (found,) = linears(OUT, found.reshape(tokens, -1))
     if arch.post_norms:
         x = x + norm("post_attention_layernorm", found)
         h = norm("pre_feedforward_layernorm", x)
     else:
         x = x + found
         h = norm("post_attention_layernorm", x)
-    inner = _activated(arch, linear("mlp.gate_proj", h)) * linear("mlp.up_proj", h)
-    found = linear("mlp.down_proj", inner)
+    gate, up = linears(GATE_UP, h)
+    (found,) = linears(DOWN, _activated(arch, gate) * up)
     return x + (norm("post_feedforward_layernorm", found) if arch.post_norms else found)
 
 

@@ -17,9 +17,10 @@ from skyrl_actors.workers.packing import Pass, Share
 
 SMALL = (32, 64, 96, 128, 160, 192, 256)
 PASS_TOKENS = 160  # what a pass costs beside its tokens, in tokens
-WINDOW = 64  # the smallest; each further one is four times as long
+WINDOWS = (64, 256)  # further ones are powers of two
 SLOTS = (1, 8, 64, 512)
-FEW_TOKENS = 512  # a pass of so many has one window, and places for several adapters
+FEW_TOKENS = 512  # a pass of so many has one window
+SEVERAL_PLACES = 1024  # a pass of so many tokens has places for several adapters
 RANKS = (8, 16, 32, 64, 128, 256)
 
 Item = tuple[int, int, int]  # length, part, row
@@ -44,15 +45,15 @@ def block_of(size: int) -> int:
 
 def window_of(longest: int, size: int) -> int:
     """Return the window for rows of at most so many tokens."""
-    window = WINDOW if size > FEW_TOKENS else size
-    while window < longest:
-        window *= 4
+    if size <= FEW_TOKENS:
+        return size
+    window = next((each for each in WINDOWS if each >= longest), 1 << (longest - 1).bit_length())
     return min(window, size)
 
 
 def slots_of(models: int, size: int) -> int:
     """Return the number of places for adapters."""
-    least = SLOTS[1] if size <= FEW_TOKENS else 1
+    least = SLOTS[1] if size <= SEVERAL_PLACES else 1
     return next((slots for slots in SLOTS if slots >= max(models, least)), models)
 
 
