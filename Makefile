@@ -81,7 +81,7 @@ $(GPU_READY): pyproject.toml
 	@echo "setting up $(GPU_VENV) with the CUDA builds (about 10 minutes, 9 GB)"
 	$(PYTHON) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install -q "torch===$(TORCH)"
-	$(GPU_VENV)/bin/python -m pip install -q -e ".[gpu,deepspeed,adamw8bit]" "pytest<9.2"
+	$(GPU_VENV)/bin/python -m pip install -q -e ".[gpu,deepspeed,adamw8bit,jax]" "pytest<9.2"
 	@touch $@
 
 gpu-check: $(GPU_READY)

@@ -60,9 +60,16 @@ CASES: dict[str, tuple[Qwen3Config, int, Callable[[int], list[int]]]] = {
 }
 
 
+Workers = dict[str, tuple[TorchWorker, list[str]]]
+
+
 @contextmanager
-def workers(config: Qwen3Config, adapters: int) -> Iterator[dict[str, tuple[TorchWorker, list[str]]]]:
-    with tempfile.TemporaryDirectory(prefix="bench-jax-") as cache, train_setup.folder_of(config) as base:
+def workers(config: Qwen3Config, adapters: int) -> Iterator[Workers]:
+    """Yield a worker of each library, and the names of its models."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-jax-") as cache,
+        train_setup.folder_of(config) as base,
+    ):
         strategy = JaxStrategy(cache=Path(cache))
         made = {
             "torch": train_setup.worker_of(base, BUDGET),
@@ -70,7 +77,7 @@ def workers(config: Qwen3Config, adapters: int) -> Iterator[dict[str, tuple[Torc
                 base, BUDGET, JaxWorker, strategy=strategy, full_strategy=strategy
             ),
         }
-        found: dict[str, tuple[TorchWorker, list[str]]] = {}
+        found: Workers = {}
         for name, worker in made.items():
             if adapters:
                 found[name] = worker, train_setup.tenants(worker, adapters, unembed=True)

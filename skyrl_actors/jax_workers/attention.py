@@ -4,6 +4,10 @@ Queries lie in blocks. The keys of a block reach back as far as the longest row 
 so the work grows with the rows and not with the pass. Heads come first, because products over
 leading axes are the fastest. The backward pass computes probabilities again from the logarithm of
 their sums, which is kept beside the result.
+
+Rows of several models are in one product, where a number that is not finite times the probability
+zero would reach other rows. So such numbers are taken as zeros, and the results of their own row
+become NaN.
 """
 
 from functools import partial
@@ -75,6 +79,17 @@ def _keys(x: Array, block: int, back: int) -> Array:
     return _reach(x.transpose(1, 0, 2), block, back)
 
 
+def _finite(x: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+def _spoiled(q: Array, k: Array, v: Array, mask: Array, block: int, back: int) -> Array:
+    """Return the tokens [T] bool that see a number that is not finite."""
+    odd = ~(jnp.isfinite(k).all((1, 2)) & jnp.isfinite(v).all((1, 2)))
+    seen = (mask & _reach(odd[None], block, back)[0][:, None]).any(-1).reshape(-1)
+    return seen | ~jnp.isfinite(q).all((1, 2))
+
+
 def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
     """Multiply over leading axes [Hkv, n], contracting these axes."""
     return jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((0, 1), (0, 1))))
@@ -83,12 +98,16 @@ def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
 def _scores(q: Array, k: Array, mask: Array, scale: float) -> Array:
     """Return [Hkv, n, G · block, keys] float32, MASKED where a query may not look."""
     scores = _product(q, k, (3, 3)).astype(jnp.float32) * scale
+    return _masked(scores, mask, MASKED)
+
+
+def _masked(scores: Array, mask: Array, otherwise: float) -> Array:
     apart = scores.reshape(*scores.shape[:2], -1, *mask.shape[1:])
-    return jnp.where(mask[None, :, None], apart, MASKED).reshape(scores.shape)
+    return jnp.where(mask[None, :, None], apart, otherwise).reshape(scores.shape)
 
 
 def _run(q: Array, k: Array, v: Array, mask: Array, scale: float) -> tuple[Array, Array]:
-    """Return the result [Hkv, n, G · block, D], and the logarithms of sums without the last axis."""
+    """Return the result [Hkv, n, G · block, D] and the logarithms of sums [Hkv, n, G · block]."""
     scores = _scores(q, k, mask, scale)
     highest = scores.max(-1, keepdims=True)
     powers = jnp.exp(scores - highest)
@@ -108,9 +127,11 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: float, window: int)
 
 def _forward(q: Array, k: Array, v: Array, mask: Array, scale: float, window: int) -> Any:
     block, back = geometry(len(q), window)
-    keys, values = _keys(k, block, back), _keys(v, block, back)
-    out, sums = _run(_queries(q, k.shape[1], block), keys, values, mask, scale)
-    out, sums = checkpoint_name(_tokens(out, block), KEPT), checkpoint_name(sums, KEPT)
+    keys, values = (_keys(_finite(x), block, back) for x in (k, v))
+    out, sums = _run(_queries(_finite(q), k.shape[1], block), keys, values, mask, scale)
+    spoiled = _spoiled(q, k, v, mask, block, back)
+    out = jnp.where(spoiled[:, None, None], jnp.nan, _tokens(out, block))
+    out, sums = checkpoint_name(out, KEPT), checkpoint_name(sums, KEPT)
     return out, (q, k, v, mask, out, sums)
 
 
@@ -118,12 +139,13 @@ def _backward(scale: float, window: int, kept: Any, slope: Array) -> Any:
     q, k, v, mask, out, sums = kept
     block, back = geometry(len(q), window)
     heads = k.shape[1]
-    queries, given = (_queries(x, heads, block) for x in (q, slope))
-    keys, values = _keys(k, block, back), _keys(v, block, back)
+    queries, given = (_queries(_finite(x), heads, block) for x in (q, slope))
+    keys, values = (_keys(_finite(x), block, back) for x in (k, v))
     inner = (slope.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
     p = jnp.exp(_scores(queries, keys, mask, scale) - sums[..., None])
     of_p = _product(given, values, (3, 3)).astype(jnp.float32)
-    of_s = (p * (of_p - _queries(inner, heads, block)) * scale).astype(q.dtype)
+    of_s = p * (of_p - _queries(_finite(inner), heads, block)) * scale
+    of_s = of_s.astype(q.dtype)
     of_q = _product(of_s, keys, (3, 2))
     of_k, of_v = _product(of_s, queries, (2, 2)), _product(p.astype(q.dtype), given, (2, 2))
     of_k, of_v = (_unreach(x, block, back).transpose(1, 0, 2) for x in (of_k, of_v))

@@ -91,8 +91,8 @@ class JaxModelFactory(ModelFactory):
         counters = base.programs.counters
         padding = counters.computed / counters.tokens - 1 if counters.tokens else 0.0
         return (
-            f"{counters.programs} for {len(base.programs.shapes)} shapes, "
-            f"made in {counters.seconds:.1f} s; padding {padding:.1%}"
+            f"{counters.programs} for {len(base.programs.shapes)} shapes, {counters.read} of them "
+            f"from the cache, in {counters.seconds:.1f} s; padding {padding:.1%}"
         )
 
     @contextmanager

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_actors.jax_workers.arrays import tensor_of
 from skyrl_actors.jax_workers.decoder import PROJECTIONS, Rows
 from skyrl_actors.jax_workers.head import Asked, Scored
 from skyrl_actors.jax_workers.low_rank import Slots
@@ -180,15 +181,13 @@ class JaxPass:
             self._shape, "backward", base, self._trained(), self._batch, self._kept, given
         )
         self._kept = None
+        host = jax.tree.map(tensor_of, found)
         if self._whole:
-            named = [gradients_of(found, self._source.names)]
+            named = [gradients_of(host, self._source.names)]
         else:
-            host = jax.tree.map(np.asarray, found)
             named = [adapter_gradients(host, i, view) for i, view in enumerate(self._models.views)]
         return [
-            torch.from_numpy(np.ascontiguousarray(own[name])) if name in own else None
-            for own, names in zip(named, self._names, strict=True)
-            for name in names
+            own.get(name) for own, names in zip(named, self._names, strict=True) for name in names
         ]
 
 

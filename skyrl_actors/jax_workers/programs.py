@@ -186,12 +186,23 @@ class Pair:
         return of_x if scale == 1.0 else of_x * jnp.asarray(scale, of_x.dtype)
 
 
+_READ = [0]  # the programs that this process read from the cache on disk
+
+
+def _count(event: str, **_: Any) -> None:
+    _READ[0] += event == "/jax/compilation_cache/cache_hits"
+
+
+jax.monitoring.register_event_listener(_count)
+
+
 @dataclass
 class Compiled:
     """Counters of the programs of a rank."""
 
     programs: int = 0
-    seconds: float = 0.0
+    read: int = 0  # of them, from the cache on disk
+    seconds: float = 0.0  # to compile or to read them
     tokens: int = 0  # that were asked for
     computed: int = 0  # with padding
 
@@ -213,10 +224,11 @@ class Programs:
         return program(*arguments)
 
     def _compiled(self, shape: Shape, name: str, arguments: Any) -> Callable[..., Any]:
-        began = time.perf_counter()
+        began, read_before = time.perf_counter(), _READ[0]
         pair = self._pairs.setdefault(shape, Pair(self._arch, shape, self._recompute))
         made = jax.jit(getattr(pair, name)).lower(*arguments).compile()
         self.counters.programs += 1
+        self.counters.read += _READ[0] > read_before
         self.counters.seconds += time.perf_counter() - began
         return made
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jax import Array
@@ -69,17 +68,16 @@ def base_of(
     )
 
 
-def gradients_of(found: Base, names: Names) -> dict[str, np.ndarray]:
-    """Return the gradients of a full fine-tune by the names of its weights."""
+def gradients_of(found: Any, names: Names) -> dict[str, Tensor]:
+    """Return the gradients of a full fine-tune by its names, from a Base of tensors."""
     of = {EMBED: found.embed, NORM: found.norm}
     if found.head is not None:
         of[UNEMBED_WEIGHT] = found.head
     if found.value is not None:
         of[VALUE_WEIGHT], of[VALUE_BIAS] = found.value
-    arrays = {name: np.asarray(array) for name, array in of.items()}
-    for name, array in found.layers.items():
-        arrays |= zip(names.of_layers(name), np.asarray(array), strict=True)
-    return arrays
+    for name, stacked in found.layers.items():
+        of |= zip(names.of_layers(name), stacked, strict=True)
+    return of
 
 
 def kinds_in(views: Mapping[str, Tensor]) -> set[str]:
@@ -138,23 +136,23 @@ def adapter_of(
     return Adapter({kind: of_layers(kind) for kind in form.kinds}, head, value)
 
 
-def adapter_gradients(found: Any, slot: int, views: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """Return the gradients of one adapter by its names, from an Adapter of all slots in numpy."""
-    arrays: dict[str, np.ndarray] = {}
+def adapter_gradients(found: Any, slot: int, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of one adapter by its names, from an Adapter of tensors of all slots."""
+    of: dict[str, Tensor] = {}
     for kind, (a, b) in found.layers.items():
         for layer in range(len(a)):
             name = f"model.layers.{layer}.{kind}"
             if f"{name}.lora_A" in views:
                 rank = len(views[f"{name}.lora_A"])
-                arrays[f"{name}.lora_A"] = a[layer, slot, :rank]
-                arrays[f"{name}.lora_B"] = b[layer, slot, :, :rank]
+                of[f"{name}.lora_A"] = a[layer, slot, :rank]
+                of[f"{name}.lora_B"] = b[layer, slot, :, :rank]
     if found.head is not None and f"{UNEMBED}.lora_A" in views:
         rank = len(views[f"{UNEMBED}.lora_A"])
-        arrays[f"{UNEMBED}.lora_A"] = found.head[0][slot, :rank]
-        arrays[f"{UNEMBED}.lora_B"] = found.head[1][slot, :, :rank]
+        of[f"{UNEMBED}.lora_A"] = found.head[0][slot, :rank]
+        of[f"{UNEMBED}.lora_B"] = found.head[1][slot, :, :rank]
     if found.value is not None and VALUE_WEIGHT in views:
-        arrays[VALUE_WEIGHT], arrays[VALUE_BIAS] = (part[slot] for part in found.value)
-    return arrays
+        of[VALUE_WEIGHT], of[VALUE_BIAS] = (part[slot] for part in found.value)
+    return of
 
 
 def _sizes(arch: Architecture) -> dict[str, tuple[int, int]]:

@@ -25,10 +25,12 @@ POLICY_LOSSES = sorted(
     if entry.role == "policy" and not entry.any_inputs
 )
 DTYPES = ("float32", "bfloat16")
-# ZeRO 1 differs from 2 in one setting of DeepSpeed.
+# ZeRO 1 differs from 2 in one setting of DeepSpeed. JAX has its own fast tests.
 EACH = [
-    pytest.param(name, marks=pytest.mark.slow) if name == "zero1" else name for name in STRATEGIES
+    pytest.param(name, marks=pytest.mark.slow) if name in ("zero1", "jax") else name
+    for name in STRATEGIES
 ]
+JAX = pytest.param("jax", marks=pytest.mark.slow)
 # For tests in which the dtype changes little.
 BOTH_IF_SLOW = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 # Of a gradient, relative to float64. Most of it is the rounding of the base's weights.
@@ -232,6 +234,8 @@ SAVED = [
     ("zero1", "fsdp2"),
     ("replica", "zero3"),
     ("zero2", "zero2"),
+    pytest.param("replica", "jax", marks=pytest.mark.slow),
+    pytest.param("jax", "fsdp2", marks=pytest.mark.slow),
 ]
 
 
@@ -296,7 +300,7 @@ def tenant_data() -> list:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["replica", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["replica", "zero3", "fsdp2", JAX])
 @pytest.mark.parametrize("budget", [24, 4096])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adapters_over_a_frozen_base_in_every_strategy(
@@ -497,7 +501,7 @@ def test_ranks_whose_tenants_train_other_layers_do_not_wait_for_each_other(
 
 @pytest.mark.parametrize("dtype", BOTH_IF_SLOW)
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)])
-@pytest.mark.parametrize("strategy", ["replica", "zero2", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["replica", "zero2", "fsdp2", JAX])
 def test_a_part_that_one_rank_refuses_tears_its_model(
     ranks: dict[int, Ranks], base: Path, strategy: str, lora: LoraSpec | None, dtype: str
 ):
@@ -532,7 +536,7 @@ def test_a_rank_reads_its_own_part_of_the_base_model(
 
 
 @pytest.mark.parametrize("dtype", BOTH_IF_SLOW)
-@pytest.mark.parametrize("strategy", ["replica", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["replica", "zero2", "zero3", "fsdp2", JAX])
 def test_a_version_is_sent_from_live_weights_and_written_before_they_change(
     ranks: dict[int, Ranks], base: Path, tmp_path: Path, strategy: str, dtype: str
 ):

@@ -1,0 +1,192 @@
+"""A rank on JAX: sequences of verbs as on torch, the same bits in another process, refusals."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, OlmoConfig
+
+from skyrl_actors import losses
+from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
+from skyrl_actors.config.strategies import JaxStrategy, ReplicaStrategy
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers.interface import Refused
+from skyrl_actors.workers.torch_worker import TorchWorker
+from tests.engines.test_vllm_start import saved
+from tests.jax_workers.test_network import SIZE
+from tests.workers.references import batch
+from tests.workers.strategy_runs import PROGRAMS, gathered, one, run, worker_of
+from tests.workers.tiny_models import make
+
+ROWS = ((9, 30, 4), (17, 5), (70, 3, 3))
+STEP = AdamParams(learning_rate=1e-2, weight_decay=0.1)
+FORMS = {"adapter": LoraSpec(rank=4), "full": None}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def made(base: Path, kind: str = "jax") -> TorchWorker:
+    strategy = JaxStrategy(cache=PROGRAMS) if kind == "jax" else ReplicaStrategy()
+    return worker_of(0, 1, 0, str(base), strategy, budget=256)
+
+
+def create(worker: TorchWorker, lora: LoraSpec | None, name: str = "m") -> None:
+    worker.create_model(ModelSpec(model_id=name, base_model="tiny", lora=lora, seed=5))
+
+
+def weights(worker: TorchWorker) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in gathered(worker, "m", "weights").items()}
+
+
+@pytest.mark.parametrize("form", ["adapter", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_model_moves_between_torch_and_jax_by_its_checkpoint(
+    base: Path, tmp_path: Path, form: str
+):
+    """Each of six steps has two calls, and a forward between them. JAX makes two of the steps."""
+    data = [batch(number, ROWS[number % 3]) for number in range(12)]
+
+    def steps(worker: TorchWorker, first: int, last: int) -> None:
+        for number in range(first, last):
+            one(worker, "m", data[2 * number], "cross_entropy")
+            one(worker, "m", data[0], "cross_entropy", forward_only=True)
+            one(worker, "m", data[2 * number + 1], "cross_entropy")
+            worker.optim_step("m", STEP)
+
+    alone, first, second, third = (made(base, kind) for kind in ("torch", "torch", "jax", "torch"))
+    for worker in (alone, first, second, third):
+        create(worker, FORMS[form])
+    steps(alone, 0, 6)
+    steps(first, 0, 2)
+    first.save_checkpoint("m", str(tmp_path / "one"), "training", "mark")
+    second.load_checkpoint("m", str(tmp_path / "one"), with_optimizer=True)
+    held, given = weights(second), weights(first)
+    assert all((held[name] == given[name]).all() for name in given)
+    steps(second, 2, 4)
+    second.save_checkpoint("m", str(tmp_path / "two"), "training", "mark")
+    third.load_checkpoint("m", str(tmp_path / "two"), with_optimizer=True)
+    steps(third, 4, 6)
+    found, wanted = weights(third), weights(alone)
+    assert max(float(np.abs(found[name] - wanted[name]).max()) for name in wanted) < 2e-5
+
+
+def test_the_first_weights_of_an_adapter_equal_torchs(base: Path):
+    found, wanted = [], []
+    for kind, into in (("jax", found), ("torch", wanted)):
+        worker = made(base, kind)
+        create(worker, LoraSpec(rank=4))
+        into.append(weights(worker))
+    assert all((found[0][name] == value).all() for name, value in wanted[0].items())
+
+
+def test_a_loss_that_is_not_finite_is_refused_and_the_other_model_is_computed(base: Path):
+    worker = made(base)
+    for name in "mn":
+        create(worker, LoraSpec(rank=4), name)
+    columns = batch(1, ROWS[0])
+    spoiled = batch(1, ROWS[0])
+    spoiled.fields["weights"][3] = np.inf
+    call = losses.find("cross_entropy").checked({})
+    refused, computed = run(worker, [("m", spoiled, call), ("n", columns, call)])
+    assert isinstance(refused, Refused) and refused.clean and "not finite" in str(refused.error)
+    assert not isinstance(computed, Refused)
+    assert worker.optim_step("m", STEP)["skyrl.ai/grad_norm"] == 0
+    assert worker.optim_step("n", STEP)["skyrl.ai/grad_norm"] > 0
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from tests.jax_workers.test_worker import trained_bits
+print(json.dumps(trained_bits(Path(sys.argv[1]), Path(sys.argv[2]))))
+"""
+
+
+def trained_bits(base: Path, cache: Path) -> tuple[str, str]:
+    """Return a digest of the weights after two steps, and what was compiled."""
+    worker = worker_of(0, 1, 0, str(base), JaxStrategy(cache=cache), budget=256)
+    create(worker, LoraSpec(rank=4))
+    for number in range(2):
+        one(worker, "m", batch(number, ROWS[number]), "cross_entropy")
+        worker.optim_step("m", STEP)
+    joined = b"".join(value.tobytes() for value in weights(worker).values())
+    return hashlib.sha256(joined).hexdigest(), worker.paths()["programs"]
+
+
+@pytest.mark.slow
+def test_another_process_compiles_nothing_and_computes_the_same_bits(base: Path, tmp_path: Path):
+    cache = tmp_path / "cache"
+    found: list[tuple[str, str]] = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(base), str(cache)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "1"},
+        )
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (first, cold), (second, warm) = found
+    assert first == second
+    programs = cold.partition(" ")[0]
+    assert ", 0 of them from the cache" in cold
+    assert f", {programs} of them from the cache" in warm
+    assert cache.stat().st_mode & 0o077 == 0  # its content is run
+
+
+def test_a_family_without_a_description_is_refused_by_name(tmp_path: Path):
+    base = saved(OlmoConfig(**SIZE), tmp_path)
+    with pytest.raises(InvalidRequest, match=r"strategy jax cannot train olmo: it knows llama"):
+        create(made(base), LoraSpec(rank=4))
+
+
+def test_a_weight_that_no_layer_uses_is_refused_by_name(tmp_path: Path):
+    base = saved(LlamaConfig(**SIZE, mlp_bias=True), tmp_path)
+    with pytest.raises(InvalidRequest, match=r"does not compute model\.layers\.0\.mlp\.down_proj"):
+        create(made(base), LoraSpec(rank=4))
+
+
+def test_an_accelerator_that_jax_does_not_see_is_refused_by_name():
+    from skyrl_actors.jax_workers.factory import device_for
+
+    with pytest.raises(ConfigError, match=r"placement\.device is gpu, and JAX sees only cpu:0"):
+        device_for("gpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"full_strategy": {"type": "replica"}}, "both jax or neither"),
+        ({"sequence_parallel": 2, "num_ranks": 2}, "sequence_parallel is not available"),
+        ({"activations": "offload"}, "offload is not available with strategy jax"),
+    ],
+)
+def test_options_that_jax_does_not_honour_are_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        GroupConfig.model_validate({"strategy": {"type": "jax"}, **options})
+
+
+def test_shared_gpus_are_refused():
+    with pytest.raises(ValueError, match=r"policy\.strategy jax keeps its GPU memory"):
+        ClusterConfig.model_validate(
+            {"placement": {"device": "gpu"}, "policy": {"strategy": {"type": "jax"}}}
+        )
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("skyrl_actors.config.strategies.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'skyrl-actors\[jax\]'"):
+        JaxStrategy()
+
+
+def test_full_fine_tunes_take_the_strategy_of_adapters():
+    group = GroupConfig(strategy=JaxStrategy())
+    assert group.full_strategy_on("cpu") == group.full_strategy_on("gpu") == group.strategy
