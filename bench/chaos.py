@@ -189,14 +189,17 @@ def compare(a: Run, b: Run, checkpoints: Path) -> dict[str, Any]:
     return {"bitwise_equal": equal, "largest_difference": largest}
 
 
-def chaos(kills: int, seed: int, kinds: tuple[str, ...], scratch: Path) -> dict[str, Any]:
+def chaos(
+    kills: int, seed: int, kinds: tuple[str, ...], scratch: Path, config: str
+) -> dict[str, Any]:
     checkpoints = scratch / "checkpoints"
     # makes a replay bitwise comparable
     alone = (
         "policy.share_passes=false",
         "critic.share_passes=false",
     )
-    with harness.service(f"checkpoint_dir={checkpoints}", *alone, nodes=TwoNodes) as served:
+    options = (f"checkpoint_dir={checkpoints}", *alone)
+    with harness.service(*options, config=config, nodes=TwoNodes) as served:
         started = time.time()
         disturbed = Run("disturbed").start()
         made = killer(disturbed, kills, seed, kinds, served)
@@ -211,6 +214,7 @@ def chaos(kills: int, seed: int, kinds: tuple[str, ...], scratch: Path) -> dict[
             raise SystemExit("the undisturbed run failed:\n" + "\n".join(calm.errors))
         times = recovery(disturbed, made)
     return {
+        "config": config,
         "kills": len(made),
         "seconds": round(seconds),
         "steps": disturbed.steps,
@@ -228,10 +232,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=faults.KINDS, default=list(faults.KINDS))
+    parser.add_argument("--config", default="configs/cpu_tiny.yaml")
     options = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
-        result = chaos(options.kills, options.seed, tuple(options.kinds), Path(scratch))
+        result = chaos(
+            options.kills, options.seed, tuple(options.kinds), Path(scratch), options.config
+        )
     harness.emit("chaos", result)
     sys.exit(
         0

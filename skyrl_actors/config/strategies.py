@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config.frozen import FrozenConfig
 
@@ -108,6 +108,11 @@ class JaxStrategy(FrozenConfig):
         "`~/.cache/skyrl-actors/jax`, or below XDG_CACHE_HOME. Only its owner may write to it, "
         "because its content is run",
     )
+
+    @field_validator("cache")
+    @classmethod
+    def _absolute(cls, folder: Path | None) -> Path | None:
+        return folder and folder.expanduser().absolute()  # the same in every process
 
     @model_validator(mode="after")
     def _available(self) -> "JaxStrategy":

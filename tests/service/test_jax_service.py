@@ -1,0 +1,42 @@
+"""A service whose ranks compute with JAX, through the SDK, with real vLLM and a killed rank."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from bench import faults
+from tests.conftest import free_port, run_cli
+from tests.service.served_folder import train_default_lora
+from tests.service.test_sdk import datum
+
+CONFIG = "configs/cpu_tiny_jax.yaml"
+
+
+@pytest.mark.slow
+def test_a_service_on_jax_trains_samples_and_survives_a_killed_rank(tmp_path: Path):
+    port = free_port()
+    name, url = f"jax-{port}", f"http://127.0.0.1:{port}"
+    options = (f"name={name}", f"http.port={port}", f"checkpoint_dir={tmp_path / 'checkpoints'}")
+    started = run_cli("serve", CONFIG, *options, "base_model.warmup_steps=0", timeout=600)
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        with tinker.ServiceClient(base_url=url, api_key="tml-test") as client:
+            train_default_lora(client, "skyrl-actors/tiny")
+            model = client.create_lora_training_client("skyrl-actors/tiny", rank=4).result()
+            params = types.AdamParams(learning_rate=1e-2)
+            model.forward_backward([datum(9, seed=1)], "cross_entropy").result()
+            model.optim_step(params).result()
+            before = model.forward([datum(9, seed=1)], "cross_entropy").result()
+            assert faults.kill(name, "rank", random.Random(0))
+            after = model.forward([datum(9, seed=1)], "cross_entropy").result()
+            # From the cache on disk and by replay: the same bits.
+            assert after.metrics["loss:sum"] == before.metrics["loss:sum"]
+            checked = run_cli("doctor", "--port", str(port), "--name", name)
+            assert re.search(r"programs: \d+ for \d+ shapes, \d+ of them from", checked.stdout)
+    finally:
+        stopped = run_cli("stop", "--name", name)
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
