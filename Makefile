@@ -1,4 +1,5 @@
 # make demo   set up, then watch PPO learn        make check   ruff, vulture, pyright
+# make demo-jax   the same with passes that JAX compiles
 # make test   set up, then the tests            make bench   benchmarks, one JSON line each
 # make test-fast  short tests without a cluster     make test-slow  what make test leaves out
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)
@@ -21,7 +22,7 @@ ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
 
-.PHONY: demo test test-slow test-fast check bench chaos simulate models sdk-matrix gpu-check setup clean
+.PHONY: demo demo-jax test test-slow test-fast check bench chaos simulate models sdk-matrix gpu-check setup clean
 
 setup: $(READY)
 
@@ -44,6 +45,9 @@ endif
 
 demo: $(READY)
 	$(BIN)/skyrl-actors demo
+
+demo-jax: $(READY)
+	$(BIN)/skyrl-actors train configs/jobs/ppo_tiny_jax.yaml
 
 test: $(READY)
 	$(PYTEST) -m "not slow"

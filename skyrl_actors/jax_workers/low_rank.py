@@ -1,8 +1,8 @@
 """Low-rank terms of many models in one product, block of tokens by block.
 
 Each model begins at a multiple of a block, so a block has one model. Its factors are gathered for
-each block. This needs the least operations of the ways that were tried
-(docs/explanation/jax.md has the figures), and no program depends on which models are in a pass.
+each block. This needs the least operations and memory of the ways that XLA offers (its ragged
+product is dense on CPUs and GPUs), and no program depends on which models are in a pass.
 """
 
 from typing import NamedTuple
