@@ -10,6 +10,7 @@ zero would reach other rows. So such numbers are taken as zeros, and the results
 become NaN.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 KEPT = "kept"  # the name of what a layer keeps for its backward pass
 BLOCKS = 4  # of queries in a window
 MASKED = -1e30
+SCORES = 2**25  # at a time: 128 MiB; their exponentials exist too
 
 
 def geometry(tokens: int, window: int) -> tuple[int, int]:
@@ -90,6 +92,23 @@ def _spoiled(q: Array, k: Array, v: Array, mask: Array, block: int, back: int) -
     return seen | ~jnp.isfinite(q).all((1, 2))
 
 
+def _in_parts(compute: Callable[..., Any], mask: Array, *given: Array) -> Any:
+    """Return compute(mask, *given), where all of `given` and of the results lead with [Hkv, n].
+
+    Where the scores are many, it runs head by head, or block by block too.
+    """
+    heads, blocks, rows = given[0].shape[:3]
+    of_head = blocks * rows * mask.shape[2]
+    if heads * of_head <= SCORES or heads * blocks == 1:
+        return compute(mask, *given)
+    if of_head <= SCORES or blocks == 1:
+        found = jax.lax.map(lambda own: compute(mask, *own), tuple(x[:, None] for x in given))
+        return jax.tree.map(lambda x: x[:, 0], found)
+    by_block = tuple(x.swapaxes(0, 1)[:, :, None] for x in given)
+    found = jax.lax.map(lambda own: _in_parts(compute, own[0], *own[1]), (mask[:, None], by_block))
+    return jax.tree.map(lambda x: x[:, :, 0].swapaxes(0, 1), found)
+
+
 def _product(x: Array, y: Array, axes: tuple[int, int]) -> Array:
     """Multiply over leading axes [Hkv, n], contracting these axes."""
     return jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((0, 1), (0, 1))))
@@ -106,7 +125,7 @@ def _masked(scores: Array, mask: Array, otherwise: float) -> Array:
     return jnp.where(mask[None, :, None], apart, otherwise).reshape(scores.shape)
 
 
-def _run(q: Array, k: Array, v: Array, mask: Array, scale: float) -> tuple[Array, Array]:
+def _run(scale: float, mask: Array, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Return the result [Hkv, n, G · block, D] and the logarithms of sums [Hkv, n, G · block]."""
     scores = _scores(q, k, mask, scale)
     highest = scores.max(-1, keepdims=True)
@@ -128,7 +147,8 @@ def attend(q: Array, k: Array, v: Array, mask: Array, scale: float, window: int)
 def _forward(q: Array, k: Array, v: Array, mask: Array, scale: float, window: int) -> Any:
     block, back = geometry(len(q), window)
     keys, values = (_keys(_finite(x), block, back) for x in (k, v))
-    out, sums = _run(_queries(_finite(q), k.shape[1], block), keys, values, mask, scale)
+    queries = _queries(_finite(q), k.shape[1], block)
+    out, sums = _in_parts(partial(_run, scale), mask, queries, keys, values)
     spoiled = _spoiled(q, k, v, mask, block, back)
     out = jnp.where(spoiled[:, None, None], jnp.nan, _tokens(out, block))
     out, sums = checkpoint_name(out, KEPT), checkpoint_name(sums, KEPT)
@@ -142,14 +162,22 @@ def _backward(scale: float, window: int, kept: Any, slope: Array) -> Any:
     queries, given = (_queries(_finite(x), heads, block) for x in (q, slope))
     keys, values = (_keys(_finite(x), block, back) for x in (k, v))
     inner = (slope.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
-    p = jnp.exp(_scores(queries, keys, mask, scale) - sums[..., None])
-    of_p = _product(given, values, (3, 3)).astype(jnp.float32)
-    of_s = p * (of_p - _queries(_finite(inner), heads, block)) * scale
-    of_s = of_s.astype(q.dtype)
-    of_q = _product(of_s, keys, (3, 2))
-    of_k, of_v = _product(of_s, queries, (2, 2)), _product(p.astype(q.dtype), given, (2, 2))
+    inner = _queries(_finite(inner), heads, block)
+    arrays = (queries, keys, values, given, inner, sums)
+    of_q, of_k, of_v = _in_parts(partial(_slopes, scale), mask, *arrays)
     of_k, of_v = (_unreach(x, block, back).transpose(1, 0, 2) for x in (of_k, of_v))
     return _tokens(of_q, block), of_k, of_v, None
+
+
+def _slopes(
+    scale: float, mask: Array, q: Array, k: Array, v: Array, given: Array, inner: Array, sums: Array
+) -> tuple[Array, Array, Array]:
+    """Return the slopes of q, k and v from those of the result."""
+    p = jnp.exp(_scores(q, k, mask, scale) - sums[..., None])
+    of_p = _product(given, v, (3, 3)).astype(jnp.float32)
+    of_s = (p * (of_p - inner) * scale).astype(q.dtype)
+    of_v = _product(p.astype(q.dtype), given, (2, 2))
+    return _product(of_s, k, (3, 2)), _product(of_s, q, (2, 2)), of_v
 
 
 attend.defvjp(_forward, _backward)

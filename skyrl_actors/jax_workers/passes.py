@@ -1,6 +1,7 @@
 """One pass of a JAX network: its inputs as arrays, its programs, and its gradients as tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -204,10 +205,22 @@ def _models_of(segments: Sequence[Segment]) -> _Sources:
     return found
 
 
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise torch's error where JAX has no memory left, so that a pass is repeated in halves."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise torch.OutOfMemoryError(str(error)) from None
+
+
 class _Predict(torch.autograd.Function):
     """The pass as a function of the tensors of its models."""
 
     @staticmethod
+    @memory_errors()
     def forward(ctx: Any, one: JaxPass, *tensors: Tensor) -> Any:
         ctx.one = one
         ctx.set_materialize_grads(False)
@@ -215,6 +228,7 @@ class _Predict(torch.autograd.Function):
         return found if entropy is None else (found, entropy)
 
     @staticmethod
+    @memory_errors()
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         of_found, of_entropy = (*gradients, None)[:2]
         return None, *ctx.one.backward(of_found, of_entropy)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from transformers import LlamaConfig, OlmoConfig
@@ -14,6 +15,8 @@ from transformers import LlamaConfig, OlmoConfig
 from skyrl_actors import losses
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.config.strategies import JaxStrategy, ReplicaStrategy
+from skyrl_actors.jax_workers.network import JaxNetwork
+from skyrl_actors.jax_workers.programs import Shape
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers.interface import Refused
@@ -100,6 +103,29 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_other_model_is_computed(ba
     assert not isinstance(computed, Refused)
     assert worker.optim_step("m", STEP)["skyrl.ai/grad_norm"] == 0
     assert worker.optim_step("n", STEP)["skyrl.ai/grad_norm"] > 0
+
+
+def test_after_out_of_memory_a_pass_runs_in_halves(base: Path, monkeypatch: pytest.MonkeyPatch):
+    worker = made(base)
+    for name in "mn":
+        create(worker, LoraSpec(rank=4), name)
+    columns, call = batch(1, (30, 30, 30)), losses.find("cross_entropy").checked({})
+    (wanted,) = run(worker, [("m", columns, call)])
+    network = worker.models["n"].network
+    assert isinstance(network, JaxNetwork)
+    plain = network.programs.run
+
+    def limited(shape: Shape, name: str, *arguments: object) -> object:
+        if name == "backward" and shape.tokens > 64:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return plain(shape, name, *arguments)
+
+    monkeypatch.setattr(network.programs, "run", limited)
+    (found,) = run(worker, [("n", columns, call)])
+    assert not isinstance(found, Refused)
+    np.testing.assert_allclose(found.values, wanted.values, atol=1e-5)
+    norms = [worker.optim_step(name, STEP)["skyrl.ai/grad_norm"] for name in "mn"]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # nothing is counted twice
 
 
 SCRIPT = """
