@@ -24,7 +24,12 @@ from placement.shape import ModelShape, shape_of
 from placement.types import DoesNotFit, Node, Plan
 from skyrl_actors.backends.backend import AdapterMemory
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
-from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
+from skyrl_actors.config.strategies import (
+    DeepSpeedStrategy,
+    Fsdp2Strategy,
+    JaxStrategy,
+    StrategyConfig,
+)
 from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.messages.errors import ConfigError
 
@@ -197,6 +202,8 @@ def _full_bytes(
             gradients,
             (12 if on_host else 8) / ranks,
         ), on_host
+    if isinstance(strategy, JaxStrategy):  # programs have a copy, and hand over gradients
+        return (4 + compute, 8, 8), False
     lower = compute if compute < 4 else 0
     return (4 + lower, 4 + lower, 8), False
 

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 from skyrl_actors.config.strategies import JaxStrategy
 from skyrl_actors.jax_workers.factory import JaxModelFactory
+from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.workers.interface import WorkerSpec
 from skyrl_actors.workers.model_factory import ModelFactory
+from skyrl_actors.workers.state import is_whole
 from skyrl_actors.workers.torch_worker import TorchWorker
 
 
@@ -23,6 +25,12 @@ class JaxWorker(TorchWorker):
         if isinstance(factory, JaxModelFactory):
             found["programs"] = factory.programs_text()
         return found
+
+    def _free(self, model_id: str) -> None:
+        model = self.models.get(model_id)
+        if model is not None and isinstance(model.network, JaxNetwork) and is_whole(model.state):
+            model.network.forget(model.state.views)
+        super()._free(model_id)
 
     def _new_factory(self) -> ModelFactory:
         strategy = self._asked.strategy

@@ -105,6 +105,20 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_other_model_is_computed(ba
     assert worker.optim_step("n", STEP)["skyrl.ai/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_deleted_model_leaves_no_arrays(base: Path, form: str):
+    worker = made(base)
+    create(worker, FORMS[form])
+    network = worker.models["m"].network
+    assert isinstance(network, JaxNetwork)
+    held = set(network._cache)
+    one(worker, "m", batch(1, ROWS[0]), "cross_entropy")
+    assert {*network._cache} - held
+    worker.delete_model("m")
+    left = [each.views for key, each in network._cache.items() if key not in held]
+    assert not any(left)  # but for places without an adapter
+
+
 def test_after_out_of_memory_a_pass_runs_in_halves(base: Path, monkeypatch: pytest.MonkeyPatch):
     worker = made(base)
     for name in "mn":

@@ -34,7 +34,12 @@ from skyrl_actors.config.cluster import (
     PlacementConfig,
 )
 from skyrl_actors.config.engines import ExternalEngineConfig
-from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, ReplicaStrategy
+from skyrl_actors.config.strategies import (
+    DeepSpeedStrategy,
+    Fsdp2Strategy,
+    JaxStrategy,
+    ReplicaStrategy,
+)
 from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
@@ -362,6 +367,24 @@ def test_each_zero_stage_needs_less_memory(stage: int):
     assert less["full moments"] == more["full moments"] // 8
     assert (less["full gradients"] < more["full gradients"] / 7) == (stage >= 2)
     assert (less["full weights"] < more["full weights"] / 7) == (stage == 3)
+
+
+def test_jax_programs_have_a_copy_of_full_weights_and_hand_over_gradients():
+    apart = PlacementConfig(device="gpu", device_memory_gib=79.6, layout="split")
+    plans = []
+    for strategy in (ReplicaStrategy(), JaxStrategy()):
+        group = GroupConfig(strategy=strategy, full_strategy=strategy, num_ranks=1)
+        config = ask_of()
+        engine = config.engine.model_copy(update={"num_engines": 6})
+        changed = {"policy": group, "critic": group, "placement": apart, "engine": engine}
+        config = config.model_copy(update=changed)
+        made, _ = plan_of(config)
+        (parts,) = (own for name, own in made.parts.items() if name == "policy")
+        plans.append({part.what: part.bytes for part in parts})
+    whole, jax = plans
+    assert jax["full weights"] == 2 * whole["full weights"]
+    assert jax["full gradients"] == 2 * whole["full gradients"]
+    assert jax["full moments"] == whole["full moments"]
 
 
 def test_on_a_cpu_separate_roles_do_not_halve_each_others_memory():
