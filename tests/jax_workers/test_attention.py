@@ -68,7 +68,7 @@ def test_results_and_gradients_equal_each_row_alone(
         for sign in (1, -1):
             moved = [*inputs]
             moved[index] = inputs[index] + sign * step * direction
-            ends.append((alone(*moved, span) * slope[:total]).sum())
+            ends.append((alone(moved[0], moved[1], moved[2], span) * slope[:total]).sum())
         along = float((np.asarray(gradient)[:total] * direction).sum())
         assert along == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4, abs=1e-3)
         assert not np.asarray(gradient)[total:].any()
