@@ -34,6 +34,12 @@ HELD_BY = {
     "skyrl-actors train configs/jobs/grpo_tiny_moe.yaml": (
         "tests/jobs/test_commands.py: grpo_tiny_moe.yaml"
     ),
+    "skyrl-actors train configs/jobs/ppo_tiny_jax.yaml": (
+        "tests/jobs/test_commands.py: ppo_tiny_jax.yaml"
+    ),
+    "skyrl-actors serve configs/cpu_tiny_jax.yaml": (
+        "tests/service/test_jax_service.py: configs/cpu_tiny_jax.yaml"
+    ),
     "pkill -9 -f ray::TrainWorkerActor": "tests/service/test_faults.py: kill",
     "RAY_AUTH_MODE=token ray job submit --working-dir . -- python -m skyrl_actors train "
     "configs/jobs/ppo_tiny.yaml run.folder=$PWD/runs": "tests/jobs/test_commands.py: submit",

@@ -24,7 +24,7 @@ class Process:
         loop = asyncio.get_running_loop()
         self.warmed, self.ended = loop.create_future(), loop.create_future()
         self.killed = False
-        self.warm = SimpleNamespace(remote=lambda folder: self.warmed)
+        self.warm = SimpleNamespace(remote=lambda folder, with_jax: self.warmed)
         self.watch = SimpleNamespace(remote=lambda: self.ended)
 
     def die(self) -> None:

@@ -158,6 +158,23 @@ def test_a_job_with_adapters_on_experts_learns(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_job_learns_with_jax(tmp_path: Path):
+    done = run_cli(
+        "train",
+        "configs/jobs/ppo_tiny_jax.yaml",
+        f"run.folder={tmp_path}",
+        "job.iterations=4",
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run = tmp_path / "ppo_tiny_jax"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["metric_after"] > summary["metric_before"] + 0.1
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["logprob_mismatch_max"] for row in rows[1:]) < 1e-4
+
+
+@pytest.mark.slow
 def test_a_job_replays_the_experts_of_its_samples(tmp_path: Path):
     """The engine computes in bfloat16, so its routers choose others than the trainer's would."""
     done = run_cli(
