@@ -50,7 +50,8 @@ def weights(worker: TorchWorker) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in gathered(worker, "m", "weights").items()}
 
 
-@pytest.mark.parametrize("form", ["adapter", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_a_model_moves_between_torch_and_jax_by_its_checkpoint(
     base: Path, tmp_path: Path, form: str
 ):
@@ -105,6 +106,7 @@ def test_a_loss_that_is_not_finite_is_refused_and_the_other_model_is_computed(ba
     assert worker.optim_step("n", STEP)["skyrl.ai/grad_norm"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_deleted_model_leaves_no_arrays(base: Path, form: str):
     worker = made(base)
@@ -119,6 +121,7 @@ def test_a_deleted_model_leaves_no_arrays(base: Path, form: str):
     assert not any(left)  # but for places without an adapter
 
 
+@pytest.mark.slow
 def test_after_out_of_memory_a_pass_runs_in_halves(base: Path, monkeypatch: pytest.MonkeyPatch):
     worker = made(base)
     for name in "mn":
