@@ -80,6 +80,7 @@ class JaxModelFactory(ModelFactory):
                 self._jax_device,
             )
             made.score_uncounted = self.spec.score_uncounted
+            made.max_adapters = self.spec.max_adapters
             collective(self.spec, lambda: prove_equal(made, folder, self.dtype))
         return made
 

@@ -4,6 +4,7 @@ To torch it is one differentiable function of the models' tensors. So the losses
 checkpoints and all that surrounds a pass are the same code for both.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from skyrl_actors.jax_workers.weights import Form, Read, adapter_of, base_of, na
 from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.network import Network, PassInputs
 from skyrl_actors.workers.packing import Pass
+
+DEFAULT_ADAPTERS = 8  # on the device at once
 
 
 class JaxNetwork(Network):
@@ -44,7 +47,9 @@ class JaxNetwork(Network):
         self.arch, self.dtype, self.jax_device = arch, dtype, device
         self.base = base_of(self.names, names, read, dtype, device)
         self.programs = Programs(arch, activations == "recompute")
-        self._cache: dict[tuple[int, Form | None], _Cached] = {}
+        self.max_adapters = DEFAULT_ADAPTERS
+        # Least recently used first. Without a form: weights of a full fine-tune.
+        self._cache: OrderedDict[tuple[int, Form | None], _Cached] = OrderedDict()
 
     def plan(self, parts: Sequence[tuple[Sequence[int], np.ndarray]], budget: int) -> list[Pass]:
         return plan_passes(parts, budget)
@@ -71,6 +76,10 @@ class JaxNetwork(Network):
         held = self._cache.get((id(views), form))
         if held is None or held.views is not views or held.version != version:
             held = self._cache[id(views), form] = _Cached(views, version, make())
+        self._cache.move_to_end((id(views), form))
+        adapters = [key for key in self._cache if key[1] is not None]
+        for key in adapters[: -(self.max_adapters + 1)]:  # one is the empty place
+            del self._cache[key]
         return held.arrays
 
     def forget(self, views: Views) -> None:

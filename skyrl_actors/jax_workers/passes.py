@@ -64,6 +64,7 @@ class JaxPass:
         self._form = self._form_of(views)
         self._shape = self._shape_of(inputs)
         self._batch = self._batch_of(inputs, self._layout)
+        self._held: Any = None  # the trained arrays, from the forward to the backward pass
         self._kept: Any = None
 
     def _form_of(self, views: list[Views]) -> Form:
@@ -142,6 +143,7 @@ class JaxPass:
         run = self._source.programs.run
         trained = self._trained()
         if self.differentiable:
+            self._held = trained
             found, self._kept = run(self._shape, "forward", base, trained, self._batch)
         else:
             found = run(self._shape, "predict", base, trained, self._batch)
@@ -179,9 +181,9 @@ class JaxPass:
         given = Scored(first, second) if self._shape.targets else first[:, 0]  # type: ignore[arg-type]
         base = None if self._whole else self._source.base
         found = self._source.programs.run(
-            self._shape, "backward", base, self._trained(), self._batch, self._kept, given
+            self._shape, "backward", base, self._held, self._batch, self._kept, given
         )
-        self._kept = None
+        self._kept = self._held = None
         host = jax.tree.map(tensor_of, found)
         if self._whole:
             named = [gradients_of(host, self._source.names)]

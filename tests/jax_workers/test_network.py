@@ -154,6 +154,19 @@ def test_recomputation_and_passes_without_a_gradient_change_no_number(qwen3: Pat
     torch.testing.assert_close(found, plain, atol=1e-6, rtol=0)
 
 
+def test_no_more_adapters_are_on_the_device_than_allowed(qwen3: Path):
+    ours = jax_network(qwen3)
+    ours.max_adapters = 2
+    owners = [adapter(ours, 4, number) for number in range(4)]
+    found = [computed(ours, inputs_for([(9, own)]))[0] for own in owners]
+    again = [computed(ours, inputs_for([(9, own)]))[0] for own in owners]
+    assert len(ours._cache) == 3  # with the empty place
+    assert all((one == other).all() for one, other in zip(found, again, strict=True))
+    together = inputs_for([(9, own) for own in owners])
+    _, _, gradients = computed(ours, together)  # more in one pass than are kept
+    assert all(any(bool(g.any()) for g in own.values()) for own in gradients)
+
+
 def test_a_weight_that_is_not_finite_changes_rows_of_its_adapter_alone(qwen3: Path):
     ours = jax_network(qwen3)
     good, bad = adapter(ours, 4, 1), adapter(ours, 4, 2)
