@@ -70,7 +70,7 @@ def workers(config: Qwen3Config, adapters: int) -> Iterator[Workers]:
         tempfile.TemporaryDirectory(prefix="bench-jax-") as cache,
         train_setup.folder_of(config) as base,
     ):
-        strategy = JaxStrategy(cache=Path(cache))
+        strategy = JaxStrategy(cache=Path(cache), prepare_s=0)
         made = {
             "torch": train_setup.worker_of(base, BUDGET),
             "jax": train_setup.worker_of(

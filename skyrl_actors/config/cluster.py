@@ -430,17 +430,22 @@ class ClusterConfig(FrozenConfig):
                     "and its GPUs are shared with engines; use fsdp2 or replica, or "
                     "placement.layout=split"
                 )
-            if (
-                group
-                and on_gpus_together
-                and self.placement.shares(role)
-                and isinstance(group.strategy, JaxStrategy)
-            ):
-                raise ValueError(
-                    f"{role}.strategy jax keeps its GPU memory, and its GPUs are shared; use "
-                    "another strategy, or placement.layout=split"
-                )
+            if group and isinstance(group.strategy, JaxStrategy):
+                self._check_jax(role, group.strategy, on_gpus_together)
         return self
+
+    def _check_jax(self, role: str, strategy: JaxStrategy, on_gpus_together: bool) -> None:
+        if on_gpus_together and self.placement.shares(role):
+            raise ValueError(
+                f"{role}.strategy jax keeps its GPU memory, and its GPUs are shared; use "
+                "another strategy, or placement.layout=split"
+            )
+        if strategy.prepare_s >= self.restart.start_timeout_s:
+            raise ValueError(
+                f"{role}.strategy.prepare_s is {strategy.prepare_s:g}, and a group must start "
+                f"within restart.start_timeout_s, {self.restart.start_timeout_s:g}; choose a "
+                "smaller prepare_s"
+            )
 
     @model_validator(mode="after")
     def _transfer_reaches(self) -> "ClusterConfig":

@@ -109,6 +109,14 @@ class JaxStrategy(FrozenConfig):
         "because its content is run",
     )
 
+    prepare_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="longest time that a rank takes at its start, or in a job for a new model, to "
+        "compile the programs of usual calls or to read them from the cache; others are compiled "
+        "when a call needs them. 0 = none ahead",
+    )
+
     @field_validator("cache")
     @classmethod
     def _absolute(cls, folder: Path | None) -> Path | None:

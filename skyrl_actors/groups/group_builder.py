@@ -66,6 +66,7 @@ class GroupBuilder:
                 preload=detached,  # a job loads only what its models need
                 export_dtype=config.engine.dtype,
                 max_adapters=config.lora.max_adapters,
+                max_rank=config.lora.max_rank,
                 router_replay=config.router_replay and role == "policy",
                 environment=tuple(sorted(config.environment.items())),
             )

@@ -21,6 +21,7 @@ from skyrl_actors.supervision.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+PROGRESS_S = 10.0
 
 
 class GroupSupervisor(Supervisor):
@@ -68,8 +69,27 @@ class GroupSupervisor(Supervisor):
 
     async def _make(self) -> None:
         group = self.builder.make()
-        await group.start()
+        progress = asyncio.create_task(self._report_programs(group))
+        try:
+            await group.start()
+        finally:
+            await remote.ended(progress)
         self._set_up(group)
+
+    async def _report_programs(self, group: ActorGroup) -> None:
+        """Report at intervals how many programs the ranks have compiled."""
+        reported: dict[str, str] = {}
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            try:
+                usages = await group.usage()
+            except InternalError:
+                continue  # `start` raises what failed
+            for name, usage in zip(group.names, usages, strict=True):
+                text = usage.paths.get("programs", "")
+                if text and text != reported.get(name):
+                    self._report(f"{name} compiles programs: {text}")
+                    reported[name] = text
 
     def _set_up(self, group: ActorGroup) -> None:
         self.group = group

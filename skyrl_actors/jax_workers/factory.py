@@ -1,7 +1,7 @@
 """Create the models of a rank whose passes run in JAX."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,17 +13,19 @@ from skyrl_actors.config.strategies import JaxStrategy, StrategyConfig
 from skyrl_actors.jax_workers.architecture import architecture_of
 from skyrl_actors.jax_workers.arrays import Device
 from skyrl_actors.jax_workers.network import JaxNetwork
+from skyrl_actors.jax_workers.prepare import prepare, usual_passes
 from skyrl_actors.jax_workers.proof import prove_equal
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
 from skyrl_actors.storage.private_folders import make_folder
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import WorkerSpec
 from skyrl_actors.workers.meta_model import own_names, shell, weights_of
 from skyrl_actors.workers.model_factory import ModelFactory, collective
-from skyrl_actors.workers.models import TrainedModel, value_head_tensors
+from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_tensors
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, Network
 from skyrl_actors.workers.published_names import StoredForm
+from skyrl_actors.workers.state import is_whole
 from skyrl_actors.workers.tensor_files import Source, whole
 
 
@@ -64,6 +66,7 @@ class JaxModelFactory(ModelFactory):
     def __init__(self, spec: WorkerSpec, strategy: JaxStrategy):
         super().__init__(spec, torch.device("cpu"))
         configure(strategy)
+        self._strategy = strategy
         self._jax_device = device_for(spec.device)
 
     def _frozen(self, strategy: StrategyConfig) -> Network:
@@ -84,11 +87,34 @@ class JaxModelFactory(ModelFactory):
             collective(self.spec, lambda: prove_equal(made, folder, self.dtype))
         return made
 
+    def prepare_adapters(self) -> None:
+        """Compile the usual programs of adapters of the largest rank on all layers."""
+        lora = LoraSpec(rank=self.spec.max_rank)
+        views = lora_tensors(lora, 0, self.base)
+        if self.spec.role == "critic":
+            views |= value_head_tensors(self.base)
+        self._prepare(views)
+
+    def prepare_for(self, model: TrainedModel) -> None:
+        """Compile the usual programs of a model."""
+        if is_whole(model.state):
+            self._prepare(model.state.views)
+
+    def _prepare(self, views: Mapping[str, Tensor]) -> None:
+        base = self.base
+        assert isinstance(base, JaxNetwork)
+        passes = usual_passes(base, views, self.spec.microbatch_tokens)
+        prepare(passes, self.spec.num_threads, self._strategy.prepare_s)
+        base.forget(views)
+
     def programs_text(self) -> str:
-        """Describe the programs of this rank. Other threads may call it at any time."""
+        """Describe the programs of this rank; "" before the base is loaded.
+
+        Other threads may call it at any time.
+        """
         base = self._base
         if not isinstance(base, JaxNetwork):
-            return "none yet"
+            return ""
         counters = base.programs.counters
         padding = counters.computed / counters.tokens - 1 if counters.tokens else 0.0
         return (

@@ -137,6 +137,12 @@ class JaxPass:
         empty = source.adapter(self._form, _NOTHING)
         return (*adapters, *[empty] * (self._shape.slots - len(adapters)))
 
+    def prepare(self) -> None:
+        """Compile the programs that this pass needs, and run none."""
+        base = None if self._whole else self._source.base
+        arguments = (base, self._trained(), self._batch)
+        self._source.programs.prepare(self._shape, arguments, self._slopes(None, None))
+
     def forward(self) -> tuple[Tensor, Tensor | None]:
         """Return logprobs and entropies, or values and None."""
         base = None if self._whole else self._source.base
@@ -168,17 +174,7 @@ class JaxPass:
 
     def backward(self, of_found: Tensor | None, of_entropy: Tensor | None) -> list[Tensor | None]:
         """Return the gradient of each of `tensors`."""
-        layout, counted = self._layout, self.inputs.counted
-        first = np.zeros((layout.size, max(1, self._shape.targets)), np.float32)
-        if of_found is not None:
-            given = of_found.numpy().reshape(len(layout.places), -1)
-            if counted is not None:
-                given = given * counted.numpy()[:, None]
-            first[layout.places, : given.shape[1]] = given
-        second = np.zeros(layout.size, np.float32)
-        if of_entropy is not None:
-            second[layout.places] = of_entropy.numpy()
-        given = Scored(first, second) if self._shape.targets else first[:, 0]  # type: ignore[arg-type]
+        given = self._slopes(of_found, of_entropy)
         base = None if self._whole else self._source.base
         found = self._source.programs.run(
             self._shape, "backward", base, self._held, self._batch, self._kept, given
@@ -192,6 +188,22 @@ class JaxPass:
         return [
             own.get(name) for own, names in zip(named, self._names, strict=True) for name in names
         ]
+
+    def _slopes(self, of_found: Tensor | None, of_entropy: Tensor | None) -> Any:
+        """Return the slopes of the results as arrays of the program's size."""
+        layout, counted = self._layout, self.inputs.counted
+        first = np.zeros((layout.size, max(1, self._shape.targets)), np.float32)
+        if of_found is not None:
+            given = of_found.numpy().reshape(len(layout.places), -1)
+            if counted is not None:
+                given = given * counted.numpy()[:, None]
+            first[layout.places, : given.shape[1]] = given
+        second = np.zeros(layout.size, np.float32)
+        if of_entropy is not None:
+            second[layout.places] = of_entropy.numpy()
+        if not self._shape.targets:
+            return first[:, 0]
+        return Scored(first, second)  # type: ignore[arg-type]  jax takes arrays of numpy
 
 
 _NOTHING: Views = {}

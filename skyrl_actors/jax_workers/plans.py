@@ -51,6 +51,12 @@ def window_of(longest: int, size: int) -> int:
     return min(window, size)
 
 
+def windows_of(size: int, longest: int) -> list[int]:
+    """Return the windows that rows of at most `longest` tokens need in passes of this size."""
+    lengths = [min(each, size, longest) for each in (*WINDOWS, *(2**i for i in range(9, 31)))]
+    return list(dict.fromkeys(window_of(length, size) for length in lengths))
+
+
 def slots_of(models: int, size: int) -> int:
     """Return the number of places for adapters."""
     least = SLOTS[1] if size <= SEVERAL_PLACES else 1

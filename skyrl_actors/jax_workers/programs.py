@@ -4,6 +4,7 @@ The losses lie between the two and are no part of them. So a loss that is not fi
 before a gradient flows, and no loss needs a program.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -186,11 +187,17 @@ class Pair:
         return of_x if scale == 1.0 else of_x * jnp.asarray(scale, of_x.dtype)
 
 
-_READ = [0]  # the programs that this process read from the cache on disk
+class _Read(threading.local):
+    """The programs that a thread read from the cache on disk. JAX reports each in its thread."""
+
+    count = 0
+
+
+_READ = _Read()
 
 
 def _count(event: str, **_: Any) -> None:
-    _READ[0] += event == "/jax/compilation_cache/cache_hits"
+    _READ.count += event == "/jax/compilation_cache/cache_hits"
 
 
 jax.monitoring.register_event_listener(_count)
@@ -202,7 +209,7 @@ class Compiled:
 
     programs: int = 0
     read: int = 0  # of them, from the cache on disk
-    seconds: float = 0.0  # to compile or to read them
+    seconds: float = 0.0  # to compile or to read them, added up over threads
     tokens: int = 0  # that were asked for
     computed: int = 0  # with padding
 
@@ -214,22 +221,37 @@ class Programs:
         self._arch, self._recompute = arch, recompute
         self._pairs: dict[Shape, Pair] = {}
         self._made: dict[tuple[Shape, str], Callable[..., Any]] = {}
+        self._counting = threading.Lock()
         self.counters = Compiled()
 
     def run(self, shape: Shape, name: str, *arguments: Any) -> Any:
         """Run `predict`, `forward` or `backward` of a shape."""
+        return self._program(shape, name, arguments)(*arguments)
+
+    def prepare(self, shape: Shape, arguments: tuple[Any, ...], given: Any) -> None:
+        """Compile the programs of a shape. Several threads may prepare different shapes.
+
+        `arguments` are those of a forward pass, `given` the slopes of its results.
+        """
+        self._program(shape, "predict", arguments)
+        self._program(shape, "forward", arguments)
+        _, kept = jax.eval_shape(self._pairs[shape].forward, *arguments)
+        self._program(shape, "backward", (*arguments, kept, given))
+
+    def _program(self, shape: Shape, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         program = self._made.get((shape, name))
         if program is None:
             program = self._made[shape, name] = self._compiled(shape, name, arguments)
-        return program(*arguments)
+        return program
 
-    def _compiled(self, shape: Shape, name: str, arguments: Any) -> Callable[..., Any]:
-        began, read_before = time.perf_counter(), _READ[0]
+    def _compiled(self, shape: Shape, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        began, read_before = time.perf_counter(), _READ.count
         pair = self._pairs.setdefault(shape, Pair(self._arch, shape, self._recompute))
         made = jax.jit(getattr(pair, name)).lower(*arguments).compile()
-        self.counters.programs += 1
-        self.counters.read += _READ[0] > read_before
-        self.counters.seconds += time.perf_counter() - began
+        with self._counting:
+            self.counters.programs += 1
+            self.counters.read += _READ.count > read_before
+            self.counters.seconds += time.perf_counter() - began
         return made
 
     @property

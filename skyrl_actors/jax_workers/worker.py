@@ -6,7 +6,8 @@ from skyrl_actors.config.strategies import JaxStrategy
 from skyrl_actors.jax_workers.factory import JaxModelFactory
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.messages.errors import InternalError
-from skyrl_actors.workers.interface import WorkerSpec
+from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.workers.interface import BaseModelInfo, WorkerSpec
 from skyrl_actors.workers.model_factory import ModelFactory
 from skyrl_actors.workers.state import is_whole
 from skyrl_actors.workers.torch_worker import TorchWorker
@@ -22,9 +23,28 @@ class JaxWorker(TorchWorker):
     def paths(self) -> dict[str, str]:
         found = super().paths() | {"attention": "XLA", "head": "XLA"}
         factory = self._model_factory
-        if isinstance(factory, JaxModelFactory):
-            found["programs"] = factory.programs_text()
+        if isinstance(factory, JaxModelFactory) and (text := factory.programs_text()):
+            found["programs"] = text
         return found
+
+    def setup(self, address: str, port: int) -> BaseModelInfo:
+        info = super().setup(address, port)
+        if self.spec.preload:
+            self._jax_factory.prepare_adapters()
+        return info
+
+    def create_model(self, spec: ModelSpec) -> int:
+        """Create a model. A job's rank knows no model before this, and prepares its programs."""
+        size = super().create_model(spec)
+        if not self.spec.preload:
+            self._jax_factory.prepare_for(self.models[spec.model_id])
+        return size
+
+    @property
+    def _jax_factory(self) -> JaxModelFactory:
+        factory = self.model_factory
+        assert isinstance(factory, JaxModelFactory)
+        return factory
 
     def _free(self, model_id: str) -> None:
         model = self.models.get(model_id)

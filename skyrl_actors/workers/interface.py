@@ -43,6 +43,7 @@ class WorkerSpec:
     preload: bool = True
     export_dtype: str = "float32"  # of full weights that are sent to engines
     max_adapters: int = 8  # on the device at once
+    max_rank: int = 32  # of adapters
     environment: tuple[tuple[str, str], ...] = ()  # the config's; a rank with others is restarted
     router_replay: bool = False  # requests can bring the experts of their tokens
 

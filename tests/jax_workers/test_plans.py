@@ -15,6 +15,7 @@ from skyrl_actors.jax_workers.plans import (
     sizes_up_to,
     slots_of,
     window_of,
+    windows_of,
 )
 
 LENGTHS = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=20), min_size=1, max_size=9)
@@ -80,3 +81,11 @@ def test_sizes_and_places():
     assert [slots_of(n, 4096) for n in (1, 2, 9)] == [1, 8, 64]
     assert slots_of(1, 128) == 8
     assert aligned(33, 32) == 64
+
+
+@given(LENGTHS, st.sampled_from([32, 100, 512, 1024, 4096]))
+def test_the_windows_of_a_size_are_known_ahead(lengths: list[list[int]], budget: int):
+    parts = [(range(len(own)), np.asarray(own)) for own in lengths]
+    for plan in plan_passes(parts, budget):
+        layout = layout_of(plan.blocks, [share.num_tokens for share in plan.shares])
+        assert layout.window in windows_of(layout.size, 900)

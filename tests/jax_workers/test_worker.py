@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +18,10 @@ from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.config.strategies import JaxStrategy, ReplicaStrategy
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.jax_workers.programs import Shape
+from skyrl_actors.jax_workers.worker import JaxWorker
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
-from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
-from skyrl_actors.workers.interface import Refused
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec, Role
+from skyrl_actors.workers.interface import Refused, WorkerSpec
 from skyrl_actors.workers.torch_worker import TorchWorker
 from tests.engines.test_vllm_start import saved
 from tests.jax_workers.test_network import SIZE
@@ -38,7 +40,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(base: Path, kind: str = "jax") -> TorchWorker:
-    strategy = JaxStrategy(cache=PROGRAMS) if kind == "jax" else ReplicaStrategy()
+    strategy = JaxStrategy(cache=PROGRAMS, prepare_s=0) if kind == "jax" else ReplicaStrategy()
     return worker_of(0, 1, 0, str(base), strategy, budget=256)
 
 
@@ -145,6 +147,63 @@ def test_after_out_of_memory_a_pass_runs_in_halves(base: Path, monkeypatch: pyte
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # nothing is counted twice
 
 
+def prepared(base: Path, seconds: float, **options: Any) -> JaxWorker:
+    worker = JaxWorker(
+        WorkerSpec(
+            rank=0,
+            world_size=1,
+            base_folder=str(base),
+            dtype="float32",
+            device="cpu",
+            num_threads=2,
+            microbatch_tokens=64,
+            collective_timeout_s=60.0,
+            strategy=JaxStrategy(cache=PROGRAMS, prepare_s=seconds),
+            max_rank=4,
+            **options,
+        )
+    )
+    worker.setup("127.0.0.1", 0)
+    return worker
+
+
+def num_programs(worker: JaxWorker) -> int:
+    base = worker.model_factory.base
+    assert isinstance(base, JaxNetwork)
+    return base.programs.counters.programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize("preload", [True, False])
+def test_usual_calls_need_no_program_that_was_not_prepared(base: Path, role: Role, preload: bool):
+    worker = prepared(base, 600, role=role, preload=preload)
+    spec = ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4), seed=5, role=role)
+    worker.create_model(spec)
+    before = num_programs(worker)
+    loss = "cross_entropy" if role == "policy" else "ppo_critic"
+    for number, rows in enumerate(((9,), (30, 20), (60, 3))):
+        data = batch(number, rows, ("returns", "values") if role == "critic" else ())
+        if role == "policy":
+            one(worker, "m", data, loss, forward_only=True)
+        one(worker, "m", data, loss)
+        worker.optim_step("m", STEP)
+    assert num_programs(worker) == before
+
+
+def test_no_program_is_prepared_after_the_time_for_it(base: Path, caplog: pytest.LogCaptureFixture):
+    worker = prepared(base, 0, role="policy")
+    assert "prepared 0 shapes of programs" in caplog.text
+    assert "2 are left to their first use" in caplog.text
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4), seed=5))
+    one(worker, "m", batch(1, ROWS[1]), "cross_entropy")
+
+
+def test_a_service_must_start_in_time():
+    with pytest.raises(ValueError, match=r"policy\.strategy\.prepare_s is 700, and a group must"):
+        ClusterConfig.model_validate({"policy": {"strategy": {"type": "jax", "prepare_s": 700}}})
+
+
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -155,7 +214,7 @@ print(json.dumps(trained_bits(Path(sys.argv[1]), Path(sys.argv[2]))))
 
 def trained_bits(base: Path, cache: Path) -> tuple[str, str]:
     """Return a digest of the weights after two steps, and what was compiled."""
-    worker = worker_of(0, 1, 0, str(base), JaxStrategy(cache=cache), budget=256)
+    worker = worker_of(0, 1, 0, str(base), JaxStrategy(cache=cache, prepare_s=0), budget=256)
     create(worker, LoraSpec(rank=4))
     for number in range(2):
         one(worker, "m", batch(number, ROWS[number]), "cross_entropy")

@@ -39,7 +39,7 @@ STRATEGIES: dict[str, StrategyConfig] = {
     "zero2": DeepSpeedStrategy(stage=2),
     "zero3": DeepSpeedStrategy(stage=3),
     "fsdp2": Fsdp2Strategy(),
-    "jax": JaxStrategy(cache=PROGRAMS),
+    "jax": JaxStrategy(cache=PROGRAMS, prepare_s=0),
 }
 LAST_STEP = AdamParams(learning_rate=3e-3, beta1=0.8, eps=1e-8, weight_decay=0.1)
 # The step makes exp_avg the gradient and leaves the weights.
