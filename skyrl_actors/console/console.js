@@ -135,6 +135,7 @@ function drawTables(state) {
   table("groups", [
     ["group", ([name]) => name], ["state", ([, g]) => g.state, "state"], ["ranks", ([, g]) => number(g.ranks), "number"],
     ["memory", ([, g]) => bytes((g.rss_bytes || []).reduce((a, b) => a + b, 0)), "number"], ["restarts", ([, g]) => number(g.restarts), "number"],
+    ["computes with", ([, g]) => Object.entries(g.paths || {}).map(([part, path]) => `${part}: ${path}`).join("; ")],
   ], Object.entries(state.groups || {}), "no groups");
   table("models", [
     ["model", (m) => m.model_id], ["role", (m) => m.role], ["weights", (m) => m.lora_rank ? `LoRA, rank ${m.lora_rank}` : "full"],
