@@ -3,9 +3,11 @@
     python -m bench.jax_passes [--case NAME ...] [--rounds N]
 
 Cases: `tiny` (64 rows of 20 to 48 tokens on the tiny model's sizes), `uniform` and `ragged` (rows
-of 256, and of 32 to 512, on 50 million weights), `tenants` (eight adapters with two rows each) and
-`full` (a full fine-tune on ragged rows). Each is a forward and backward in float32. Then thousand
-calls of several kinds are planned, to count programs and padding; nothing is computed for that.
+of 256, and of 32 to 512, on 50 million weights), `tenants` (eight adapters with two rows each),
+`full` (a full fine-tune on ragged rows), `experts` and `experts of two` (eight rows of 256 of one
+adapter or of two, on the mixture of `bench.moe`). Each is a forward and backward in float32. Then
+thousand calls of several kinds are planned, to count programs and padding; nothing is computed for
+that.
 
 Prints a table of medians, and one JSON line.
 """
@@ -23,7 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "2")
 
 import numpy as np
-from transformers import Qwen3Config
+from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from bench import train_setup
 from bench.harness import emit
@@ -48,15 +50,28 @@ TINY = Qwen3Config(
     pad_token_id=None,
 )
 WIDE = train_setup.config_of(512, 16)
+MIXTURE = Qwen3MoeConfig(
+    vocab_size=512,
+    hidden_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=64,
+    max_position_embeddings=512,
+)
 BUDGET = 4096
 FULL = 0
 # The model, the number of adapters (FULL: a full fine-tune), and the lengths of each model's rows.
-CASES: dict[str, tuple[Qwen3Config, int, Callable[[int], list[int]]]] = {
+CASES: dict[str, tuple[PreTrainedConfig, int, Callable[[int], list[int]]]] = {
     "tiny": (TINY, 1, lambda seed: np.random.default_rng(seed).integers(20, 48, 64).tolist()),
     "uniform": (WIDE, 1, lambda seed: [256] * 8),
     "ragged": (WIDE, 1, train_setup.ragged),
     "tenants": (WIDE, 8, lambda seed: train_setup.ragged(seed, 2)),
     "full": (WIDE, FULL, train_setup.ragged),
+    "experts": (MIXTURE, 1, lambda seed: [256] * 8),
+    "experts of two": (MIXTURE, 2, lambda seed: [256] * 4),
 }
 
 
@@ -64,7 +79,7 @@ Workers = dict[str, tuple[TorchWorker, list[str]]]
 
 
 @contextmanager
-def workers(config: Qwen3Config, adapters: int) -> Iterator[Workers]:
+def workers(config: PreTrainedConfig, adapters: int) -> Iterator[Workers]:
     """Yield a worker of each library, and the names of its models."""
     with (
         tempfile.TemporaryDirectory(prefix="bench-jax-") as cache,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config
 
 from skyrl_actors import losses
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
@@ -45,7 +45,7 @@ def config_of(vocab_size: int, layers: int) -> Qwen3Config:
 
 
 @contextmanager
-def folder_of(config: Qwen3Config, dtype: torch.dtype = torch.float32) -> Iterator[Path]:
+def folder_of(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Iterator[Path]:
     """Create the model with random weights. Return its folder."""
     with tempfile.TemporaryDirectory(prefix="bench-base-") as folder:
         torch.manual_seed(0)

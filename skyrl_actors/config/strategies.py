@@ -112,9 +112,9 @@ class JaxStrategy(FrozenConfig):
     prepare_s: float = Field(
         default=60.0,
         ge=0,
-        description="longest time that a rank takes at its start, or in a job for a new model, to "
-        "compile the programs of usual calls or to read them from the cache; others are compiled "
-        "when a call needs them. 0 = none ahead",
+        description="longest time that a rank of a service takes at its start to compile the "
+        "programs of usual calls, or to read them from the cache; others are compiled when a call "
+        "needs them. 0 = none ahead, as in jobs",
     )
 
     @field_validator("cache")

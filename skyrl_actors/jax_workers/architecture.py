@@ -51,6 +51,9 @@ class Architecture:
     post_norms: bool = False  # norms of the results of attention and MLP
     embed_scale: float = 1.0
     no_gradient: int | None = None  # the token whose embedding gets none, as in torch
+    experts: int = 0  # routed experts of each layer, of width `mlp`; 0: a dense MLP
+    experts_of_token: int = 0
+    normed_scores: bool = False  # those of a token's experts add up to 1
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -59,6 +62,21 @@ def _plain(config: Any) -> dict[str, Any]:
 
 def _qwen3(config: Any) -> dict[str, Any]:
     return {"qk_norm": True}
+
+
+def _qwen3_moe(config: Any) -> dict[str, Any]:
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise ConfigError(
+            "strategy jax computes mixtures whose layers all have experts, and this one has dense "
+            "layers (mlp_only_layers, decoder_sparse_step); use another strategy"
+        )
+    return {
+        "qk_norm": True,
+        "mlp": int(config.moe_intermediate_size),
+        "experts": int(config.num_experts),
+        "experts_of_token": int(config.num_experts_per_tok),
+        "normed_scores": bool(config.norm_topk_prob),
+    }
 
 
 def _gemma3(config: Any) -> dict[str, Any]:
@@ -78,6 +96,7 @@ FAMILIES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "qwen2": _plain,
     "mistral": _plain,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "gemma3_text": _gemma3,
 }
 

@@ -11,6 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from skyrl_actors.jax_workers.architecture import Architecture
 from skyrl_actors.jax_workers.attention import KEPT, allowed, attend
+from skyrl_actors.jax_workers.expert_terms import EXPERTS, ExpertTerms
+from skyrl_actors.jax_workers.experts import by_token, of_experts, routed_rows, rows_of
 from skyrl_actors.jax_workers.layers import LayerScan, rms
 from skyrl_actors.jax_workers.low_rank import Slots, from_low, low_of
 
@@ -18,6 +20,12 @@ from skyrl_actors.jax_workers.low_rank import Slots, from_low, low_of
 PROJECTIONS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+KINDS = (*PROJECTIONS, *EXPERTS)  # a mixture has experts in place of the last three
+ROUTER, INTO_EXPERTS, OUT_OF_EXPERTS = (
+    "mlp.gate.weight",
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj",
 )
 QKV, OUT, GATE_UP, DOWN = PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -45,7 +53,11 @@ class Rest(NamedTuple):
 
 def layer_names(arch: Architecture, biased: bool) -> list[str]:
     """Return the tensors of one layer."""
-    names = [f"{name}.weight" for name in PROJECTIONS]
+    if arch.experts:
+        names = [f"{name}.weight" for name in (*QKV, *OUT)]
+        names += [ROUTER, INTO_EXPERTS, OUT_OF_EXPERTS]
+    else:
+        names = [f"{name}.weight" for name in PROJECTIONS]
     names += [f"{name}.bias" for name in QKV] if biased else []
     norms = (*NORMS, *(POST_NORMS if arch.post_norms else ()), *(QK_NORMS if arch.qk_norm else ()))
     return names + [f"{name}.weight" for name in norms]
@@ -70,11 +82,15 @@ class Decoder:
         masks = jnp.stack([allowed(rows.numbers, span, self._window) for span in self._spans])
         return Rest(jnp.stack(cos).astype(dtype), jnp.stack(sin).astype(dtype), masks, slots)
 
-    def parts(self, weights: Tensors, factors: Any) -> tuple[Any, Any]:
-        """Return the trained and the frozen tensors of all layers."""
+    def parts(self, weights: Tensors, factors: Any, routes: Array | None) -> tuple[Any, Any]:
+        """Return the trained and the frozen tensors of all layers.
+
+        `routes` [layers, T, K]: the experts to compute, plus 1; 0: the router chooses.
+        """
+        own = self._per_layer if routes is None else {**self._per_layer, "routes": routes}
         if self._whole:
-            return weights, ({}, self._per_layer)
-        return factors, (weights, self._per_layer)
+            return weights, ({}, own)
+        return factors, (weights, own)
 
     def embedded(self, embedding: Array, tokens: Array) -> Array:
         x = embedding[tokens]
@@ -137,9 +153,40 @@ def _layer(
     else:
         x = x + found
         h = norm("post_attention_layernorm", x)
-    gate, up = linears(GATE_UP, h)
-    (found,) = linears(DOWN, _activated(arch, gate) * up)
+    if arch.experts:
+        found = _experts(arch, weights, factors, h, rest.slots, own.get("routes"))
+    else:
+        gate, up = linears(GATE_UP, h)
+        (found,) = linears(DOWN, _activated(arch, gate) * up)
     return x + (norm("post_feedforward_layernorm", found) if arch.post_norms else found)
+
+
+def _experts(
+    arch: Architecture,
+    weights: Tensors,
+    factors: Any,
+    x: Array,
+    slots: Slots,
+    routes: Array | None,
+) -> Array:
+    """Return the result of routed experts, [T, H] of [T, H]."""
+    scores = jax.nn.softmax((x @ weights[ROUTER].T).astype(jnp.float32), -1)
+    chosen = jax.lax.top_k(scores, arch.experts_of_token)[1]
+    if routes is not None:
+        chosen = jnp.where(routes > 0, routes - 1, chosen)
+    share = jnp.take_along_axis(scores, chosen, -1)
+    if arch.normed_scores:
+        share = share / share.sum(-1, keepdims=True)
+    share = share.astype(x.dtype)
+    routed = routed_rows(chosen, arch.experts)
+    terms = ExpertTerms(factors, slots, routed, len(x))
+    y = of_experts(rows_of(x, routed), weights[INTO_EXPERTS], routed.experts)
+    y = checkpoint_name(terms.added_into(y, x), KEPT)
+    gate, up = jnp.split(y, 2, -1)
+    h = _activated(arch, gate) * up
+    y = of_experts(h, weights[OUT_OF_EXPERTS], routed.experts)
+    y, low = terms.added_out(y, h)
+    return terms.with_shared(by_token(checkpoint_name(y, KEPT), share, routed), low, share)
 
 
 def _norm(arch: Architecture, weights: Tensors, name: str, x: Array) -> Array:

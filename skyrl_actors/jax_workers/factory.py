@@ -1,7 +1,7 @@
 """Create the models of a rank whose passes run in JAX."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from skyrl_actors.workers.model_factory import ModelFactory, collective
 from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_tensors
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, Network
 from skyrl_actors.workers.published_names import StoredForm
-from skyrl_actors.workers.state import is_whole
 from skyrl_actors.workers.tensor_files import Source, whole
 
 
@@ -72,6 +71,11 @@ class JaxModelFactory(ModelFactory):
     def _frozen(self, strategy: StrategyConfig) -> Network:
         folder = self.spec.base_folder
         arch = architecture_of(folder)
+        if self.spec.router_replay and not arch.experts:
+            raise ConfigError(
+                f"router_replay=true, but {arch.name} has no routed experts to replay; "
+                "set router_replay=false"
+            )
         module = shell(folder, self.dtype)
         with self._weights(module) as source:
             made = JaxNetwork(
@@ -87,22 +91,13 @@ class JaxModelFactory(ModelFactory):
             collective(self.spec, lambda: prove_equal(made, folder, self.dtype))
         return made
 
-    def prepare_adapters(self) -> None:
+    def prepare(self) -> None:
         """Compile the usual programs of adapters of the largest rank on all layers."""
-        lora = LoraSpec(rank=self.spec.max_rank)
-        views = lora_tensors(lora, 0, self.base)
-        if self.spec.role == "critic":
-            views |= value_head_tensors(self.base)
-        self._prepare(views)
-
-    def prepare_for(self, model: TrainedModel) -> None:
-        """Compile the usual programs of a model."""
-        if is_whole(model.state):
-            self._prepare(model.state.views)
-
-    def _prepare(self, views: Mapping[str, Tensor]) -> None:
         base = self.base
         assert isinstance(base, JaxNetwork)
+        views = lora_tensors(LoraSpec(rank=self.spec.max_rank), 0, base)
+        if self.spec.role == "critic":
+            views |= value_head_tensors(base)
         passes = usual_passes(base, views, self.spec.microbatch_tokens)
         prepare(passes, self.spec.num_threads, self._strategy.prepare_s)
         base.forget(views)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_actors.jax_workers.architecture import Architecture
 from skyrl_actors.jax_workers.arrays import tensor_of
-from skyrl_actors.jax_workers.decoder import PROJECTIONS, Rows
+from skyrl_actors.jax_workers.decoder import KINDS, Rows
 from skyrl_actors.jax_workers.head import Asked, Scored
 from skyrl_actors.jax_workers.low_rank import Slots
 from skyrl_actors.jax_workers.plans import Layout, layout_of, rank_of, slots_of
@@ -22,6 +23,7 @@ from skyrl_actors.jax_workers.weights import (
     adapter_gradients,
     gradients_of,
     kinds_in,
+    outer_in,
     rank_in,
 )
 from skyrl_actors.workers.adapter_terms import UNEMBED
@@ -33,6 +35,7 @@ Views = Mapping[str, Tensor]
 class PassSource(Protocol):
     """What a pass gets from its network."""
 
+    arch: Architecture
     base: Base
     names: Names
     programs: Programs
@@ -70,10 +73,11 @@ class JaxPass:
     def _form_of(self, views: list[Views]) -> Form:
         kinds = set().union(*(kinds_in(view) for view in views))
         return Form(
-            kinds=() if self._whole else tuple(kind for kind in PROJECTIONS if kind in kinds),
+            kinds=() if self._whole else tuple(kind for kind in KINDS if kind in kinds),
             head=not self._whole and any(f"{UNEMBED}.lora_A" in view for view in views),
             value=self.inputs.targets is None,
             rank=rank_of(max(1, *(rank_in(view) for view in views))),
+            outer=max(outer_in(view) for view in views),
         )
 
     def _shape_of(self, inputs: PassInputs) -> Shape:
@@ -86,13 +90,17 @@ class JaxPass:
             tokens=layout.size,
             window=layout.window,
             block=layout.block,
-            slots=0 if self._whole else slots_of(len(self._models.views), layout.size),
+            slots=0
+            if self._whole
+            else slots_of(len(self._models.views), layout.size, self._source.arch.experts > 0),
             rank=self._form.rank,
             kinds=self._form.kinds,
             head=self._form.head,
             targets=count if count < 2 else 1 << (count - 1).bit_length(),
             entropy_gradient=inputs.entropy_gradient,
             truncates=truncates,
+            outer=self._form.outer,
+            replays=inputs.routes is not None,
         )
 
     def _batch_of(self, inputs: PassInputs, layout: Layout) -> Batch:
@@ -108,7 +116,16 @@ class JaxPass:
             Rows(layout.positions, layout.numbers),  # type: ignore[arg-type]
             Slots(of_block, scale),  # type: ignore[arg-type]
             None if inputs.targets is None else self._asked(inputs, layout),
+            self._routes(inputs, layout),  # type: ignore[arg-type]
         )
+
+    def _routes(self, inputs: PassInputs, layout: Layout) -> np.ndarray | None:
+        if inputs.routes is None:
+            return None
+        layers = self._source.arch.layers
+        routes = np.zeros((layout.size, inputs.routes.shape[1]), np.int32)
+        routes[layout.places] = inputs.routes.numpy()
+        return np.ascontiguousarray(routes.reshape(layout.size, layers, -1).swapaxes(0, 1))
 
     def _asked(self, inputs: PassInputs, layout: Layout) -> Asked:
         assert inputs.targets is not None

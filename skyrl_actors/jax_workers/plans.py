@@ -6,6 +6,7 @@ there is little padding without many sizes. Each model of a pass begins at a mul
 tokens. All of this depends on the call alone: the same call runs the same programs in any process.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -57,8 +58,14 @@ def windows_of(size: int, longest: int) -> list[int]:
     return list(dict.fromkeys(window_of(length, size) for length in lengths))
 
 
-def slots_of(models: int, size: int) -> int:
-    """Return the number of places for adapters."""
+def slots_of(models: int, size: int, mixture: bool = False) -> int:
+    """Return the number of places for adapters.
+
+    A small pass has several places also for one adapter, so that it needs one program. In a
+    mixture, where each place costs products, there are no more than the next power of two.
+    """
+    if mixture:
+        return 1 << (models - 1).bit_length()
     least = SLOTS[1] if size <= SEVERAL_PLACES else 1
     return next((slots for slots in SLOTS if slots >= max(models, least)), models)
 
@@ -115,9 +122,11 @@ def plan_passes(parts: Sequence[tuple[Sequence[int], np.ndarray]], budget: int) 
 def _next_size(items: Sequence[Item], budget: int) -> int:
     """Return the size of the next pass: of all rows, if a smaller one first would not save more."""
     longest, total = items[0][0], sum(item[0] for item in items)
-    parts = len({part for _, part, _ in items})
+    of_parts = Counter[int]()
+    for length, part, _ in items:
+        of_parts[part] += length
     sizes = [size for size in sizes_up_to(budget) if size >= longest] or [size_of(longest)]
-    fitting = next((s for s in sizes if s >= total + parts * block_of(s) // 2), None)
+    fitting = next((size for size in sizes if _fits(of_parts.values(), size)), None)
     smaller = [size for size in sizes if size < total]
     if fitting is None or not smaller:
         return fitting or sizes[-1]
@@ -190,6 +199,11 @@ def layout_of(blocks: Sequence[Block], segments: Sequence[int]) -> Layout:
 def _size_for(segments: Sequence[int]) -> int:
     """Return the smallest size with room for these segments, each from a block on."""
     size = size_of(sum(segments))
-    while sum(aligned(tokens, block_of(size)) for tokens in segments) > size:
+    while not _fits(segments, size):
         size = size_of(size + 1)
     return size
+
+
+def _fits(segments: Iterable[int], size: int) -> bool:
+    """Return whether a pass of this size has room for segments, each from a block on."""
+    return sum(aligned(tokens, block_of(size)) for tokens in segments) <= size

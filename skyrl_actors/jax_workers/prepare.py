@@ -1,8 +1,8 @@
 """Compile the programs of usual calls ahead of the calls.
 
-The shapes follow from the config: passes of every size up to `microbatch_tokens`, with every
-window of rows that the context of the model allows, for adapters of one form or for a full
-fine-tune. What other calls need is compiled when they come.
+The shapes follow from the config: passes of one adapter, of every size up to `microbatch_tokens`,
+with every window of rows that the context of the model allows. What other calls need is compiled
+when they come.
 """
 
 import logging

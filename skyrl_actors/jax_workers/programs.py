@@ -34,6 +34,8 @@ class Shape:
     targets: int  # of a token; 0: values
     entropy_gradient: bool
     truncates: bool
+    outer: int = 0  # matrices of the factor at the hidden size, of adapters on experts
+    replays: bool = False  # whether the batch has routes
 
     def __str__(self) -> str:
         who = "full" if not self.slots else f"{self.slots} adapters of rank {self.rank}"
@@ -47,9 +49,11 @@ class Batch(NamedTuple):
     rows: Rows
     slots: Slots
     asked: Asked | None  # None: values
+    routes: Array | None = None  # [layers, T, K] int32: the experts to compute, plus 1
 
 
-Factors = tuple[Array, Array]  # A [layers, r, in] or [r, in], and B [..., out, r]
+# A [layers, r, in] or [r, in], and B [..., out, r]; of experts [layers, E, r, in]
+Factors = tuple[Array, Array]
 
 
 class Adapter(NamedTuple):
@@ -92,14 +96,14 @@ class Pair:
 
     def predict(self, base: Base | None, trained: Any, batch: Batch) -> Any:
         """Return `Scored`, or values [T]."""
-        weights, trained, layers = self._weights(base, trained)
+        weights, trained, layers = self._weights(base, trained, batch)
         rest = self._decoder.rest(batch.rows, batch.slots, weights.embed.dtype)
         x = self._decoder.embedded(weights.embed, batch.tokens)
         x = self._decoder.scan.plain(x, *layers, rest)
         return self._predicted(weights, trained, x, batch, None)[0]
 
     def forward(self, base: Base | None, trained: Any, batch: Batch) -> tuple[Any, Kept]:
-        weights, trained, layers = self._weights(base, trained)
+        weights, trained, layers = self._weights(base, trained, batch)
         rest = self._decoder.rest(batch.rows, batch.slots, weights.embed.dtype)
         x = self._decoder.embedded(weights.embed, batch.tokens)
         x, kept = self._decoder.scan.forward(x, *layers, rest)
@@ -110,7 +114,7 @@ class Pair:
         self, base: Base | None, trained: Any, batch: Batch, kept: Kept, given: Any
     ) -> Any:
         """Return the gradients of the trained tensors in float32."""
-        weights, trained, layers = self._weights(base, trained)
+        weights, trained, layers = self._weights(base, trained, batch)
         rest = self._decoder.rest(batch.rows, batch.slots, weights.embed.dtype)
         h, back_norm = jax.vjp(self._decoder.norm, kept.last, weights.norm)
         of_value, of_head, of_weight = None, None, None
@@ -129,12 +133,14 @@ class Pair:
         found = Adapter(of_layers, of_head, of_value)
         return jax.tree.map(lambda x: x.astype(jnp.float32), found)
 
-    def _weights(self, base: Base | None, trained: Any) -> tuple[Base, Any, tuple[Any, Any]]:
+    def _weights(
+        self, base: Base | None, trained: Any, batch: Batch
+    ) -> tuple[Base, Any, tuple[Any, Any]]:
         if self._whole:
-            return trained, trained, self._decoder.parts(trained.layers, {})
+            return trained, trained, self._decoder.parts(trained.layers, {}, batch.routes)
         assert base is not None
         adapters = _stacked(trained)
-        return base, adapters, self._decoder.parts(base.layers, adapters.layers)
+        return base, adapters, self._decoder.parts(base.layers, adapters.layers, batch.routes)
 
     def _head(self, weights: Base, trained: Any) -> Head:
         weight = weights.embed if weights.head is None else weights.head

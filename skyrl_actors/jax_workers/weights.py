@@ -11,7 +11,8 @@ from torch import Tensor
 
 from skyrl_actors.jax_workers.architecture import Architecture
 from skyrl_actors.jax_workers.arrays import Device, array_of
-from skyrl_actors.jax_workers.decoder import PROJECTIONS
+from skyrl_actors.jax_workers.decoder import KINDS
+from skyrl_actors.jax_workers.expert_terms import EXPERTS, GATE, LAST, UP
 from skyrl_actors.jax_workers.programs import Adapter, Base, Factors
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.adapter_terms import UNEMBED
@@ -82,12 +83,21 @@ def gradients_of(found: Any, names: Names) -> dict[str, Tensor]:
 
 def kinds_in(views: Mapping[str, Tensor]) -> set[str]:
     """Return the kinds of layers that an adapter has factors of."""
-    return {kind for kind in PROJECTIONS if f"model.layers.0.{kind}.lora_A" in views}
+    return {kind for kind in KINDS if f"model.layers.0.{kind}.lora_A" in views}
 
 
 def rank_in(views: Mapping[str, Tensor]) -> int:
     """Return the largest rank of an adapter's factors."""
-    return max((len(view) for name, view in views.items() if name.endswith("lora_A")), default=0)
+    return max(
+        (view.size(-2) for name, view in views.items() if name.endswith("lora_A")), default=0
+    )
+
+
+def outer_in(views: Mapping[str, Tensor]) -> int:
+    """Return the matrices of the factor at the hidden size, of an adapter on experts; else 0."""
+    sides = ((GATE, "lora_A"), (UP, "lora_A"), (LAST, "lora_B"))
+    found = (views.get(f"model.layers.0.{kind}.{side}") for kind, side in sides)
+    return max((len(view) for view in found if view is not None), default=0)
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,7 @@ class Form:
     head: bool
     value: bool
     rank: int
+    outer: int = 0  # see `outer_in`
 
 
 def adapter_of(
@@ -119,7 +130,11 @@ def adapter_of(
             )
             return padded(*halves)
         out, inside = _sizes(arch)[kind]
-        return padded(torch.zeros(arch.layers, 1, inside), torch.zeros(arch.layers, out, 1))
+        of_a, of_b = ((arch.layers,), (arch.layers,))
+        if kind in EXPERTS:
+            counts = (arch.experts, form.outer) if kind == LAST else (form.outer, arch.experts)
+            of_a, of_b = ((arch.layers, count) for count in counts)
+        return padded(torch.zeros(*of_a, 1, inside), torch.zeros(*of_b, out, 1))
 
     head = value = None
     if form.head:
@@ -143,9 +158,9 @@ def adapter_gradients(found: Any, slot: int, views: Mapping[str, Tensor]) -> dic
         for layer in range(len(a)):
             name = f"model.layers.{layer}.{kind}"
             if f"{name}.lora_A" in views:
-                rank = len(views[f"{name}.lora_A"])
-                of[f"{name}.lora_A"] = a[layer, slot, :rank]
-                of[f"{name}.lora_B"] = b[layer, slot, :, :rank]
+                rank = views[f"{name}.lora_A"].size(-2)
+                of[f"{name}.lora_A"] = a[layer, slot, ..., :rank, :]
+                of[f"{name}.lora_B"] = b[layer, slot, ..., :rank]
     if found.head is not None and f"{UNEMBED}.lora_A" in views:
         rank = len(views[f"{UNEMBED}.lora_A"])
         of[f"{UNEMBED}.lora_A"] = found.head[0][slot, :rank]
@@ -166,4 +181,7 @@ def _sizes(arch: Architecture) -> dict[str, tuple[int, int]]:
         "mlp.gate_proj": (arch.mlp, arch.hidden),
         "mlp.up_proj": (arch.mlp, arch.hidden),
         "mlp.down_proj": (arch.hidden, arch.mlp),
+        GATE: (arch.mlp, arch.hidden),
+        UP: (arch.mlp, arch.hidden),
+        LAST: (arch.hidden, arch.mlp),
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 from skyrl_actors.jax_workers.architecture import architecture_of
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.losses.processing import Processing
-from skyrl_actors.messages.model import LoraSpec
+from skyrl_actors.messages.model import ExpertLayout, LoraSpec
 from skyrl_actors.workers.adapter_terms import chosen
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.blocks import Block
@@ -46,11 +46,17 @@ def jax_network(base: Path, activations: Activations = "keep") -> JaxNetwork:
         )
 
 
-def adapter(network: Network, rank: int, seed: int, **switches: bool) -> Views:
+def adapter(
+    network: Network,
+    rank: int,
+    seed: int,
+    layout: ExpertLayout = "shared_outer",
+    **switches: bool,
+) -> Views:
     generator = torch.Generator().manual_seed(seed)
     views: Views = {}
     for term in chosen(network.terms, LoraSpec(rank=rank, **switches)):
-        for name, shape in zip((term.a, term.b), term.shapes(rank, "shared_outer"), strict=True):
+        for name, shape in zip((term.a, term.b), term.shapes(rank, layout), strict=True):
             views[name] = (torch.randn(shape, generator=generator) * 0.1).requires_grad_()
     return views
 

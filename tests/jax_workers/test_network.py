@@ -1,6 +1,7 @@
 """JAX passes equal torch's: families, adapters of several ranks, targets, distributions, values."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from skyrl_actors.jax_workers import head
 from skyrl_actors.losses.processing import Processing
+from skyrl_actors.messages.model import ExpertLayout
+from skyrl_actors.workers.interface import Activations
 from skyrl_actors.workers.models import value_head_tensors
 from tests.engines.test_vllm_start import saved
 from tests.jax_workers.networks import (
@@ -45,12 +49,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SLIDING, FULL = "sliding_attention", "full_attention"
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZE),
     "llama-tied": LlamaConfig(**SIZE, tie_word_embeddings=True, rope_parameters=LLAMA3),
     "qwen2": Qwen2Config(**SIZE),
     "qwen3": Qwen3Config(**SIZE, head_dim=16),
+    "qwen3-moe": Qwen3MoeConfig(**SIZE, **EXPERTS),
+    "qwen3-moe-normed": Qwen3MoeConfig(**SIZE, **EXPERTS, norm_topk_prob=True),
     "mistral": MistralConfig(**SIZE, sliding_window=6),
     "gemma3": Gemma3TextConfig(
         **SIZE, head_dim=16, sliding_window=6, layer_types=[SLIDING, SLIDING, FULL], pad_token_id=0
@@ -167,8 +174,9 @@ def test_no_more_adapters_are_on_the_device_than_allowed(qwen3: Path):
     assert all(any(bool(g.any()) for g in own.values()) for own in gradients)
 
 
-def test_a_weight_that_is_not_finite_changes_rows_of_its_adapter_alone(qwen3: Path):
-    ours = jax_network(qwen3)
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3-moe-normed", marks=SLOW)])
+def test_a_weight_that_is_not_finite_changes_rows_of_its_adapter_alone(name: str, tmp_path: Path):
+    ours = jax_network(saved(CONFIGS[name], tmp_path))
     good, bad = adapter(ours, 4, 1), adapter(ours, 4, 2)
     rows = [(30, good), (30, bad), (9, good)]
     wanted, _, wanted_gradients = computed(ours, inputs_for(rows))
@@ -177,9 +185,48 @@ def test_a_weight_that_is_not_finite_changes_rows_of_its_adapter_alone(qwen3: Pa
             tensor.fill_(torch.inf)
     found, _, gradients = computed(ours, inputs_for(rows))
     assert not found[30:60].isfinite().any()
-    torch.testing.assert_close(found[:30], wanted[:30], atol=0, rtol=0)
-    torch.testing.assert_close(found[60:], wanted[60:], atol=0, rtol=0)
-    assert largest_difference([gradients[0]], [wanted_gradients[0]]) == 0
+    # The rows of an expert lie elsewhere among others, which rounds their sums differently.
+    rounding = 0 if name == "qwen3" else 1e-6
+    torch.testing.assert_close(found[:30], wanted[:30], atol=rounding, rtol=0)
+    torch.testing.assert_close(found[60:], wanted[60:], atol=rounding, rtol=0)
+    assert largest_difference([gradients[0]], [wanted_gradients[0]]) <= rounding
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["shared_outer", "per_expert"])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_factors_of_experts_equal_torch(
+    tmp_path: Path, layout: ExpertLayout, activations: Activations
+):
+    """Of many models, some without terms on experts, and some whose rows are few."""
+    base = saved(CONFIGS["qwen3-moe-normed"], tmp_path)
+    ours, theirs = jax_network(base, activations), torch_network(base)
+    owners = [
+        adapter(theirs, 2 + number % 3, number, layout, train_mlp=number != 2)
+        for number in range(5)
+    ]
+    inputs = inputs_for([(n, owners[i % 5]) for i, n in enumerate((30, 5, 9, 2, 70))])
+    found, _, gradients = computed(ours, inputs)
+    wanted, _, wanted_gradients = computed(theirs, inputs)
+    torch.testing.assert_close(found, wanted, atol=LOGPROBS, rtol=0)
+    assert largest_difference(gradients, wanted_gradients) < GRADIENTS
+
+
+@SLOW
+def test_given_experts_are_computed(tmp_path: Path):
+    base = saved(CONFIGS["qwen3-moe-normed"], tmp_path)
+    ours, theirs = jax_network(base), torch_network(base)
+    own = adapter(theirs, 4, 1)
+    plain = inputs_for([(n, own) for n in ROWS])
+    generator = torch.Generator().manual_seed(3)
+    chosen = torch.rand(3, len(plain.tokens), 6, generator=generator).topk(2).indices + 1
+    chosen[:, ::7] = 0  # not known
+    inputs = replace(plain, routes=chosen.movedim(0, 1).flatten(1))
+    found, _, gradients = computed(ours, inputs)
+    wanted, _, wanted_gradients = computed(theirs, inputs)
+    torch.testing.assert_close(found, wanted, atol=LOGPROBS, rtol=0)
+    assert largest_difference(gradients, wanted_gradients) < GRADIENTS
+    assert (computed(ours, plain)[0] - found).abs().max() > 1e-3
 
 
 @SLOW

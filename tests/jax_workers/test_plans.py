@@ -89,3 +89,9 @@ def test_the_windows_of_a_size_are_known_ahead(lengths: list[list[int]], budget:
     for plan in plan_passes(parts, budget):
         layout = layout_of(plan.blocks, [share.num_tokens for share in plan.shares])
         assert layout.window in windows_of(layout.size, 900)
+
+
+@pytest.mark.parametrize("parts", [[[256] * 8], [[256] * 4, [256] * 4], [[64] * 16, [1024]]])
+def test_rows_that_fill_a_size_are_one_pass(parts: list[list[int]]):
+    given = [(range(len(own)), np.asarray(own)) for own in parts]
+    assert [plan.num_tokens for plan in plan_passes(given, 4096)] == [2048]

@@ -175,9 +175,8 @@ def num_programs(worker: JaxWorker) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["policy", "critic"])
-@pytest.mark.parametrize("preload", [True, False])
-def test_usual_calls_need_no_program_that_was_not_prepared(base: Path, role: Role, preload: bool):
-    worker = prepared(base, 600, role=role, preload=preload)
+def test_usual_calls_need_no_program_that_was_not_prepared(base: Path, role: Role):
+    worker = prepared(base, 600, role=role)
     spec = ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4), seed=5, role=role)
     worker.create_model(spec)
     before = num_programs(worker)

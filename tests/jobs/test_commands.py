@@ -175,7 +175,8 @@ def test_a_job_learns_with_jax(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_job_replays_the_experts_of_its_samples(tmp_path: Path):
+@pytest.mark.parametrize("strategy", ["replica", "jax"])
+def test_a_job_replays_the_experts_of_its_samples(tmp_path: Path, strategy: str):
     """The engine computes in bfloat16, so its routers choose others than the trainer's would."""
     done = run_cli(
         "train",
@@ -184,6 +185,7 @@ def test_a_job_replays_the_experts_of_its_samples(tmp_path: Path):
         "job.iterations=1",
         "cluster.router_replay=true",
         "cluster.engine.dtype=bfloat16",
+        f"cluster.policy.strategy.type={strategy}",
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
