@@ -6,7 +6,6 @@ from skyrl_actors.config.strategies import JaxStrategy
 from skyrl_actors.jax_workers.factory import JaxModelFactory
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.messages.errors import InternalError
-from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.workers.interface import BaseModelInfo, WorkerSpec
 from skyrl_actors.workers.model_factory import ModelFactory
 from skyrl_actors.workers.state import is_whole
@@ -29,22 +28,10 @@ class JaxWorker(TorchWorker):
 
     def setup(self, address: str, port: int) -> BaseModelInfo:
         info = super().setup(address, port)
-        if self.spec.preload:
-            self._jax_factory.prepare_adapters()
-        return info
-
-    def create_model(self, spec: ModelSpec) -> int:
-        """Create a model. A job's rank knows no model before this, and prepares its programs."""
-        size = super().create_model(spec)
-        if not self.spec.preload:
-            self._jax_factory.prepare_for(self.models[spec.model_id])
-        return size
-
-    @property
-    def _jax_factory(self) -> JaxModelFactory:
         factory = self.model_factory
-        assert isinstance(factory, JaxModelFactory)
-        return factory
+        if self.spec.preload and isinstance(factory, JaxModelFactory):
+            factory.prepare()
+        return info
 
     def _free(self, model_id: str) -> None:
         model = self.models.get(model_id)
