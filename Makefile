@@ -1,5 +1,5 @@
 # make demo   set up, then watch PPO learn        make check   ruff, vulture, pyright
-# make demo-jax   the same with passes that JAX compiles
+# make demo-jax   the same with training and sampling by JAX
 # make test   set up, then the tests            make bench   benchmarks, one JSON line each
 # make test-fast  short tests without a cluster     make test-slow  what make test leaves out
 # make chaos  kill processes of a service while an SDK client trains (about 25 minutes)

@@ -19,7 +19,7 @@ PACKAGES: dict[str, set[str]] = {
     "colocation": {"messages", "supervision"},
     "observe": {"messages"},
     "workers": {"config", "losses", "messages", "storage", "transport"},
-    "jax_workers": {"config", "messages", "storage", "workers"},
+    "jax_workers": {"config", "messages", "storage", "transport", "workers"},
     "transport": {"messages", "remote"},
     "remote": {"messages"},
     "supervision": {"config", "messages", "remote"},
@@ -39,6 +39,7 @@ PACKAGES: dict[str, set[str]] = {
     "engines": {
         "colocation",
         "config",
+        "jax_workers",
         "losses",
         "messages",
         "observe",
@@ -121,7 +122,14 @@ NARROW = {
         "commands": {"skyrl_actors.commands.serve"},
         "remote": {"skyrl_actors.remote"},
     },
-    "engines": {"losses": {"skyrl_actors.losses.truncation"}},
+    "engines": {
+        "losses": {"skyrl_actors.losses.truncation"},
+        "jax_workers": {
+            "skyrl_actors.jax_workers.draws",
+            "skyrl_actors.jax_workers.generator",
+            "skyrl_actors.jax_workers.loading",
+        },
+    },
     "workers": {
         "losses": {
             "skyrl_actors.losses",

@@ -19,6 +19,7 @@ from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.engines.build import build_pool
+from skyrl_actors.engines.interface import LIBRARIES
 from skyrl_actors.engines.pool import EnginePool
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
@@ -209,8 +210,10 @@ class RunningParts:
         colocated = self._config.placement.shares("engine")
 
         async def engines() -> None:
+            engine = self._config.engine
+            library = LIBRARIES[engine.type]
             self._report(
-                f"starting {self._config.engine.num_engines} vLLM engine(s): importing vLLM and "
+                f"starting {engine.num_engines} {library} engine(s): importing {library} and "
                 "loading weights"
             )
             await self.engines.start()

@@ -28,6 +28,7 @@ from skyrl_actors.config.transfers import (
     LOGPROB_BOUNDS,
     FileTransferConfig,
     LogprobCheckConfig,
+    StreamTransferConfig,
     TransferConfig,
 )
 from skyrl_actors.messages.model import ExpertLayout
@@ -486,6 +487,22 @@ class ClusterConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _jax_engines_can_be(self) -> "ClusterConfig":
+        if self.engine.type != "jax":
+            return self
+        if isinstance(self.transfer, StreamTransferConfig):
+            raise ValueError(
+                f"transfer.type {self.transfer.type} streams weights, and engines of type jax read "
+                "files; use shm, object_store or disk"
+            )
+        if self.placement.device == "gpu" and self.placement.shares("engine"):
+            raise ValueError(
+                "engines of type jax keep their GPU memory, and the GPUs are shared; use "
+                "placement.layout=split, or engine.type vllm"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _in_flight_can_be(self) -> "ClusterConfig":
         engine = self.engine
         if engine.in_flight != "drain" and not self.placement.shares("engine"):
@@ -510,6 +527,11 @@ class ClusterConfig(FrozenConfig):
         if not self.router_replay:
             return self
         advice = "set router_replay=false"
+        if self.engine.type == "jax":
+            raise ValueError(
+                f"router_replay: engines of type jax do not return routes; {advice}, or use "
+                "engine.type vllm"
+            )
         if not self.engine.num_engines or self.engine.external:
             raise ValueError(
                 "router_replay needs the routes of all samples, and only engines of this service "

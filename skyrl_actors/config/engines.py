@@ -1,5 +1,6 @@
-"""vLLM engines of the service, and external vLLM servers."""
+"""Engines of the service, and external vLLM servers."""
 
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -34,8 +35,13 @@ class ExternalEngineConfig(FrozenConfig):
 
 
 class EngineConfig(FrozenConfig):
-    """The engines that sample."""
+    """The engines that sample.
 
+    `vllm`, the default: vLLM. `jax`: programs that JAX compiles, for devices that vLLM does not run
+    on; without a prefix cache, several devices for one engine, engines by URL, or tools.
+    """
+
+    type: Literal["vllm", "jax"] = "vllm"
     num_engines: int = Field(
         default=1,
         ge=0,
@@ -118,6 +124,30 @@ class EngineConfig(FrozenConfig):
         if name is not None:
             vllm_arguments.check_tool_parser(name)
         return name
+
+    @model_validator(mode="after")
+    def _jax_has_it(self) -> "EngineConfig":
+        if self.type != "jax":
+            return self
+        if find_spec("jax") is None:
+            raise ValueError(
+                "engine.type jax: the package is not installed here; "
+                "pip install 'skyrl-actors[jax]'"
+            )
+        asked = {
+            "external": bool(self.external),
+            "tensor_parallel": self.tensor_parallel > 1,
+            "pipeline_parallel": self.pipeline_parallel > 1,
+            "tool_parser": self.tool_parser is not None,
+            "vllm": bool(self.vllm),
+            "in_flight keep": self.in_flight == "keep",
+        }
+        if odd := [name for name, is_set in asked.items() if is_set]:
+            raise ValueError(
+                f"engine.{odd[0]} is not available with engine.type jax; leave it out, or use "
+                "engine.type vllm"
+            )
+        return self
 
     @model_validator(mode="after")
     def _some_engine(self) -> "EngineConfig":

@@ -1,6 +1,6 @@
-"""The Ray actor around one vLLM engine.
+"""The Ray actor around one engine.
 
-vLLM is imported in the actor's own process, when the actor is created.
+vLLM or JAX is imported in the actor's own process, when the actor is created.
 
 Calls carry the epoch of their controller. When a newer controller takes over, the actor aborts the
 older one's samples and waits for its other calls. The newer controller repeats those samples with
@@ -35,14 +35,23 @@ from skyrl_actors.transport.rpc_server import RpcServer, to_one
 T = TypeVar("T")
 
 
+def engine_of(spec: EngineSpec) -> Any:
+    """Return the engine of a spec. Only its own library is imported."""
+    if spec.type == "jax":
+        from skyrl_actors.engines.jax_engine import JaxEngine
+
+        return JaxEngine(spec)
+    from skyrl_actors.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(spec)
+
+
 class EngineActor:
-    """Serve one VllmEngine to controllers and refuse calls of earlier epochs."""
+    """Serve one engine to controllers and refuse calls of earlier epochs."""
 
     def __init__(self, spec: EngineSpec):
-        from skyrl_actors.engines.vllm_engine import VllmEngine
-
         observed().begin(spec.name, logging.WARNING)
-        self.engine = VllmEngine(spec)
+        self.engine = engine_of(spec)
         self._started = False
         self._log_file = os.path.realpath("/proc/self/fd/2")
         self._epoch = 0
@@ -76,10 +85,11 @@ class EngineActor:
         return await self._rpc.address_for(caller)
 
     async def watch(self) -> None:
-        """Never return. Raise StateLost when vLLM's process ends; the actor's death raises too."""
+        """Never return. Raise StateLost when the engine has ended; the actor's death raises too."""
         await self.engine.dead.wait()
         cause = await asyncio.to_thread(own_last_exception)
-        raise StateLost(f"vLLM's process ended: {cause}".removesuffix(": "))
+        what = "vLLM's process ended" if self.engine.spec.type == "vllm" else "JAX failed"
+        raise StateLost(f"{what}: {cause}".removesuffix(": "))
 
     async def start(self, epoch: int) -> None:
         await self._change(epoch, self.engine.start())

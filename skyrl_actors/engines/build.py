@@ -45,6 +45,10 @@ def build_pool(
     for index, slots in enumerate(plan.actors_of("engine")):
         spec = _spec_of(index, slots, devices, config, base_folder, planned_bytes)
         own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
+        if spec.type == "jax":
+            own["NPROC"] = str(engine.num_threads)  # of XLA's thread pools
+            if spec.device == "cpu":
+                own["JAX_PLATFORMS"] = "cpu"
         if spec.over_nodes:  # vLLM creates its workers as Ray actors in these bundles
             bundles = ",".join(str(slot.index) for slot in slots)
             own |= {
@@ -91,6 +95,7 @@ def _spec_of(
     return EngineSpec(
         name=f"engine[{index}]",
         base_folder=str(base_folder),
+        type=engine.type,
         planned_bytes=planned_bytes,
         device=config.placement.device,
         dtype=engine.dtype,

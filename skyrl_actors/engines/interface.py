@@ -15,6 +15,7 @@ CHECK = ".check"  # suffix of the request id under which an engine scores the lo
 FLAG = "processed_logprobs"  # in vLLM's extra_args; also the name of the patch
 TEMPERATURE_ONLY = "temperature"  # its value if top_k and top_p are left out; else True
 ALL_WEIGHTS = "skyrl_actors_full_weights"  # the weight-transfer backend that vLLM looks up
+LIBRARIES = {"vllm": "vLLM", "jax": "JAX"}  # by engine.type
 ONE_DEVICE = EngineTopology()
 PROCESSED = 2**31 - 1  # the token id of such a logprob; beyond every vocabulary
 
@@ -25,6 +26,7 @@ class EngineSpec:
 
     name: str
     base_folder: str
+    type: Literal["vllm", "jax"] = "vllm"
     device: Literal["cpu", "gpu"]
     dtype: str
     max_model_len: int

@@ -23,6 +23,7 @@ from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.engines.interface import (
     BASE_VERSION,
+    LIBRARIES,
     EngineCalls,
     EngineReport,
     EngineSpec,
@@ -166,8 +167,9 @@ class LocalEngine(EngineReplica):
             [actor.adopt.remote(self.epoch)], "start", self.restart.start_timeout_s
         )
         self._log_file = report.log_file
+        library = LIBRARIES[self.site.spec.type]
         self._report(
-            f"{self.name}: vLLM is imported ({time.perf_counter() - started:.1f} s), "
+            f"{self.name}: {library} is imported ({time.perf_counter() - started:.1f} s), "
             "loading weights"
         )
         await self._ask([actor.start.remote(self.epoch)], "start", self.restart.start_timeout_s)

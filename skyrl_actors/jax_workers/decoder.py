@@ -1,6 +1,6 @@
 """The decoder: packed tokens to hidden states, with the low-rank terms of many models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Rest(NamedTuple):
 
     cos: Array  # [ropes, T, 1, D]
     sin: Array
-    masks: Array  # [spans, ...], see `allowed`
+    masks: Array | None  # [spans, ...], see `allowed`
     slots: Slots
 
 
@@ -74,13 +74,14 @@ class Decoder:
             "rope": jnp.asarray(arch.rope_of, jnp.int32),
             "mask": jnp.asarray([self._spans.index(s) for s in arch.window_of], jnp.int32),
         }
-        self.scan = LayerScan(partial(_layer, arch, window, whole), recompute)
+        attention = partial(_in_rows, arch, window)
+        self.scan = LayerScan(partial(layer, arch, attention, whole), recompute)
         self._whole = whole
 
     def rest(self, rows: Rows, slots: Slots, dtype: Any) -> Rest:
-        cos, sin = zip(*(_angles(rope, rows.positions) for rope in self.arch.ropes), strict=True)
+        cos, sin = angles(self.arch, rows.positions, dtype)
         masks = jnp.stack([allowed(rows.numbers, span, self._window) for span in self._spans])
-        return Rest(jnp.stack(cos).astype(dtype), jnp.stack(sin).astype(dtype), masks, slots)
+        return Rest(cos, sin, masks, slots)
 
     def parts(self, weights: Tensors, factors: Any, routes: Array | None) -> tuple[Any, Any]:
         """Return the trained and the frozen tensors of all layers.
@@ -102,6 +103,12 @@ class Decoder:
         return rms(x, weight, self.arch.eps, self.arch.norm_offset)
 
 
+def angles(arch: Architecture, positions: Array, dtype: Any) -> tuple[Array, Array]:
+    """Return cosines and sines [ropes, T, 1, D] at positions [T]."""
+    cos, sin = zip(*(_angles(rope, positions) for rope in arch.ropes), strict=True)
+    return jnp.stack(cos).astype(dtype), jnp.stack(sin).astype(dtype)
+
+
 def _angles(rope: Any, positions: Array) -> tuple[Array, Array]:
     angles = positions[:, None].astype(jnp.float32) * jnp.asarray(rope.frequencies, jnp.float32)
     angles = jnp.tile(angles, 2)[:, None]  # [T, 1, D]
@@ -113,9 +120,28 @@ def _rotated(x: Array, cos: Array, sin: Array) -> Array:
     return x * cos + jnp.concatenate([-second, first], -1) * sin
 
 
-def _layer(
-    arch: Architecture, window: int, whole: bool, x: Array, trained: Any, frozen: Any, rest: Rest
+# q [T, Hq, D], k and v [T, Hkv, D], what is of this layer, what all layers share -> [T, Hq, D]
+Attention = Callable[[Array, Array, Array, Tensors, Rest], Array]
+
+
+def _in_rows(
+    arch: Architecture, window: int, q: Array, k: Array, v: Array, own: Tensors, rest: Rest
 ) -> Array:
+    assert rest.masks is not None
+    found: Any = attend(q, k, v, rest.masks[own["mask"]], arch.query_scale, window)
+    return found
+
+
+def layer(
+    arch: Architecture,
+    attention: Attention,
+    whole: bool,
+    x: Array,
+    trained: Any,
+    frozen: Any,
+    rest: Rest,
+) -> Array:
+    """Return the result of one layer, [T, H] of [T, H]; see `LayerScan`."""
     fixed, own = frozen
     weights, factors = (trained, {}) if whole else (fixed, trained)
     tokens = len(x)
@@ -144,8 +170,7 @@ def _layer(
         q, k = norm("self_attn.q_norm", q), norm("self_attn.k_norm", k)
     cos, sin = rest.cos[own["rope"]], rest.sin[own["rope"]]
     q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-    mask = rest.masks[own["mask"]]
-    found: Any = attend(q, k, v, mask, arch.query_scale, window)
+    found = attention(q, k, v, own, rest)
     (found,) = linears(OUT, found.reshape(tokens, -1))
     if arch.post_norms:
         x = x + norm("post_attention_layernorm", found)

@@ -1,62 +1,28 @@
 """Create the models of a rank whose passes run in JAX."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import jax
 import torch
 from torch import Tensor
 
 from skyrl_actors.config.strategies import JaxStrategy, StrategyConfig
 from skyrl_actors.jax_workers.architecture import architecture_of
-from skyrl_actors.jax_workers.arrays import Device
+from skyrl_actors.jax_workers.devices import configure, device_for
+from skyrl_actors.jax_workers.loading import load_network, shapes_of
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.jax_workers.prepare import prepare, usual_passes
 from skyrl_actors.jax_workers.proof import prove_equal
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
-from skyrl_actors.storage.private_folders import make_folder
 from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import WorkerSpec
-from skyrl_actors.workers.meta_model import own_names, shell, weights_of
+from skyrl_actors.workers.meta_model import weights_of
 from skyrl_actors.workers.model_factory import ModelFactory, collective
 from skyrl_actors.workers.models import TrainedModel, lora_tensors, value_head_tensors
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, Network
 from skyrl_actors.workers.published_names import StoredForm
 from skyrl_actors.workers.tensor_files import Source, whole
-
-
-def configure(strategy: JaxStrategy) -> None:
-    """Set what JAX reads at its first use."""
-    folder = strategy.cache or default_cache()
-    make_folder(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # TPUs and GPUs round products of float32 otherwise.
-    jax.config.update("jax_default_matmul_precision", "highest")
-
-
-def default_cache() -> Path:
-    """Return the folder of compiled programs if the config names none."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "skyrl-actors" / "jax"
-
-
-def device_for(kind: str) -> Device:
-    """Return the device of a rank. Raises ConfigError if JAX does not see one of this kind."""
-    if kind == "cpu":
-        return jax.devices("cpu")[0]
-    found = [device for device in jax.devices() if device.platform != "cpu"]
-    if not found:
-        seen = ", ".join(str(device) for device in jax.devices())
-        raise ConfigError(
-            f"strategy jax: placement.device is {kind}, and JAX sees only {seen}; install JAX "
-            "for this accelerator, for example pip install 'jax[cuda12]'"
-        )
-    return found[0]
 
 
 class JaxModelFactory(ModelFactory):
@@ -76,19 +42,10 @@ class JaxModelFactory(ModelFactory):
                 f"router_replay=true, but {arch.name} has no routed experts to replay; "
                 "set router_replay=false"
             )
-        module = shell(folder, self.dtype)
-        with self._weights(module) as source:
-            made = JaxNetwork(
-                module,
-                arch,
-                lambda name: whole(source, name),
-                self.dtype,
-                self.spec.activations,
-                self._jax_device,
-            )
-            made.score_uncounted = self.spec.score_uncounted
-            made.max_adapters = self.spec.max_adapters
-            collective(self.spec, lambda: prove_equal(made, folder, self.dtype))
+        made = load_network(folder, self.dtype, self.spec.activations, self._jax_device)
+        made.score_uncounted = self.spec.score_uncounted
+        made.max_adapters = self.spec.max_adapters
+        collective(self.spec, lambda: prove_equal(made, folder, self.dtype))
         return made
 
     def prepare(self) -> None:
@@ -119,8 +76,8 @@ class JaxModelFactory(ModelFactory):
 
     @contextmanager
     def _weights(self, module: torch.nn.Module) -> Iterator[Source]:
-        shapes = {name: tuple(weight.shape) for name, weight in own_names(module).items()}
-        with weights_of(self.spec.base_folder, self.dtype, StoredForm(module), shapes) as source:
+        shapes, form = shapes_of(module), StoredForm(module)
+        with weights_of(self.spec.base_folder, self.dtype, form, shapes) as source:
             yield source
 
     def _full(self, spec: ModelSpec) -> TrainedModel:

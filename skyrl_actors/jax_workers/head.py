@@ -62,12 +62,12 @@ def _logits(h: Array, head: Head, slots: Slots, asked: Asked) -> Array:
     if asked.top_k is None or asked.top_p is None:
         return z
     own = jnp.take_along_axis(z, asked.targets, 1)
-    least = _least(z, asked.top_k, asked.top_p)
+    least = least_left(z, asked.top_k, asked.top_p)
     z = jnp.where(z < least[:, None], NO_LOGIT, z)
     return z.at[jnp.arange(len(z))[:, None], asked.targets].set(own)
 
 
-def _least(z: Array, top_k: Array, top_p: Array) -> Array:
+def least_left(z: Array, top_k: Array, top_p: Array) -> Array:
     """Return [c]: the least logit that top_k, then top_p, leave. See losses/processing.py."""
     counts = jnp.where(top_k > 0, jnp.minimum(top_k, z.shape[1]), z.shape[1])
     ranked = -jnp.sort(-z, axis=1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from torch import Tensor
@@ -81,6 +82,13 @@ class JaxNetwork(Network):
         for key in adapters[: -(self.max_adapters + 1)]:  # one is the empty place
             del self._cache[key]
         return held.arrays
+
+    def free_base(self) -> int:
+        """Free the weights and return their bytes; a pass needs new ones first."""
+        freed = sum(array.nbytes for array in jax.tree.leaves(self.base))
+        for array in jax.tree.leaves(self.base):
+            array.delete()
+        return freed
 
     def forget(self, views: Views) -> None:
         """Free the arrays of a deleted model."""

@@ -139,7 +139,7 @@ class Pair:
         if self._whole:
             return trained, trained, self._decoder.parts(trained.layers, {}, batch.routes)
         assert base is not None
-        adapters = _stacked(trained)
+        adapters = stacked(trained)
         return base, adapters, self._decoder.parts(base.layers, adapters.layers, batch.routes)
 
     def _head(self, weights: Base, trained: Any) -> Head:
@@ -265,7 +265,7 @@ class Programs:
         return list(self._pairs)
 
 
-def _stacked(adapters: tuple[Adapter, ...]) -> Adapter:
+def stacked(adapters: tuple[Adapter, ...]) -> Adapter:
     """Return the adapters of a pass as one, with an axis [S]."""
     layers = jax.tree.map(lambda *x: jnp.stack(x, 1), *(each.layers for each in adapters))
     others = [(each.head, each.value) for each in adapters]

@@ -256,7 +256,7 @@ def test_a_weight_that_no_layer_uses_is_refused_by_name(tmp_path: Path):
 
 
 def test_an_accelerator_that_jax_does_not_see_is_refused_by_name():
-    from skyrl_actors.jax_workers.factory import device_for
+    from skyrl_actors.jax_workers.devices import device_for
 
     with pytest.raises(ConfigError, match=r"placement\.device is gpu, and JAX sees only cpu:0"):
         device_for("gpu")

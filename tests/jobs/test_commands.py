@@ -158,7 +158,13 @@ def test_a_job_with_adapters_on_experts_learns(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_job_learns_with_jax(tmp_path: Path):
+def test_a_job_learns_with_jax_where_vllm_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    missing = tmp_path / "first" / "vllm"
+    missing.mkdir(parents=True)
+    (missing / "__init__.py").write_text("raise ImportError('vllm is not installed')\n")
+    monkeypatch.setenv("PYTHONPATH", str(missing.parent))
     done = run_cli(
         "train",
         "configs/jobs/ppo_tiny_jax.yaml",

@@ -1,0 +1,245 @@
+"""Sampling with JAX: what is drawn has the trainer's logprobs, whatever else is drawn beside it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_actors.jax_workers.draws import Draw, LoadedAdapter
+from skyrl_actors.jax_workers.generation import STEPS
+from skyrl_actors.jax_workers.generator import Generator
+from skyrl_actors.jax_workers.network import JaxNetwork
+from skyrl_actors.losses.processing import Processing
+from skyrl_actors.workers.blocks import Block
+from skyrl_actors.workers.network import PassInputs, Segment
+from tests.engines.test_vllm_start import saved
+from tests.jax_workers.networks import adapter, jax_network
+from tests.jax_workers.test_network import CONFIGS, SLOW
+
+VOCAB, SCALE, TOLERANCE = 64, 0.7, 1e-5
+FAST = ("qwen3",)
+
+
+def never(tokens: Sequence[int], start: int) -> int | None:
+    return None
+
+
+def draw_of(prompt: Sequence[int], seed: int, **options: Any) -> Draw:
+    fields: dict[str, Any] = {
+        "request": str(seed),
+        "max_tokens": 20,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "adapter": None,
+        "ends": never,
+    }
+    return Draw(prompt=tuple(prompt), seed=seed, **fields | options)
+
+
+def generator_of(network: JaxNetwork, places: int = 8, adapters: int = 2) -> Generator:
+    made = Generator(network, places=places, length=128, adapters=adapters, budget=64)
+    made.make_cache()
+    return made
+
+
+def run(generator: Generator, draws: Sequence[Draw]) -> Sequence[Draw]:
+    generator.add(draws)
+    while generator.busy:
+        generator.step()
+    return draws
+
+
+def of_trainer(network: JaxNetwork, draw: Draw, processing: Processing | None = None) -> np.ndarray:
+    """Return the trainer's logprobs of all tokens of a sequence but the first."""
+    row = torch.tensor([*draw.prompt, *draw.tokens])
+    own = draw.adapter or LoadedAdapter(adapter(network, 2, 0), 0.0)
+    length = len(row) - 1
+    inputs = PassInputs(
+        tokens=row[:-1],
+        positions=torch.arange(length),
+        blocks=(Block(0, 1, length),),
+        segments=(Segment(length, own.views, own.scale, processing),),
+        targets=row[1:],
+        counted=None,
+    )
+    with torch.no_grad():
+        return network.predict(inputs)[0].numpy()
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> JaxNetwork:
+    return jax_network(saved(CONFIGS["qwen3"], tmp_path_factory.mktemp("qwen3")))
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=SLOW) for n in CONFIGS])
+def test_logprobs_of_prompts_and_answers_equal_the_trainers(name: str, tmp_path: Path):
+    """Prompts of many lengths, two samples each, with two adapters and without, in few places."""
+    network = jax_network(saved(CONFIGS[name], tmp_path))
+    loaded = [
+        None,
+        LoadedAdapter(adapter(network, 4, 1), SCALE),
+        LoadedAdapter(adapter(network, 8, 2, train_unembed=False), SCALE),
+    ]
+    rng = np.random.default_rng(0)
+    draws: list[Draw] = []
+    for number, length in enumerate([1, 2, 39, 8, 17, 70, 5]):
+        prompt = rng.integers(0, VOCAB, length).tolist()
+        for i in range(2):
+            draws.append(
+                draw_of(
+                    prompt,
+                    2 * number + i,
+                    request=str(number),
+                    adapter=loaded[number % 3],
+                    max_tokens=20 + number,
+                    temperature=(1.0, 0.6, 0.0)[number % 3],
+                    scores="none" if i else "own",
+                )
+            )
+    for draw in run(generator_of(network, places=4), draws):
+        wanted, start = of_trainer(network, draw), len(draw.prompt) - 1
+        assert len(draw.tokens) == draw.max_tokens and draw.stop_reason == "length"
+        np.testing.assert_allclose(draw.logprobs, wanted[start:], atol=TOLERANCE)
+        if draw.scores == "own" and start:
+            assert draw.scored is not None
+            np.testing.assert_allclose(draw.scored, wanted[:start], atol=TOLERANCE)
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(network: JaxNetwork):
+    own = LoadedAdapter(adapter(network, 4, 1), SCALE)
+    prompts = np.random.default_rng(1).integers(0, VOCAB, (6, 12)).tolist()
+    together = [draw_of(p, i, adapter=own if i % 2 else None) for i, p in enumerate(prompts)]
+    run(generator_of(network), together)
+    generator = generator_of(network, places=1)
+    for i, draw in enumerate(together):
+        again = draw_of(prompts[i], i, adapter=draw.adapter)
+        assert run(generator, [again])[0].tokens == draw.tokens
+    other = draw_of(prompts[0], 99)
+    assert run(generator, [other])[0].tokens != together[0].tokens
+
+
+@pytest.mark.parametrize(
+    "processing",
+    [
+        Processing(temperature=0.6),
+        pytest.param(Processing(temperature=1.3, top_k=5), marks=SLOW),
+        pytest.param(Processing(top_p=0.7), marks=SLOW),
+        pytest.param(Processing(temperature=0.8, top_k=20, top_p=0.9), marks=SLOW),
+    ],
+)
+def test_logprobs_of_the_sampling_distribution_equal_the_trainers(
+    network: JaxNetwork, processing: Processing
+):
+    sampled = {
+        "temperature": processing.temperature,
+        "top_k": processing.top_k,
+        "top_p": processing.top_p,
+    }
+    draws = [draw_of([3, i, 9], i, **sampled) for i in range(6)]
+    for draw in run(generator_of(network), draws):
+        processed = of_trainer(network, draw, processing)[2:]
+        tempered = of_trainer(network, draw, Processing(temperature=processing.temperature))[2:]
+        np.testing.assert_allclose(draw.processed, processed, atol=TOLERANCE)
+        np.testing.assert_allclose(draw.tempered, tempered, atol=TOLERANCE)
+        np.testing.assert_allclose(draw.logprobs, of_trainer(network, draw)[2:], atol=TOLERANCE)
+
+
+@SLOW
+def test_draws_follow_the_distribution(network: JaxNetwork):
+    """First tokens of 4,000 seeds against their probabilities: a chi-squared statistic."""
+    draws = [draw_of([3, 5, 9], seed, request="one", max_tokens=1) for seed in range(4000)]
+    run(generator_of(network, places=64), draws)
+    first = draw_of([3, 5, 9], 0, max_tokens=1, scores="dense")
+    run(generator_of(network), [first])
+    following = draw_of([3, 5, 9, 0], 0, max_tokens=1, scores="dense")
+    run(generator_of(network), [following])
+    assert following.scored is not None
+    expected = np.exp(following.scored[2].astype(np.float64)) * len(draws)
+    counts = np.bincount([draw.tokens[0] for draw in draws], minlength=VOCAB)
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    assert statistic < 110  # 63 degrees of freedom: exceeded with probability 2e-4
+
+
+def test_the_most_likely_tokens_and_whole_distributions_are_those_of_the_model(
+    network: JaxNetwork,
+):
+    draw = draw_of([3, 5, 9, 11], 0, best=3, scores="dense", temperature=0.0, max_tokens=5)
+    run(generator_of(network), [draw])
+    again = draw_of([*draw.prompt, *draw.tokens], 0, scores="dense", max_tokens=1)
+    run(generator_of(network), [again])
+    assert draw.scored is not None and again.scored is not None
+    np.testing.assert_allclose(draw.scored, again.scored[:3], atol=TOLERANCE)
+    rows = again.scored[3:]
+    assert draw.tokens == rows.argmax(1).tolist()  # greedy
+    order = np.argsort(-rows, axis=1)[:, :3]
+    assert np.asarray(draw.best_ids).tolist() == order.tolist()
+    np.testing.assert_allclose(
+        np.asarray(draw.best_logprobs), np.take_along_axis(rows, order, 1), atol=TOLERANCE
+    )
+
+
+def test_a_sequence_ends_where_it_stops_and_another_takes_its_place(network: JaxNetwork):
+    free = draw_of([3, 5], 0, max_tokens=40)
+    run(generator_of(network), [free])
+    end = free.tokens[STEPS + 2]
+    count = free.tokens.index(end) + 1
+
+    def ends(tokens: Sequence[int], start: int) -> int | None:
+        return tokens.index(end) + 1 if end in tokens else None
+
+    stopped = [draw_of([3, 5], 0, request=str(i), max_tokens=40, ends=ends) for i in range(3)]
+    for draw in run(generator_of(network, places=1), stopped):
+        assert draw.tokens == free.tokens[:count] and draw.stop_reason == "stop"
+        assert len(draw.logprobs) == len(draw.processed) == count
+
+
+def test_a_cancelled_sequence_frees_its_place(network: JaxNetwork):
+    generator = generator_of(network, places=1)
+    first, second, third = (draw_of([3, 5], i, max_tokens=100) for i in range(3))
+    generator.add([first, second, third])
+    generator.step()
+    first.cancelled = second.cancelled = True
+    while generator.busy:
+        generator.step()
+    assert len(first.tokens) == STEPS and not second.tokens and len(third.tokens) == 100
+
+
+def test_no_more_adapters_are_computed_at_once_than_allowed(network: JaxNetwork):
+    loaded = [LoadedAdapter(adapter(network, 4, i), SCALE) for i in range(3)]
+    draws = [draw_of([3, 5], i, adapter=own) for i, own in enumerate(loaded)]
+    generator = generator_of(network, adapters=2)
+    generator.add(draws)
+    generator.step()
+    assert generator.num_running == 2 and generator.num_waiting == 1
+    while generator.busy:
+        generator.step()
+    for draw in draws:
+        np.testing.assert_allclose(draw.logprobs, of_trainer(network, draw)[1:], atol=TOLERANCE)
+
+
+def test_an_adapter_that_is_not_finite_changes_its_own_samples_alone(network: JaxNetwork):
+    bad = adapter(network, 4, 2)
+    with torch.no_grad():
+        for tensor in bad.values():
+            tensor.fill_(torch.inf)
+    good = LoadedAdapter(adapter(network, 4, 1), SCALE)
+    draws = [draw_of([3, 5, 7], 0, adapter=good), draw_of([3, 5, 7], 1)]
+    spoiled = draw_of([3, 5, 7], 2, adapter=LoadedAdapter(bad, SCALE))
+    run(generator_of(network), [draws[0], spoiled, draws[1]])
+    assert not np.isfinite(spoiled.logprobs).any()
+    for draw in draws:
+        np.testing.assert_allclose(draw.logprobs, of_trainer(network, draw)[2:], atol=TOLERANCE)
+
+
+def test_the_cache_is_freed_and_made_again(network: JaxNetwork):
+    generator = generator_of(network)
+    first = draw_of([3, 5], 0)
+    run(generator, [first])
+    made = generator.free_cache()
+    assert made > 0 and generator.free_cache() == 0
+    assert generator.make_cache() == made and generator.make_cache() == 0
+    assert run(generator, [draw_of([3, 5], 0)])[0].tokens == first.tokens
