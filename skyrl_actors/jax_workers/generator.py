@@ -5,7 +5,7 @@ The methods compute on the thread that calls them; `add` and `cancel` may be cal
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -48,7 +48,6 @@ class Generator:
         self._cache: Cache | None = None
         self._waiting: deque[Draw] = deque()
         self._running: dict[int, Draw] = {}
-        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     @property
     def num_running(self) -> int:
@@ -126,7 +125,7 @@ class Generator:
             pairs = np.full((2, size), self.places, np.int32)
             pairs[0] = 0
             pairs[:, : len(copies)] = np.asarray(copies, np.int32).T
-            self._cache = self._program(("fork",), forked, donate=0)(self._cache, *pairs)
+            self._cache = _program(forked, 0)(self._cache, *pairs)
 
     def _prefill(self, draws: Mapping[int, Draw], scores: Scores) -> None:
         slots = AdapterSlots(self._network, draws.values())
@@ -149,11 +148,7 @@ class Generator:
         of_block = np.asarray(list(dict.fromkeys(numbers)), np.int32)[layout.of_block]
         rows, own = (Rows(layout.positions, layout.numbers), Slots(of_block, slots.scale))  # type: ignore[arg-type]
         given = Prompts(tokens, rows, own, places, targets)  # type: ignore[arg-type]
-        run = self._program(
-            ("prefill", layout.window, scores),
-            partial(prefill, self._network.arch, layout.window, scores),
-            donate=2,
-        )
+        run = _program(prefill, 2, self._network.arch, layout.window, scores)
         self._cache, found = run(self._network.base, slots.adapters, self._cache, given)
         if scores != "none":
             scored = np.asarray(found)[layout.places]
@@ -182,7 +177,7 @@ class Generator:
             truncates=any(d.top_k > 0 or d.top_p < 1 for d in self._running.values()),
             best=power_of(most) if (most := max(d.best for d in self._running.values())) else 0,
         )
-        run = self._program(("decode", way), partial(decode, self._network.arch, way), donate=2)
+        run = _program(decode, 2, self._network.arch, way)
         self._cache, _, drawn = run(self._network.base, slots.adapters, self._cache, places)
         host = jax.tree.map(np.asarray, drawn)
         grown = list(self._running.items())
@@ -192,10 +187,11 @@ class Generator:
                 del self._running[place]
         return [draw for _, draw in grown]
 
-    def _program(self, key: tuple[Any, ...], compute: Any, donate: int) -> Callable[..., Any]:
-        if key not in self._programs:
-            self._programs[key] = jax.jit(compute, donate_argnums=donate)
-        return self._programs[key]
+
+@cache
+def _program(compute: Callable[..., Any], donated: int, *fixed: Any) -> Callable[..., Any]:
+    """Return a compiled function of what follows these arguments; it reuses one's memory."""
+    return jax.jit(partial(compute, *fixed), donate_argnums=donated)
 
 
 def _within(places: Sequence[int], draws: Mapping[int, Draw], budget: int) -> list[int]:

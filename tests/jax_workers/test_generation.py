@@ -20,7 +20,6 @@ from tests.jax_workers.networks import adapter, jax_network
 from tests.jax_workers.test_network import CONFIGS, SLOW
 
 VOCAB, SCALE, TOLERANCE = 64, 0.7, 1e-5
-FAST = ("qwen3",)
 
 
 def never(tokens: Sequence[int], start: int) -> int | None:
@@ -75,7 +74,8 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> JaxNetwork:
     return jax_network(saved(CONFIGS["qwen3"], tmp_path_factory.mktemp("qwen3")))
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=SLOW) for n in CONFIGS])
+@SLOW
+@pytest.mark.parametrize("name", CONFIGS)
 def test_logprobs_of_prompts_and_answers_equal_the_trainers(name: str, tmp_path: Path):
     """Prompts of many lengths, two samples each, with two adapters and without, in few places."""
     network = jax_network(saved(CONFIGS[name], tmp_path))
@@ -122,13 +122,14 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(network: JaxNetw
     assert run(generator, [other])[0].tokens != together[0].tokens
 
 
+@SLOW
 @pytest.mark.parametrize(
     "processing",
     [
         Processing(temperature=0.6),
-        pytest.param(Processing(temperature=1.3, top_k=5), marks=SLOW),
-        pytest.param(Processing(top_p=0.7), marks=SLOW),
-        pytest.param(Processing(temperature=0.8, top_k=20, top_p=0.9), marks=SLOW),
+        Processing(temperature=1.3, top_k=5),
+        Processing(top_p=0.7),
+        Processing(temperature=0.8, top_k=20, top_p=0.9),
     ],
 )
 def test_logprobs_of_the_sampling_distribution_equal_the_trainers(
@@ -164,6 +165,7 @@ def test_draws_follow_the_distribution(network: JaxNetwork):
     assert statistic < 110  # 63 degrees of freedom: exceeded with probability 2e-4
 
 
+@SLOW
 def test_the_most_likely_tokens_and_whole_distributions_are_those_of_the_model(
     network: JaxNetwork,
 ):
@@ -208,6 +210,7 @@ def test_a_cancelled_sequence_frees_its_place(network: JaxNetwork):
     assert len(first.tokens) == STEPS and not second.tokens and len(third.tokens) == 100
 
 
+@SLOW
 def test_no_more_adapters_are_computed_at_once_than_allowed(network: JaxNetwork):
     loaded = [LoadedAdapter(adapter(network, 4, i), SCALE) for i in range(3)]
     draws = [draw_of([3, 5], i, adapter=own) for i, own in enumerate(loaded)]
@@ -221,6 +224,7 @@ def test_no_more_adapters_are_computed_at_once_than_allowed(network: JaxNetwork)
         np.testing.assert_allclose(draw.logprobs, of_trainer(network, draw)[1:], atol=TOLERANCE)
 
 
+@SLOW
 def test_an_adapter_that_is_not_finite_changes_its_own_samples_alone(network: JaxNetwork):
     bad = adapter(network, 4, 2)
     with torch.no_grad():
@@ -235,6 +239,7 @@ def test_an_adapter_that_is_not_finite_changes_its_own_samples_alone(network: Ja
         np.testing.assert_allclose(draw.logprobs, of_trainer(network, draw)[2:], atol=TOLERANCE)
 
 
+@SLOW
 def test_the_cache_is_freed_and_made_again(network: JaxNetwork):
     generator = generator_of(network)
     first = draw_of([3, 5], 0)
