@@ -1,7 +1,7 @@
 """A service on JAX beside the JAX backend of PyPI's `skyrl`, through the tinker SDK, on the CPU.
 
-    python3 -m venv DIR
-    DIR/bin/pip install 'skyrl[jax,tinker]==0.3.0'
+    python3.12 -m venv DIR
+    DIR/bin/pip install 'skyrl[jax,tinker]==0.3.0' tinker==0.18.0
     python -m bench.jax_service --skyrl DIR/bin/python [--rounds N]
 
 Both serve the same model (the sizes of the tiny base, random weights) on two cores, one after the
@@ -122,7 +122,13 @@ def ours(folder: Path, work: Path) -> Iterator[str]:
 
 @contextmanager
 def theirs(python: str, folder: Path, work: Path) -> Iterator[str]:
-    command = [python, "-m", "skyrl.tinker.api", "--base-model", str(folder), "--backend", "jax"]
+    # It starts its engine by `uv run`, which looks for a project; this `uv` runs the installed one.
+    shim = work / "bin" / "uv"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\n"{python}" "$@"\n')
+    shim.chmod(0o755)
+    command = [str(shim), "run", "-m", "skyrl.tinker.api"]
+    command += ["--base-model", str(folder), "--backend", "jax"]
     command += ["--backend-config", json.dumps({"max_lora_adapters": 3, "max_lora_rank": 32})]
     command += ["--port", str(PORTS[THEIRS]), "--database-url", f"sqlite:///{work / 'their.db'}"]
     command += ["--checkpoints-base", str(work / "their-checkpoints")]
@@ -132,7 +138,11 @@ def theirs(python: str, folder: Path, work: Path) -> Iterator[str]:
             cwd=work,
             stdout=log,
             stderr=log,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "PATH": f"{shim.parent}:{os.environ['PATH']}",
+            },
             start_new_session=True,
         )
         try:

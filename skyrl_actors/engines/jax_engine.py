@@ -146,7 +146,8 @@ class JaxEngine:
     ) -> SampleOutput:
         """Sample. `version` names the weights; with an adapter, the base plus that adapter.
 
-        Raises InvalidRequest for an adapter that does not fit, InternalError after the deadline.
+        Raises InvalidRequest for what this model or adapter cannot do, InternalError after the
+        deadline.
         """
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(62))
@@ -157,8 +158,9 @@ class JaxEngine:
             params,
             loaded,
             self._end_ids,
-            self._decoded,
+            self._decoded if self._tokenizer else None,
             self.spec.max_model_len,
+            self._network.arch.vocab,
         )
         asked = self._asked[request_id] = _Asked(draws, self._report_to(request_id, params))
         try:
@@ -193,8 +195,7 @@ class JaxEngine:
         return frozenset([found] if isinstance(found, int) else found)
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        if self._tokenizer is None:
-            raise ConfigError("stop texts need a tokenizer.json beside the model; use token ids")
+        assert self._tokenizer is not None
         return self._tokenizer.decode(list(tokens))
 
     async def _prepare(self, adapter: WeightManifest | None, needed: str) -> LoadedAdapter | None:

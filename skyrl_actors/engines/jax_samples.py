@@ -24,20 +24,34 @@ def draws_of(
     params: SamplingParams,
     adapter: LoadedAdapter | None,
     end_ids: frozenset[int],
-    decode: Decode,
+    decode: Decode | None,
     longest: int,
+    vocab: int,
 ) -> list[Draw]:
-    """Return a sequence for each sample. Raises InvalidRequest if the prompt leaves no room."""
+    """Return a sequence for each sample.
+
+    Raises InvalidRequest if the prompt leaves no room or has an id beyond the vocabulary, and for
+    stop texts without a tokenizer (`decode` None).
+    """
     if not 0 < len(prompt) < longest:
         raise InvalidRequest(
             f"the prompt has {len(prompt)} tokens; 1 to {longest - 1} leave room for an answer "
             "within engine.max_model_len"
         )
+    if odd := [token for token in prompt if not 0 <= token < vocab]:
+        raise InvalidRequest(
+            f"the prompt has the token id {odd[0]}; the model's vocabulary has ids 0 to {vocab - 1}"
+        )
+    texts = _stop_texts(params)
+    if texts and decode is None:
+        raise InvalidRequest(
+            "stop texts need a tokenizer.json beside the base model; stop at token ids"
+        )
     assert params.seed is not None
     temperature = params.temperature
     if temperature:
         temperature = max(temperature, LEAST_TEMPERATURE)
-    ends = partial(_stop_in, _stop_ids(params, end_ids), _stop_texts(params), decode)
+    ends = partial(_stop_in, _stop_ids(params, end_ids), texts, decode)
     return [
         Draw(
             request=request_id,
@@ -72,11 +86,15 @@ def _stop_texts(params: SamplingParams) -> tuple[str, ...]:
 
 
 def _stop_in(
-    ids: Collection[int], texts: Sequence[str], decode: Decode, tokens: Sequence[int], start: int
+    ids: Collection[int],
+    texts: Sequence[str],
+    decode: Decode | None,
+    tokens: Sequence[int],
+    start: int,
 ) -> int | None:
     """Return how many tokens an answer has that stops behind `start`, or None if it goes on."""
     by_id = next((i + 1 for i in range(start, len(tokens)) if tokens[i] in ids), None)
-    if texts:
+    if texts and decode:
         end = by_id or len(tokens)
         if any(text in decode(tokens[:end]) for text in texts):
             for count in range(start + 1, end + 1):

@@ -155,6 +155,10 @@ class Generator:
             for place, start, n in zip(order, starts[:-1], lengths, strict=True):
                 draws[place].scored = scored[start : start + n]
 
+    def _best(self, most: int) -> int:
+        """Return for how many most likely tokens a program is made that returns so many."""
+        return min(power_of(most), self._network.arch.vocab) if most else 0
+
     def _draw(self) -> list[Draw]:
         count = min(power_of(max(self._running) + 1, 4), self.places)
         slots = AdapterSlots(self._network, self._running.values())
@@ -175,7 +179,7 @@ class Generator:
         way = Way(
             span=min(power_of(furthest, 2, LEAST_SPAN), self._length),
             truncates=any(d.top_k > 0 or d.top_p < 1 for d in self._running.values()),
-            best=power_of(most) if (most := max(d.best for d in self._running.values())) else 0,
+            best=self._best(max(draw.best for draw in self._running.values())),
         )
         run = _program(decode, 2, self._network.arch, way)
         self._cache, _, drawn = run(self._network.base, slots.adapters, self._cache, places)
