@@ -184,6 +184,7 @@ def test_a_damaged_adapter_is_refused_and_the_engine_goes_on(random_base: Path, 
     on_engine(random_base, work)
 
 
+@pytest.mark.slow
 def test_an_engine_sleeps_and_wakes_and_answers_as_before(random_base: Path):
     async def work(engine: JaxEngine) -> None:
         base = await scores(engine, BASE_VERSION)

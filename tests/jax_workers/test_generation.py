@@ -109,6 +109,7 @@ def test_logprobs_of_prompts_and_answers_equal_the_trainers(name: str, tmp_path:
             np.testing.assert_allclose(draw.scored, wanted[:start], atol=TOLERANCE)
 
 
+@SLOW
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(network: JaxNetwork):
     own = LoadedAdapter(adapter(network, 4, 1), SCALE)
     prompts = np.random.default_rng(1).integers(0, VOCAB, (6, 12)).tolist()
