@@ -139,6 +139,7 @@ class EngineConfig(FrozenConfig):
             "tensor_parallel": self.tensor_parallel > 1,
             "pipeline_parallel": self.pipeline_parallel > 1,
             "tool_parser": self.tool_parser is not None,
+            "enforce_eager": not self.enforce_eager,
             "vllm": bool(self.vllm),
             "in_flight keep": self.in_flight == "keep",
         }

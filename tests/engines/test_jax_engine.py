@@ -299,6 +299,7 @@ def test_a_cache_without_room_for_a_sequence_is_refused(random_base: Path):
         ({"external": [{"url": "http://host:8000"}]}, "external"),
         ({"tensor_parallel": 2}, "tensor_parallel"),
         ({"tool_parser": "hermes"}, "tool_parser"),
+        ({"enforce_eager": False}, "enforce_eager"),
         ({"vllm": {"kv_cache_dtype": "fp8"}}, "vllm"),
         ({"in_flight": "keep"}, "in_flight keep"),
     ],
