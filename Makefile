@@ -52,8 +52,9 @@ demo-jax: $(READY)
 test: $(READY)
 	$(PYTEST) -m "not slow"
 
+# Some slow tests take four minutes on two busy cores, which is near the limit of other tests.
 test-slow: $(READY)
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --timeout 900
 
 test-fast: $(READY)
 	$(PYTEST) -m "not slow and not cluster and not long"

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import (
     AutoTokenizer,
     Cohere2Config,
@@ -190,6 +191,10 @@ async def test_adapters_on_quantized_experts(tmp_path: Path, random_base: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(),
+    reason="vLLM computes FP8 only on CPUs with AMX",
+)
 async def test_adapters_on_fp8_weights(
     tmp_path: Path, random_base: Path, monkeypatch: pytest.MonkeyPatch
 ):
