@@ -29,6 +29,7 @@ from skyrl_actors.config.strategies import (
     Fsdp2Strategy,
     JaxStrategy,
     StrategyConfig,
+    mesh_ranks,
 )
 from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.messages.errors import ConfigError
@@ -169,7 +170,7 @@ def _base_shards(group: GroupConfig) -> int:
     if isinstance(strategy, Fsdp2Strategy):
         return strategy.shards_over(group.num_ranks)
     sharded = isinstance(strategy, DeepSpeedStrategy) and strategy.stage == 3
-    return group.num_ranks if sharded else 1
+    return group.num_ranks if sharded else mesh_ranks(strategy)
 
 
 def _state_shards(strategy: StrategyConfig, group: GroupConfig) -> int:
@@ -203,7 +204,7 @@ def _full_bytes(
             (12 if on_host else 8) / ranks,
         ), on_host
     if isinstance(strategy, JaxStrategy):  # programs have a copy, and hand over gradients
-        return (4 + compute, 8, 8), False
+        return (4 + compute / strategy.mesh_ranks, 8, 8), False
     lower = compute if compute < 4 else 0
     return (4 + lower, 4 + lower, 8), False
 

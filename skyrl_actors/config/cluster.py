@@ -23,6 +23,7 @@ from skyrl_actors.config.strategies import (
     JaxStrategy,
     ReplicaStrategy,
     StrategyConfig,
+    mesh_ranks,
 )
 from skyrl_actors.config.transfers import (
     LOGPROB_BOUNDS,
@@ -211,10 +212,26 @@ class GroupConfig(FrozenConfig):
             raise ValueError(
                 "sequence_parallel is not available with strategy jax; use replica or fsdp2"
             )
+        meshes = {s.mesh for s in self._strategies if isinstance(s, JaxStrategy)}
+        if len(meshes) > 1:
+            raise ValueError(
+                "fsdp and tensor differ between strategy and full_strategy; a rank is in one mesh"
+            )
+        if self.num_ranks % self.ranks_of_rows:
+            fsdp, tensor = meshes.pop()
+            raise ValueError(
+                f"strategy jax: fsdp {fsdp} times tensor {tensor} does not divide num_ranks "
+                f"{self.num_ranks}"
+            )
         if self.activations == "offload":
             raise ValueError(
                 "activations offload is not available with strategy jax; use keep or recompute"
             )
+
+    @property
+    def ranks_of_rows(self) -> int:
+        """The number of consecutive ranks that get the same rows."""
+        return self.sequence_parallel * mesh_ranks(self.strategy)
 
     @property
     def _strategies(self) -> tuple[StrategyConfig, StrategyConfig | None]:

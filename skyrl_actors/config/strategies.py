@@ -97,11 +97,20 @@ class Fsdp2Strategy(ShardingStrategy):
 class JaxStrategy(FrozenConfig):
     """JAX: passes are compiled programs, for TPUs, GPUs and CPUs.
 
-    Every rank holds the whole model. Gradients are summed over the ranks once for each optimizer
-    step.
+    `fsdp` · `tensor` consecutive ranks are a mesh, which holds one copy of the weights. They get
+    the same rows. With more ranks, there are several copies, and gradients are summed over them
+    once for each optimizer step.
     """
 
     type: Literal["jax"] = "jax"
+    fsdp: int = Field(
+        default=1,
+        ge=1,
+        description="ranks of a mesh that divide the tokens of a pass and one axis of each weight",
+    )
+    tensor: int = Field(
+        default=1, ge=1, description="ranks of a mesh that divide the other axis of each weight"
+    )
     cache: Path | None = Field(
         default=None,
         description="folder of compiled programs, which later starts read; null = "
@@ -116,6 +125,15 @@ class JaxStrategy(FrozenConfig):
         "programs of usual calls, or to read them from the cache; others are compiled when a call "
         "needs them. 0 = none ahead, as in jobs",
     )
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        return self.fsdp, self.tensor
+
+    @property
+    def mesh_ranks(self) -> int:
+        """The number of ranks that share one copy of the weights."""
+        return self.fsdp * self.tensor
 
     @field_validator("cache")
     @classmethod
@@ -134,3 +152,8 @@ class JaxStrategy(FrozenConfig):
 StrategyConfig = Annotated[
     ReplicaStrategy | DeepSpeedStrategy | Fsdp2Strategy | JaxStrategy, Field(discriminator="type")
 ]
+
+
+def mesh_ranks(strategy: StrategyConfig) -> int:
+    """Return the number of ranks of a JAX mesh; 1 for other strategies."""
+    return strategy.mesh_ranks if isinstance(strategy, JaxStrategy) else 1

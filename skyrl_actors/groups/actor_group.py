@@ -180,13 +180,13 @@ class ActorGroup:
         )
 
     async def _compute(self, calls: Sequence[Call]) -> list[LossOutput | BaseException]:
-        ranks = len(self.actors) // self.config.sequence_parallel
+        width = self.config.ranks_of_rows
+        ranks = len(self.actors) // width
         hidden_size = self.info.hidden_size if self.info else 0
         shares = assign_parts([call.columns.lengths for call in calls], ranks, hidden_size)
         data = tuple(call.columns for call in calls)
         shared = remote.typed_ray.put(data) if len(self.actors) > 1 else data
         parts = [(call.model_id, call.precondition, call.loss) for call in calls]
-        width = self.config.sequence_parallel
         of_ranks: list[list[Any] | None] = await self._ask(
             "forward_backward",
             "forward_backward",

@@ -66,8 +66,18 @@ def layer_names(arch: Architecture, biased: bool) -> list[str]:
 class Decoder:
     """The layers of one architecture for passes of a window."""
 
-    def __init__(self, arch: Architecture, window: int, whole: bool, recompute: bool):
-        """With `whole`, the layers' own weights are trained, and else low-rank factors."""
+    def __init__(
+        self,
+        arch: Architecture,
+        window: int,
+        whole: bool,
+        recompute: bool,
+        spread: Callable[[Array], Array],
+    ):
+        """With `whole`, the layers' own weights are trained, and else low-rank factors.
+
+        `spread` divides the hidden states over the devices.
+        """
         self.arch = arch
         self._window, self._spans = window, tuple(dict.fromkeys(arch.window_of))
         self._per_layer = {
@@ -75,7 +85,11 @@ class Decoder:
             "mask": jnp.asarray([self._spans.index(s) for s in arch.window_of], jnp.int32),
         }
         attention = partial(_in_rows, arch, window)
-        self.scan = LayerScan(partial(layer, arch, attention, whole), recompute)
+
+        def one(x: Array, trained: Any, frozen: Any, rest: Rest) -> Array:
+            return layer(arch, attention, whole, spread(x), trained, frozen, rest)
+
+        self.scan = LayerScan(one, recompute)
         self._whole = whole
 
     def rest(self, rows: Rows, slots: Slots, dtype: Any) -> Rest:

@@ -6,33 +6,45 @@ from pathlib import Path
 import jax
 
 from skyrl_actors.config.strategies import JaxStrategy
-from skyrl_actors.jax_workers.arrays import Device
+from skyrl_actors.jax_workers.arrays import Device, OneDevice
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.storage.private_folders import make_folder
 
 
-def configure(strategy: JaxStrategy) -> None:
+def configure() -> None:
     """Set what JAX reads at its first use."""
-    folder = strategy.cache or default_cache()
-    make_folder(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # TPUs and GPUs round products of float32 otherwise.
     jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def default_cache() -> Path:
-    """Return the folder of compiled programs if the config names none."""
+def keep_all_programs(folder: Path) -> None:
+    """Let JAX keep each program that it compiles, in this folder.
+
+    Not beside `ExecutableFiles`: what JAX read from its own cache cannot be written again.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(make_folder(folder)))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def cache_of(strategy: JaxStrategy) -> Path:
+    """Return the folder of compiled programs."""
+    if strategy.cache:
+        return strategy.cache
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "skyrl-actors" / "jax"
 
 
-def device_for(kind: str) -> Device:
+def device_for(kind: str) -> OneDevice:
     """Return the device of a rank. Raises ConfigError if JAX does not see one of this kind."""
+    return OneDevice(own_device(kind))
+
+
+def own_device(kind: str) -> Device:
+    """Return the first device of this process of this kind. Raises ConfigError if it has none."""
     if kind == "cpu":
-        return jax.devices("cpu")[0]
-    found = [device for device in jax.devices() if device.platform != "cpu"]
+        return jax.local_devices(backend="cpu")[0]
+    found = [device for device in jax.local_devices() if device.platform != "cpu"]
     if not found:
         seen = ", ".join(str(device) for device in jax.devices())
         raise ConfigError(

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from skyrl_actors.config.strategies import JaxStrategy, StrategyConfig
 from skyrl_actors.jax_workers.architecture import architecture_of
-from skyrl_actors.jax_workers.devices import configure, device_for
+from skyrl_actors.jax_workers.arrays import Devices
+from skyrl_actors.jax_workers.devices import cache_of, configure, device_for
 from skyrl_actors.jax_workers.loading import load_network, shapes_of
+from skyrl_actors.jax_workers.mesh import MeshGroups, groups_of, join
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.jax_workers.prepare import prepare, usual_passes
 from skyrl_actors.jax_workers.proof import prove_equal
@@ -28,11 +30,17 @@ from skyrl_actors.workers.tensor_files import Source, whole
 class JaxModelFactory(ModelFactory):
     """Create models over a base whose passes run in JAX. Torch holds what optimizers change."""
 
-    def __init__(self, spec: WorkerSpec, strategy: JaxStrategy):
+    def __init__(self, spec: WorkerSpec, strategy: JaxStrategy, address: str):
         super().__init__(spec, torch.device("cpu"))
-        configure(strategy)
+        configure()
         self._strategy = strategy
-        self._jax_device = device_for(spec.device)
+        self._mesh: MeshGroups | None = None
+        self._devices: Devices
+        if strategy.mesh_ranks == 1:
+            self._devices = device_for(spec.device)
+        else:
+            self._mesh = groups_of(spec, strategy.mesh_ranks)
+            self._devices = join(spec, strategy, self._mesh, address)
 
     def _frozen(self, strategy: StrategyConfig) -> Network:
         folder = self.spec.base_folder
@@ -42,11 +50,27 @@ class JaxModelFactory(ModelFactory):
                 f"router_replay=true, but {arch.name} has no routed experts to replay; "
                 "set router_replay=false"
             )
-        made = load_network(folder, self.dtype, self.spec.activations, self._jax_device)
+        made = load_network(
+            folder, self.dtype, self.spec.activations, self._devices, cache_of(self._strategy)
+        )
         made.score_uncounted = self.spec.score_uncounted
         made.max_adapters = self.spec.max_adapters
-        collective(self.spec, lambda: prove_equal(made, folder, self.dtype))
+        collective(self.spec, lambda: self._prove(made))
         return made
+
+    def _prove(self, network: JaxNetwork) -> None:
+        """Raise ConfigError on all ranks of a mesh if the first finds a difference."""
+        folder, mesh = self.spec.base_folder, self._mesh
+        if mesh is None:
+            prove_equal(network, folder, self.dtype)
+            return
+        found = ""
+        try:
+            prove_equal(network, folder, self.dtype, compares=self.spec.rank == mesh.first)
+        except ConfigError as error:
+            found = str(error)
+        if found := mesh.texts(found)[0]:
+            raise ConfigError(found)
 
     def prepare(self) -> None:
         """Compile the usual programs of adapters of the largest rank on all layers."""
@@ -73,6 +97,13 @@ class JaxModelFactory(ModelFactory):
             f"{counters.programs} for {len(base.programs.shapes)} shapes, {counters.read} of them "
             f"from the cache, in {counters.seconds:.1f} s; padding {padding:.1%}"
         )
+
+    def _reduce(self, gradients: Tensor) -> None:
+        mesh = self._mesh
+        if mesh is None:
+            super()._reduce(gradients)
+        else:
+            collective(self.spec, lambda: mesh.sum_over_copies(gradients))
 
     @contextmanager
     def _weights(self, module: torch.nn.Module) -> Iterator[Source]:

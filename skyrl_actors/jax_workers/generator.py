@@ -76,7 +76,7 @@ class Generator:
             return 0
         network = self._network
         made = empty_cache(network.arch, self.places, self._length, network.base.embed.dtype)
-        self._cache = Cache(*(jax.device_put(x, network.jax_device) for x in made))
+        self._cache = Cache(*(jax.device_put(x, network.base.embed.sharding) for x in made))
         return sum(x.nbytes for x in self._cache)
 
     def step(self) -> list[Draw]:

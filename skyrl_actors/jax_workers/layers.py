@@ -32,6 +32,10 @@ class LayerScan:
         self._tree: Any = None  # of one layer's vjp, and which of its leaves are weights
         self._which: tuple[int | None, ...] = ()
 
+    @property
+    def is_traced(self) -> bool:
+        return self._recompute or self._tree is not None
+
     def plain(self, x: Array, trained: Any, frozen: Any, rest: Any) -> Array:
         """Return the result of all layers, for passes without a gradient."""
         return jax.lax.scan(

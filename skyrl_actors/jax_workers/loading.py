@@ -10,8 +10,8 @@ from torch import Tensor
 
 from skyrl_actors.config.strategies import JaxStrategy
 from skyrl_actors.jax_workers.architecture import architecture_of
-from skyrl_actors.jax_workers.arrays import Device
-from skyrl_actors.jax_workers.devices import configure, device_for
+from skyrl_actors.jax_workers.arrays import Devices
+from skyrl_actors.jax_workers.devices import cache_of, configure, device_for, keep_all_programs
 from skyrl_actors.jax_workers.draws import LoadedAdapter
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.jax_workers.proof import prove_equal
@@ -27,15 +27,22 @@ from skyrl_actors.workers.tensor_files import Shape, TensorFiles, whole
 
 
 def load_network(
-    folder: str, dtype: torch.dtype, activations: Activations, device: Device
+    folder: str,
+    dtype: torch.dtype,
+    activations: Activations,
+    devices: Devices,
+    cache: Path | None = None,
 ) -> JaxNetwork:
-    """Return the base model. Raises ConfigError for a family that has no description."""
+    """Return the base model, whose programs are kept in `cache`.
+
+    Raises ConfigError for a family that has no description.
+    """
     arch = architecture_of(folder)
     module = shell(folder, dtype)
     shapes = shapes_of(module)
     with weights_of(folder, dtype, StoredForm(module), shapes) as source:
         return JaxNetwork(
-            module, arch, lambda name: whole(source, name), dtype, activations, device
+            module, arch, lambda name: whole(source, name), dtype, activations, devices, cache
         )
 
 
@@ -48,7 +55,8 @@ def load_for_sampling(
     folder: str, dtype: str, kind: Literal["cpu", "gpu"], max_adapters: int
 ) -> JaxNetwork:
     """Return a base model for an engine, proved against transformers."""
-    configure(JaxStrategy())
+    configure()
+    keep_all_programs(cache_of(JaxStrategy()))
     own: torch.dtype = getattr(torch, dtype)
     network = load_network(folder, own, "keep", device_for(kind))
     network.max_adapters = max_adapters
@@ -106,5 +114,5 @@ def replace_weights(network: JaxNetwork, parts: Sequence[WeightManifest]) -> Non
         list(shapes),
         lambda name: whole(found, name).clone(),
         network.dtype,
-        network.jax_device,
+        network.devices,
     )

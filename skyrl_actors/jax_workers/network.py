@@ -7,6 +7,7 @@ checkpoints and all that surrounds a pass are the same code for both.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from skyrl_actors.jax_workers.architecture import Architecture
-from skyrl_actors.jax_workers.arrays import Device
+from skyrl_actors.jax_workers.arrays import Devices
 from skyrl_actors.jax_workers.decoder import layer_names
+from skyrl_actors.jax_workers.executables import ExecutableFiles, form_of
 from skyrl_actors.jax_workers.passes import JaxPass, Views, predict
 from skyrl_actors.jax_workers.plans import plan_passes
 from skyrl_actors.jax_workers.programs import Adapter, Base, Programs
@@ -38,16 +40,22 @@ class JaxNetwork(Network):
         read: Read,
         dtype: torch.dtype,
         activations: Activations,
-        device: Device,
+        devices: Devices,
+        cache: Path | None = None,
     ):
-        """`module` is the torch model on the meta device: it gives names, and computes nothing."""
+        """`module` is the torch model on the meta device: it gives names, and computes nothing.
+
+        Compiled programs are kept in the folder `cache`.
+        """
         names = [name for name, _ in module.named_parameters()]
         biased = any(name.endswith("q_proj.bias") for name in names)
         self.names = names_of(arch, names, layer_names(arch, biased))
         super().__init__(module, torch.device("cpu"), "keep")
-        self.arch, self.dtype, self.jax_device = arch, dtype, device
-        self.base = base_of(self.names, names, read, dtype, device)
-        self.programs = Programs(arch, activations == "recompute")
+        self.arch, self.dtype, self.devices = arch, dtype, devices
+        self.base = base_of(self.names, names, read, dtype, devices)
+        recompute = activations == "recompute"
+        files = ExecutableFiles(cache, arch, recompute, devices, form_of(self.base))
+        self.programs = Programs(arch, recompute, devices, files)
         self.max_adapters = DEFAULT_ADAPTERS
         # Least recently used first. Without a form: weights of a full fine-tune.
         self._cache: OrderedDict[tuple[int, Form | None], _Cached] = OrderedDict()
@@ -60,7 +68,7 @@ class JaxNetwork(Network):
 
     def adapter(self, form: Form, views: Views) -> Adapter:
         """Return an adapter on the device, made once for each version of its tensors."""
-        return self._made(views, form, lambda: adapter_of(self.arch, form, views, self.jax_device))
+        return self._made(views, form, lambda: adapter_of(self.arch, form, views, self.devices))
 
     def weights(self, views: Views) -> Base:
         """Return the weights of a full fine-tune on the device."""
@@ -69,7 +77,7 @@ class JaxNetwork(Network):
             return views[name].detach().clone()  # the next step changes the tensors in place
 
         return self._made(
-            views, None, lambda: base_of(self.names, list(views), read, self.dtype, self.jax_device)
+            views, None, lambda: base_of(self.names, list(views), read, self.dtype, self.devices)
         )
 
     def _made(self, views: Views, form: Form | None, make: Callable[[], Any]) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from skyrl_actors.jax_workers.architecture import Architecture
-from skyrl_actors.jax_workers.arrays import tensor_of
+from skyrl_actors.jax_workers.arrays import Devices, tensor_of
 from skyrl_actors.jax_workers.decoder import KINDS, Rows
 from skyrl_actors.jax_workers.head import Asked, Scored
 from skyrl_actors.jax_workers.low_rank import Slots
@@ -37,6 +37,7 @@ class PassSource(Protocol):
 
     arch: Architecture
     base: Base
+    devices: Devices
     names: Names
     programs: Programs
     score_uncounted: bool
@@ -111,13 +112,14 @@ class JaxPass:
         for slot, segment in zip(self._models.slots, inputs.segments, strict=True):
             scale[slot] = segment.scale
         of_block = np.asarray(self._models.slots, np.int32)[layout.of_block]
-        return Batch(
+        made = Batch(
             tokens,  # type: ignore[arg-type]  jax takes arrays of numpy
             Rows(layout.positions, layout.numbers),  # type: ignore[arg-type]
             Slots(of_block, scale),  # type: ignore[arg-type]
             None if inputs.targets is None else self._asked(inputs, layout),
             self._routes(inputs, layout),  # type: ignore[arg-type]
         )
+        return self._source.devices.given(made)
 
     def _routes(self, inputs: PassInputs, layout: Layout) -> np.ndarray | None:
         if inputs.routes is None:
@@ -218,9 +220,8 @@ class JaxPass:
         second = np.zeros(layout.size, np.float32)
         if of_entropy is not None:
             second[layout.places] = of_entropy.numpy()
-        if not self._shape.targets:
-            return first[:, 0]
-        return Scored(first, second)  # type: ignore[arg-type]  jax takes arrays of numpy
+        made = Scored(first, second) if self._shape.targets else first[:, 0]  # type: ignore[arg-type]
+        return self._source.devices.given(made)
 
 
 _NOTHING: Views = {}

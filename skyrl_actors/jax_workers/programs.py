@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from skyrl_actors.jax_workers.architecture import Architecture
+from skyrl_actors.jax_workers.arrays import Devices
 from skyrl_actors.jax_workers.decoder import Decoder, Rows
+from skyrl_actors.jax_workers.executables import ExecutableFiles
 from skyrl_actors.jax_workers.head import Asked, Head, Way, score, slopes, way_of
 from skyrl_actors.jax_workers.low_rank import Slots, by_block
 
@@ -85,14 +87,19 @@ class Kept(NamedTuple):
 class Pair:
     """The programs of one shape. `trained` is an adapter for each slot, or a Base."""
 
-    def __init__(self, arch: Architecture, shape: Shape, recompute: bool):
+    def __init__(self, arch: Architecture, shape: Shape, recompute: bool, devices: Devices):
         self._arch, self._shape = arch, shape
         self._whole = not shape.slots
-        self._decoder = Decoder(arch, shape.window, self._whole, recompute)
+        self._decoder = Decoder(arch, shape.window, self._whole, recompute, devices.spread)
         trained = self._whole or shape.head
         self._way: Way = way_of(
             shape.tokens, arch.vocab, trained, shape.entropy_gradient, shape.targets
         )
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether `forward` was traced, which `backward` needs."""
+        return self._decoder.scan.is_traced
 
     def predict(self, base: Base | None, trained: Any, batch: Batch) -> Any:
         """Return `Scored`, or values [T]."""
@@ -193,28 +200,12 @@ class Pair:
         return of_x if scale == 1.0 else of_x * jnp.asarray(scale, of_x.dtype)
 
 
-class _Read(threading.local):
-    """The programs that a thread read from the cache on disk. JAX reports each in its thread."""
-
-    count = 0
-
-
-_READ = _Read()
-
-
-def _count(event: str, **_: Any) -> None:
-    _READ.count += event == "/jax/compilation_cache/cache_hits"
-
-
-jax.monitoring.register_event_listener(_count)
-
-
 @dataclass
 class Compiled:
     """Counters of the programs of a rank."""
 
     programs: int = 0
-    read: int = 0  # of them, from the cache on disk
+    read: int = 0  # of them, from their files
     seconds: float = 0.0  # to compile or to read them, added up over threads
     tokens: int = 0  # that were asked for
     computed: int = 0  # with padding
@@ -223,8 +214,11 @@ class Compiled:
 class Programs:
     """The programs that were needed until now, compiled once for each shape."""
 
-    def __init__(self, arch: Architecture, recompute: bool):
-        self._arch, self._recompute = arch, recompute
+    def __init__(
+        self, arch: Architecture, recompute: bool, devices: Devices, files: ExecutableFiles
+    ):
+        self._arch, self._recompute, self._devices = arch, recompute, devices
+        self._files = files
         self._pairs: dict[Shape, Pair] = {}
         self._made: dict[tuple[Shape, str], Callable[..., Any]] = {}
         self._counting = threading.Lock()
@@ -232,37 +226,61 @@ class Programs:
 
     def run(self, shape: Shape, name: str, *arguments: Any) -> Any:
         """Run `predict`, `forward` or `backward` of a shape."""
-        return self._program(shape, name, arguments)(*arguments)
+        return self._program(shape, name, lambda: arguments)(*arguments)
 
     def prepare(self, shape: Shape, arguments: tuple[Any, ...], given: Any) -> None:
         """Compile the programs of a shape. Several threads may prepare different shapes.
 
         `arguments` are those of a forward pass, `given` the slopes of its results.
         """
-        self._program(shape, "predict", arguments)
-        self._program(shape, "forward", arguments)
-        _, kept = jax.eval_shape(self._pairs[shape].forward, *arguments)
-        self._program(shape, "backward", (*arguments, kept, given))
+        self._program(shape, "predict", lambda: arguments)
+        forward: Any = self._program(shape, "forward", lambda: arguments)
 
-    def _program(self, shape: Shape, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        def of_backward() -> tuple[Any, ...]:
+            _, kept = jax.eval_shape(self._pairs[shape].forward, *arguments)
+            _, shardings = forward.output_shardings
+            return *arguments, jax.tree.map(_with_sharding, kept, shardings), given
+
+        self._program(shape, "backward", of_backward)
+
+    def _program(
+        self, shape: Shape, name: str, arguments: Callable[[], tuple[Any, ...]]
+    ) -> Callable[..., Any]:
         program = self._made.get((shape, name))
         if program is None:
-            program = self._made[shape, name] = self._compiled(shape, name, arguments)
+            program = self._made[shape, name] = self._loaded(shape, name, arguments)
         return program
 
-    def _compiled(self, shape: Shape, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        began, read_before = time.perf_counter(), _READ.count
-        pair = self._pairs.setdefault(shape, Pair(self._arch, shape, self._recompute))
-        made = jax.jit(getattr(pair, name)).lower(*arguments).compile()
+    def _loaded(
+        self, shape: Shape, name: str, arguments: Callable[[], tuple[Any, ...]]
+    ) -> Callable[..., Any]:
+        """Return a program from its file, or compile it."""
+        began, path = time.perf_counter(), self._files.path(shape, name)
+        self._pairs.setdefault(shape, Pair(self._arch, shape, self._recompute, self._devices))
+        read = self._files.read(path)
+        made = read or self._compiled(shape, name, arguments())
+        if read is None:
+            self._files.write(path, made)
         with self._counting:
             self.counters.programs += 1
-            self.counters.read += _READ.count > read_before
+            self.counters.read += read is not None
             self.counters.seconds += time.perf_counter() - began
         return made
+
+    def _compiled(self, shape: Shape, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        pair = self._pairs[shape]
+        if name == "backward" and not pair.is_traced:
+            jax.eval_shape(pair.forward, *arguments[:3])  # backward repeats what it keeps
+        program = self._devices.jit(getattr(pair, name), keeps=name == "forward")
+        return program.lower(*arguments).compile()
 
     @property
     def shapes(self) -> list[Shape]:
         return list(self._pairs)
+
+
+def _with_sharding(kept: Any, sharding: Any) -> Any:
+    return jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=sharding)
 
 
 def stacked(adapters: tuple[Adapter, ...]) -> Adapter:

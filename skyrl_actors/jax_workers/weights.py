@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,16 @@ from jax import Array
 from torch import Tensor
 
 from skyrl_actors.jax_workers.architecture import Architecture
-from skyrl_actors.jax_workers.arrays import Device, array_of
-from skyrl_actors.jax_workers.decoder import KINDS
+from skyrl_actors.jax_workers.arrays import FSDP, TENSOR, Axes, Devices
+from skyrl_actors.jax_workers.decoder import (
+    DOWN,
+    GATE_UP,
+    INTO_EXPERTS,
+    KINDS,
+    OUT,
+    OUT_OF_EXPERTS,
+    QKV,
+)
 from skyrl_actors.jax_workers.expert_terms import EXPERTS, GATE, LAST, UP
 from skyrl_actors.jax_workers.programs import Adapter, Base, Factors
 from skyrl_actors.messages.errors import ConfigError
@@ -20,6 +29,9 @@ from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGH
 
 EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 Read = Callable[[str], Tensor]  # a weight by its name
+# Matrices [out, in] with the hidden size as their input, and as their output.
+INTO = (EMBED, UNEMBED_WEIGHT, *(f"{name}.weight" for name in (*QKV, *GATE_UP)))
+OUT_OF = tuple(f"{name}.weight" for name in (*OUT, *DOWN))
 
 
 @dataclass(frozen=True)
@@ -47,19 +59,23 @@ def names_of(arch: Architecture, given: Sequence[str], expected: Sequence[str]) 
 
 
 def base_of(
-    names: Names, given: Sequence[str], read: Read, dtype: torch.dtype, device: Device
+    names: Names, given: Sequence[str], read: Read, dtype: torch.dtype, devices: Devices
 ) -> Base:
     """Return the weights of a base model or of a full fine-tune, in the dtype of products."""
 
     def one(name: str) -> Array:
-        return array_of(read(name).to(dtype), device)
+        return devices.put(read(name).to(dtype), _axes(name))
 
     def stacked(name: str) -> Array:
-        return array_of(torch.stack([read(n) for n in names.of_layers(name)]).to(dtype), device)
+        read_of = [partial(rounded, n) for n in names.of_layers(name)]
+        return devices.stacked(read_of, _axes(name))
+
+    def rounded(name: str) -> Tensor:
+        return read(name).to(dtype)
 
     value = None
     if VALUE_WEIGHT in given:
-        value = (array_of(read(VALUE_WEIGHT), device), array_of(read(VALUE_BIAS), device))
+        value = (devices.put(read(VALUE_WEIGHT)), devices.put(read(VALUE_BIAS)))
     return Base(
         embed=one(EMBED),
         layers={name: stacked(name) for name in names.layers},
@@ -67,6 +83,19 @@ def base_of(
         head=one(UNEMBED_WEIGHT) if UNEMBED_WEIGHT in given else None,
         value=value,
     )
+
+
+def _axes(name: str) -> Axes:
+    """Return the axes of a mesh that divide a weight, without the axis of layers."""
+    if name.endswith(INTO):
+        return (TENSOR, FSDP)
+    if name.endswith(OUT_OF):
+        return (FSDP, TENSOR)
+    if name.endswith(".bias"):
+        return (TENSOR,)
+    if name in (INTO_EXPERTS, OUT_OF_EXPERTS):
+        return (None, TENSOR, FSDP) if name == INTO_EXPERTS else (None, FSDP, TENSOR)
+    return ()
 
 
 def gradients_of(found: Any, names: Names) -> dict[str, Tensor]:
@@ -112,14 +141,14 @@ class Form:
 
 
 def adapter_of(
-    arch: Architecture, form: Form, views: Mapping[str, Tensor], device: Device
+    arch: Architecture, form: Form, views: Mapping[str, Tensor], devices: Devices
 ) -> Adapter:
     """Return an adapter in this form. It has zeros for what it lacks."""
 
     def padded(a: Tensor, b: Tensor) -> tuple[Array, Array]:
         more = form.rank - a.size(-2)
         a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-        return array_of(a.clone(), device), array_of(b.clone(), device)
+        return devices.put(a.clone()), devices.put(b.clone())
 
     def of_layers(kind: str) -> Factors:
         names = [f"model.layers.{i}.{kind}" for i in range(arch.layers)]
@@ -145,8 +174,8 @@ def adapter_of(
         zeros = torch.zeros(1, arch.hidden), torch.zeros(1)
         pair = views.get(VALUE_WEIGHT, zeros[0]), views.get(VALUE_BIAS, zeros[1])
         value = (
-            array_of(pair[0].detach().clone(), device),
-            array_of(pair[1].detach().clone(), device),
+            devices.put(pair[0].detach().clone()),
+            devices.put(pair[1].detach().clone()),
         )
     return Adapter({kind: of_layers(kind) for kind in form.kinds}, head, value)
 

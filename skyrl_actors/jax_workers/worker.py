@@ -43,4 +43,4 @@ class JaxWorker(TorchWorker):
         strategy = self._asked.strategy
         if not isinstance(strategy, JaxStrategy):
             raise InternalError(f"a JAX rank cannot have strategy {strategy.type}")
-        return JaxModelFactory(self._asked, strategy)
+        return JaxModelFactory(self._asked, strategy, self._address)

@@ -60,8 +60,8 @@ class BatchRunner:
 
     def _output(self, part: PassPart, seconds: float) -> RowOutput:
         field = "values" if part.model.spec.role == "critic" else "logprobs"
-        # The ranks of a sequence group have the same results; the first one reports them.
-        reports = self._spec.rank % self._spec.sequence_parallel == 0
+        # Ranks with the same rows have the same results; the first one reports them.
+        reports = self._spec.rank % self._spec.ranks_of_rows == 0
         if not reports:
             part = PassPart(model=part.model, columns=part.columns, rows=(), loss=part.loss)
         values, elementwise = part.in_row_order()
@@ -83,13 +83,11 @@ class BatchRunner:
         self._pager.use(adapter_states([part.model for part in parts]))
         self._factory.bind(parts[0].model)
         # Other ranks can have added the rows that this rank refuses. Then the model is rebuilt on
-        # all.
-        clean = {
-            id(part): forward_only or (self._spec.world_size == 1 and _can_put_back(part.model))
-            for part in parts
-        }
+        # all. The ranks of one mesh refuse the same.
+        same = self._spec.world_size == self._spec.mesh_ranks
+        clean = {id(part): forward_only or (same and _can_put_back(part.model)) for part in parts}
         # Otherwise other ranks wait in this pass.
-        alone = not self._factory.in_step(parts[0].model) and self._spec.sequence_parallel == 1
+        alone = not self._factory.in_step(parts[0].model) and self._spec.ranks_of_rows == 1
         saved = {id(part): None if forward_only else _saved(part.model) for part in parts}
         budget, error = self._spec.microbatch_tokens, ""
 

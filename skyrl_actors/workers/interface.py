@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_actors.config.strategies import ReplicaStrategy, StrategyConfig
+from skyrl_actors.config.strategies import ReplicaStrategy, StrategyConfig, mesh_ranks
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
@@ -46,6 +46,16 @@ class WorkerSpec:
     max_rank: int = 32  # of adapters
     environment: tuple[tuple[str, str], ...] = ()  # the config's; a rank with others is restarted
     router_replay: bool = False  # requests can bring the experts of their tokens
+
+    @property
+    def mesh_ranks(self) -> int:
+        """The number of ranks that share a JAX mesh; 1 for other strategies."""
+        return mesh_ranks(self.strategy)
+
+    @property
+    def ranks_of_rows(self) -> int:
+        """The number of consecutive ranks that get the same rows."""
+        return self.sequence_parallel * self.mesh_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from skyrl_actors.jax_workers.architecture import architecture_of
+from skyrl_actors.jax_workers.arrays import OneDevice
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.losses.processing import Processing
 from skyrl_actors.messages.model import ExpertLayout, LoraSpec
@@ -42,7 +43,7 @@ def jax_network(base: Path, activations: Activations = "keep") -> JaxNetwork:
             lambda name: whole(source, name),
             torch.float32,
             activations,
-            jax.devices()[0],
+            OneDevice(jax.devices()[0]),
         )
 
 

@@ -243,6 +243,30 @@ def test_another_process_compiles_nothing_and_computes_the_same_bits(base: Path,
     assert cache.stat().st_mode & 0o077 == 0  # its content is run
 
 
+@pytest.mark.slow
+def test_a_damaged_program_is_compiled_again(base: Path, tmp_path: Path):
+    first, programs = trained_bits(base, tmp_path)
+    files = sorted((tmp_path / "executables").iterdir())
+    assert f"{len(files)} for" in programs
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    files[1].write_bytes(b"")
+    second, programs = trained_bits(base, tmp_path)
+    assert f"{len(files) - 2} of them from the cache" in programs
+    assert first == second
+    assert sorted((tmp_path / "executables").iterdir()) == files
+
+
+@pytest.mark.slow
+def test_programs_that_were_not_used_for_a_month_are_deleted(base: Path, tmp_path: Path):
+    trained_bits(base, tmp_path)
+    used, unused = sorted((tmp_path / "executables").iterdir())[:2]
+    os.utime(unused, (0, 0))
+    made = worker_of(0, 1, 0, str(base), JaxStrategy(cache=tmp_path, prepare_s=0))
+    create(made, LoraSpec(rank=4))
+    assert used.exists()
+    assert not unused.exists()
+
+
 def test_a_family_without_a_description_is_refused_by_name(tmp_path: Path):
     base = saved(OlmoConfig(**SIZE), tmp_path)
     with pytest.raises(InvalidRequest, match=r"strategy jax cannot train olmo: it knows llama"):

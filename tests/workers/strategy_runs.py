@@ -85,9 +85,9 @@ def run(
     calls: list[tuple[str, Columns, LossCall | None]],
     forward_only: bool = False,
 ) -> list[Any]:
-    ranks = worker.spec.world_size // worker.spec.sequence_parallel
+    ranks = worker.spec.world_size // worker.spec.ranks_of_rows
     shares = assign_parts([columns.lengths for _, columns, _ in calls], ranks)[
-        worker.spec.rank // worker.spec.sequence_parallel
+        worker.spec.rank // worker.spec.ranks_of_rows
     ]
     parts = tuple(
         PartCall(model_id=m, rows=rows, columns=columns, loss=loss)

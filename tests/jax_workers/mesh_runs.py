@@ -1,0 +1,69 @@
+"""Functions of (rank, world_size, port, …) that the ranks of a mesh run."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from skyrl_actors.config.strategies import JaxStrategy
+from skyrl_actors.jax_workers.network import JaxNetwork
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from tests.workers.references import batch
+from tests.workers.strategy_runs import gathered, one, worker_of
+
+ROWS = ((9, 30, 4), (17, 5), (70, 3, 3))
+STEP = AdamParams(learning_rate=1e-2, weight_decay=0.1)
+NAMES = ("m", "n")
+
+
+def trained(
+    rank: int,
+    world: int,
+    port: int,
+    base: str,
+    strategy: JaxStrategy,
+    lora: LoraSpec | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Train two models in turn: in each step two calls, and a forward between them."""
+    worker = worker_of(rank, world, port, base, strategy, budget=256, **options)
+    for name in NAMES:
+        worker.create_model(
+            ModelSpec(model_id=name, base_model="tiny", lora=lora, seed=len(name), role="policy")
+        )
+    scored = dict[tuple[int, int], np.ndarray]()
+    norms: list[float] = []
+    for number in range(4):
+        name = NAMES[number % 2]
+        for which in (number, number + 4):
+            one(worker, name, batch(which, ROWS[which % 3]), "cross_entropy")
+            columns = batch(9, ROWS[0])
+            found = one(worker, name, columns, "cross_entropy", forward_only=True)
+            start = 0
+            for row in found.rows:
+                length = int(columns.lengths[row])
+                scored[number, row] = found.values[start : start + length]
+                start += length
+        norms.append(worker.optim_step(name, STEP)["skyrl.ai/grad_norm"])
+    network = worker.models["m"].network
+    assert isinstance(network, JaxNetwork)
+    weight = network.base.layers["self_attn.q_proj.weight"]
+    return {
+        "weights": {n: t.numpy() for n, t in gathered(worker, "m", "weights").items()},
+        "scored": scored,
+        "norms": norms,
+        "share": weight.addressable_data(0).nbytes / weight.nbytes,
+        "programs": worker.paths()["programs"],
+    }
+
+
+def starts_with_another_version(rank: int, world: int, port: int, base: str) -> str:
+    """Return the error of a mesh whose second rank has another version of JAX."""
+    if rank == 1:
+        jax.__version__ = "0.9.9"
+    try:
+        worker_of(rank, world, port, base, JaxStrategy(fsdp=2))
+    except ConfigError as error:
+        return str(error)
+    return ""
