@@ -21,9 +21,11 @@ class JaxWorker(TorchWorker):
 
     def paths(self) -> dict[str, str]:
         found = super().paths() | {"attention": "XLA", "head": "XLA"}
-        factory = self._model_factory
+        factory, strategy = self._model_factory, self._asked.strategy
         if isinstance(factory, JaxModelFactory) and (text := factory.programs_text()):
             found["programs"] = text
+        if isinstance(strategy, JaxStrategy) and strategy.mesh_ranks > 1:
+            found["mesh"] = f"{strategy.fsdp} fsdp x {strategy.tensor} tensor"
         return found
 
     def setup(self, address: str, port: int) -> BaseModelInfo:

@@ -1,4 +1,4 @@
-"""A service whose ranks compute with JAX, through the SDK, with real vLLM and a killed rank."""
+"""A service whose ranks and engines compute with JAX, through the SDK, and a killed rank."""
 
 import random
 import re
@@ -16,12 +16,18 @@ from tests.service.test_sdk import datum
 CONFIG = "configs/cpu_tiny_jax.yaml"
 
 
+MESH = ("policy.num_ranks=2", "policy.strategy.fsdp=2", "critic=null", "engine.num_engines=2")
+
+
 @pytest.mark.slow
-def test_a_service_on_jax_trains_samples_and_survives_a_killed_rank(tmp_path: Path):
+@pytest.mark.parametrize("devices", [(), MESH], ids=["one rank", "a mesh of two"])
+def test_a_service_on_jax_trains_samples_and_survives_a_killed_rank(
+    tmp_path: Path, devices: tuple[str, ...]
+):
     port = free_port()
     name, url = f"jax-{port}", f"http://127.0.0.1:{port}"
     options = (f"name={name}", f"http.port={port}", f"checkpoint_dir={tmp_path / 'checkpoints'}")
-    started = run_cli("serve", CONFIG, *options, "base_model.warmup_steps=0", timeout=600)
+    started = run_cli("serve", CONFIG, *options, "base_model.warmup_steps=0", *devices, timeout=600)
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         with tinker.ServiceClient(base_url=url, api_key="tml-test") as client:
