@@ -18,10 +18,10 @@ from skyrl_actors.workers.packing import Pass, Share
 
 SMALL = (32, 64, 96, 128, 160, 192, 256)
 PASS_TOKENS = 160  # what a pass costs beside its tokens, in tokens
-WINDOWS = (64, 256)  # further ones are powers of two
+WINDOWS = (64, 256, 512)  # each further one is four times the one before
 SLOTS = (1, 8, 64, 512)
 FEW_TOKENS = 512  # a pass of so many has one window
-SEVERAL_PLACES = 1024  # a pass of so many tokens has places for several adapters
+SEVERAL_PLACES = 512  # a pass of so many tokens has places for several adapters
 RANKS = (8, 16, 32, 64, 128, 256)
 
 Item = tuple[int, int, int]  # length, part, row
@@ -48,7 +48,9 @@ def window_of(longest: int, size: int) -> int:
     """Return the window for rows of at most so many tokens."""
     if size <= FEW_TOKENS:
         return size
-    window = next((each for each in WINDOWS if each >= longest), 1 << (longest - 1).bit_length())
+    window = next((each for each in WINDOWS if each >= longest), WINDOWS[-1])
+    while window < longest:
+        window *= 4
     return min(window, size)
 
 
