@@ -60,13 +60,17 @@ class JaxModelFactory(ModelFactory):
 
     def _prove(self, network: JaxNetwork) -> None:
         """Raise ConfigError on all ranks of a mesh if the first finds a difference."""
-        folder, mesh = self.spec.base_folder, self._mesh
+        mesh, replays = self._mesh, self.spec.router_replay
+
+        def prove(compares: bool) -> None:
+            prove_equal(network, self.spec.base_folder, self.dtype, compares, replays)
+
         if mesh is None:
-            prove_equal(network, folder, self.dtype)
+            prove(compares=True)
             return
         found = ""
         try:
-            prove_equal(network, folder, self.dtype, compares=self.spec.rank == mesh.first)
+            prove(compares=self.spec.rank == mesh.first)
         except ConfigError as error:
             found = str(error)
         if found := mesh.texts(found)[0]:

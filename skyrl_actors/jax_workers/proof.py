@@ -18,21 +18,29 @@ from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers import adapter_proof
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.isolation import prove_isolated
+from skyrl_actors.workers.replay_proof import drawn_routes, prove_replay, replayed
 
 log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)  # one line at the start of a rank
 
 
 def prove_equal(
-    network: JaxNetwork, folder: str, dtype: torch.dtype, compares: bool = True
+    network: JaxNetwork,
+    folder: str,
+    dtype: torch.dtype,
+    compares: bool = True,
+    replays: bool = False,
 ) -> None:
     """Raise ConfigError unless a pass equals torch's. The base is loaded in torch for this.
 
-    All ranks of a mesh compute the pass in JAX. One of them compares.
+    With `replays`, so must a pass that is computed by given experts. All ranks of a mesh compute in
+    JAX. One of them compares.
     """
     began = time.perf_counter()
     call = _call_for(network)
     found = call.of(network)
+    routes = drawn_routes(network.routed) if replays else None
+    by_routes = None if routes is None else replayed(network, routes)
     if not compares:
         return
     torchs = BaseModel(folder, dtype, torch.device("cpu"))
@@ -46,6 +54,15 @@ def prove_equal(
             f"gradients by {gradients:.2g} of their size ({allowed.gradients:g} is allowed); use "
             "strategy replica, fsdp2 or deepspeed"
         )
+    if routes is not None and by_routes is not None:
+        prove_replay(torchs)
+        gap = float((by_routes - replayed(torchs, routes)).abs().mean())
+        if not gap <= allowed.logprobs:
+            raise ConfigError(
+                f"router_replay=true, but strategy jax does not compute {network.arch.name} with "
+                f"given experts as torch does: logprobs differ by {gap:.2g} nats a token "
+                f"({allowed.logprobs:g} is allowed); set router_replay=false"
+            )
     took = time.perf_counter() - began
     log.info("JAX computes %s as transformers does (checked in %.2f s)", network.arch.name, took)
 

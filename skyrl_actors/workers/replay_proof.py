@@ -22,9 +22,9 @@ def prove_replay(network: Network) -> None:
     name, routed = type(network.module).__name__, network.routed
     if not routed.width:
         raise ConfigError(f"router_replay=true, but {name} has no routed experts to replay")
-    routes = _drawn(routed)
+    routes = drawn_routes(routed)
     with seen_by_experts(routed) as seen:
-        _pass(network, (routes + 1).to(torch.int16))
+        replayed(network, routes)
     wrong = [
         layer.name
         for number, layer in enumerate(routed.layers)
@@ -46,7 +46,7 @@ def _took(indices: Tensor, scores: Tensor, given: Tensor) -> bool:
     )
 
 
-def _drawn(routed: RoutedLayers) -> Tensor:
+def drawn_routes(routed: RoutedLayers) -> Tensor:
     """Return [T, layers · k] int64, for each token and layer k different experts."""
     generator = torch.Generator().manual_seed(0)
     drawn = [
@@ -56,7 +56,8 @@ def _drawn(routed: RoutedLayers) -> Tensor:
     return torch.cat(drawn, -1)
 
 
-def _pass(network: Network, routes: Tensor) -> None:
+def replayed(network: Network, routes: Tensor) -> Tensor:
+    """Return logprobs [T] of a few tokens that are computed by these experts."""
     size = network.sequence.size if network.sequence else 1
     start = network.sequence.stretch(TOKENS * size).start if network.sequence else 0
     tokens = torch.arange(TOKENS) % network.vocab_size
@@ -67,10 +68,10 @@ def _pass(network: Network, routes: Tensor) -> None:
         segments=(Segment(TOKENS, {}, 1.0),),
         targets=tokens.to(network.device),
         counted=None,
-        routes=routes.to(network.device),
+        routes=(routes + 1).to(torch.int16).to(network.device),
     )
     with network.in_use(inputs.segments), torch.no_grad():
-        network.predict(inputs)
+        return network.predict(inputs)[0]
 
 
 @contextmanager

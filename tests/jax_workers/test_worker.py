@@ -17,6 +17,7 @@ from skyrl_actors import losses
 from skyrl_actors.config.cluster import ClusterConfig, GroupConfig
 from skyrl_actors.config.strategies import JaxStrategy, ReplicaStrategy
 from skyrl_actors.jax_workers.network import JaxNetwork
+from skyrl_actors.jax_workers.passes import JaxPass
 from skyrl_actors.jax_workers.programs import Shape
 from skyrl_actors.jax_workers.worker import JaxWorker
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
@@ -315,3 +316,16 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_full_fine_tunes_take_the_strategy_of_adapters():
     group = GroupConfig(strategy=JaxStrategy())
     assert group.full_strategy_on("cpu") == group.full_strategy_on("gpu") == group.strategy
+
+
+@pytest.mark.slow
+def test_a_pass_with_given_experts_is_proved_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    base = make("qwen3-moe", tmp_path)
+    strategy = JaxStrategy(cache=PROGRAMS, prepare_s=0)
+    create(worker_of(0, 1, 0, str(base), strategy, router_replay=True), LoraSpec(rank=4))
+    monkeypatch.setattr(JaxPass, "_routes", lambda *_: None)  # the router chooses
+    broken = JaxStrategy(cache=tmp_path / "programs", prepare_s=0)
+    with pytest.raises(InvalidRequest, match=r"does not compute qwen3_moe with given experts"):
+        create(worker_of(0, 1, 0, str(base), broken, router_replay=True), LoraSpec(rank=4))
