@@ -20,7 +20,7 @@ import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
 
-from skyrl_actors.storage.private_folders import make_folder
+from skyrl_actors.storage.private_folders import private_folder
 
 log = logging.getLogger(__name__)
 SUFFIX = ".executable"
@@ -36,7 +36,7 @@ class ExecutableFiles:
     """
 
     def __init__(self, folder: Path | None, *about: Any):
-        self._folder = folder and make_folder(folder / "executables")
+        self._folder = folder and private_folder(folder / "executables")
         self._about = about
         self._delete_old()
 

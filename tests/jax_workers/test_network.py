@@ -161,6 +161,7 @@ def test_recomputation_and_passes_without_a_gradient_change_no_number(qwen3: Pat
     torch.testing.assert_close(found, plain, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_no_more_adapters_are_on_the_device_than_allowed(qwen3: Path):
     ours = jax_network(qwen3)
     ours.max_adapters = 2
