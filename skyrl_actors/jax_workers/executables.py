@@ -53,13 +53,13 @@ class ExecutableFiles:
             return None
         try:
             stored = path.read_bytes()
+            os.utime(path)  # another process deletes what was not used for long
         except FileNotFoundError:
             return None
         digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
         if hashlib.sha256(content).digest() != digest:  # for example after a power cut
             log.warning("the program %s is damaged, and is compiled again", path)
             return None
-        os.utime(path)
         try:
             found: Any = serialize_executable.deserialize_and_load(*pickle.loads(content))
         except (ValueError, jax.errors.JaxRuntimeError) as error:

@@ -9,8 +9,9 @@ from skyrl_actors.config.strategies import JaxStrategy
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.workers.interface import WorkerSpec
 from tests.workers.references import batch
-from tests.workers.strategy_runs import gathered, one, worker_of
+from tests.workers.strategy_runs import gathered, made_for, one, worker_of
 
 ROWS = ((9, 30, 4), (17, 5), (70, 3, 3))
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.1)
@@ -56,6 +57,36 @@ def trained(
         "share": weight.addressable_data(0).nbytes / weight.nbytes,
         "programs": worker.paths()["programs"],
     }
+
+
+def prepared(
+    rank: int, world: int, port: int, base: str, strategy: JaxStrategy
+) -> tuple[int, int, list[float]]:
+    """Compile ahead. Return the programs before and after calls, and the norms of the steps."""
+    spec = WorkerSpec(
+        role="policy",
+        rank=rank,
+        world_size=world,
+        base_folder=base,
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        microbatch_tokens=64,
+        collective_timeout_s=60.0,
+        strategy=strategy,
+        max_rank=4,
+    )
+    worker = made_for(spec)
+    worker.setup("127.0.0.1", port)
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", lora=LoraSpec(rank=4), seed=1))
+    network = worker.model_factory.base
+    assert isinstance(network, JaxNetwork)
+    before, norms = network.programs.counters.programs, list[float]()
+    for number, rows in enumerate(((9,), (30, 20))):
+        one(worker, "m", batch(number, rows), "cross_entropy", forward_only=True)
+        one(worker, "m", batch(number, rows), "cross_entropy")
+        norms.append(worker.optim_step("m", STEP)["skyrl.ai/grad_norm"])
+    return before, network.programs.counters.programs, norms
 
 
 def starts_with_another_version(rank: int, world: int, port: int, base: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from skyrl_actors.config.cluster import GroupConfig
 from skyrl_actors.config.strategies import JaxStrategy
 from skyrl_actors.messages.model import LoraSpec
-from tests.jax_workers.mesh_runs import starts_with_another_version, trained
+from tests.jax_workers.mesh_runs import prepared, starts_with_another_version, trained
 from tests.workers.ranks import Ranks
 from tests.workers.strategy_runs import PROGRAMS
 from tests.workers.tiny_models import make
@@ -81,6 +81,19 @@ def test_the_same_mesh_computes_the_same_bits_and_reads_its_programs(base: Path)
     for each in second:
         programs = each["programs"].partition(" ")[0]
         assert f"{programs} of them from the cache" in each["programs"].replace("shapes, ", "")
+
+
+@pytest.mark.slow
+def test_usual_calls_of_a_mesh_need_no_program_that_was_not_prepared(base: Path, tmp_path: Path):
+    """Once with an empty cache, and once with the programs in their files."""
+    found: list[list[float]] = []
+    for _ in range(2):
+        strategy = JaxStrategy(cache=tmp_path, prepare_s=600, fsdp=2)
+        with processes(2) as ranks:
+            for before, after, norms in ranks.run(prepared, str(base), strategy):
+                assert before == after
+                found.append(norms)
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 @pytest.mark.slow
