@@ -16,6 +16,11 @@ Axes = tuple[str | None, ...]  # the axis of a mesh that divides each axis of an
 class Devices(Protocol):
     """Where the arrays of a network lie: on one device, or over the ranks of a mesh."""
 
+    @property
+    def keeps_programs(self) -> bool:
+        """Whether a program that was read from a file computes as the one that was compiled."""
+        ...
+
     def put(self, tensor: Tensor, axes: Axes = ()) -> Array:
         """Return a tensor of the host as an array, divided by these axes of the mesh."""
         ...
@@ -49,6 +54,10 @@ class OneDevice:
     def __repr__(self) -> str:
         """Return what a program depends on."""
         return f"{self.device}"
+
+    @property
+    def keeps_programs(self) -> bool:
+        return True
 
     def put(self, tensor: Tensor, axes: Axes = ()) -> Array:
         """On a CPU the array shares the tensor's memory, which must not change from now on."""

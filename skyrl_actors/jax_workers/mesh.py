@@ -86,6 +86,11 @@ class DeviceMesh:
         """Return what a program depends on."""
         return f"{self._mesh}"
 
+    @property
+    def keeps_programs(self) -> bool:
+        """XLA's file of a program for CPUs lacks the order of transfers, so ranks can deadlock."""
+        return self._mesh.devices.flat[0].platform != "cpu"
+
     def put(self, tensor: Tensor, axes: Axes = ()) -> Array:
         values = _numpy(tensor.detach())
         return jax.make_array_from_callback(

@@ -54,8 +54,9 @@ class JaxNetwork(Network):
         self.arch, self.dtype, self.devices = arch, dtype, devices
         self.base = base_of(self.names, names, read, dtype, devices)
         recompute = activations == "recompute"
-        files = ExecutableFiles(cache, arch, recompute, devices, form_of(self.base))
-        self.programs = Programs(arch, recompute, devices, files)
+        folder = cache if devices.keeps_programs else None
+        self.files = ExecutableFiles(folder, arch, recompute, devices, form_of(self.base))
+        self.programs = Programs(arch, recompute, devices, self.files)
         self.max_adapters = DEFAULT_ADAPTERS
         # Least recently used first. Without a form: weights of a full fine-tune.
         self._cache: OrderedDict[tuple[int, Form | None], _Cached] = OrderedDict()

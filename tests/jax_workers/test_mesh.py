@@ -74,26 +74,32 @@ def test_a_mesh_computes_what_one_rank_computes(
 
 
 @pytest.mark.slow
-def test_the_same_mesh_computes_the_same_bits_and_reads_its_programs(base: Path):
+def test_the_same_mesh_computes_the_same_bits_and_reads_no_programs(base: Path):
+    """On CPUs the ranks of a mesh that read their programs from files wait forever, now and then."""
     first, second = (on_mesh(base, 2, 1, 2, "adapter") for _ in range(2))
     for name, value in first[0]["weights"].items():
         assert (second[0]["weights"][name] == value).all()
     for each in second:
-        programs = each["programs"].partition(" ")[0]
-        assert f"{programs} of them from the cache" in each["programs"].replace("shapes, ", "")
+        assert ", 0 of them from the cache" in each["programs"]
+
+
+@pytest.mark.slow
+def test_a_mesh_in_bfloat16_that_recomputes_is_near_one_rank(base: Path):
+    """A mesh adds in another order, so values differ by roundings of bfloat16."""
+    options = {"dtype": "bfloat16", "activations": "recompute"}
+    (wanted,), found = (on_mesh(base, fsdp, 1, fsdp, "adapter", **options) for fsdp in (1, 2))
+    np.testing.assert_allclose(found[0]["norms"], wanted["norms"], rtol=0.05)
+    for key, values in wanted["scored"].items():
+        assert np.abs(found[0]["scored"][key] - values).mean() < 0.02
 
 
 @pytest.mark.slow
 def test_usual_calls_of_a_mesh_need_no_program_that_was_not_prepared(base: Path, tmp_path: Path):
-    """Once with an empty cache, and once with the programs in their files."""
-    found: list[list[float]] = []
-    for _ in range(2):
-        strategy = JaxStrategy(cache=tmp_path, prepare_s=600, fsdp=2)
-        with processes(2) as ranks:
-            for before, after, norms in ranks.run(prepared, str(base), strategy):
-                assert before == after
-                found.append(norms)
-    assert found[0] == found[1] == found[2] == found[3]
+    strategy = JaxStrategy(cache=tmp_path, prepare_s=600, fsdp=2)
+    with processes(2) as ranks:
+        (before, after, norms), second = ranks.run(prepared, str(base), strategy)
+    assert before == after
+    assert second == (before, after, norms)
 
 
 @pytest.mark.slow

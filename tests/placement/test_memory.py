@@ -387,6 +387,20 @@ def test_jax_programs_have_a_copy_of_full_weights_and_hand_over_gradients():
     assert jax["full moments"] == whole["full moments"]
 
 
+def test_a_mesh_of_jax_divides_the_frozen_base():
+    apart = PlacementConfig(device="gpu", device_memory_gib=79.6, layout="split")
+    bases = []
+    for strategy in (JaxStrategy(), JaxStrategy(fsdp=2, tensor=2)):
+        group = GroupConfig(strategy=strategy, num_ranks=4)
+        config = ask_of()
+        engine = config.engine.model_copy(update={"num_engines": 2})
+        changed = {"policy": group, "critic": None, "placement": apart, "engine": engine}
+        made, _ = plan_of(config.model_copy(update=changed))
+        (parts,) = (own for name, own in made.parts.items() if name == "policy")
+        bases.append({part.what: part.bytes for part in parts}["base weights"])
+    assert bases[1] == bases[0] / 4
+
+
 def test_on_a_cpu_separate_roles_do_not_halve_each_others_memory():
     group = GroupConfig(num_ranks=1)
     config = ClusterConfig(placement=PlacementConfig(layout="split"), policy=group, critic=group)
