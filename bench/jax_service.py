@@ -1,7 +1,7 @@
 """A service on JAX beside the JAX backend of PyPI's `skyrl`, through the tinker SDK, on the CPU.
 
     python3.12 -m venv DIR
-    DIR/bin/pip install 'skyrl[jax,tinker]==0.3.0' tinker==0.18.0
+    DIR/bin/pip install 'skyrl[jax,tinker]==0.3.0' tinker==0.18.0 orjson
     python -m bench.jax_service --skyrl DIR/bin/python [--rounds N]
 
 Both serve the same model (the sizes of the tiny base, random weights) on two cores, one after the
@@ -10,8 +10,8 @@ version of the SDK, makes the same calls of both: small forward_backwards (two r
 ragged ones (16 rows of 32 to 256 tokens, other lengths in each call), and samples (32 prompts of 16
 tokens, 64 tokens each). For the ragged rows both see new lengths in each call, as in real use. Both
 compile programs in the first rounds, so medians of the first and of the second half are listed
-apart. Ours compiles programs of usual training calls at its start, as is its default; the seconds
-of both starts are listed.
+apart. Ours compiles programs of usual calls at its start, as is its default; the seconds of both
+starts are listed.
 
 Prints a table, then one JSON line.
 """
@@ -111,6 +111,7 @@ def ours(folder: Path, work: Path) -> Iterator[str]:
         f"base_model.path={folder}",
         f"policy.strategy.cache={work / 'programs'}",
         "policy.strategy.prepare_s=60",
+        "engine.prepare_s=60",
         f"journal.folder={work / 'journal'}",
         f"checkpoint_dir={work / 'checkpoints'}",
         "critic=null",

@@ -128,6 +128,7 @@ NARROW = {
             "skyrl_actors.jax_workers.draws",
             "skyrl_actors.jax_workers.generator",
             "skyrl_actors.jax_workers.loading",
+            "skyrl_actors.jax_workers.prepare_sampling",
         },
     },
     "workers": {

@@ -458,12 +458,7 @@ class ClusterConfig(FrozenConfig):
                 f"{role}.strategy jax keeps its GPU memory, and its GPUs are shared; use "
                 "another strategy, or placement.layout=split"
             )
-        if strategy.prepare_s >= self.restart.start_timeout_s:
-            raise ValueError(
-                f"{role}.strategy.prepare_s is {strategy.prepare_s:g}, and a group must start "
-                f"within restart.start_timeout_s, {self.restart.start_timeout_s:g}; choose a "
-                "smaller prepare_s"
-            )
+        _check_prepare(f"{role}.strategy", strategy.prepare_s, self.restart)
 
     @model_validator(mode="after")
     def _transfer_reaches(self) -> "ClusterConfig":
@@ -507,6 +502,7 @@ class ClusterConfig(FrozenConfig):
     def _jax_engines_can_be(self) -> "ClusterConfig":
         if self.engine.type != "jax":
             return self
+        _check_prepare("engine", self.engine.seconds_to_prepare, self.restart)
         if isinstance(self.transfer, StreamTransferConfig):
             raise ValueError(
                 f"transfer.type {self.transfer.type} streams weights, and engines of type jax read "
@@ -591,3 +587,12 @@ class ClusterConfig(FrozenConfig):
                     "placement.layout=split"
                 )
         return self
+
+
+def _check_prepare(key: str, seconds: float, restart: RestartConfig) -> None:
+    """Raise ValueError if compiling ahead can take longer than a part has to start."""
+    if seconds >= restart.start_timeout_s:
+        raise ValueError(
+            f"{key}.prepare_s is {seconds:g}, and a group or an engine must start within "
+            f"restart.start_timeout_s, {restart.start_timeout_s:g}; choose a smaller prepare_s"
+        )

@@ -100,6 +100,13 @@ class EngineConfig(FrozenConfig):
         "suspended samples again",
     )
     num_threads: int = Field(default=1, ge=1, description="threads of an engine on a CPU")
+    prepare_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="only with `jax`: longest time that an engine of a service takes at its start "
+        "to compile the programs of usual samples, or to read them from the cache; others are "
+        "compiled when a sample needs them. null = 60; 0 = none ahead, as in jobs",
+    )
     tool_parser: str | None = Field(
         default=None,
         description="vLLM's parser of tool calls for `/v1/chat/completions`, such as hermes for "
@@ -128,6 +135,8 @@ class EngineConfig(FrozenConfig):
     @model_validator(mode="after")
     def _jax_has_it(self) -> "EngineConfig":
         if self.type != "jax":
+            if self.prepare_s is not None:
+                raise ValueError("engine.prepare_s is of engine.type jax; leave it out")
             return self
         if find_spec("jax") is None:
             raise ValueError(
@@ -163,6 +172,13 @@ class EngineConfig(FrozenConfig):
                 "tool_parser: engines by URL do not return calls; leave out tool_parser or external"
             )
         return self
+
+    @property
+    def seconds_to_prepare(self) -> float:
+        """The longest time to compile programs at the start of a service."""
+        if self.type != "jax":
+            return 0.0
+        return 60.0 if self.prepare_s is None else self.prepare_s
 
     @property
     def topology(self) -> EngineTopology:

@@ -43,7 +43,7 @@ def build_pool(
     logprob_check = LogprobCheck(config.logprob_check, bound, config.policy.dtype, report)
     pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
     for index, slots in enumerate(plan.actors_of("engine")):
-        spec = _spec_of(index, slots, devices, config, base_folder, planned_bytes)
+        spec = _spec_of(index, slots, devices, config, base_folder, planned_bytes, detached)
         own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
         if spec.type == "jax":
             own["NPROC"] = str(engine.num_threads)  # of XLA's thread pools
@@ -88,6 +88,7 @@ def _spec_of(
     config: ClusterConfig,
     base_folder: Path,
     planned_bytes: int,
+    of_service: bool,
 ) -> EngineSpec:
     engine = config.engine
     over_nodes = len({slot.node for slot in slots}) > 1
@@ -117,6 +118,8 @@ def _spec_of(
         environment=tuple(sorted(config.environment.items())),
         router_replay=config.router_replay,
         tool_parser=engine.tool_parser,
+        # A job compiles only what its samples need.
+        prepare_s=engine.seconds_to_prepare if of_service else 0.0,
         takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",
     )
 

@@ -49,6 +49,7 @@ class EngineSpec:
     expert_layout: ExpertLayout = "shared_outer"  # of adapters
     takes_full_weights: bool = True  # live updates; the engine proves them at its start
     router_replay: bool = False  # samples bring the experts of their tokens
+    prepare_s: float = 0.0  # longest time to compile programs of JAX ahead
     tool_parser: str | None = None  # vLLM's name of the parser of tool calls
 
 

@@ -28,6 +28,7 @@ from skyrl_actors.engines.weight_parts import base_parts
 from skyrl_actors.jax_workers.draws import Draw, LoadedAdapter
 from skyrl_actors.jax_workers.generator import Generator
 from skyrl_actors.jax_workers.loading import load_for_sampling, read_adapter, replace_weights
+from skyrl_actors.jax_workers.prepare_sampling import prepare_samples
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
@@ -79,6 +80,10 @@ class JaxEngine:
         file = Path(spec.base_folder) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else None
         await asyncio.to_thread(self.generator.make_cache)
+        if spec.prepare_s:
+            await asyncio.to_thread(
+                prepare_samples, self._network, self.generator, spec.max_lora_rank, spec.prepare_s
+            )
         self._loaded = BASE_VERSION
         self._stepping = asyncio.create_task(self._step())
         await self._prove()

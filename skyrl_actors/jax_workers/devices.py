@@ -8,23 +8,12 @@ import jax
 from skyrl_actors.config.strategies import JaxStrategy
 from skyrl_actors.jax_workers.arrays import Device, OneDevice
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.storage.private_folders import make_folder
 
 
 def configure() -> None:
     """Set what JAX reads at its first use."""
     # TPUs and GPUs round products of float32 otherwise.
     jax.config.update("jax_default_matmul_precision", "highest")
-
-
-def keep_all_programs(folder: Path) -> None:
-    """Let JAX keep each program that it compiles, in this folder.
-
-    Not beside `ExecutableFiles`: what JAX read from its own cache cannot be written again.
-    """
-    jax.config.update("jax_compilation_cache_dir", str(make_folder(folder)))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def cache_of(strategy: JaxStrategy) -> Path:
@@ -38,6 +27,11 @@ def cache_of(strategy: JaxStrategy) -> Path:
 def device_for(kind: str) -> OneDevice:
     """Return the device of a rank. Raises ConfigError if JAX does not see one of this kind."""
     return OneDevice(own_device(kind))
+
+
+def num_threads() -> int:
+    """Return the threads of XLA on a CPU."""
+    return int(os.environ.get("NPROC") or os.cpu_count() or 1)
 
 
 def own_device(kind: str) -> Device:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib.version
@@ -29,6 +29,14 @@ KEPT_DAYS = 30  # since the last use
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")  # that XLA reads
 
 
+class Made(NamedTuple):
+    """A program, and how it was made."""
+
+    program: Callable[..., Any]
+    was_read: bool  # from its file
+    seconds: float
+
+
 class ExecutableFiles:
     """The programs of a rank in a folder; without one, nothing is kept.
 
@@ -36,9 +44,14 @@ class ExecutableFiles:
     """
 
     def __init__(self, folder: Path | None, *about: Any):
+        self._root = folder
         self._folder = folder and private_folder(folder / "executables")
         self._about = about
         self._delete_old()
+
+    def also(self, *about: Any) -> "ExecutableFiles":
+        """Return the files of programs in the same folder that depend on more."""
+        return ExecutableFiles(self._root, *self._about, *about)
 
     def path(self, *key: Any) -> Path | None:
         """Return the file of the program with this key."""
@@ -46,6 +59,15 @@ class ExecutableFiles:
             return None
         text = repr((_platform(), *self._about, *key))
         return self._folder / (hashlib.sha256(text.encode()).hexdigest() + SUFFIX)
+
+    def program(self, compile_it: Callable[[], Any], *key: Any) -> Made:
+        """Return a program from its file, or compile it and write the file."""
+        began, path = time.perf_counter(), self.path(*key)
+        found = self.read(path)
+        made = found or compile_it()
+        if found is None:
+            self.write(path, made)
+        return Made(made, found is not None, time.perf_counter() - began)
 
     def read(self, path: Path | None) -> Callable[..., Any] | None:
         """Return the program of a file; None if there is none that can be loaded."""

@@ -84,7 +84,7 @@ class JaxModelFactory(ModelFactory):
         if self.spec.role == "critic":
             views |= value_head_tensors(base)
         passes = usual_passes(base, views, self.spec.microbatch_tokens)
-        prepare(passes, self.spec.num_threads, self._strategy.prepare_s)
+        prepare((each.prepare for each in passes), self.spec.num_threads, self._strategy.prepare_s)
         base.forget(views)
 
     def programs_text(self) -> str:

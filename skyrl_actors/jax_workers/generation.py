@@ -69,15 +69,20 @@ class Drawn(NamedTuple):
 class Way(NamedTuple):
     """What a decode program depends on beside the shapes of its inputs."""
 
-    span: int  # positions of the cache that it sees
     truncates: bool
     best: int
 
 
 def empty_cache(arch: Architecture, places: int, length: int, dtype: Any) -> Cache:
-    """Return a cache of zeros for so many sequences of `length` tokens."""
-    shape = (arch.layers, places, arch.kv_heads, length, arch.head_dim)
+    """Return a cache of zeros for so many sequences of `length` tokens, in whole chunks."""
+    chunk = chunk_of(length)
+    shape = (arch.layers, places, arch.kv_heads, -(-length // chunk) * chunk, arch.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def chunk_of(length: int) -> int:
+    """Return how many positions of a cache of this length attention reads at a time."""
+    return 64 if length <= 1024 else 256
 
 
 def forked(cache: Cache, sources: Array, copies: Array) -> Cache:
@@ -131,7 +136,7 @@ def decode(
 
     def step(state: tuple[Cache, Places], _: None) -> tuple[tuple[Cache, Places], Drawn]:
         cache, places = state
-        cache, logits = _next_logits(arch, way.span, base, adapters, cache, places)
+        cache, logits = _next_logits(arch, base, adapters, cache, places)
         drawn = _draw(way, logits, places)
         going = places.position < places.end
         following = places._replace(
@@ -146,7 +151,6 @@ def decode(
 
 def _next_logits(
     arch: Architecture,
-    span: int,
     base: Base,
     adapters: tuple[Adapter, ...],
     cache: Cache,
@@ -155,26 +159,49 @@ def _next_logits(
     count = len(places.token)
     cos, sin = angles(arch, places.position, base.embed.dtype)
     rest = Rest(cos, sin, None, places.slots)
-    far = places.position[:, None] - jnp.arange(span)
 
     def attention(number: Array, cache: Cache, q: Array, k: Array, v: Array, own: Any) -> Any:
         where = (number, jnp.arange(count), slice(None), places.position)
         cache = Cache(cache.keys.at[where].set(k), cache.values.at[where].set(v))
-        keys, values = (
-            jax.lax.dynamic_slice(
-                x, (number, 0, 0, 0, 0), (1, count, arch.kv_heads, span, arch.head_dim)
-            )[0]
-            for x in cache
-        )
         grouped = q.reshape(count, arch.kv_heads, -1, arch.head_dim)
-        scores = jnp.einsum("nhgd,nhld->nhgl", grouped, keys).astype(jnp.float32)
-        seen = (far >= 0) & (far < own["window"])
-        scores = jnp.where(seen[:, None, None], scores * arch.query_scale, MASKED)
-        p = jax.nn.softmax(scores, -1).astype(values.dtype)
-        return cache, jnp.einsum("nhgl,nhld->nhgd", p, values).reshape(q.shape)
+        found = _attend_to(cache, number, grouped, places.position, own["window"], arch.query_scale)
+        return cache, found.astype(q.dtype).reshape(q.shape)
 
     x, cache = _layers(arch, base, adapters, cache, places.token, rest, attention)
     return cache, _logits(arch, base, adapters, x, places.slots)
+
+
+def _attend_to(
+    cache: Cache, number: Array, q: Array, positions: Array, window: Array, scale: float
+) -> Array:
+    """Return what queries [n, Hkv, G, D] read from a layer of the cache, [n, Hkv, G, D] float32.
+
+    The softmax goes over chunks of positions up to the furthest place, so one program serves
+    sequences of any length. What a place does not see counts as zeros, because it can be left from
+    another sequence, and need not be finite.
+    """
+    (count, heads, groups, dim), size = q.shape, chunk_of(cache.keys.shape[3])
+
+    def chunk(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        most, total, found = state
+        keys, values = (
+            jax.lax.dynamic_slice(x, (number, 0, 0, i * size, 0), (1, count, heads, size, dim))[0]
+            for x in cache
+        )
+        far = positions[:, None] - i * size - jnp.arange(size)
+        seen = ((far >= 0) & (far < window))[:, None, None]
+        scores = jnp.einsum("nhgd,nhld->nhgl", q, keys).astype(jnp.float32)
+        scores = jnp.where(seen, scores * scale, MASKED)
+        above = jnp.maximum(most, scores.max(-1))
+        kept, p = jnp.exp(most - above), jnp.exp(scores - above[..., None])
+        values = jnp.where(seen[:, :, 0, :, None], values, 0)
+        added = jnp.einsum("nhgl,nhld->nhgd", p.astype(values.dtype), values)
+        return above, total * kept + p.sum(-1), found * kept[..., None] + added
+
+    start = jnp.full((count, heads, groups), MASKED, jnp.float32)
+    state = (start, jnp.zeros_like(start), jnp.zeros(q.shape, jnp.float32))
+    _, total, found = jax.lax.fori_loop(0, positions.max() // size + 1, chunk, state)
+    return found / total[..., None]
 
 
 def _layers(

@@ -3,9 +3,8 @@
 The methods compute on the thread that calls them; `add` and `cancel` may be called by others.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,24 +12,25 @@ import numpy as np
 
 from skyrl_actors.jax_workers.adapter_slots import AdapterSlots, power_of
 from skyrl_actors.jax_workers.decoder import Rows
-from skyrl_actors.jax_workers.draws import Draw, Scores
+from skyrl_actors.jax_workers.draws import Draw, LoadedAdapter, Scores
 from skyrl_actors.jax_workers.generation import (
-    STEPS,
     Cache,
-    Places,
-    Prompts,
     Way,
-    decode,
     empty_cache,
-    forked,
-    prefill,
 )
 from skyrl_actors.jax_workers.low_rank import Slots
 from skyrl_actors.jax_workers.network import JaxNetwork
-from skyrl_actors.jax_workers.plans import layout_of
+from skyrl_actors.jax_workers.plans import Layout, layout_of
+from skyrl_actors.jax_workers.sampling_inputs import empty_places, empty_prompts
+from skyrl_actors.jax_workers.sampling_programs import (
+    DecodeKey,
+    ForkKey,
+    PrefillKey,
+    SamplingPrograms,
+)
 from skyrl_actors.workers.blocks import Block
 
-LEAST_SPAN = 64
+SIZES = (64, 256)  # of passes of few prompt tokens; larger ones are powers of two
 
 
 class Generator:
@@ -43,8 +43,10 @@ class Generator:
 
         Prompts of about `budget` tokens are computed in one pass.
         """
-        self._network, self.places, self._length = network, places, length
-        self._adapters, self._budget = adapters, budget
+        self._network, self.places, self.length = network, places, length
+        self._adapters, self.budget = adapters, budget
+        about = ("sampling", places, length)
+        self.programs = SamplingPrograms(network.arch, network.files.also(*about))
         self._cache: Cache | None = None
         self._waiting: deque[Draw] = deque()
         self._running: dict[int, Draw] = {}
@@ -75,9 +77,20 @@ class Generator:
         if self._cache is not None:
             return 0
         network = self._network
-        made = empty_cache(network.arch, self.places, self._length, network.base.embed.dtype)
+        made = empty_cache(network.arch, self.places, self.length, network.base.embed.dtype)
         self._cache = Cache(*(jax.device_put(x, network.base.embed.sharding) for x in made))
         return sum(x.nbytes for x in self._cache)
+
+    def slots_of(self, adapters: Collection[LoadedAdapter | None]) -> AdapterSlots:
+        return AdapterSlots(self._network, adapters)
+
+    def inputs(self, slots: AdapterSlots) -> tuple[Any, ...]:
+        """Return the first arguments of programs that draw or compute prompts."""
+        return self._network.base, slots.adapters, self._cache
+
+    def count_for(self, running: int) -> int:
+        """Return for how many places a program is made that draws for the first so many."""
+        return min(power_of(running, 2, 4) if running > 1 else 1, self.places)
 
     def step(self) -> list[Draw]:
         """Admit waiting sequences, draw a few tokens for each, and return those that grew."""
@@ -117,7 +130,7 @@ class Generator:
         for scores in ("none", "own", "dense"):
             left = [p for p, draw in own.items() if draw.scores == scores]
             while left:
-                taken = _within(left, own, self._budget)
+                taken = _within(left, own, self.budget)
                 left = left[len(taken) :]
                 self._prefill({place: own[place] for place in taken}, scores)
         if copies:
@@ -125,64 +138,61 @@ class Generator:
             pairs = np.full((2, size), self.places, np.int32)
             pairs[0] = 0
             pairs[:, : len(copies)] = np.asarray(copies, np.int32).T
-            self._cache = _program(forked, 0)(self._cache, *pairs)
+            self._cache = self.programs.run(ForkKey(size), self._cache, *pairs)
 
     def _prefill(self, draws: Mapping[int, Draw], scores: Scores) -> None:
-        slots = AdapterSlots(self._network, draws.values())
-        order = sorted(draws, key=lambda place: slots.number(draws[place]))
+        slots = self.slots_of([draw.adapter for draw in draws.values()])
+        order = sorted(draws, key=lambda place: slots.number(draws[place].adapter))
         lengths = [len(draws[place].prompt) - 1 for place in order]
-        starts = np.cumsum([0, *lengths])
-        blocks = [Block(int(s), 1, n) for s, n in zip(starts[:-1], lengths, strict=True)]
-        numbers = [slots.number(draws[place]) for place in order]
-        segments = [
-            sum(n for n, number in zip(lengths, numbers, strict=True) if number == own)
-            for own in dict.fromkeys(numbers)
-        ]
-        layout = layout_of(blocks, segments)
-        tokens, targets, places = (np.zeros(layout.size, np.int32) for _ in range(3))
-        places[:] = self.places
+        numbers = [slots.number(draws[place].adapter) for place in order]
+        layout = self._layout(lengths, numbers)
+        given = empty_prompts(layout.size, self.places, slots.scale)
         prompts = [np.asarray(draws[place].prompt, np.int32) for place in order]
-        tokens[layout.places] = np.concatenate([prompt[:-1] for prompt in prompts])
-        targets[layout.places] = np.concatenate([prompt[1:] for prompt in prompts])
-        places[layout.places] = np.repeat(np.asarray(order, np.int32), lengths)
+        given.tokens[layout.places] = np.concatenate([prompt[:-1] for prompt in prompts])
+        given.targets[layout.places] = np.concatenate([prompt[1:] for prompt in prompts])
+        given.places[layout.places] = np.repeat(np.asarray(order, np.int32), lengths)
         of_block = np.asarray(list(dict.fromkeys(numbers)), np.int32)[layout.of_block]
         rows, own = (Rows(layout.positions, layout.numbers), Slots(of_block, slots.scale))  # type: ignore[arg-type]
-        given = Prompts(tokens, rows, own, places, targets)  # type: ignore[arg-type]
-        run = _program(prefill, 2, self._network.arch, layout.window, scores)
-        self._cache, found = run(self._network.base, slots.adapters, self._cache, given)
+        given = given._replace(rows=rows, slots=own)
+        key = PrefillKey(layout.size, layout.window, scores, slots.form)
+        self._cache, found = self.programs.run(key, *self.inputs(slots), given)
         if scores != "none":
             scored = np.asarray(found)[layout.places]
-            for place, start, n in zip(order, starts[:-1], lengths, strict=True):
-                draws[place].scored = scored[start : start + n]
+            parts = np.split(scored, np.cumsum(lengths)[:-1])
+            for place, part in zip(order, parts, strict=True):
+                draws[place].scored = part
+
+    def _layout(self, lengths: Sequence[int], numbers: Sequence[int]) -> Layout:
+        """Lay out prompts, sorted by the numbers of their slots."""
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        blocks = [Block(start, 1, n) for start, n in zip(starts, lengths, strict=True)]
+        segments = Counter[int]()
+        for length, number in zip(lengths, numbers, strict=True):
+            segments[number] += length
+        return layout_of(blocks, list(segments.values()), SIZES)
 
     def _best(self, most: int) -> int:
         """Return for how many most likely tokens a program is made that returns so many."""
         return min(power_of(most), self._network.arch.vocab) if most else 0
 
     def _draw(self) -> list[Draw]:
-        count = min(power_of(max(self._running) + 1, 4), self.places)
-        slots = AdapterSlots(self._network, self._running.values())
-        ints = {name: np.zeros(count, np.int32) for name in ("token", "position", "end", "top_k")}
-        floats = {name: np.ones(count, np.float32) for name in ("temperature", "top_p")}
-        of_block, key = np.zeros(count, np.int32), np.zeros((count, 2), np.uint32)
+        count = self.count_for(max(self._running) + 1)
+        slots = self.slots_of([draw.adapter for draw in self._running.values()])
+        given = empty_places(count, slots.scale)
         for place, draw in self._running.items():
-            ints["token"][place] = (draw.tokens or draw.prompt)[-1]
-            ints["position"][place] = draw.position
-            ints["end"][place] = len(draw.prompt) - 1 + draw.max_tokens
-            ints["top_k"][place] = draw.top_k
-            floats["temperature"][place], floats["top_p"][place] = draw.temperature, draw.top_p
-            of_block[place] = slots.number(draw)
-            key[place] = draw.seed >> 32 & 0xFFFFFFFF, draw.seed & 0xFFFFFFFF
-        own = Slots(of_block, slots.scale)  # type: ignore[arg-type]  jax takes arrays of numpy
-        places = Places(slots=own, key=key, **ints, **floats)  # type: ignore[arg-type]
-        furthest = max(draw.position for draw in self._running.values()) + STEPS
+            given.token[place] = (draw.tokens or draw.prompt)[-1]
+            given.position[place] = draw.position
+            given.end[place] = len(draw.prompt) - 1 + draw.max_tokens
+            given.top_k[place], given.top_p[place] = draw.top_k, draw.top_p
+            given.temperature[place] = draw.temperature
+            given.slots.of_block[place] = slots.number(draw.adapter)
+            given.key[place] = draw.seed >> 32 & 0xFFFFFFFF, draw.seed & 0xFFFFFFFF
         way = Way(
-            span=min(power_of(furthest, 2, LEAST_SPAN), self._length),
             truncates=any(d.top_k > 0 or d.top_p < 1 for d in self._running.values()),
             best=self._best(max(draw.best for draw in self._running.values())),
         )
-        run = _program(decode, 2, self._network.arch, way)
-        self._cache, _, drawn = run(self._network.base, slots.adapters, self._cache, places)
+        key = DecodeKey(way, slots.form, count)
+        self._cache, _, drawn = self.programs.run(key, *self.inputs(slots), given)
         host = jax.tree.map(np.asarray, drawn)
         grown = list(self._running.items())
         for place, draw in grown:
@@ -190,12 +200,6 @@ class Generator:
             if draw.stop_reason:
                 del self._running[place]
         return [draw for _, draw in grown]
-
-
-@cache
-def _program(compute: Callable[..., Any], donated: int, *fixed: Any) -> Callable[..., Any]:
-    """Return a compiled function of what follows these arguments; it reuses one's memory."""
-    return jax.jit(partial(compute, *fixed), donate_argnums=donated)
 
 
 def _within(places: Sequence[int], draws: Mapping[int, Draw], budget: int) -> list[int]:

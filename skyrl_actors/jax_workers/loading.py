@@ -11,7 +11,7 @@ from torch import Tensor
 from skyrl_actors.config.strategies import JaxStrategy
 from skyrl_actors.jax_workers.architecture import architecture_of
 from skyrl_actors.jax_workers.arrays import Devices
-from skyrl_actors.jax_workers.devices import cache_of, configure, device_for, keep_all_programs
+from skyrl_actors.jax_workers.devices import cache_of, configure, device_for
 from skyrl_actors.jax_workers.draws import LoadedAdapter
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.jax_workers.proof import prove_equal
@@ -56,9 +56,8 @@ def load_for_sampling(
 ) -> JaxNetwork:
     """Return a base model for an engine, proved against transformers."""
     configure()
-    keep_all_programs(cache_of(JaxStrategy()))
     own: torch.dtype = getattr(torch, dtype)
-    network = load_network(folder, own, "keep", device_for(kind))
+    network = load_network(folder, own, "keep", device_for(kind), cache_of(JaxStrategy()))
     network.max_adapters = max_adapters
     prove_equal(network, folder, own)
     return network

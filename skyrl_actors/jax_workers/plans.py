@@ -33,10 +33,10 @@ def sizes_up_to(budget: int) -> list[int]:
     return [size for size in (*SMALL, *powers) if size <= budget] or [SMALL[0]]
 
 
-def size_of(tokens: int) -> int:
-    """Return the smallest size with room for so many tokens."""
-    small = next((size for size in SMALL if size >= tokens), 0)
-    return small or 1 << (tokens - 1).bit_length()
+def size_of(tokens: int, small: Sequence[int] = SMALL) -> int:
+    """Return the smallest size with room for so many tokens: of these, or a power of two."""
+    found = next((size for size in small if size >= tokens), 0)
+    return found or 1 << (tokens - 1).bit_length()
 
 
 def block_of(size: int) -> int:
@@ -165,10 +165,15 @@ class Layout:
     of_block: np.ndarray  # [size / block] int32, the segment of each block
 
 
-def layout_of(blocks: Sequence[Block], segments: Sequence[int]) -> Layout:
-    """Lay out adjacent segments of so many tokens, whose rows are in `blocks`."""
+def layout_of(
+    blocks: Sequence[Block], segments: Sequence[int], small: Sequence[int] = SMALL
+) -> Layout:
+    """Lay out adjacent segments of so many tokens, whose rows are in `blocks`.
+
+    Small passes have these sizes, and other ones powers of two.
+    """
     total = sum(segments)
-    size = _size_for(segments)
+    size = _size_for(segments, small)
     block = block_of(size)
     places = np.empty(total, np.int32)
     of_block = np.zeros(size // block, np.int32)
@@ -198,11 +203,11 @@ def layout_of(blocks: Sequence[Block], segments: Sequence[int]) -> Layout:
     )
 
 
-def _size_for(segments: Sequence[int]) -> int:
+def _size_for(segments: Sequence[int], small: Sequence[int]) -> int:
     """Return the smallest size with room for these segments, each from a block on."""
-    size = size_of(sum(segments))
+    size = size_of(sum(segments), small)
     while not _fits(segments, size):
-        size = size_of(size + 1)
+        size = size_of(size + 1, small)
     return size
 
 

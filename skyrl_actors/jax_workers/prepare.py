@@ -7,8 +7,9 @@ when they come.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import torch
@@ -52,26 +53,26 @@ def _inputs(rows: list[int], views: Views) -> PassInputs:
     )
 
 
-def prepare(passes: Iterable[JaxPass], threads: int, seconds: float) -> None:
-    """Compile the programs of these passes, or read them from the cache, for at most so long.
+def prepare(shapes: Iterable[Callable[[], Any]], threads: int, seconds: float) -> None:
+    """Call these, which compile programs or read them from their files, for at most so long.
 
     A shape that began is finished. One that cannot be compiled is left to the call that needs it,
     which can be cut into smaller passes.
     """
     began = time.monotonic()
 
-    def one(each: JaxPass) -> bool:
+    def one(each: Callable[[], Any]) -> bool:
         if time.monotonic() - began >= seconds:
             return False
         try:
-            each.prepare()
+            each()
         except jax.errors.JaxRuntimeError as error:
             log.warning("a program could not be prepared: %s", error)
             return False
         return True
 
     with ThreadPoolExecutor(threads) as pool:
-        done = list(pool.map(one, passes))
+        done = list(pool.map(one, shapes))
     left = f"; {done.count(False)} are left to their first use" if not all(done) else ""
     log.info(
         "prepared %d shapes of programs in %.1f s%s",

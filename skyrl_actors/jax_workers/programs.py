@@ -5,7 +5,6 @@ before a gradient flows, and no loss needs a program.
 """
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from jax import Array
 from skyrl_actors.jax_workers.architecture import Architecture
 from skyrl_actors.jax_workers.arrays import Devices
 from skyrl_actors.jax_workers.decoder import Decoder, Rows
-from skyrl_actors.jax_workers.executables import ExecutableFiles
+from skyrl_actors.jax_workers.executables import ExecutableFiles, Made
 from skyrl_actors.jax_workers.head import Asked, Head, Way, score, slopes, way_of
 from skyrl_actors.jax_workers.low_rank import Slots, by_block
 
@@ -202,13 +201,18 @@ class Pair:
 
 @dataclass
 class Compiled:
-    """Counters of the programs of a rank."""
+    """Counters of the programs of a rank or an engine."""
 
     programs: int = 0
     read: int = 0  # of them, from their files
     seconds: float = 0.0  # to compile or to read them, added up over threads
     tokens: int = 0  # that were asked for
     computed: int = 0  # with padding
+
+    def add(self, made: Made) -> None:
+        self.programs += 1
+        self.read += made.was_read
+        self.seconds += made.seconds
 
 
 class Programs:
@@ -255,17 +259,11 @@ class Programs:
         self, shape: Shape, name: str, arguments: Callable[[], tuple[Any, ...]]
     ) -> Callable[..., Any]:
         """Return a program from its file, or compile it."""
-        began, path = time.perf_counter(), self._files.path(shape, name)
         self._pairs.setdefault(shape, Pair(self._arch, shape, self._recompute, self._devices))
-        read = self._files.read(path)
-        made = read or self._compiled(shape, name, arguments())
-        if read is None:
-            self._files.write(path, made)
+        made = self._files.program(lambda: self._compiled(shape, name, arguments()), shape, name)
         with self._counting:
-            self.counters.programs += 1
-            self.counters.read += read is not None
-            self.counters.seconds += time.perf_counter() - began
-        return made
+            self.counters.add(made)
+        return made.program
 
     def _compiled(self, shape: Shape, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         pair = self._pairs[shape]

@@ -311,6 +311,14 @@ def test_keys_that_a_jax_engine_does_not_honour_are_refused(options: dict, named
         EngineConfig.model_validate({"type": "jax", **options})
 
 
+def test_a_vllm_engine_does_not_compile_ahead():
+    with pytest.raises(ValueError, match=r"engine\.prepare_s is of engine\.type jax"):
+        EngineConfig(prepare_s=10)
+    assert EngineConfig().seconds_to_prepare == 0
+    assert EngineConfig(type="jax").seconds_to_prepare == 60
+    assert EngineConfig(type="jax", prepare_s=0).seconds_to_prepare == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

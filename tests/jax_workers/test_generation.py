@@ -1,6 +1,7 @@
 """Sampling with JAX: what is drawn has the trainer's logprobs, whatever else is drawn beside it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from skyrl_actors.jax_workers.draws import Draw, LoadedAdapter
 from skyrl_actors.jax_workers.generation import STEPS
 from skyrl_actors.jax_workers.generator import Generator
 from skyrl_actors.jax_workers.network import JaxNetwork
+from skyrl_actors.jax_workers.prepare_sampling import prepare_samples
 from skyrl_actors.losses.processing import Processing
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.network import PassInputs, Segment
@@ -249,3 +251,41 @@ def test_the_cache_is_freed_and_made_again(network: JaxNetwork):
     assert made > 0 and generator.free_cache() == 0
     assert generator.make_cache() == made and generator.make_cache() == 0
     assert run(generator, [draw_of([3, 5], 0)])[0].tokens == first.tokens
+
+
+@SLOW
+def test_what_another_sequence_left_in_a_place_changes_nothing(network: JaxNetwork):
+    bad = adapter(network, 4, 2)
+    with torch.no_grad():
+        for tensor in bad.values():
+            tensor.fill_(torch.inf)
+    generator = generator_of(network, places=1)
+    spoiled = draw_of([3, 5, 7, 9, 11], 2, adapter=LoadedAdapter(bad, SCALE))
+    run(generator, [spoiled])
+    assert not np.isfinite(spoiled.logprobs).any()
+    draw = draw_of([3], 1)
+    run(generator, [draw])
+    np.testing.assert_allclose(draw.logprobs, of_trainer(network, draw), atol=TOLERANCE)
+
+
+@SLOW
+def test_programs_of_usual_samples_are_compiled_ahead(network: JaxNetwork):
+    generator = generator_of(network, places=4)
+    prepare_samples(network, generator, rank=8, seconds=600)
+    made = generator.programs.counters.programs
+    one = LoadedAdapter(adapter(network, 8, 1), SCALE)
+    for count, own in ((1, None), (3, one), (4, None)):
+        draws = [draw_of(range(2, 4 + 9 * i), i, adapter=own) for i in range(1, count + 1)]
+        run(generator, [*draws, replace(draws[0], tokens=[]), replace(draws[0], tokens=[])])
+    assert generator.programs.counters.programs == made
+
+
+@SLOW
+def test_long_answers_go_over_many_chunks_of_the_cache(network: JaxNetwork):
+    generator = Generator(network, places=2, length=300, adapters=2, budget=64)
+    generator.make_cache()
+    draws = [draw_of([3, 5, 7], 0, max_tokens=250), draw_of([9], 1, max_tokens=5)]
+    run(generator, draws)
+    for draw in draws:
+        wanted = of_trainer(network, draw)[len(draw.prompt) - 1 :]
+        np.testing.assert_allclose(draw.logprobs, wanted, atol=TOLERANCE)

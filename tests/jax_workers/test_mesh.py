@@ -75,7 +75,7 @@ def test_a_mesh_computes_what_one_rank_computes(
 
 @pytest.mark.slow
 def test_the_same_mesh_computes_the_same_bits_and_reads_no_programs(base: Path):
-    """On CPUs the ranks of a mesh that read their programs from files wait forever, now and then."""
+    """On CPUs, ranks of a mesh that read their programs wait forever now and then."""
     first, second = (on_mesh(base, 2, 1, 2, "adapter") for _ in range(2))
     for name, value in first[0]["weights"].items():
         assert (second[0]["weights"][name] == value).all()

@@ -199,9 +199,16 @@ def test_no_program_is_prepared_after_the_time_for_it(base: Path, caplog: pytest
     one(worker, "m", batch(1, ROWS[1]), "cross_entropy")
 
 
-def test_a_service_must_start_in_time():
-    with pytest.raises(ValueError, match=r"policy\.strategy\.prepare_s is 700, and a group must"):
-        ClusterConfig.model_validate({"policy": {"strategy": {"type": "jax", "prepare_s": 700}}})
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [
+        ("policy.strategy", {"policy": {"strategy": {"type": "jax", "prepare_s": 700}}}),
+        ("engine", {"engine": {"type": "jax", "prepare_s": 700}}),
+    ],
+)
+def test_a_service_must_start_in_time(key: str, options: dict):
+    with pytest.raises(ValueError, match=rf"{key}\.prepare_s is 700, and a group or an engine"):
+        ClusterConfig.model_validate(options)
 
 
 SCRIPT = """
