@@ -2,7 +2,7 @@
 
     python3.12 -m venv DIR
     DIR/bin/pip install 'skyrl[jax,tinker]==0.3.0' tinker==0.18.0 orjson
-    python -m bench.jax_service --skyrl DIR/bin/python [--rounds N]
+    python -m bench.jax_service --skyrl DIR/bin/python [--rounds N] [--prepare-s S]
 
 Both serve the same model (the sizes of the tiny base, random weights) on two cores, one after the
 other, with empty caches of programs at first. A client in the environment of `skyrl`, with its
@@ -102,7 +102,7 @@ print("RESULT", tinker.__version__ if hasattr(tinker, "__version__") else "", js
 
 
 @contextmanager
-def ours(folder: Path, work: Path) -> Iterator[str]:
+def ours(folder: Path, work: Path, seconds: float) -> Iterator[str]:
     options = (
         f"http.port={PORTS[OURS]}",
         "name=bench-jax",
@@ -110,8 +110,8 @@ def ours(folder: Path, work: Path) -> Iterator[str]:
         "base_model.name=tiny",
         f"base_model.path={folder}",
         f"policy.strategy.cache={work / 'programs'}",
-        "policy.strategy.prepare_s=60",
-        "engine.prepare_s=60",
+        f"policy.strategy.prepare_s={seconds}",
+        f"engine.prepare_s={seconds}",
         f"journal.folder={work / 'journal'}",
         f"checkpoint_dir={work / 'checkpoints'}",
         "critic=null",
@@ -196,13 +196,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--skyrl", required=True, help="the python that has skyrl 0.3.0")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prepare-s", type=float, default=120, help="prepare_s of our service")
     asked = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     found: dict[str, dict[str, list[float]]] = {}
     with train_setup.folder_of(TINY) as folder, tempfile.TemporaryDirectory() as scratch:
         add_tokenizer(folder)
         ways = {
-            OURS: lambda work: ours(folder, work),
+            OURS: lambda work: ours(folder, work, asked.prepare_s),
             THEIRS: lambda work: theirs(asked.skyrl, folder, work),
         }
         for name, way in ways.items():
@@ -225,7 +226,7 @@ def main() -> None:
     print(f"| | {OURS} | {THEIRS} |\n|---|---|---|")
     for title, figure in rows.items():
         print(f"| {title} | {figure(found[OURS]):.3g} | {figure(found[THEIRS]):.3g} |")
-    emit("jax_service", {"found": found})
+    emit("jax_service", {"prepare_s": asked.prepare_s, "found": found})
 
 
 def halves(values: list[float]) -> tuple[list[float], list[float]]:

@@ -105,7 +105,7 @@ class EngineConfig(FrozenConfig):
         ge=0,
         description="only with `jax`: longest time that an engine of a service takes at its start "
         "to compile the programs of usual samples, or to read them from the cache; others are "
-        "compiled when a sample needs them. null = 60; 0 = none ahead, as in jobs",
+        "compiled when a sample needs them. null = 120; 0 = none ahead, as in jobs",
     )
     tool_parser: str | None = Field(
         default=None,
@@ -178,7 +178,7 @@ class EngineConfig(FrozenConfig):
         """The longest time to compile programs at the start of a service."""
         if self.type != "jax":
             return 0.0
-        return 60.0 if self.prepare_s is None else self.prepare_s
+        return 120.0 if self.prepare_s is None else self.prepare_s
 
     @property
     def topology(self) -> EngineTopology:

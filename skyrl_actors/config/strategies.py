@@ -119,7 +119,7 @@ class JaxStrategy(FrozenConfig):
     )
 
     prepare_s: float = Field(
-        default=60.0,
+        default=120.0,
         ge=0,
         description="longest time that a rank of a service takes at its start to compile the "
         "programs of usual calls, or to read them from the cache; others are compiled when a call "

@@ -17,6 +17,11 @@ class Devices(Protocol):
     """Where the arrays of a network lie: on one device, or over the ranks of a mesh."""
 
     @property
+    def alone(self) -> bool:
+        """Whether all arrays are on one device."""
+        ...
+
+    @property
     def keeps_programs(self) -> bool:
         """Whether a program that was read from a file computes as the one that was compiled."""
         ...
@@ -55,9 +60,7 @@ class OneDevice:
         """Return what a program depends on."""
         return f"{self.device}"
 
-    @property
-    def keeps_programs(self) -> bool:
-        return True
+    alone = keeps_programs = True
 
     def put(self, tensor: Tensor, axes: Axes = ()) -> Array:
         """On a CPU the array shares the tensor's memory, which must not change from now on."""

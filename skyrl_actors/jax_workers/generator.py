@@ -31,6 +31,7 @@ from skyrl_actors.jax_workers.sampling_programs import (
 from skyrl_actors.workers.blocks import Block
 
 SIZES = (64, 256)  # of passes of few prompt tokens; larger ones are powers of two
+WINDOWS = (512,)  # each further one is four times the one before
 
 
 class Generator:
@@ -169,7 +170,7 @@ class Generator:
         segments = Counter[int]()
         for length, number in zip(lengths, numbers, strict=True):
             segments[number] += length
-        return layout_of(blocks, list(segments.values()), SIZES)
+        return layout_of(blocks, list(segments.values()), SIZES, WINDOWS)
 
     def _best(self, most: int) -> int:
         """Return for how many most likely tokens a program is made that returns so many."""

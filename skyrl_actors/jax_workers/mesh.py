@@ -86,6 +86,8 @@ class DeviceMesh:
         """Return what a program depends on."""
         return f"{self._mesh}"
 
+    alone = False
+
     @property
     def keeps_programs(self) -> bool:
         """XLA's file of a program for CPUs lacks the order of transfers, so ranks can deadlock."""

@@ -169,6 +169,8 @@ class JaxPass:
         trained = self._trained()
         if self.differentiable:
             self._held = trained
+            arguments = (base, trained, self._batch)
+            self._source.programs.ready(self._shape, arguments, lambda: self._slopes(None, None))
             found, self._kept = run(self._shape, "forward", base, trained, self._batch)
         else:
             found = run(self._shape, "predict", base, trained, self._batch)

@@ -44,20 +44,20 @@ def block_of(size: int) -> int:
     return min(32, max(4, size // 64))
 
 
-def window_of(longest: int, size: int) -> int:
+def window_of(longest: int, size: int, windows: Sequence[int] = WINDOWS) -> int:
     """Return the window for rows of at most so many tokens."""
     if size <= FEW_TOKENS:
         return size
-    window = next((each for each in WINDOWS if each >= longest), WINDOWS[-1])
+    window = next((each for each in windows if each >= longest), windows[-1])
     while window < longest:
         window *= 4
     return min(window, size)
 
 
-def windows_of(size: int, longest: int) -> list[int]:
+def windows_of(size: int, longest: int, windows: Sequence[int] = WINDOWS) -> list[int]:
     """Return the windows that rows of at most `longest` tokens need in passes of this size."""
-    lengths = [min(each, size, longest) for each in (*WINDOWS, *(2**i for i in range(9, 31)))]
-    return list(dict.fromkeys(window_of(length, size) for length in lengths))
+    lengths = [min(each, size, longest) for each in (*windows, *(2**i for i in range(9, 31)))]
+    return list(dict.fromkeys(window_of(length, size, windows) for length in lengths))
 
 
 def slots_of(models: int, size: int, mixture: bool = False) -> int:
@@ -166,11 +166,14 @@ class Layout:
 
 
 def layout_of(
-    blocks: Sequence[Block], segments: Sequence[int], small: Sequence[int] = SMALL
+    blocks: Sequence[Block],
+    segments: Sequence[int],
+    small: Sequence[int] = SMALL,
+    windows: Sequence[int] = WINDOWS,
 ) -> Layout:
     """Lay out adjacent segments of so many tokens, whose rows are in `blocks`.
 
-    Small passes have these sizes, and other ones powers of two.
+    Small passes have the sizes `small`, and other ones powers of two.
     """
     total = sum(segments)
     size = _size_for(segments, small)
@@ -194,7 +197,7 @@ def layout_of(
     longest = max(lengths)
     return Layout(
         size=size,
-        window=window_of(longest, size),
+        window=window_of(longest, size, windows),
         block=block,
         places=places,
         positions=positions,

@@ -14,7 +14,7 @@ from skyrl_actors.jax_workers.adapter_slots import AdapterSlots, power_of
 from skyrl_actors.jax_workers.devices import num_threads
 from skyrl_actors.jax_workers.draws import LoadedAdapter
 from skyrl_actors.jax_workers.generation import Way
-from skyrl_actors.jax_workers.generator import SIZES, Generator
+from skyrl_actors.jax_workers.generator import SIZES, WINDOWS, Generator
 from skyrl_actors.jax_workers.network import JaxNetwork
 from skyrl_actors.jax_workers.plans import size_of, windows_of
 from skyrl_actors.jax_workers.prepare import prepare
@@ -41,7 +41,7 @@ def usual_samples(generator: Generator, adapter: LoadedAdapter) -> Iterator[Call
             yield partial(_draws, generator, own, count)
     most = size_of(min(generator.budget, generator.places * generator.length), SIZES)
     for size in (*(each for each in SIZES if each <= most), *powers(most, 2 * SIZES[-1])):
-        for window in windows_of(size, generator.length):
+        for window in windows_of(size, generator.length, WINDOWS):
             for own in slots:
                 yield partial(_prompts, generator, own, size, window)
     for count in powers(power_of(generator.places - 1)):

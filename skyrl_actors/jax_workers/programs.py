@@ -6,6 +6,7 @@ before a gradient flows, and no loss needs a program.
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -225,7 +226,7 @@ class Programs:
         self._files = files
         self._pairs: dict[Shape, Pair] = {}
         self._made: dict[tuple[Shape, str], Callable[..., Any]] = {}
-        self._counting = threading.Lock()
+        self._counting, self._tracing = threading.Lock(), threading.Lock()
         self.counters = Compiled()
 
     def run(self, shape: Shape, name: str, *arguments: Any) -> Any:
@@ -247,6 +248,24 @@ class Programs:
 
         self._program(shape, "backward", of_backward)
 
+    def ready(self, shape: Shape, arguments: tuple[Any, ...], given: Callable[[], Any]) -> None:
+        """Compile `forward` and `backward` at the same time if both are missing.
+
+        On a mesh, `backward` needs the places of what the compiled `forward` keeps.
+        """
+        if not self._devices.alone or (shape, "forward") in self._made:
+            return
+
+        def of_backward() -> tuple[Any, ...]:
+            with self._tracing:
+                _, kept = jax.eval_shape(self._pairs[shape].forward, *arguments)
+            return *arguments, kept, given()
+
+        with ThreadPoolExecutor(1) as beside:
+            backward = beside.submit(self._program, shape, "backward", of_backward)
+            self._program(shape, "forward", lambda: arguments)
+            backward.result()
+
     def _program(
         self, shape: Shape, name: str, arguments: Callable[[], tuple[Any, ...]]
     ) -> Callable[..., Any]:
@@ -267,10 +286,12 @@ class Programs:
 
     def _compiled(self, shape: Shape, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         pair = self._pairs[shape]
-        if name == "backward" and not pair.is_traced:
-            jax.eval_shape(pair.forward, *arguments[:3])  # backward repeats what it keeps
-        program = self._devices.jit(getattr(pair, name), keeps=name == "forward")
-        return program.lower(*arguments).compile()
+        with self._tracing:
+            if name == "backward" and not pair.is_traced:
+                jax.eval_shape(pair.forward, *arguments[:3])  # backward repeats what it keeps
+            program = self._devices.jit(getattr(pair, name), keeps=name == "forward")
+            lowered = program.lower(*arguments)
+        return lowered.compile()
 
     @property
     def shapes(self) -> list[Shape]:

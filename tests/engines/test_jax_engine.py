@@ -165,6 +165,28 @@ def test_adapters_and_full_weights_arrive_exactly(random_base: Path, tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_second_engine_reads_its_programs_and_draws_the_same(
+    random_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found: list[tuple[int, int, Any]] = []
+
+    async def start_and_sample() -> None:
+        async with engine_on(random_base, prepare_s=300.0) as engine:
+            params = SamplingParams(max_tokens=12, seed=3, num_samples=3)
+            output = await engine.sample("a", PROMPT, params, None, BASE_VERSION)
+            counters = engine.generator.programs.counters
+            drawn = [(s.tokens.tolist(), s.logprobs.tolist()) for s in output.sequences]
+            found.append((counters.programs, counters.read, drawn))
+
+    for _ in range(2):
+        asyncio.run(start_and_sample())
+    (programs, read, drawn), second = found
+    assert programs > 8 and read == 0
+    assert second == (programs, programs, drawn)
+
+
+@pytest.mark.slow
 def test_a_damaged_adapter_is_refused_and_the_engine_goes_on(random_base: Path, tmp_path: Path):
     trainer = Trainer(random_base)
     trainer.trained("a", LoraSpec(rank=4))
@@ -315,7 +337,7 @@ def test_a_vllm_engine_does_not_compile_ahead():
     with pytest.raises(ValueError, match=r"engine\.prepare_s is of engine\.type jax"):
         EngineConfig(prepare_s=10)
     assert EngineConfig().seconds_to_prepare == 0
-    assert EngineConfig(type="jax").seconds_to_prepare == 60
+    assert EngineConfig(type="jax").seconds_to_prepare == 120
     assert EngineConfig(type="jax", prepare_s=0).seconds_to_prepare == 0
 
 
