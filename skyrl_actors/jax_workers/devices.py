@@ -12,6 +12,9 @@ from skyrl_actors.messages.errors import ConfigError
 
 def configure() -> None:
     """Set what JAX reads at its first use."""
+    # `ExecutableFiles` keeps programs. What JAX reads from its own cache cannot be written again,
+    # and on a mesh of CPUs it can deadlock; see `DeviceMesh.keeps_programs`.
+    jax.config.update("jax_enable_compilation_cache", False)
     # TPUs and GPUs round products of float32 otherwise.
     jax.config.update("jax_default_matmul_precision", "highest")
 

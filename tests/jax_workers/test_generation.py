@@ -71,6 +71,14 @@ def of_trainer(network: JaxNetwork, draw: Draw, processing: Processing | None = 
         return network.predict(inputs)[0].numpy()
 
 
+def infinite_adapter(network: JaxNetwork) -> LoadedAdapter:
+    views = adapter(network, 4, 2)
+    with torch.no_grad():
+        for tensor in views.values():
+            tensor.fill_(torch.inf)
+    return LoadedAdapter(views, SCALE)
+
+
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> JaxNetwork:
     return jax_network(saved(CONFIGS["qwen3"], tmp_path_factory.mktemp("qwen3")))
@@ -229,13 +237,9 @@ def test_no_more_adapters_are_computed_at_once_than_allowed(network: JaxNetwork)
 
 @SLOW
 def test_an_adapter_that_is_not_finite_changes_its_own_samples_alone(network: JaxNetwork):
-    bad = adapter(network, 4, 2)
-    with torch.no_grad():
-        for tensor in bad.values():
-            tensor.fill_(torch.inf)
     good = LoadedAdapter(adapter(network, 4, 1), SCALE)
     draws = [draw_of([3, 5, 7], 0, adapter=good), draw_of([3, 5, 7], 1)]
-    spoiled = draw_of([3, 5, 7], 2, adapter=LoadedAdapter(bad, SCALE))
+    spoiled = draw_of([3, 5, 7], 2, adapter=infinite_adapter(network))
     run(generator_of(network), [draws[0], spoiled, draws[1]])
     assert not np.isfinite(spoiled.logprobs).any()
     for draw in draws:
@@ -255,12 +259,8 @@ def test_the_cache_is_freed_and_made_again(network: JaxNetwork):
 
 @SLOW
 def test_what_another_sequence_left_in_a_place_changes_nothing(network: JaxNetwork):
-    bad = adapter(network, 4, 2)
-    with torch.no_grad():
-        for tensor in bad.values():
-            tensor.fill_(torch.inf)
     generator = generator_of(network, places=1)
-    spoiled = draw_of([3, 5, 7, 9, 11], 2, adapter=LoadedAdapter(bad, SCALE))
+    spoiled = draw_of([3, 5, 7, 9, 11], 2, adapter=infinite_adapter(network))
     run(generator, [spoiled])
     assert not np.isfinite(spoiled.logprobs).any()
     draw = draw_of([3], 1)
@@ -281,7 +281,9 @@ def test_programs_of_usual_samples_are_compiled_ahead(network: JaxNetwork):
 
 
 @SLOW
-def test_long_answers_go_over_many_chunks_of_the_cache(network: JaxNetwork):
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # gemma3: layers that see no early chunk
+def test_long_answers_go_over_many_chunks_of_the_cache(name: str, tmp_path: Path):
+    network = jax_network(saved(CONFIGS[name], tmp_path))
     generator = Generator(network, places=2, length=300, adapters=2, budget=64)
     generator.make_cache()
     draws = [draw_of([3, 5, 7], 0, max_tokens=250), draw_of([9], 1, max_tokens=5)]

@@ -264,6 +264,21 @@ def test_a_damaged_program_is_compiled_again(base: Path, tmp_path: Path):
     assert sorted((tmp_path / "executables").iterdir()) == files
 
 
+def test_jax_keeps_no_programs_of_its_own_when_the_user_asks_for_it(tmp_path: Path):
+    code = (
+        "import jax; from skyrl_actors.jax_workers.devices import configure; configure(); "
+        "jax.jit(lambda x: x + 1)(1.0)"
+    )
+    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    always = {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env={**os.environ, **own, **always}, check=True, timeout=60)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_programs_that_were_not_used_for_a_month_are_deleted(base: Path, tmp_path: Path):
     trained_bits(base, tmp_path)
