@@ -59,6 +59,7 @@ class EngineLayout:
     graphs: bool
     moves: bool  # its cache leaves the device between phases
     weights_move: bool  # its weights leave the device too
+    borrows_weights: bool = False  # those of a trainer
     host_adapters: int = 0  # adapters that are kept in host memory
     one_memory: bool = False  # the device is a CPU, so device and host share one memory
 
@@ -274,7 +275,7 @@ def engine_parts(ask: EngineLayout, shape: ModelShape) -> list[MemoryItem]:
     parts = [
         item(
             what="weights",
-            bytes=int(shape.num_parameters * b / ask.devices),
+            bytes=0 if ask.borrows_weights else int(shape.num_parameters * b / ask.devices),
             phases=resident,
             settings=("engine.tensor_parallel",),
             kept=True,

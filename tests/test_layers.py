@@ -39,6 +39,7 @@ PACKAGES: dict[str, set[str]] = {
     "engines": {
         "colocation",
         "config",
+        "groups",
         "jax_workers",
         "losses",
         "messages",
@@ -195,6 +196,8 @@ HEAVY = {
         "api/client.py",
         "groups/",
         "engines/build.py",
+        "engines/engine_site.py",
+        "engines/rank_with_engine.py",
         "engines/pool.py",
         "engines/local_engine.py",
         "engines/replica.py",

@@ -122,6 +122,7 @@ def engine_bytes(config: ClusterConfig, shape: ModelShape) -> int:
 
 def _engine(config: ClusterConfig) -> EngineLayout:
     engine, on_gpu = config.engine, config.placement.device == "gpu"
+    hosted = engine.process == "policy"  # JAX returns no memory, so its weights stay
     return EngineLayout(
         devices=engine.topology.num_devices,
         weight_bytes=NUMBER_BYTES[engine.dtype],
@@ -132,7 +133,9 @@ def _engine(config: ClusterConfig) -> EngineLayout:
         lora_rank=config.lora.max_rank,
         graphs=on_gpu and not engine.enforce_eager,
         moves=config.placement.shares("engine"),
-        weights_move=on_gpu and config.placement.shares("engine"),
+        weights_move=on_gpu and config.placement.shares("engine") and not hosted,
+        # A full fine-tune that is sampled is a copy.
+        borrows_weights=hosted and not config.lora.max_full_models,
         host_adapters=config.engine_adapters,
         one_memory=not on_gpu,
     )
@@ -159,7 +162,9 @@ def _trainer(
         offloaded=is_offloaded,
         microbatch_tokens=group.microbatch_tokens // group.sequence_parallel,
         activations=group.activations,
-        moves=config.placement.device == "gpu" and config.placement.shares(role),
+        moves=config.placement.device == "gpu"
+        and config.placement.shares(role)
+        and not isinstance(group.strategy, JaxStrategy),
         all_adapters_bytes=adapters_bytes,
         one_memory=config.placement.device == "cpu",
     )

@@ -123,6 +123,7 @@ class RunningParts:
             devices,
             environment,
             self.delivery.deliver,
+            self.groups["policy"],
             epoch,
             self._detached,
             self._report,
@@ -153,8 +154,9 @@ class RunningParts:
         Missing parts start in the background.
         """
         supervisors = list(self.groups.values())
-        taken_over = asyncio.gather(*(supervisor.take_over() for supervisor in supervisors))
-        groups, engines = await asyncio.gather(taken_over, self.engines.take_over())
+        # Ranks first: they can host engines.
+        groups = await asyncio.gather(*(supervisor.take_over() for supervisor in supervisors))
+        engines = await self.engines.take_over()
         managed = [
             runs
             for engine, runs in zip(self.engines.engines, engines, strict=True)
@@ -227,7 +229,10 @@ class RunningParts:
             await asyncio.gather(*(group.start() for group in self.groups.values()))
             self._report("training groups ready")
 
-        if self._config.placement.device == "gpu" and colocated:
+        if self._config.engine.process == "policy":  # the ranks host the engines
+            await groups()
+            await engines()
+        elif self._config.placement.device == "gpu" and colocated:
             # vLLM needs free memory when it starts, so the engines start first and go to sleep.
             await engines()
             await groups()

@@ -13,6 +13,7 @@ from skyrl_actors.groups.group_builder import GroupBuilder
 from skyrl_actors.groups.rank_env import rank_environment, uses_jax
 from skyrl_actors.groups.standby import Standby
 from skyrl_actors.groups.supervisor import GroupSupervisor
+from skyrl_actors.groups.worker_actor import TrainWorkerActor
 from skyrl_actors.messages.model import Role
 
 
@@ -47,6 +48,7 @@ class TrainingParts:
             self.report,
             groups_settled,
             uses_jax(config),
+            self._kind("policy"),
         )
 
     def supervisor(
@@ -67,5 +69,13 @@ class TrainingParts:
             self.epoch,
             self.detached,
             standby,
+            self._kind(role),
         )
         return GroupSupervisor(builder, self.config.restart, self.report, loading_phase, on_up)
+
+    def _kind(self, role: Role) -> type[TrainWorkerActor]:
+        if role != "policy" or self.config.engine.process == "own":
+            return TrainWorkerActor
+        from skyrl_actors.engines.rank_with_engine import RankWithEngine
+
+        return RankWithEngine

@@ -453,7 +453,10 @@ class ClusterConfig(FrozenConfig):
         return self
 
     def _check_jax(self, role: str, strategy: JaxStrategy, on_gpus_together: bool) -> None:
-        if on_gpus_together and self.placement.shares(role):
+        alone = self.engine.process == "policy" and (  # on its GPUs, with the engine in it
+            self.critic is None or not self.placement.shares("critic")
+        )
+        if on_gpus_together and self.placement.shares(role) and not alone:
             raise ValueError(
                 f"{role}.strategy jax keeps its GPU memory, and its GPUs are shared; use "
                 "another strategy, or placement.layout=split"
@@ -508,10 +511,13 @@ class ClusterConfig(FrozenConfig):
                 f"transfer.type {self.transfer.type} streams weights, and engines of type jax read "
                 "files; use shm, object_store or disk"
             )
-        if self.placement.device == "gpu" and self.placement.shares("engine"):
+        if self.engine.process == "policy":
+            policy, shares = self.policy, self.placement.shares("engine")
+            self.engine.check_host(policy.strategy, policy.dtype, policy.num_threads, shares)
+        elif self.placement.device == "gpu" and self.placement.shares("engine"):
             raise ValueError(
                 "engines of type jax keep their GPU memory, and the GPUs are shared; use "
-                "placement.layout=split, or engine.type vllm"
+                "engine.process=policy, placement.layout=split, or engine.type vllm"
             )
         return self
 
@@ -539,32 +545,7 @@ class ClusterConfig(FrozenConfig):
     def _routes_can_be_replayed(self) -> "ClusterConfig":
         if not self.router_replay:
             return self
-        advice = "set router_replay=false"
-        if self.engine.type == "jax":
-            raise ValueError(
-                f"router_replay: engines of type jax do not return routes; {advice}, or use "
-                "engine.type vllm"
-            )
-        if not self.engine.num_engines or self.engine.external:
-            raise ValueError(
-                "router_replay needs the routes of all samples, and only engines of this service "
-                f"return them; {advice}, or set engine.num_engines and leave out engine.external"
-            )
-        if self.engine.pipeline_parallel > 1:
-            raise ValueError(
-                "router_replay needs one engine process that sees all layers; "
-                f"{advice}, or engine.pipeline_parallel=1"
-            )
-        if self.engine.vllm.get("enable_prefix_caching") is False:
-            raise ValueError(
-                "router_replay keeps routes by the blocks of the prefix cache; "
-                f"{advice}, or leave out engine.vllm.enable_prefix_caching"
-            )
-        if self.placement.device == "cpu" and "speculative_config" in self.engine.vllm:
-            raise ValueError(
-                "router_replay does not know which speculated tokens a CPU engine rejects; "
-                f"{advice}, or leave out engine.vllm.speculative_config"
-            )
+        self.engine.check_routes(self.placement.device)
         return self
 
     @model_validator(mode="after")

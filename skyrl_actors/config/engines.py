@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from skyrl_actors.config import vllm_arguments
 from skyrl_actors.config.frozen import FrozenConfig
+from skyrl_actors.config.strategies import JaxStrategy, StrategyConfig, mesh_ranks
 from skyrl_actors.messages.model import EngineTopology
 
 
@@ -42,6 +43,12 @@ class EngineConfig(FrozenConfig):
     """
 
     type: Literal["vllm", "jax"] = "vllm"
+    process: Literal["own", "policy"] = Field(
+        default="own",
+        description="only with `jax`: process of an engine. own: its own; policy: that of the "
+        "policy rank with the same devices, whose base model it shares without a copy. TPUs, which "
+        "serve one process, need it in the layouts colocated and mixed",
+    )
     num_engines: int = Field(
         default=1,
         ge=0,
@@ -137,6 +144,10 @@ class EngineConfig(FrozenConfig):
         if self.type != "jax":
             if self.prepare_s is not None:
                 raise ValueError("engine.prepare_s is of engine.type jax; leave it out")
+            if self.process != "own":
+                raise ValueError(
+                    f"engine.process {self.process} is of engine.type jax; leave it out"
+                )
             return self
         if find_spec("jax") is None:
             raise ValueError(
@@ -172,6 +183,53 @@ class EngineConfig(FrozenConfig):
                 "tool_parser: engines by URL do not return calls; leave out tool_parser or external"
             )
         return self
+
+    def check_host(
+        self, strategy: StrategyConfig, dtype: str, num_threads: int, shares: bool
+    ) -> None:
+        """Raise ValueError if ranks of the policy with these options cannot host the engines."""
+        needs = {
+            "policy.strategy of type jax": isinstance(strategy, JaxStrategy),
+            "a copy of the base model on each rank: policy.strategy with fsdp=1 and tensor=1": (
+                mesh_ranks(strategy) == 1
+            ),
+            "placement.layout colocated or mixed": shares,
+            f"engine.dtype {dtype} as policy.dtype": self.dtype == dtype,
+            f"engine.num_threads {num_threads} as policy.num_threads": (
+                self.num_threads == num_threads
+            ),
+        }
+        if missing := [need for need, is_met in needs.items() if not is_met]:
+            raise ValueError(f"engine.process policy needs {missing[0]}; or set engine.process=own")
+
+    def check_routes(self, device: str) -> None:
+        """Raise ValueError if not all samples bring their routes, for `router_replay`."""
+        advice = "set router_replay=false"
+        if self.type == "jax":
+            raise ValueError(
+                f"router_replay: engines of type jax do not return routes; {advice}, or use "
+                "engine.type vllm"
+            )
+        if not self.num_engines or self.external:
+            raise ValueError(
+                "router_replay needs the routes of all samples, and only engines of this service "
+                f"return them; {advice}, or set engine.num_engines and leave out engine.external"
+            )
+        if self.pipeline_parallel > 1:
+            raise ValueError(
+                "router_replay needs one engine process that sees all layers; "
+                f"{advice}, or engine.pipeline_parallel=1"
+            )
+        if self.vllm.get("enable_prefix_caching") is False:
+            raise ValueError(
+                "router_replay keeps routes by the blocks of the prefix cache; "
+                f"{advice}, or leave out engine.vllm.enable_prefix_caching"
+            )
+        if device == "cpu" and "speculative_config" in self.vllm:
+            raise ValueError(
+                "router_replay does not know which speculated tokens a CPU engine rejects; "
+                f"{advice}, or leave out engine.vllm.speculative_config"
+            )
 
     @property
     def seconds_to_prepare(self) -> float:

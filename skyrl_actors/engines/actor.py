@@ -1,4 +1,4 @@
-"""The Ray actor around one engine.
+"""The Ray actor around one engine, and what it serves.
 
 vLLM or JAX is imported in the actor's own process, when the actor is created.
 
@@ -46,12 +46,11 @@ def engine_of(spec: EngineSpec) -> Any:
     return VllmEngine(spec)
 
 
-class EngineActor:
+class EngineServer:
     """Serve one engine to controllers and refuse calls of earlier epochs."""
 
-    def __init__(self, spec: EngineSpec):
-        observed().begin(spec.name, logging.WARNING)
-        self.engine = engine_of(spec)
+    def __init__(self, engine: Any):
+        self.engine = engine
         self._started = False
         self._log_file = os.path.realpath("/proc/self/fd/2")
         self._epoch = 0
@@ -160,7 +159,6 @@ class EngineActor:
     async def stop(self) -> None:
         await self._rpc.close()
         await self.engine.stop()
-        await asyncio.to_thread(SPANS.close)
 
     async def _change(self, epoch: int, work: Awaitable[T]) -> T:
         async with self._changes:
@@ -187,3 +185,15 @@ class EngineActor:
             raise InternalError(
                 f"epoch {epoch} is over: a newer controller ({self._epoch}) has taken this engine"
             )
+
+
+class EngineActor(EngineServer):
+    """An engine in a process of its own."""
+
+    def __init__(self, spec: EngineSpec):
+        observed().begin(spec.name, logging.WARNING)
+        super().__init__(engine_of(spec))
+
+    async def stop(self) -> None:
+        await super().stop()
+        await asyncio.to_thread(SPANS.close)

@@ -9,11 +9,13 @@ from ray.util.placement_group import PlacementGroup
 
 from placement.types import Plan, Slot
 from skyrl_actors.config.cluster import COLOCATED_SHARE, ClusterConfig
+from skyrl_actors.engines.engine_site import ActorSite, EngineSite, RankSite
 from skyrl_actors.engines.external_engine import ExternalEngine
 from skyrl_actors.engines.interface import EngineSpec
-from skyrl_actors.engines.local_engine import EngineSite, LocalEngine
+from skyrl_actors.engines.local_engine import LocalEngine
 from skyrl_actors.engines.logprob_check import LogprobCheck
 from skyrl_actors.engines.pool import Deliver, EnginePool
+from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.quantization import quantization_in
 from skyrl_actors.transfer.transport import EnginePlace
@@ -27,6 +29,7 @@ def build_pool(
     devices: Mapping[int, str],
     environment: dict[str, str],
     deliver: Deliver,
+    policy: GroupSupervisor,
     epoch: int,
     detached: bool,
     report: Callable[[str], None],
@@ -34,7 +37,8 @@ def build_pool(
 ) -> EnginePool:
     """Build a pool for the planned slots.
 
-    `devices`: GPU ids by slot, for multi-GPU engines. `planned_bytes`: of an engine on one device.
+    `devices`: GPU ids by slot, for multi-GPU engines. `policy`: whose ranks can host engines.
+    `planned_bytes`: of an engine on one device.
     """
     engine = config.engine
     share = COLOCATED_SHARE if config.placement.shares("engine") else 1.0
@@ -44,41 +48,49 @@ def build_pool(
     pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
     for index, slots in enumerate(plan.actors_of("engine")):
         spec = _spec_of(index, slots, devices, config, base_folder, planned_bytes, detached)
-        own = {**environment, "OMP_NUM_THREADS": str(engine.num_threads)}
-        if spec.type == "jax":
-            own["NPROC"] = str(engine.num_threads)  # of XLA's thread pools
-            if spec.device == "cpu":
-                own["JAX_PLATFORMS"] = "cpu"
-        if spec.over_nodes:  # vLLM creates its workers as Ray actors in these bundles
-            bundles = ",".join(str(slot.index) for slot in slots)
-            own |= {
-                "VLLM_RAY_BUNDLE_INDICES": bundles,
-                "VLLM_RAY_PER_WORKER_GPUS": str(share),
-                "RAY_ADDRESS": "auto",
-            }
-        on_gpu = plan.device == "GPU" and len(slots) == 1
-        site = EngineSite(
-            spec=spec,
-            name=f"{config.name}:engine:{index}",
-            reserved=reserved,
-            bundle=slots[0].index,
-            share=share,
-            on_gpu=on_gpu,
-            environment=own,
-            detached=detached,
-            over_nodes=spec.over_nodes,
-        )
         beside = [
             rank
             for rank, slot in enumerate(plan.slots_of("policy"))
             if slot.index == slots[0].index
         ]
+        if engine.process == "policy":
+            site: EngineSite = RankSite(spec=spec, rank=beside[0], policy=policy)
+        else:
+            site = ActorSite(
+                spec=spec,
+                name=f"{config.name}:engine:{index}",
+                reserved=reserved,
+                bundle=slots[0].index,
+                share=share,
+                on_gpu=plan.device == "GPU" and len(slots) == 1,
+                environment=environment | _environment_of(spec, slots, engine.num_threads, share),
+                detached=detached,
+                over_nodes=spec.over_nodes,
+            )
         place = EnginePlace(engine.topology.num_devices, *beside)
         pool.engines.append(
             LocalEngine(site, engine, config.restart, epoch, pool.load, report, place)
         )
     pool.engines += external_members(config, report)
     return pool
+
+
+def _environment_of(
+    spec: EngineSpec, slots: Sequence[Slot], num_threads: int, share: float
+) -> dict[str, str]:
+    """Return the environment variables of one engine's actor, in addition to those of all."""
+    own = {"OMP_NUM_THREADS": str(num_threads)}
+    if spec.type == "jax":
+        own["NPROC"] = str(num_threads)  # of XLA's thread pools
+        if spec.device == "cpu":
+            own["JAX_PLATFORMS"] = "cpu"
+    if spec.over_nodes:  # vLLM creates its workers as Ray actors in these bundles
+        own |= {
+            "VLLM_RAY_BUNDLE_INDICES": ",".join(str(slot.index) for slot in slots),
+            "VLLM_RAY_PER_WORKER_GPUS": str(share),
+            "RAY_ADDRESS": "auto",
+        }
+    return own
 
 
 def _spec_of(

@@ -60,7 +60,7 @@ class EngineStatus:
     loaded_version: str | None  # of the full weights; None after the weights were dropped
     adapters: tuple[str, ...]
     asleep: bool
-    rss_bytes: int
+    rss_bytes: int  # 0 in the process of a rank, which reports its own
     running: int  # samples that it received and has not answered
     waiting: int = 0  # of these, sequences that vLLM has not started
     kv_usage: float = 0.0  # share of the KV cache in use, 0 to 1

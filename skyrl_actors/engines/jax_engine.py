@@ -43,11 +43,13 @@ BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 class JaxEngine:
     """Load a model, sample, replace weights, sleep and wake. Runs inside an EngineActor."""
 
-    def __init__(self, spec: EngineSpec):
+    def __init__(self, spec: EngineSpec, trainer: Any = None):
+        """`trainer`: the network of a rank in this process, whose weights the engine shares."""
         self.spec = spec
         self.partials = Partials()
         self.dead = asyncio.Event()  # a step failed, so places hold sequences of unknown state
-        self._network: Any = None
+        self._network: Any = trainer and trainer.beside(spec.max_adapters)
+        self._in_rank = trainer is not None
         self._generator: Generator | None = None
         self._loaded: str | None = None
         self._adapters: dict[str, LoadedAdapter] = {}
@@ -67,9 +69,10 @@ class JaxEngine:
 
     async def start(self) -> None:
         spec = self.spec
-        self._network = await asyncio.to_thread(
-            load_for_sampling, spec.base_folder, spec.dtype, spec.device, spec.max_adapters
-        )
+        if self._network is None:
+            self._network = await asyncio.to_thread(
+                load_for_sampling, spec.base_folder, spec.dtype, spec.device, spec.max_adapters
+            )
         self._generator = Generator(
             self._network,
             places=places_for(spec, self._network.arch),
@@ -243,7 +246,12 @@ class JaxEngine:
                 f"weights {version} cannot be read on this engine's host: {', '.join(missing)}"
             )
         self._loaded = None
-        await asyncio.to_thread(self._computed, lambda: replace_weights(self._network, parts))
+
+        def replace_all() -> None:
+            if not (version == BASE_VERSION and self._network.borrow_again()):
+                replace_weights(self._network, parts)
+
+        await asyncio.to_thread(self._computed, replace_all)
         self._loaded = version
         return time.perf_counter() - started
 
@@ -305,7 +313,7 @@ class JaxEngine:
             loaded_version=self._loaded,
             adapters=tuple(self._adapters),
             asleep=self.asleep,
-            rss_bytes=resident_bytes(psutil.Process()),
+            rss_bytes=0 if self._in_rank else resident_bytes(psutil.Process()),
             running=len(self._asked),
             waiting=generator.num_waiting if generator else 0,
             kv_usage=running / generator.places if generator else 0.0,

@@ -7,26 +7,23 @@ below it dies.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_actors import remote
 from skyrl_actors.colocation.healing import LoadRetries
 from skyrl_actors.colocation.state_lock import StateLock
 from skyrl_actors.config.cluster import RestartConfig
 from skyrl_actors.config.engines import EngineConfig
+from skyrl_actors.engines.engine_site import EngineSite
 from skyrl_actors.engines.interface import (
     BASE_VERSION,
     LIBRARIES,
     EngineCalls,
     EngineReport,
-    EngineSpec,
     EngineStatus,
 )
 from skyrl_actors.engines.replica import EngineReplica, P, R
@@ -41,41 +38,6 @@ DROPPED = ""  # lock state of an engine without weights: no version
 TAIL_LINES = 15
 OVER_RPC = methods_of(EngineCalls)
 Loader = Callable[["LocalEngine", str, StateLock[str]], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSite:
-    """Where an engine's actor is created, and with which options."""
-
-    spec: EngineSpec
-    name: str
-    reserved: PlacementGroup
-    bundle: int
-    share: float
-    on_gpu: bool  # the actor itself takes a share of one GPU; if several, its slots hold them
-    environment: dict[str, str]
-    detached: bool
-    over_nodes: bool = False
-
-    def make(self) -> ActorHandle[Any]:
-        from skyrl_actors.engines.actor import EngineActor
-
-        options: dict[str, Any] = {"lifetime": "detached"} if self.detached else {}
-        actor_class = ray.remote(EngineActor).options(
-            name=self.name,
-            namespace=remote.NAMESPACE,
-            num_cpus=self.share,
-            num_gpus=self.share if self.on_gpu else 0,
-            max_concurrency=10_000,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self.reserved,
-                placement_group_bundle_index=self.bundle,
-                placement_group_capture_child_tasks=self.over_nodes,
-            ),
-            runtime_env={"env_vars": self.environment},
-            **options,
-        )
-        return remote.make_named(actor_class, self.spec)
 
 
 class LocalEngine(EngineReplica):
@@ -132,7 +94,7 @@ class LocalEngine(EngineReplica):
 
         The engine keeps the weights that it holds.
         """
-        actor = remote.named(self.site.name)
+        actor = self.site.find()
         report = await self._adopt(actor) if actor else None
         if actor is None or report is None or report.status is None:
             return False
@@ -145,7 +107,7 @@ class LocalEngine(EngineReplica):
         return True
 
     async def start(self) -> None:
-        await remote.end_named([self.site.name])
+        await remote.end_named(self.site.actor_names)
         await self._make()
         self._step("started")
         self._step("ready")
@@ -161,7 +123,7 @@ class LocalEngine(EngineReplica):
     async def _make(self) -> None:
         await self.prepare()
         started = time.perf_counter()
-        actor = self.site.make()
+        actor = await self.site.make()
         self.actor, self._rpc = actor, self._rpc_to(actor)
         report: EngineReport = await self._ask(
             [actor.adopt.remote(self.epoch)], "start", self.restart.start_timeout_s
@@ -265,7 +227,7 @@ class LocalEngine(EngineReplica):
             self._killed = self.actor
             if self._rpc is not None:
                 self._rpc.hang_up()
-            remote.typed_ray.kill(self.actor)
+            self.site.kill(self.actor)
         super().restart_now(reason)
 
     async def log_tail(self) -> str:
@@ -274,7 +236,8 @@ class LocalEngine(EngineReplica):
     async def _come_back(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        await remote.end_named([self.site.name])
+        await remote.end_named(self.site.actor_names)
+        await self.site.available()
         self._step("again")
         await self._start_and_join()
 
@@ -315,7 +278,7 @@ class LocalEngine(EngineReplica):
 
     async def close(self) -> None:
         await self.detach()
-        await remote.end_named([self.site.name])
+        await remote.end_named(self.site.actor_names)
 
 
 def _last_lines(file: str) -> str:

@@ -115,7 +115,8 @@ class EnginePool:
 
         Engines that the config no longer has are ended.
         """
-        wanted = {engine.site.name for engine in self.engines if isinstance(engine, LocalEngine)}
+        local = [engine for engine in self.engines if isinstance(engine, LocalEngine)]
+        wanted = {name for engine in local for name in engine.site.actor_names}
         await remote.end_named(
             [name for name in remote.names_with(f"{self._service}:engine:") if name not in wanted]
         )

@@ -14,6 +14,7 @@ from skyrl_actors.groups.actor_group import ActorGroup, names_of
 from skyrl_actors.groups.fan_out import FanOut, relay_in, tree_to
 from skyrl_actors.groups.rank_env import rank_environment
 from skyrl_actors.groups.standby import Standby, worker_class
+from skyrl_actors.groups.worker_actor import TrainWorkerActor
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.model import Role
 from skyrl_actors.workers.interface import WorkerSpec
@@ -33,13 +34,13 @@ class GroupBuilder:
         epoch: int,
         detached: bool,
         standby: Standby | None = None,
+        kind: type[TrainWorkerActor] = TrainWorkerActor,
     ):
         group_config = config.policy if role == "policy" else config.critic
         if group_config is None:
             raise ConfigError(f"the config has no {role} group")
         self.role: Role = role
-        self.config = group_config
-        self.epoch = epoch
+        self.config, self.epoch = group_config, epoch
         self.slots = plan.slots_of(role)
         self.names = [f"{config.name}:{role}:{rank}" for rank in range(len(self.slots))]
         full_strategy = (
@@ -68,6 +69,7 @@ class GroupBuilder:
                 max_adapters=config.lora.max_adapters,
                 max_rank=config.lora.max_rank,
                 router_replay=config.router_replay and role == "policy",
+                hosts_engine=config.engine.process == "policy" and role == "policy",
                 environment=tuple(sorted(config.environment.items())),
             )
             for rank in range(len(self.slots))
@@ -75,13 +77,12 @@ class GroupBuilder:
         self._share = next(
             hold[2] for slot in self.slots[:1] for hold in slot.holds if hold[0] == role
         )
-        self._standby = standby
+        self._standby, self._class = standby, worker_class(kind)
         self._on_gpu = plan.device == "GPU"
         # A detached actor outlives its controller, and the next controller attaches to it.
         self._lifetime = {"lifetime": "detached"} if detached else {}
-        self._reserved = reserved
+        self._reserved, self._restart = reserved, config.restart
         self._environment = environment | rank_environment(config, group_config)
-        self._restart = config.restart
 
     def running(self) -> ActorGroup | None:
         """Return the ranks of an earlier controller if all of them exist."""
@@ -110,7 +111,7 @@ class GroupBuilder:
         return self._group(actors)
 
     def _new(self, name: str, bundle: int, spec: WorkerSpec) -> ActorHandle[Any]:
-        actor_class = worker_class().options(
+        actor_class = self._class.options(
             name=name,
             namespace=remote.NAMESPACE,
             num_cpus=self._share,

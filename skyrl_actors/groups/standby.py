@@ -26,14 +26,13 @@ from skyrl_actors.workers.interface import RankStatus
 WARM_TIMEOUT_S = 300.0
 # Several processes are often lost shortly after each other.
 PAUSE_S = 2.0
-CONCURRENCY_GROUPS = {"watch": 1, "status": 2, "files": 1}
 
 
-def worker_class() -> Any:
+def worker_class(kind: type[TrainWorkerActor]) -> Any:
     """Return the Ray actor class of training ranks."""
     # The type stubs of Ray lack concurrency_groups.
     make: Any = ray.remote
-    return make(concurrency_groups=CONCURRENCY_GROUPS)(TrainWorkerActor)
+    return make(concurrency_groups=kind.concurrency_groups)(kind)
 
 
 class Standby(Supervisor):
@@ -56,6 +55,7 @@ class Standby(Supervisor):
         report: Callable[[str], None],
         groups_settled: Callable[[], Awaitable[None]],
         with_jax: bool = False,
+        kind: type[TrainWorkerActor] = TrainWorkerActor,
     ):
         super().__init__("the standby process", restart, report)
         self.bundle = bundle
@@ -68,13 +68,14 @@ class Standby(Supervisor):
             reserved, placement_group_bundle_index=bundle
         )
         self._environment = environment
-        # One with another environment cannot become a rank of this config.
-        digest = hashlib.sha256(json.dumps(sorted(environment.items())).encode()).hexdigest()[:8]
+        # One of another class or environment cannot become a rank of this config.
+        made_of = [kind.__name__, sorted(environment.items())]
+        digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:8]
         self._own_prefix = f"{self._prefix}{digest}-"
         self._epoch = epoch
         self._options: dict[str, Any] = {"lifetime": "detached"} if detached else {}
         self._groups_settled = groups_settled
-        self._with_jax = with_jax
+        self._with_jax, self._class = with_jax, worker_class(kind)
         self._watching: asyncio.Task[None] | None = None
 
     async def take_over(self) -> bool:
@@ -130,18 +131,14 @@ class Standby(Supervisor):
                 return self._set_up(actor)
 
     def _new(self) -> ActorHandle[Any]:
-        return (
-            worker_class()
-            .options(
-                name=f"{self._own_prefix}{uuid.uuid4().hex[:8]}",
-                namespace=remote.NAMESPACE,
-                num_cpus=0,
-                scheduling_strategy=self._strategy,
-                runtime_env={"env_vars": self._environment},
-                **self._options,
-            )
-            .remote(None)
-        )
+        return self._class.options(
+            name=f"{self._own_prefix}{uuid.uuid4().hex[:8]}",
+            namespace=remote.NAMESPACE,
+            num_cpus=0,
+            scheduling_strategy=self._strategy,
+            runtime_env={"env_vars": self._environment},
+            **self._options,
+        ).remote(None)
 
     def _set_up(self, actor: ActorHandle[Any]) -> None:
         self.actor = actor

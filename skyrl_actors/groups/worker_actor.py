@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
@@ -32,6 +32,8 @@ from skyrl_actors.workers.interface import (
 
 class TrainWorkerActor:
     """One training rank. With `spec` None, it is a standby process that can become a rank."""
+
+    concurrency_groups: ClassVar = {"watch": 1, "status": 2, "files": 1}  # threads of each
 
     def __init__(self, spec: WorkerSpec | None):
         from skyrl_actors.workers import torch_worker

@@ -4,6 +4,7 @@ To torch it is one differentiable function of the models' tensors. So the losses
 checkpoints and all that surrounds a pass are the same code for both.
 """
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class JaxNetwork(Network):
         self.files = ExecutableFiles(folder, arch, recompute, devices, form_of(self.base))
         self.programs = Programs(arch, recompute, devices, self.files)
         self.max_adapters = DEFAULT_ADAPTERS
+        self._lent: Base | None = None  # arrays of another network, which are not freed here
         # Least recently used first. Without a form: weights of a full fine-tune.
         self._cache: OrderedDict[tuple[int, Form | None], _Cached] = OrderedDict()
 
@@ -92,8 +94,29 @@ class JaxNetwork(Network):
             del self._cache[key]
         return held.arrays
 
+    def beside(self, max_adapters: int) -> "JaxNetwork":
+        """Return a network with the arrays of this base, and with adapters of its own.
+
+        The two may get different weights later. Each is used by one thread at a time.
+        """
+        other = copy.copy(self)
+        other._lent, other._cache, other.max_adapters = self.base, OrderedDict(), max_adapters
+        return other
+
+    def borrow_again(self) -> bool:
+        """Take the arrays of the other network again; return whether there is one."""
+        if self._lent is None:
+            return False
+        self.base = self._lent
+        return True
+
     def free_base(self) -> int:
-        """Free the weights and return their bytes; a pass needs new ones first."""
+        """Free the weights and return their bytes; a pass needs new ones first.
+
+        Arrays of another network stay.
+        """
+        if self.base is self._lent:
+            return 0
         freed = sum(array.nbytes for array in jax.tree.leaves(self.base))
         for array in jax.tree.leaves(self.base):
             array.delete()

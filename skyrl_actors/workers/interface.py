@@ -46,6 +46,7 @@ class WorkerSpec:
     max_rank: int = 32  # of adapters
     environment: tuple[tuple[str, str], ...] = ()  # the config's; a rank with others is restarted
     router_replay: bool = False  # requests can bring the experts of their tokens
+    hosts_engine: bool = False  # in its process; one of another class is restarted
 
     @property
     def mesh_ranks(self) -> int:

@@ -76,7 +76,17 @@ def test_further_arguments_reach_the_engine(random_base: Path):
     reserved: Any = None
     nobody: Any = None
     pool = build_pool(
-        config, random_base, plan_for(config, nodes), reserved, {}, {}, nobody, 1, False, print
+        config,
+        random_base,
+        plan_for(config, nodes),
+        reserved,
+        {},
+        {},
+        nobody,
+        nobody,
+        1,
+        False,
+        print,
     )
     engine: Any = pool.engines[0]
     made = engine_args.engine_args(engine.site.spec)

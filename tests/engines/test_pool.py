@@ -21,6 +21,7 @@ from skyrl_actors.config.cluster import (
 from skyrl_actors.config.transfers import StreamTransferConfig
 from skyrl_actors.engines.build import build_pool
 from skyrl_actors.engines.check_prompt import fixed_prompt
+from skyrl_actors.engines.engine_site import ActorSite
 from skyrl_actors.engines.interface import EngineStatus
 from skyrl_actors.engines.local_engine import LocalEngine
 from skyrl_actors.engines.logprob_check import LogprobCheck
@@ -56,9 +57,10 @@ def test_an_engine_with_several_gpus_gets_their_ids_or_bundles(
     (tmp_path / "config.json").write_text("{}")
     reserved: Any = None
     devices = {slot.index: f"gpu-of-{slot.index}" for slot in plan.slots}
-    pool = build_pool(config, tmp_path, plan, reserved, devices, {}, nobody, 1, False, print)
+    ranks: Any = None
+    pool = build_pool(config, tmp_path, plan, reserved, devices, {}, nobody, ranks, 1, False, print)
     (engine,) = pool.engines
-    assert isinstance(engine, LocalEngine)
+    assert isinstance(engine, LocalEngine) and isinstance(engine.site, ActorSite)
     spec, site, slots = engine.site.spec, engine.site, plan.actors_of("engine")[0]
     assert (
         spec.topology.tensor_parallel,

@@ -39,7 +39,7 @@ class Machine:
         self.said: list[str] = []
         self.settled = asyncio.Event()
         self.settled.set()
-        monkeypatch.setattr(module, "worker_class", lambda: self)
+        monkeypatch.setattr(module, "worker_class", lambda kind: self)
         monkeypatch.setattr(module, "PlacementGroupSchedulingStrategy", lambda *a, **k: None)
         monkeypatch.setattr(module, "PAUSE_S", 0.0)
         monkeypatch.setattr(backoff, "BACKOFF_S", 0.0)

@@ -33,7 +33,7 @@ def train_default_lora(client: tinker.ServiceClient, base_model: str) -> None:
     losses = []
     for _ in range(3):
         batch = model.forward_backward([datum(9, seed=1)], "cross_entropy").result()
-        model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        model.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         losses.append(batch.metrics["loss:sum"])
     assert losses[2] < losses[1] < losses[0]
     saved = model.save_state("trained").result().path

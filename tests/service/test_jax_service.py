@@ -16,11 +16,22 @@ from tests.service.test_sdk import datum
 CONFIG = "configs/cpu_tiny_jax.yaml"
 
 
+HOSTED = ("engine.process=policy", "engine.num_threads=2")
 MESH = ("policy.num_ranks=2", "policy.strategy.fsdp=2", "critic=null", "engine.num_engines=2")
 
 
+def sampled(model: tinker.TrainingClient) -> list[int]:
+    """Sample with the model's weights."""
+    sampler = model.save_weights_and_get_sampling_client().result()
+    how = types.SamplingParams(max_tokens=8, seed=3, temperature=1.0)
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    return sampler.sample(prompt, 1, how).result().sequences[0].tokens
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [(), MESH], ids=["one rank", "a mesh of two"])
+@pytest.mark.parametrize(
+    "devices", [(), MESH, HOSTED], ids=["one rank", "a mesh of two", "an engine in the rank"]
+)
 def test_a_service_on_jax_trains_samples_and_survives_a_killed_rank(
     tmp_path: Path, devices: tuple[str, ...]
 ):
@@ -37,10 +48,12 @@ def test_a_service_on_jax_trains_samples_and_survives_a_killed_rank(
             model.forward_backward([datum(9, seed=1)], "cross_entropy").result()
             model.optim_step(params).result()
             before = model.forward([datum(9, seed=1)], "cross_entropy").result()
+            drawn = sampled(model)
             assert faults.kill(name, "rank", random.Random(0))
             after = model.forward([datum(9, seed=1)], "cross_entropy").result()
             # From the cache on disk and by replay: the same bits.
             assert after.metrics["loss:sum"] == before.metrics["loss:sum"]
+            assert sampled(model) == drawn
             checked = run_cli("doctor", "--port", str(port), "--name", name)
             assert re.search(r"programs: \d+ for \d+ shapes, \d+ of them from", checked.stdout)
     finally:
