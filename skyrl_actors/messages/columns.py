@@ -16,13 +16,14 @@ Then every field is [ΣT, K]. Rows with fewer targets are padded with target 0 o
 has the number of targets of each row.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.images import Images, PlacedImage
 
 TARGETS = "target_tokens"
 WEIGHTS = "weights"
@@ -50,6 +51,7 @@ class Columns:
     # [ΣT, layers · k] uint8 or int16: the experts of each token in the engine, number + 1, 0 where
     # it is not known; None: the trainer's routers choose
     routes: NDArray[np.generic] | None = None
+    images: Images | None = None
 
     @property
     def num_rows(self) -> int:
@@ -90,7 +92,14 @@ class Columns:
             + self.offsets.nbytes
             + sum(array.nbytes for array in self.fields.values())
             + (0 if self.routes is None else self.routes.nbytes)
+            + (0 if self.images is None else self.images.nbytes)
         )
+
+    def images_of(self, row: int) -> Iterator[PlacedImage]:
+        """Yield the images of a row in their order."""
+        if self.images is not None:
+            start, stop = self.offsets[row : row + 2].tolist()
+            yield from self.images.between(start, stop)
 
 
 def offsets_of(lengths: Iterable[int]) -> NDArray[np.int64]:

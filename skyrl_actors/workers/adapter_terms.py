@@ -12,7 +12,7 @@ The terms are those of the Tinker service:
   though one weight holds several.
 - MLP: gate, up and down of dense layers, shared experts and routed experts.
 - Head: the output layer.
-- Never: routers, norms, embeddings, convolutions, and the terms of a decay.
+- Never: routers, norms, embeddings, convolutions, the terms of a decay, and a vision tower.
 
 Each projection of routed experts has one pair, of three dimensions, with the names in Tinker's
 files: w1 (gate, or up without a gate), w2 (down), w3 (up). In the layout `shared_outer`, the factor
@@ -30,6 +30,7 @@ from skyrl_actors.messages.model import ExpertLayout, LoraSpec
 Switch = Literal["train_attn", "train_mlp", "train_unembed"]
 Shape = tuple[int, ...]
 UNEMBED = "lm_head"
+TOWER = "model.visual."  # of images, which adapters leave as it is
 ATTENTION = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "out_proj", "output_gate"),
     *("q_a_proj", "kv_a_proj_with_mqa"),
@@ -92,6 +93,8 @@ def terms_of(model: nn.Module) -> dict[str, Term]:
     """Return every term that an adapter on this model can have, in the order of its modules."""
     found: list[Term] = []
     for name, module in model.named_modules():
+        if name.startswith(TOWER):
+            continue
         if is_experts(module):
             found += _of_experts(name, module)
         elif isinstance(module, nn.Linear):

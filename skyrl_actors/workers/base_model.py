@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, modeling_utils
+from transformers import AutoConfig, modeling_utils
 
 from skyrl_actors.transport.device_memory import placed
-from skyrl_actors.workers.attention import ATTENTION
+from skyrl_actors.workers.auto_classes import attention_for, auto_class
 from skyrl_actors.workers.base_files import quantization_of
 from skyrl_actors.workers.buffers import fill_buffers, stored_buffers
 from skyrl_actors.workers.interface import Activations
@@ -43,11 +43,12 @@ def separate_blocks() -> Iterator[None]:
 
 def _loaded(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
     # With a device map, each tensor goes from its file to the device: the host never holds all.
+    config = AutoConfig.from_pretrained(folder)
     with separate_blocks():
-        return AutoModelForCausalLM.from_pretrained(
+        return auto_class(config).from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=ATTENTION,
+            attn_implementation=attention_for(config),
             device_map=None if device.type == "cpu" else {"": device},
         )
 
@@ -110,6 +111,8 @@ class BaseModel(Network):
 
     def move(self, device: torch.device) -> None:
         """Move the base's weights. They never change, so one host copy serves every phase."""
+        if self.tower is not None:
+            self.tower.forget()
         for name, parameter in self.own.items():
             if device.type == "cpu":
                 if name not in self._on_host:

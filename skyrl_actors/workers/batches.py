@@ -16,7 +16,8 @@ from skyrl_actors.workers.interface import Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.model_factory import ModelFactory, collective
 from skyrl_actors.workers.models import TrainedModel, adapter_states
 from skyrl_actors.workers.paging import AdapterPager
-from skyrl_actors.workers.passes import PassPart, PassRunner, empty_pass, num_passes_of_all
+from skyrl_actors.workers.pass_part import PassPart
+from skyrl_actors.workers.passes import PassRunner, empty_pass, num_passes_of_all
 from skyrl_actors.workers.state import is_whole
 
 # Elements of hidden states: 256 tokens of the tiny model, 96 of a model of width 512.

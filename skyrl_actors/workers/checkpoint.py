@@ -47,7 +47,7 @@ from skyrl_actors.workers.tensor_files import (
 
 SPEC_FILE = "model_spec.json"
 SAVED_BY = "saved_by"
-EMBED_WEIGHT = "model.embed_tokens.weight"
+EMBED = "embed_tokens.weight"  # the last parts of its name
 FILE_BYTES = 5 * 10**9  # largest weight file, as for Hugging Face
 VALUE_HEAD = (VALUE_WEIGHT, VALUE_BIAS)
 
@@ -99,10 +99,10 @@ def _write(model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointF
     value_head: dict[str, Tensor] = {}
     lora = model.spec.lora
     if lora is None:
-        names, buffers = model.network.stored_form, stored_buffers(model.network.module)
+        names, frozen = model.network.stored_form, _frozen(model.network)
         shapes = {n: shape for n, shape in model.state.shapes.items() if n not in VALUE_HEAD}
-        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        tensors = chain(_without_value_head(model, value_head), buffers.items())
+        shapes |= {name: tuple(tensor.shape) for name, tensor in frozen.items()}
+        tensors = chain(_without_value_head(model, value_head), frozen.items())
         stored = (part for name, tensor in tensors for part in names.cut(name, tensor))
         _write_shards(folder, names.stored_shapes(shapes), stored, torch.float32)
         copy_model_files(base.folder, folder)
@@ -188,12 +188,13 @@ def _write_merged(
     dtype: torch.dtype = getattr(torch, base.dtype)
     with BaseTensors(base.folder) as files:
         tied = f"{UNEMBED}.lora_A" in adapter and UNEMBED_WEIGHT not in files.shapes
-        shapes = {**files.shapes, **({UNEMBED_WEIGHT: files.shapes[EMBED_WEIGHT]} if tied else {})}
+        embed = next(name for name in files.shapes if name.endswith(EMBED)) if tied else ""
+        shapes = {**files.shapes, **({UNEMBED_WEIGHT: files.shapes[embed]} if tied else {})}
         added = AddedWeights(network, lora, adapter, shapes)
 
         def merged() -> Iterator[tuple[str, Tensor]]:
             for name in shapes:
-                weight = whole(files, EMBED_WEIGHT if tied and name == UNEMBED_WEIGHT else name)
+                weight = whole(files, embed if tied and name == UNEMBED_WEIGHT else name)
                 own = added.of(name)
                 yield name, (weight if own is None else weight.double() + own).to(dtype)
 
@@ -240,11 +241,10 @@ def _in_folder(model: TrainedModel, folder: Path, open_files: ExitStack) -> Sour
     is_critic = VALUE_WEIGHT in model.state.shapes
     files = open_files.enter_context(_weights_of(model, folder))
     if model.spec.lora is None:
-        buffers = stored_buffers(model.network.module)
-        form = model.network.stored_form
-        constants = form.stored_shapes({n: tuple(b.shape) for n, b in buffers.items()})
+        frozen, form = _frozen(model.network), model.network.stored_form
+        constants = form.stored_shapes({n: tuple(b.shape) for n, b in frozen.items()})
         found = Published(files, form.of_weights(shapes), shapes)
-        theirs = files.shapes.keys() - found.read - constants.keys() - buffers.keys()
+        theirs = files.shapes.keys() - found.read - constants.keys() - frozen.keys()
     else:
         found = Published(files, _adapter_parts(model, model.spec.lora), shapes)
         theirs = files.shapes.keys() - found.read
@@ -254,6 +254,11 @@ def _in_folder(model: TrainedModel, folder: Path, open_files: ExitStack) -> Sour
     if is_critic:
         sources.append(_value_head(model, folder, files, open_files))
     return MergedSource(sources)
+
+
+def _frozen(network: Network) -> dict[str, Tensor]:
+    """Return what a full fine-tune does not train, but its files have: constants and a tower."""
+    return stored_buffers(network.module) | network.tower_weights
 
 
 def _adapter_parts(model: TrainedModel, lora: LoraSpec) -> dict[str, tuple[Stored, ...]]:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.workers.attention import ATTENTION
+from skyrl_actors.workers.auto_classes import attention_for
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import plan_passes
@@ -173,7 +173,7 @@ def _alone(network: Network, tokens: Tensor, targets: Tensor) -> LogprobsAndGrad
     In a sequence group, every rank computes the whole row.
     """
     found = []
-    with _own_attention(network):
+    with own_attention(network):
         for span in SPANS:
             row = (tokens[span].to(network.device), targets[span].to(network.device))
             found.append(_by_transformers(network, *row))
@@ -232,13 +232,14 @@ def _embeddings(network: Network) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _own_attention(network: Network) -> Iterator[None]:
+def own_attention(network: Network) -> Iterator[None]:
+    """Compute with transformers' own attention, each rank whole rows."""
     group, network.sequence = network.sequence, None
-    network.module.set_attn_implementation(OWN_ATTENTION)
+    network.module.set_attn_implementation(attention_for(network.module.config, OWN_ATTENTION))
     try:
         yield
     finally:
-        network.module.set_attn_implementation(ATTENTION)
+        network.module.set_attn_implementation(attention_for(network.module.config))
         network.sequence = group
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.workers.attention import ATTENTION
+from skyrl_actors.workers.auto_classes import attention_for, auto_class
 from skyrl_actors.workers.base_files import BaseTensors, quantization_of
 from skyrl_actors.workers.buffers import stored_buffers
 from skyrl_actors.workers.network import VALUE_BIAS, VALUE_WEIGHT
@@ -25,8 +25,8 @@ def shell(folder: str, dtype: torch.dtype) -> Any:
     """Return the base model's modules. Parameters are on the meta device; buffers are real."""
     config = dense(AutoConfig.from_pretrained(folder))
     with init_empty_weights(include_buffers=False):
-        module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION
+        module = auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=attention_for(config)
         )
     module.tie_weights()
     return module
@@ -43,9 +43,9 @@ def value_head_for(module: Any, is_critic: bool) -> nn.Linear | None:
     """Return a value head of zeros for a critic, so that first advantages are undisturbed."""
     if not is_critic:
         return None
-    if not module.config.tie_word_embeddings:
+    if not module.config.get_text_config().tie_word_embeddings:
         module.lm_head.requires_grad_(False)  # an untied head is not part of the values
-    head = nn.Linear(int(module.config.hidden_size), 1)
+    head = nn.Linear(int(module.config.get_text_config().hidden_size), 1)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     return head
@@ -85,7 +85,8 @@ def weights_of(
             return
     source: Source = found
     if quantization_of(Path(folder)) is None:
-        module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        made_by = auto_class(AutoConfig.from_pretrained(folder))
+        module: Any = made_by.from_pretrained(folder, dtype=dtype)
         source = InMemory({**dict(module.named_parameters()), **stored_buffers(module)})
     missing = [name for name, shape in wanted.items() if source.shapes.get(name) != shape]
     if missing:

@@ -13,6 +13,7 @@ from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, Str
 from skyrl_actors.messages.errors import CollectiveFailed, ConfigError
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.workers.adapter_proof import prove_adapters
+from skyrl_actors.workers.adapter_terms import TOWER
 from skyrl_actors.workers.attention import prove_kernels
 from skyrl_actors.workers.base_files import BaseTensors
 from skyrl_actors.workers.base_model import BaseModel
@@ -26,13 +27,14 @@ from skyrl_actors.workers.rank_groups import ShardGroups, own_group, shard_group
 from skyrl_actors.workers.replay_proof import prove_replay
 from skyrl_actors.workers.sequence import SequenceGroup
 from skyrl_actors.workers.tensor_files import InMemory, MergedSource
+from skyrl_actors.workers.vision_proof import prove_images
 
 T = TypeVar("T")
 
 
 def info_of(folder: str) -> BaseModelInfo:
     """Read the facts about a base model from its files only."""
-    config: Any = AutoConfig.from_pretrained(folder)
+    config: Any = AutoConfig.from_pretrained(folder).get_text_config()
     with BaseTensors(Path(folder)) as files:
         size = sum(torch.Size(shape).numel() for shape in files.shapes.values())
     return BaseModelInfo(
@@ -88,6 +90,11 @@ class ModelFactory:
         return shard_groups(shards, self.spec.collective_timeout_s)
 
     def _ready(self, network: Network, sharded: bool) -> Network:
+        if sharded and network.tower is not None:
+            raise ConfigError(
+                f"{type(network.module).__name__} has a vision tower, which cannot be sharded "
+                "here; use strategy replica"
+            )
         network.sequence = self._sequence
         network.same_graph = sharded or self._sequence is not None
         network.score_uncounted = self.spec.score_uncounted
@@ -103,6 +110,7 @@ class ModelFactory:
             int(getattr(network.config, "head_dim", None) or network.hidden_size // heads),
         )
         collective(self.spec, lambda: prove_isolated(network, self.dtype))
+        collective(self.spec, lambda: prove_images(network, self.dtype))
         if self.spec.router_replay:
             collective(self.spec, lambda: prove_replay(network))
         return network
@@ -184,7 +192,11 @@ class ModelFactory:
             self._ready(network, sharded=True)
             return made
         base = self._whole_base()
-        tensors = {name: parameter.data for name, parameter in base.own.items()}
+        tensors = {
+            name: parameter.data
+            for name, parameter in base.own.items()
+            if not name.startswith(TOWER)  # frozen
+        }
         if is_critic:
             tensors.pop(UNEMBED_WEIGHT, None)  # an untied head is not part of the values
             tensors |= value_head_tensors(base)

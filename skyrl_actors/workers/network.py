@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from skyrl_actors.losses.processing import Processing
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.workers.activation_offload import offloading
-from skyrl_actors.workers.adapter_terms import UNEMBED, terms_of
+from skyrl_actors.workers.adapter_terms import TOWER, UNEMBED, terms_of
 from skyrl_actors.workers.blocks import Block
 from skyrl_actors.workers.expert_terms import attach_to_experts
 from skyrl_actors.workers.head import HeadSegment, score
@@ -28,6 +28,7 @@ from skyrl_actors.workers.packing import Pass, plan_passes
 from skyrl_actors.workers.published_names import StoredForm
 from skyrl_actors.workers.routes import RoutedLayers
 from skyrl_actors.workers.sequence import SequenceGroup
+from skyrl_actors.workers.vision import Placed, tower_of
 
 UNEMBED_WEIGHT = f"{UNEMBED}.weight"
 VALUE_WEIGHT, VALUE_BIAS = "value_head.weight", "value_head.bias"
@@ -49,13 +50,14 @@ class PassInputs:
     """The inputs of one pass: [T] tokens of this rank; `blocks` cover the whole sequence group."""
 
     tokens: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, index of each token in its row
+    positions: Tensor  # [T] int64, index of each token in its row; of models with images [3, T]
     blocks: tuple[Block, ...]
     segments: tuple[Segment, ...]  # these, too, cover the whole sequence group
     targets: Tensor | None  # [T] or [T, K] int64; None: compute values
     counted: Tensor | None  # [T] bool: where a loss can have a gradient; None: everywhere
     entropy_gradient: bool = False
     routes: Tensor | None = None  # [T, layers · k], see Columns
+    images: Placed | None = None
 
 
 class ScoringHead(nn.Linear):
@@ -97,7 +99,8 @@ class Network:
         check_plain(module)
         self.module = module
         self.device = device
-        self.config = module.config
+        self.config = module.config.get_text_config()
+        self.tower = tower_of(module, device)
         self.vocab_size = int(self.config.vocab_size)
         self.hidden_size = int(self.config.hidden_size)
         self.activations: Activations = activations
@@ -128,6 +131,11 @@ class Network:
     @property
     def max_context_tokens(self) -> int:
         return int(self.config.max_position_embeddings)
+
+    @property
+    def tower_weights(self) -> dict[str, Tensor]:
+        """The weights of the vision tower, which are never trained."""
+        return {n: weight for n, weight in self.module.named_parameters() if n.startswith(TOWER)}
 
     @cached_property
     def stored_form(self) -> StoredForm:
@@ -171,14 +179,17 @@ class Network:
     def _predict(self, inputs: PassInputs) -> tuple[Tensor, Tensor | None]:
         self.blocks, self.routes = inputs.blocks, inputs.routes
         with offloading(self.device) if self.activations == "offload" else nullcontext():
-            given = (
-                {"inputs_embeds": self._embedded(inputs.tokens)}
-                if self.same_graph
-                else {"input_ids": inputs.tokens[None]}
-            )
-            output = self.module.model(
+            given: dict[str, Any] = {"position_ids": inputs.positions[None]}
+            trunk = self.module.model
+            if self.tower is not None:
+                trunk = trunk.language_model
+                given |= self._with_images(inputs)
+            elif self.same_graph:
+                given["inputs_embeds"] = self._embedded(inputs.tokens)
+            else:
+                given["input_ids"] = inputs.tokens[None]
+            output = trunk(
                 **given,
-                position_ids=inputs.positions[None],
                 attention_mask=None,
                 use_cache=False,
                 packed_blocks=inputs.blocks,
@@ -216,13 +227,20 @@ class Network:
             return self.module.lm_head(None, compute)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """Return embeddings [1, T, H] that require a gradient, so that every layer has one."""
+        """Return embeddings [1, T, H]. With `same_graph` they require a gradient, as all layers."""
         embedded = self.module.get_input_embeddings()(tokens[None])
-        return (
-            embedded.requires_grad_()
-            if torch.is_grad_enabled() and not embedded.requires_grad
-            else embedded
+        needs = self.same_graph and torch.is_grad_enabled() and not embedded.requires_grad
+        return embedded.requires_grad_() if needs else embedded
+
+    def _with_images(self, inputs: PassInputs) -> dict[str, Any]:
+        """Return the arguments of a model that takes images."""
+        embedded, layers = self._embedded(inputs.tokens), dict[str, Any]()
+        if inputs.images is not None:
+            embedded, layers = inputs.images.into(embedded)
+        positions = (
+            inputs.positions if inputs.positions.ndim == 2 else inputs.positions.expand(3, -1)
         )
+        return {"inputs_embeds": embedded, "position_ids": positions[:, None], **layers}
 
     def _values(self, hidden: Tensor) -> Tensor:
         if hasattr(self.whole, "value_head"):

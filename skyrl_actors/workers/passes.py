@@ -6,7 +6,6 @@ models in the same pass are not affected.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,77 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_actors.losses import REGISTRY
-from skyrl_actors.losses.loss import ENTROPY_COEF
-from skyrl_actors.losses.processing import Processing, processing_of
 from skyrl_actors.losses.torch_ops import TorchOps
-from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns
-from skyrl_actors.messages.model import LossCall
+from skyrl_actors.messages.columns import TARGETS
 from skyrl_actors.workers.blocks import Block
-from skyrl_actors.workers.models import TrainedModel
-from skyrl_actors.workers.network import Network, PassInputs, Segment
+from skyrl_actors.workers.network import Network
 from skyrl_actors.workers.packing import Pass, Share
-from skyrl_actors.workers.routes import misfit
+from skyrl_actors.workers.pass_inputs import inputs_of, stretch_of
+from skyrl_actors.workers.pass_part import PassPart
 from skyrl_actors.workers.state import is_whole
 
 SAMPLED_LOGPROBS = "logprobs"
-
-
-@dataclass(kw_only=True)
-class PassPart:
-    """One model's rows in a call, and their results."""
-
-    model: TrainedModel
-    columns: Columns
-    rows: tuple[int, ...]
-    loss: LossCall | None  # None: a critic's plain forward
-    predicted: np.ndarray = field(init=False)  # float32 of columns.shape, at flat positions
-    elementwise: np.ndarray = field(init=False)
-    sums: dict[str, float] = field(init=False)
-    refused: str | None = None
-
-    def __post_init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Reset the results."""
-        self.predicted = np.zeros(self.columns.shape, np.float32)
-        self.elementwise = np.zeros(self.columns.shape, np.float32)
-        self.sums = {}
-
-    def in_row_order(self) -> tuple[np.ndarray, np.ndarray]:
-        where = self.columns.positions(self.rows)
-        return self.predicted[where], self.elementwise[where]
-
-    @property
-    def num_targets(self) -> int:
-        """The number of targets a token, K; 0 for a single target without the axis."""
-        return 0 if self.columns.widths is None else self.columns.shape[1]
-
-    def own_targets(self, x: Tensor) -> Tensor:
-        """Return the targets of this part from a tensor with more targets a token."""
-        if x.ndim == 1:
-            return x
-        return x[:, : self.num_targets] if self.num_targets else x[:, 0]
-
-    @property
-    def entropy_coef(self) -> float:
-        return float(self.loss.config.get(ENTROPY_COEF, 0.0)) if self.loss else 0.0
-
-    @property
-    def processing(self) -> Processing | None:
-        """The distribution that the loss is about; None for the model's own."""
-        return processing_of(self.loss.config) if self.loss else None
-
-    def counted(self, where: np.ndarray) -> np.ndarray:
-        """Return [n] bool: the positions whose weight is not 0.
-
-        A loss without weights, or with inputs of its own, counts all positions.
-        """
-        weights = self.columns.fields.get(WEIGHTS)
-        if self.loss is None or weights is None or REGISTRY[self.loss.name].any_inputs:
-            return np.ones(len(where), bool)
-        own = weights[where] != 0
-        return own if own.ndim == 1 else own.any(1)
 
 
 def empty_pass(num_tokens: int) -> Pass:
@@ -102,7 +40,7 @@ class PassRunner:
 
     def run(self, parts: Sequence[PassPart], plan: Pass) -> None:
         """Run one pass, and add its results to the parts."""
-        inputs = self._inputs(parts, plan)
+        inputs = inputs_of(self.network, parts, plan, self.forward_only)
         with self.network.in_use(inputs.segments), torch.set_grad_enabled(not self.forward_only):
             predicted, entropy = self.network.predict(inputs)
             slopes, entropy_slopes = self._losses(parts, plan, predicted.detach(), entropy)
@@ -124,54 +62,6 @@ class PassRunner:
         for state in states:
             state.collect()
 
-    def _stretch(self, plan: Pass) -> slice:
-        """Return the slice of this rank's tokens."""
-        total = plan.num_tokens + plan.padding
-        return self.network.sequence.stretch(total) if self.network.sequence else slice(0, total)
-
-    def _inputs(self, parts: Sequence[PassPart], plan: Pass) -> PassInputs:
-        total, stretch = plan.num_tokens + plan.padding, self._stretch(plan)
-        tokens = np.zeros(total, np.int64)
-        counted = np.zeros(total, bool)
-        is_critic = parts[0].model.spec.role == "critic"
-        width = max(part.num_targets for part in parts)
-        targets = None if is_critic else np.zeros((total, width) if width else total, np.int64)
-        for share in plan.shares:
-            part = parts[share.part]
-            where = part.columns.positions(share.rows)
-            tokens[share.span] = part.columns.tokens[where]
-            counted[share.span] = part.counted(where)
-            if targets is not None:
-                given = part.columns.fields[TARGETS][where]
-                wide = given[:, None] if width and given.ndim == 1 else given
-                targets[(share.span, slice(0, wide.shape[1])) if width else share.span] = wide
-        return PassInputs(
-            tokens=self._tensor(tokens[stretch]),
-            positions=plan.positions()[stretch].to(self.device),
-            blocks=plan.blocks,
-            segments=tuple(_segments(parts, plan)),
-            targets=None if targets is None else self._tensor(targets[stretch]),
-            counted=None if counted.all() else self._tensor(counted[stretch]),
-            entropy_gradient=any(part.entropy_coef for part in parts) and not self.forward_only,
-            routes=self._routes(parts, plan, stretch),
-        )
-
-    def _routes(self, parts: Sequence[PassPart], plan: Pass, stretch: slice) -> Tensor | None:
-        """Return the routes of this rank's tokens, 0 for rows without; None if no row has any."""
-        routed, found = self.network.routed, None
-        for share in plan.shares:
-            part = parts[share.part]
-            own = part.columns.routes
-            if own is None:
-                continue
-            if fault := misfit(own, routed):
-                part.refused = fault
-                continue
-            if found is None:
-                found = np.zeros((plan.num_tokens + plan.padding, routed.width), np.int16)
-            found[share.span] = own[part.columns.positions(share.rows)]
-        return None if found is None else self._tensor(found[stretch])
-
     def _losses(
         self, parts: Sequence[PassPart], plan: Pass, predicted: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -179,7 +69,7 @@ class PassRunner:
 
         These are d loss / d predicted and d loss / d entropy, 0 for refused parts.
         """
-        stretch, group = self._stretch(plan), self.network.sequence
+        stretch, group = stretch_of(self.network, plan), self.network.sequence
         everywhere = group.gathered(predicted) if group else predicted
         entropies = (
             None
@@ -271,19 +161,6 @@ def _kl(logprobs: Tensor, sampled: Tensor) -> Tensor:
     """Estimate KL(sampler ‖ model) at each token with k3, never negative (Schulman, 2020)."""
     difference = logprobs - sampled
     return torch.exp(difference) - 1 - difference
-
-
-def _segments(parts: Sequence[PassPart], plan: Pass) -> list[Segment]:
-    """Return each model's tokens. Padding belongs to the last segment."""
-    if not plan.shares:
-        return [parts[0].model.segment(plan.num_tokens + plan.padding)]
-    return [
-        parts[share.part].model.segment(
-            share.num_tokens + (plan.padding if share is plan.shares[-1] else 0),
-            parts[share.part].processing,
-        )
-        for share in plan.shares
-    ]
 
 
 def num_passes_of_all(own: int, device: torch.device) -> int:

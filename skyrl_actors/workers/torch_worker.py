@@ -35,7 +35,7 @@ from skyrl_actors.workers.interface import (
 from skyrl_actors.workers.model_factory import ModelFactory, collective, info_of
 from skyrl_actors.workers.models import TrainedModel, adapter_states
 from skyrl_actors.workers.paging import AdapterPager
-from skyrl_actors.workers.passes import PassPart
+from skyrl_actors.workers.pass_part import PassPart
 from skyrl_actors.workers.snapshot import UnwrittenCopies, copy_of
 from skyrl_actors.workers.state import is_whole
 

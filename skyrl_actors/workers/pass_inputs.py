@@ -1,0 +1,140 @@
+"""The inputs of a pass: rows of one or many models, packed end to end."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_actors.messages.columns import TARGETS
+from skyrl_actors.messages.images import PlacedImage
+from skyrl_actors.workers.network import Network, PassInputs, Segment
+from skyrl_actors.workers.packing import Pass
+from skyrl_actors.workers.pass_part import PassPart
+from skyrl_actors.workers.routes import misfit
+from skyrl_actors.workers.vision import Placed, placed, positions_of
+
+NO_IMAGES = "this base model takes no images; send text, or choose a base with a vision tower"
+
+
+def inputs_of(
+    network: Network, parts: Sequence[PassPart], plan: Pass, forward_only: bool
+) -> PassInputs:
+    """Return the inputs of a pass. Parts that do not fit the model are refused."""
+    total, stretch = plan.num_tokens + plan.padding, stretch_of(network, plan)
+    tokens = np.zeros(total, np.int64)
+    counted = np.zeros(total, bool)
+    is_critic = parts[0].model.spec.role == "critic"
+    width = max(part.num_targets for part in parts)
+    targets = None if is_critic else np.zeros((total, width) if width else total, np.int64)
+    for share in plan.shares:
+        part = parts[share.part]
+        where = part.columns.positions(share.rows)
+        tokens[share.span] = part.columns.tokens[where]
+        counted[share.span] = part.counted(where)
+        if targets is not None:
+            given = part.columns.fields[TARGETS][where]
+            wide = given[:, None] if width and given.ndim == 1 else given
+            targets[(share.span, slice(0, wide.shape[1])) if width else share.span] = wide
+    return PassInputs(
+        tokens=_tensor(network, tokens[stretch]),
+        positions=_positions(network, parts, plan)[..., stretch].to(network.device),
+        blocks=plan.blocks,
+        segments=tuple(_segments(parts, plan)),
+        targets=None if targets is None else _tensor(network, targets[stretch]),
+        counted=None if counted.all() else _tensor(network, counted[stretch]),
+        entropy_gradient=any(part.entropy_coef for part in parts) and not forward_only,
+        routes=_routes(network, parts, plan, stretch),
+        images=_images(network, parts, plan, stretch),
+    )
+
+
+def _positions(network: Network, parts: Sequence[PassPart], plan: Pass) -> Tensor:
+    """Return [T], or [3, T] if a row has images."""
+    found, tower = plan.positions(), network.tower
+    with_images = [] if tower is None else rows_with_images(parts, plan)
+    if tower is None or not with_images:
+        return found
+    found = found.repeat(3, 1)
+    for start, length, images in with_images:
+        grids = [(place - start, image.grid) for place, image in images]
+        found[:, start : start + length] = torch.from_numpy(
+            positions_of(length, grids, tower.merge)
+        )
+    return found
+
+
+def _images(
+    network: Network, parts: Sequence[PassPart], plan: Pass, stretch: slice
+) -> Placed | None:
+    tower = network.tower
+    if tower is None:
+        for share in plan.shares:
+            if parts[share.part].columns.images is not None:
+                parts[share.part].refused = NO_IMAGES
+        return None
+    features = [
+        (place, tower.features(image))
+        for start, length, images in rows_with_images(parts, plan)
+        if start < stretch.stop and start + length > stretch.start
+        for place, image in images
+    ]
+    return placed(features, stretch.start, stretch.stop - stretch.start)
+
+
+def _routes(
+    network: Network, parts: Sequence[PassPart], plan: Pass, stretch: slice
+) -> Tensor | None:
+    """Return the routes of this rank's tokens, 0 for rows without; None if no row has any."""
+    routed, found = network.routed, None
+    for share in plan.shares:
+        part = parts[share.part]
+        own = part.columns.routes
+        if own is None:
+            continue
+        if fault := misfit(own, routed):
+            part.refused = fault
+            continue
+        if found is None:
+            found = np.zeros((plan.num_tokens + plan.padding, routed.width), np.int16)
+        found[share.span] = own[part.columns.positions(share.rows)]
+    return None if found is None else _tensor(network, found[stretch])
+
+
+def rows_with_images(
+    parts: Sequence[PassPart], plan: Pass
+) -> list[tuple[int, int, list[tuple[int, PlacedImage]]]]:
+    """Return the rows with images: place in the pass, length, and the images with their places."""
+    found: list[tuple[int, int, list[tuple[int, PlacedImage]]]] = []
+    for share in plan.shares:
+        columns, place = parts[share.part].columns, share.start
+        for row in share.rows:
+            begin, length = int(columns.offsets[row]), int(columns.lengths[row])
+            images = [(place + image.start - begin, image) for image in columns.images_of(row)]
+            if images:
+                found.append((place, length, images))
+            place += length
+    return found
+
+
+def _segments(parts: Sequence[PassPart], plan: Pass) -> list[Segment]:
+    """Return each model's tokens. Padding belongs to the last segment."""
+    if not plan.shares:
+        return [parts[0].model.segment(plan.num_tokens + plan.padding)]
+    return [
+        parts[share.part].model.segment(
+            share.num_tokens + (plan.padding if share is plan.shares[-1] else 0),
+            parts[share.part].processing,
+        )
+        for share in plan.shares
+    ]
+
+
+def stretch_of(network: Network, plan: Pass) -> slice:
+    """Return the slice of this rank's tokens."""
+    total = plan.num_tokens + plan.padding
+    return network.sequence.stretch(total) if network.sequence else slice(0, total)
+
+
+def _tensor(network: Network, array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(network.device)

@@ -1,0 +1,132 @@
+"""Images in packed passes: features of a frozen vision tower, and positions with three axes.
+
+The features of an image depend on nothing but the image. Each is computed alone and kept, so the
+passes of many tenants share it, and a replay gives the same bits.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from skyrl_actors.messages.images import PlacedImage
+from skyrl_actors.workers.auto_classes import takes_images
+
+KEPT_BYTES = 256 * 2**20  # of features
+
+
+@dataclass(frozen=True)
+class Features:
+    """What takes the places of an image's tokens, each [n, H]."""
+
+    embedded: Tensor
+    of_layers: tuple[Tensor, ...]  # added to the hidden states after the first layers (deepstack)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.embedded, *self.of_layers))
+
+
+class VisionTower:
+    """The frozen vision tower of a model."""
+
+    def __init__(self, module: Any, device: torch.device):
+        self._model, self._device = module.model, device
+        self.merge = int(module.config.vision_config.spatial_merge_size)
+        self._kept: OrderedDict[str, Features] = OrderedDict()
+
+    def features(self, image: PlacedImage) -> Features:
+        found = self._kept.get(image.digest)
+        if found is None:
+            found = self._kept[image.digest] = self._computed(image)
+            while len(self._kept) > 1 and sum(f.nbytes for f in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(image.digest)
+        return found
+
+    def forget(self) -> None:
+        """Free the features."""
+        self._kept.clear()
+
+    @torch.no_grad()
+    def _computed(self, image: PlacedImage) -> Features:
+        pixels = torch.from_numpy(image.pixels).to(self._device)
+        grid = torch.tensor([image.grid], device=self._device)
+        found = self._model.get_image_features(pixels, grid, return_dict=True)
+        layers = getattr(found, "deepstack_features", None) or ()
+        return Features(found.pooler_output[0], tuple(each[0] for each in layers))
+
+
+def tower_of(module: Any, device: torch.device) -> VisionTower | None:
+    """Return the tower of a model that takes images."""
+    return VisionTower(module, device) if takes_images(module.config) else None
+
+
+def positions_of(
+    length: int, images: Iterable[tuple[int, tuple[int, int, int]]], merge: int
+) -> NDArray[np.int64]:
+    """Return the positions [3, length] of a row (M-RoPE, Qwen2-VL, arXiv 2409.12191, section 2.1).
+
+    `images`: the first token and the grid of each. The tokens of an image have the positions of
+    their place in the grid, and the text after it goes on behind the largest of them.
+    """
+    found = np.empty((3, length), np.int64)
+    at = position = 0
+    for start, (t, h, w) in images:
+        found[:, at:start] = np.arange(position, position + start - at)
+        position += start - at
+        sizes = (t, h // merge, w // merge)
+        at = start + int(np.prod(sizes))
+        found[:, start:at] = position + np.indices(sizes).reshape(3, -1)
+        position += max(sizes[1:])
+    found[:, at:] = np.arange(position, position + length - at)
+    return found
+
+
+def placed(features: Sequence[tuple[int, Features]], first: int, count: int) -> "Placed | None":
+    """Return what belongs to tokens `first` to `first + count` of a pass, or None.
+
+    `features`: those of each image, with the place of its first token in the pass.
+    """
+    places: list[Tensor] = []
+    rows: list[tuple[Features, Tensor]] = []
+    for start, own in features:
+        inside = torch.arange(start, start + len(own.embedded)) - first
+        kept = (inside >= 0) & (inside < count)
+        if kept.any():
+            places.append(inside[kept])
+            rows.append((own, kept))
+    if not rows:
+        return None
+    device = rows[0][0].embedded.device
+    layers = [
+        torch.cat([own.of_layers[i][kept.to(device)] for own, kept in rows])
+        for i in range(len(rows[0][0].of_layers))
+    ]
+    embedded = torch.cat([own.embedded[kept.to(device)] for own, kept in rows])
+    return Placed(torch.cat(places).to(device), embedded, layers)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Features with their places among the tokens of a rank."""
+
+    places: Tensor  # [n] int64
+    embedded: Tensor  # [n, H]
+    of_layers: list[Tensor]
+
+    def into(self, embedded: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Return embeddings [1, T, H] with these features, and the arguments for the layers."""
+        replaced = embedded.index_put(
+            (torch.zeros_like(self.places), self.places), self.embedded.to(embedded.dtype)
+        )
+        if not self.of_layers:
+            return replaced, {}
+        mask = torch.zeros(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
+        mask[0, self.places] = True
+        return replaced, {"visual_pos_masks": mask, "deepstack_visual_embeds": self.of_layers}

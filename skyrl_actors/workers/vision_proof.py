@@ -1,0 +1,168 @@
+"""Check that packed rows with images are computed as transformers does alone, once for a base.
+
+Placeholders, positions with three axes and the features of the tower meet in one packed axis. An
+error in any of them would train on wrong numbers without an error. So a row of text and two rows
+with an image are computed together, and each by transformers' own forward from the pixels. The base
+is refused by name unless log-probabilities agree, and an image changes those of its own row only.
+"""
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.images import PlacedImage
+from skyrl_actors.workers.isolation import BUILT_OTHERWISE, own_attention, past_the_engine
+from skyrl_actors.workers.network import Network, PassInputs, Segment
+from skyrl_actors.workers.packing import plan_passes
+from skyrl_actors.workers.vision import VisionTower, placed, positions_of
+
+log = logging.getLogger(__name__)
+log.setLevel(logging.INFO)  # one line at the start of a rank
+
+# Mean |Δ logprob| of a row in nats. Correct models of random weights: 2e-7 in float32.
+ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.2}
+TEXT = 3  # tokens before an image, and behind it
+GRIDS = ((1, 2, 3), (1, 3, 2))  # of the images, in tokens; equal lengths, so they share a block
+
+
+def prove_images(network: Network, dtype: torch.dtype) -> None:
+    """Raise ConfigError unless rows with images are computed as by transformers.
+
+    Does nothing for a base without a vision tower.
+    """
+    tower = network.tower
+    if tower is None:
+        return
+    name, started = type(network.module).__name__, time.perf_counter()
+    allowed = ALLOWED[dtype]
+    try:
+        with torch.no_grad(), past_the_engine(network):
+            difference, moved = _differences(network, tower)
+    except BUILT_OTHERWISE as error:
+        raise _refused(name, f"a pass raises {type(error).__name__}: {error}") from error
+    finally:
+        tower.forget()
+    if not difference <= allowed:
+        raise _refused(name, f"logprobs differ by {difference:.2g} nats, {allowed:g} is allowed")
+    if moved:
+        raise _refused(name, f"an image moves logprobs of another row by {moved:.2g} nats")
+    took = time.perf_counter() - started
+    log.info("%s computes packed rows with images (checked in %.2f s)", name, took)
+
+
+def _refused(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{name} cannot be trained here: packed rows with images differ from each row alone by "
+        f"transformers ({why}). Choose a base model of another family; docs/reference/models.md "
+        "lists what can be trained"
+    )
+
+
+def _differences(network: Network, tower: VisionTower) -> tuple[float, float]:
+    """Return the largest mean |Δ logprob| of a row, and how far an image moves other rows."""
+    rows = _Rows(network, tower)
+    packed, other = rows.packed("first"), rows.packed("second")
+    differences = [(packed[span] - rows.alone(i)).abs().mean() for i, span in enumerate(rows.spans)]
+    # The second batch has another image in the last row.
+    moved = (packed - other)[: rows.spans[-1].start].abs().max()
+    if float((packed - other)[rows.spans[-1]].abs().max()) == 0:
+        raise ValueError("the pixels of an image change nothing")
+    return float(torch.stack(differences).max()), float(moved)
+
+
+class _Rows:
+    """A row of text, and two rows with an image each."""
+
+    def __init__(self, network: Network, tower: VisionTower):
+        config: Any = network.module.config
+        vision = config.vision_config
+        channels = int(getattr(vision, "in_channels", 3))
+        features = channels * vision.temporal_patch_size * vision.patch_size**2
+        random = np.random.default_rng(0)
+        lengths = [TEXT, *(2 * TEXT + int(np.prod(grid)) for grid in GRIDS)]
+        ends = np.cumsum(lengths).tolist()
+        self.spans = [slice(end - n, end) for n, end in zip(lengths, ends, strict=True)]
+        self.tokens, self.targets = (
+            torch.from_numpy(random.integers(0, network.vocab_size, ends[-1])) for _ in range(2)
+        )
+        self.tokens[self.tokens == config.image_token_id] = 0
+        self._network, self._tower = network, tower
+        self._images: dict[str, list[PlacedImage]] = {}
+        for batch in ("first", "second"):
+            self._images[batch] = []
+            for number, (grid, span) in enumerate(zip(GRIDS, self.spans[1:], strict=True)):
+                t, h, w = grid[0], grid[1] * tower.merge, grid[2] * tower.merge
+                pixels = random.standard_normal((t * h * w, features)).astype(np.float32)
+                if batch == "second" and number == 0:
+                    pixels = self._images["first"][0].pixels
+                self._images[batch].append(
+                    PlacedImage(
+                        digest=f"{batch if number else 'first'} {number}",
+                        pixels=pixels,
+                        grid=(t, h, w),
+                        start=span.start + TEXT,
+                        num_tokens=int(np.prod(grid)),
+                    )
+                )
+                place = span.start + TEXT
+                self.tokens[place : place + int(np.prod(grid))] = config.image_token_id
+
+    def packed(self, batch: str) -> Tensor:
+        """Return the logprobs [T] of all rows in one pass."""
+        network, total = self._network, len(self.tokens)
+        lengths = np.asarray([span.stop - span.start for span in self.spans])
+        (plan,) = plan_passes([(range(len(lengths)), lengths)], total)
+        group = network.sequence
+        plan = plan.padded_to(group.size if group else 1)
+        total += plan.padding
+        stretch = group.stretch(total) if group else slice(0, total)
+        positions = plan.positions().repeat(3, 1)
+        images = self._images[batch]
+        for image, span in zip(images, self.spans[1:], strict=True):
+            grids = [(TEXT, image.grid)]
+            own = positions_of(span.stop - span.start, grids, self._tower.merge)
+            positions[:, span] = torch.from_numpy(own)
+        found = [(image.start, self._tower.features(image)) for image in images]
+        segments = (Segment(total, {}, 1.0),)
+
+        def mine(values: Tensor) -> Tensor:
+            more = total - values.shape[-1]
+            return torch.nn.functional.pad(values, (0, more))[..., stretch].to(network.device)
+
+        inputs = PassInputs(
+            tokens=mine(self.tokens),
+            positions=positions[..., stretch].to(network.device),
+            blocks=plan.blocks,
+            segments=segments,
+            targets=mine(self.targets),
+            counted=None,
+            images=placed(found, stretch.start, stretch.stop - stretch.start),
+        )
+        with network.in_use(segments):
+            logprobs, _ = network.predict(inputs)
+        return (group.gathered(logprobs) if group else logprobs)[: plan.num_tokens].float()
+
+    def alone(self, row: int) -> Tensor:
+        """Return the logprobs of one row by transformers' own forward, from the pixels."""
+        network, span = self._network, self.spans[row]
+        tokens = self.tokens[span].to(network.device)
+        given: dict[str, Any] = {}
+        if row:
+            image = self._images["first"][row - 1]
+            given = {
+                "pixel_values": torch.from_numpy(image.pixels).to(network.device),
+                "image_grid_thw": torch.tensor([image.grid], device=network.device),
+                "mm_token_type_ids": (tokens == network.module.config.image_token_id).int()[None],
+            }
+
+        def logits() -> Tensor:
+            return network.module(input_ids=tokens[None], use_cache=False, **given).logits[0]
+
+        with own_attention(network), network.in_use(()):
+            found = network.entry(logits).float().log_softmax(-1)
+        return found.gather(1, self.targets[span].to(network.device)[:, None])[:, 0]

@@ -1,0 +1,128 @@
+"""Small random models with a vision tower, and batches with images."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
+
+from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.images import Images
+
+TEXT = {
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "initializer_range": 0.1,
+}
+TOKENS = {
+    "image_token_id": 150,
+    "video_token_id": 151,
+    "vision_start_token_id": 152,
+    "vision_end_token_id": 153,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MODELS: dict[str, Any] = {
+    "qwen3_vl": Qwen3VLConfig(
+        text_config=TEXT
+        | {
+            "head_dim": 16,
+            "rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 48,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        tie_word_embeddings=True,
+        **TOKENS,
+    ),
+    "qwen2_5_vl": Qwen2_5_VLConfig(
+        text_config=TEXT | {"rope_parameters": ROPE | {"mrope_section": [2, 2, 2]}},
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 48,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+        tie_word_embeddings=False,
+        **TOKENS,
+    ),
+}
+PATCH = 3 * 2 * 4 * 4  # channels · frames · height · width
+MERGE = 2
+Part = int | tuple[int, int, int]  # a length of text, or the grid of an image
+
+
+def make(kind: str, folder: Path) -> Path:
+    """Save a random model."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForImageTextToText.from_config(MODELS[kind], dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def num_tokens(grid: tuple[int, int, int]) -> int:
+    return int(np.prod(grid)) // MERGE**2
+
+
+def batch(seed: int, rows: Sequence[Sequence[Part]]) -> Columns:
+    """Return a batch. Images of one grid and row number are equal in all batches of a seed."""
+    random = np.random.default_rng(seed)
+    examples: list[Example] = []
+    starts, counts, which = list[int](), list[int](), list[int]()
+    pixels: dict[bytes, tuple[np.ndarray, tuple[int, int, int]]] = {}
+    offset = 0
+    for parts in rows:
+        tokens: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                tokens += random.integers(2, 140, part).tolist()
+                continue
+            values = random.standard_normal((int(np.prod(part)), PATCH)).astype(np.float32)
+            starts.append(offset + len(tokens))
+            counts.append(num_tokens(part))
+            which.append(len(pixels))
+            pixels[values.tobytes()] = values, part
+            tokens += [TOKENS["image_token_id"]] * num_tokens(part)
+        tokens.append(int(random.integers(2, 140)))
+        inputs = np.asarray(tokens, np.int32)
+        examples.append(Example(inputs[:-1], {TARGETS: inputs[1:]}))
+        offset += len(inputs) - 1
+    columns = columns_from(examples)
+    if not starts:
+        return columns
+    images = Images(
+        starts=np.asarray(starts),
+        counts=np.asarray(counts),
+        which=np.asarray(which),
+        grids=np.asarray([grid for _, grid in pixels.values()]),
+        digests=tuple(hashlib.sha256(key).hexdigest() for key in pixels),
+        pixels=tuple(values for values, _ in pixels.values()),
+    )
+    return with_images(columns, images)
+
+
+def with_images(columns: Columns, images: Images) -> Columns:
+    from dataclasses import replace
+
+    return replace(columns, images=images)
