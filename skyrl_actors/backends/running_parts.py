@@ -234,6 +234,8 @@ class RunningParts:
             await engines()
         elif self._config.placement.device == "gpu" and colocated:
             # vLLM needs free memory when it starts, so the engines start first and go to sleep.
+            # Ranks of an earlier config hold memory.
+            await asyncio.gather(*(each.builder.remove(None) for each in self.groups.values()))
             await engines()
             await groups()
         else:

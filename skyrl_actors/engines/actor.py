@@ -56,6 +56,7 @@ class EngineServer:
         self._epoch = 0
         self._samples: set[asyncio.Task[SampleOutput]] = set()
         self._changes = asyncio.Lock()
+        self._superseded = asyncio.Event()
         self._rpc = RpcServer(
             to_one(self), EngineCalls, abandoned=(EngineCalls.sample, EngineCalls.partial)
         )
@@ -68,6 +69,8 @@ class EngineServer:
         """Serve only this epoch from now on. Calls of earlier epochs have ended on return."""
         self._fence(epoch)
         self._epoch = epoch
+        self._superseded.set()
+        self._superseded = asyncio.Event()
         for task in list(self._samples):
             task.cancel()
         await asyncio.gather(*self._samples, return_exceptions=True)
@@ -84,8 +87,19 @@ class EngineServer:
         return await self._rpc.address_for(caller)
 
     async def watch(self) -> None:
-        """Never return. Raise StateLost when the engine has ended; the actor's death raises too."""
-        await self.engine.dead.wait()
+        """Raise StateLost when the engine has ended; the actor's death raises too.
+
+        Return when the engine is adopted again, because its new controller watches it.
+        """
+        events = (self.engine.dead, self._superseded)
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not self.engine.dead.is_set():
+            return
         cause = await asyncio.to_thread(own_last_exception)
         what = "vLLM's process ended" if self.engine.spec.type == "vllm" else "JAX failed"
         raise StateLost(f"{what}: {cause}".removesuffix(": "))

@@ -54,7 +54,8 @@ def build_pool(
             if slot.index == slots[0].index
         ]
         if engine.process == "policy":
-            site: EngineSite = RankSite(spec=spec, rank=beside[0], policy=policy)
+            longest = max(config.restart.start_timeout_s, config.restart.call_timeout_s)
+            site: EngineSite = RankSite(spec=spec, rank=beside[0], policy=policy, timeout_s=longest)
         else:
             site = ActorSite(
                 spec=spec,

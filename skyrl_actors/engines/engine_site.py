@@ -11,8 +11,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_actors import remote
 from skyrl_actors.engines.interface import EngineSpec
 from skyrl_actors.groups.supervisor import GroupSupervisor
+from skyrl_actors.messages.errors import PartDown
 
-HOST_S = 60.0  # for a rank to end what it computes, and to end an earlier engine
 Handle = ActorHandle[Any]
 
 
@@ -39,6 +39,10 @@ class EngineSite(Protocol):
 
     def kill(self, actor: Handle) -> None:
         """Kill the process."""
+        ...
+
+    def failed(self, reason: str) -> None:
+        """Learn that an engine did not start again, perhaps because its process is broken."""
         ...
 
 
@@ -88,6 +92,9 @@ class ActorSite:
     def kill(self, actor: Handle) -> None:
         remote.typed_ray.kill(actor)
 
+    def failed(self, reason: str) -> None:
+        """Do nothing: each start has a process of its own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSite:
@@ -100,6 +107,7 @@ class RankSite:
     spec: EngineSpec
     rank: int
     policy: GroupSupervisor
+    timeout_s: float  # for the rank to end its call, load its base and end an earlier engine
 
     @property
     def actor_names(self) -> list[str]:
@@ -109,10 +117,13 @@ class RankSite:
         await self.policy.up()
 
     async def make(self) -> Handle:
-        group = await self.policy.up()
-        rank = group.actors[self.rank]
-        name = group.names[self.rank]
-        await remote.gather([rank.host.remote(self.spec)], [name], "host an engine", HOST_S)
+        group = self.policy.group
+        # The caller can hold a phase that a restarting group needs, so this does not wait for it.
+        if group is None or self.policy.down is not None:
+            raise PartDown(f"{self.policy.name} is down: {self.policy.down}")
+        rank, name = group.actors[self.rank], group.names[self.rank]
+        hosting = [rank.host.remote(self.spec)]
+        await remote.gather(hosting, [name], "host an engine", self.timeout_s)
         return _in(rank)
 
     def find(self) -> Handle | None:
@@ -121,6 +132,9 @@ class RankSite:
 
     def kill(self, actor: Handle) -> None:
         remote.typed_ray.kill(cast(Any, actor).rank)
+
+    def failed(self, reason: str) -> None:
+        self.policy.restart_now(f"{self.spec.name}, which it hosts, did not start: {reason}")
 
 
 def _in(rank: Handle) -> Handle:

@@ -324,6 +324,16 @@ class JaxEngine:
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)
+        if self._in_rank:  # another engine may follow in this process
+            await asyncio.to_thread(self._computed, self._free)
+
+    def _free(self) -> None:
+        """Free what belongs to this engine alone."""
+        if self._generator is not None:
+            self._generator.free_cache()
+        self._network.free_base()
+        self._network = self._generator = self._stepping = None
+        self._adapters.clear()
 
 
 class _Asked:

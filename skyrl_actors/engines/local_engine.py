@@ -239,7 +239,11 @@ class LocalEngine(EngineReplica):
         await remote.end_named(self.site.actor_names)
         await self.site.available()
         self._step("again")
-        await self._start_and_join()
+        try:
+            await self._start_and_join()
+        except InternalError as error:
+            self.site.failed(str(error))
+            raise
 
     async def _start_and_join(self) -> None:
         assert self.joining is not None

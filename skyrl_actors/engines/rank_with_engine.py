@@ -5,6 +5,7 @@ its own. Samples come to it over RPC, and its other calls through the rank's act
 """
 
 import asyncio
+import gc
 import threading
 from typing import Any, ClassVar, cast
 
@@ -29,14 +30,17 @@ class RankWithEngine(TrainWorkerActor):
     def host(self, spec: EngineSpec) -> None:
         """Make an engine that shares this rank's base, and end an earlier one.
 
-        Call it after `setup`.
+        Call it after `setup`. Raises InternalError if the earlier one does not end.
         """
         from skyrl_actors.engines.jax_engine import JaxEngine
 
         if self.spec is None or not self.spec.hosts_engine:
             raise InternalError(f"{self!r} was not made to host an engine")
-        if self.hosted is not None:
-            self.hosted.close()
+        earlier, self.hosted = self.hosted, None
+        if earlier is not None:
+            earlier.close()
+        del earlier
+        gc.collect()  # an engine is in circles of references, and its cache is large
         worker = cast(Any, self.worker)
         self.hosted = EngineThread(JaxEngine(spec, worker.model_factory.base))
 
@@ -67,11 +71,23 @@ class EngineThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def close(self) -> None:
-        """End the engine. Raises TimeoutError if it hangs."""
-        self.call("stop", timeout_s=STOP_S)
+        """End the engine, and the calls that wait in it. Raises InternalError if it hangs."""
+        try:
+            self.call("stop", timeout_s=STOP_S)
+        except TimeoutError:
+            raise InternalError(f"an engine in this rank did not end within {STOP_S:g} s") from None
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(STOP_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(STOP_S)
         self._loop.close()
+
+
+async def _cancel_others() -> None:
+    """Cancel all other tasks of this loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class EngineInRank:

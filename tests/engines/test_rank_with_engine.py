@@ -1,10 +1,16 @@
 """An engine in the process of a JAX rank: shared weights, versions, sleep, training meanwhile."""
 
 import asyncio
+import gc
 import os
+import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,10 +22,12 @@ import pytest
 from skyrl_actors import losses
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.strategies import JaxStrategy
+from skyrl_actors.engines import rank_with_engine as module
+from skyrl_actors.engines.engine_site import RankSite
 from skyrl_actors.engines.interface import BASE_VERSION
 from skyrl_actors.engines.rank_with_engine import RankWithEngine
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
-from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.errors import InternalError, PartDown
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.weights import WeightManifest
@@ -161,6 +169,68 @@ def test_a_second_engine_in_a_rank_replaces_the_first(rank: Rank, random_base: P
     rank.engine("start", 2)
     with pytest.raises(InternalError, match="epoch 1 is over"):
         rank.scores(BASE_VERSION)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_replaced_frees_its_memory_and_ends_its_calls(
+    rank: Rank, random_base: Path
+):
+
+    def watch() -> None:
+        with suppress(CancelledError):
+            rank.engine("watch")
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    gone = weakref.ref(rank.hosted._server.engine)  # type: ignore[union-attr]
+    rank.host(spec_of(random_base))
+    watching.join(30)
+    assert not watching.is_alive()
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.slow
+def test_a_controller_that_attaches_ends_the_watch_of_the_one_before(rank: Rank):
+    """Each watch takes a thread of the actor, which has few."""
+    watches = list[threading.Thread]()
+    for epoch in range(2, 6):
+        rank.engine("adopt", epoch)
+        watches.append(threading.Thread(target=lambda: rank.engine("watch"), daemon=True))
+        watches[-1].start()
+    for watch in watches[:-1]:
+        watch.join(30)
+    assert [watch.is_alive() for watch in watches] == [False, False, False, True]
+    rank.engine("adopt", 9)
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_end_is_named_and_left(
+    rank: Rank, random_base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "STOP_S", 0.2)
+    hanging: Any = rank.hosted
+    stops = hanging._server.engine.stop
+    hanging._server.engine.stop = lambda: asyncio.sleep(60)
+    with pytest.raises(InternalError, match=r"did not end within 0\.2 s"):
+        rank.host(spec_of(random_base))
+    assert rank.hosted is None
+    monkeypatch.undo()
+    rank.host(spec_of(random_base))
+    hanging._server.engine.stop = stops
+    hanging.close()
+
+
+async def test_an_engine_does_not_wait_for_a_group_that_is_down(random_base: Path):
+    """It holds a phase that the group needs."""
+    policy: Any = SimpleNamespace(group=object(), down="it died", name="the policy group")
+    site = RankSite(spec=spec_of(random_base), rank=0, policy=policy, timeout_s=1.0)
+    with pytest.raises(PartDown, match="the policy group is down: it died"):
+        await site.make()
+    said = list[str]()
+    policy.restart_now = said.append
+    site.failed("JAX failed")
+    assert said == ["e, which it hosts, did not start: JAX failed"]
 
 
 def test_a_rank_that_was_not_made_for_an_engine_hosts_none(random_base: Path):
