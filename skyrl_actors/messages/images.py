@@ -1,4 +1,7 @@
-"""The images of a batch: processed once, where they arrive, and unchanged from there on."""
+"""The images of a batch: their encoded bytes, and the tokens that they take.
+
+Bytes are small, so they travel and are stored; only a rank or an engine makes pixels of them.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,8 +14,8 @@ from numpy.typing import NDArray
 class PlacedImage:
     """One image of a batch."""
 
-    digest: str  # hash of its content
-    pixels: NDArray[np.float32]  # [patches, features of a patch]
+    digest: str  # SHA-256 of its content
+    content: bytes  # PNG or JPEG
     grid: tuple[int, int, int]  # patches in time, height and width
     start: int  # flat position of its first token
     num_tokens: int
@@ -30,12 +33,12 @@ class Images:
     counts: NDArray[np.int64]  # [I] its tokens
     which: NDArray[np.int64]  # [I] its index in the following fields
     grids: NDArray[np.int64]  # [distinct, 3] patches in time, height and width
-    digests: tuple[str, ...]  # [distinct] hashes of their content
-    pixels: tuple[NDArray[np.float32], ...]  # [distinct] each [patches, features of a patch]
+    digests: tuple[str, ...]  # [distinct] SHA-256 of their contents
+    contents: tuple[bytes, ...]  # [distinct] PNG or JPEG
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.pixels)
+        return sum(map(len, self.contents))
 
     def between(self, start: int, stop: int) -> Iterator[PlacedImage]:
         """Yield the images of a row, whose flat positions are `start` to `stop`."""
@@ -45,7 +48,7 @@ class Images:
             t, h, w = self.grids[own].tolist()
             yield PlacedImage(
                 digest=self.digests[own],
-                pixels=self.pixels[own],
+                content=self.contents[own],
                 grid=(t, h, w),
                 start=int(self.starts[i]),
                 num_tokens=int(self.counts[i]),

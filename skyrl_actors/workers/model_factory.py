@@ -9,12 +9,18 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig
 
-from skyrl_actors.config.strategies import DeepSpeedStrategy, Fsdp2Strategy, StrategyConfig
+from skyrl_actors.config.strategies import (
+    DeepSpeedStrategy,
+    Fsdp2Strategy,
+    ReplicaStrategy,
+    StrategyConfig,
+)
 from skyrl_actors.messages.errors import CollectiveFailed, ConfigError
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.workers.adapter_proof import prove_adapters
 from skyrl_actors.workers.adapter_terms import TOWER
 from skyrl_actors.workers.attention import prove_kernels
+from skyrl_actors.workers.auto_classes import takes_images
 from skyrl_actors.workers.base_files import BaseTensors
 from skyrl_actors.workers.base_model import BaseModel
 from skyrl_actors.workers.flat import FlatState
@@ -90,11 +96,6 @@ class ModelFactory:
         return shard_groups(shards, self.spec.collective_timeout_s)
 
     def _ready(self, network: Network, sharded: bool) -> Network:
-        if sharded and network.tower is not None:
-            raise ConfigError(
-                f"{type(network.module).__name__} has a vision tower, which cannot be sharded "
-                "here; use strategy replica"
-            )
         network.sequence = self._sequence
         network.same_graph = sharded or self._sequence is not None
         network.score_uncounted = self.spec.score_uncounted
@@ -115,7 +116,17 @@ class ModelFactory:
             collective(self.spec, lambda: prove_replay(network))
         return network
 
+    def _check_can_shard(self, strategy: StrategyConfig) -> None:
+        """Raise ConfigError for a vision tower under a strategy that shards modules."""
+        config = AutoConfig.from_pretrained(self.spec.base_folder)
+        if takes_images(config) and not isinstance(strategy, ReplicaStrategy):
+            raise ConfigError(
+                f"{Path(self.spec.base_folder).name} has a vision tower, which strategy "
+                f"{strategy.type} cannot compute here; use strategy replica"
+            )
+
     def _frozen(self, strategy: StrategyConfig) -> Network:
+        self._check_can_shard(strategy)
         arguments = (self.spec.base_folder, self.dtype, self.device, self.spec.activations)
         if isinstance(strategy, Fsdp2Strategy):
             from skyrl_actors.workers import fsdp2
@@ -167,6 +178,7 @@ class ModelFactory:
 
     def _full(self, spec: ModelSpec) -> TrainedModel:
         strategy, is_critic = self.spec.full_strategy, spec.role == "critic"
+        self._check_can_shard(strategy)
         arguments = (self.spec.base_folder, self.dtype, self.device, self.spec.activations)
         if isinstance(strategy, Fsdp2Strategy):
             from skyrl_actors.workers import fsdp2

@@ -7,6 +7,7 @@ passes of many tenants share it, and a replay gives the same bits.
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.images import PlacedImage
-from skyrl_actors.workers.auto_classes import takes_images
+from skyrl_actors.workers.auto_classes import VISION, takes_images
+from skyrl_actors.workers.pixels import ImagePixels
 
 KEPT_BYTES = 256 * 2**20  # of features
 
@@ -37,6 +40,7 @@ class VisionTower:
 
     def __init__(self, module: Any, device: torch.device):
         self._model, self._device = module.model, device
+        self._folder: str = module.config.name_or_path
         self.merge = int(module.config.vision_config.spatial_merge_size)
         self._kept: OrderedDict[str, Features] = OrderedDict()
 
@@ -53,18 +57,40 @@ class VisionTower:
         """Free the features."""
         self._kept.clear()
 
+    @cached_property
+    def pixels(self) -> ImagePixels:
+        """The processor. Raises ConfigError if the base model's folder has none."""
+        return ImagePixels(self._folder)
+
     @torch.no_grad()
     def _computed(self, image: PlacedImage) -> Features:
-        pixels = torch.from_numpy(image.pixels).to(self._device)
-        grid = torch.tensor([image.grid], device=self._device)
-        found = self._model.get_image_features(pixels, grid, return_dict=True)
+        values, grid = self.pixels.of(image.content)
+        if grid != image.grid:
+            raise InternalError(
+                f"an image has the grid {grid} here, and its tokens were counted for {image.grid}"
+            )
+        found = self._model.get_image_features(
+            torch.from_numpy(values).to(self._device),
+            torch.tensor([grid], device=self._device),
+            return_dict=True,
+        )
         layers = getattr(found, "deepstack_features", None) or ()
         return Features(found.pooler_output[0], tuple(each[0] for each in layers))
 
 
 def tower_of(module: Any, device: torch.device) -> VisionTower | None:
-    """Return the tower of a model that takes images."""
-    return VisionTower(module, device) if takes_images(module.config) else None
+    """Return the tower of a model that takes images.
+
+    Raises ConfigError for a tower that is not computed here: adapters would be put on its layers.
+    """
+    if takes_images(module.config):
+        return VisionTower(module, device)
+    if getattr(module.config, "vision_config", None) is not None:
+        raise ConfigError(
+            f"{type(module).__name__} cannot be trained here: its vision tower is not computed; "
+            f"choose a text model, or one of the types {', '.join(VISION)}"
+        )
+    return None
 
 
 def positions_of(
@@ -73,7 +99,7 @@ def positions_of(
     """Return the positions [3, length] of a row (M-RoPE, Qwen2-VL, arXiv 2409.12191, section 2.1).
 
     `images`: the first token and the grid of each. The tokens of an image have the positions of
-    their place in the grid, and the text after it goes on behind the largest of them.
+    their place in the grid, and the text after it continues from the largest of them.
     """
     found = np.empty((3, length), np.int64)
     at = position = 0

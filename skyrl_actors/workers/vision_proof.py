@@ -6,12 +6,14 @@ with an image are computed together, and each by transformers' own forward from 
 is refused by name unless log-probabilities agree, and an image changes those of its own row only.
 """
 
+import io
 import logging
 import time
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from skyrl_actors.messages.errors import ConfigError
@@ -27,7 +29,7 @@ log.setLevel(logging.INFO)  # one line at the start of a rank
 # Mean |Δ logprob| of a row in nats. Correct models of random weights: 2e-7 in float32.
 ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.2}
 TEXT = 3  # tokens before an image, and behind it
-GRIDS = ((1, 2, 3), (1, 3, 2))  # of the images, in tokens; equal lengths, so they share a block
+SIZE = (96, 64)  # of the images, in pixels; their processor makes small ones larger
 
 
 def prove_images(network: Network, dtype: torch.dtype) -> None:
@@ -79,38 +81,37 @@ class _Rows:
     """A row of text, and two rows with an image each."""
 
     def __init__(self, network: Network, tower: VisionTower):
-        config: Any = network.module.config
-        vision = config.vision_config
-        channels = int(getattr(vision, "in_channels", 3))
-        features = channels * vision.temporal_patch_size * vision.patch_size**2
+        token = int(network.module.config.image_token_id)
         random = np.random.default_rng(0)
-        lengths = [TEXT, *(2 * TEXT + int(np.prod(grid)) for grid in GRIDS)]
+        # Upright and lying images of equal lengths, so their rows share a block.
+        contents = [_image(random, size) for size in (SIZE, SIZE[::-1], SIZE[::-1])]
+        grids = [tower.pixels.of(content)[1] for content in contents]
+        counts = [int(np.prod(grid)) // tower.merge**2 for grid in grids]
+        lengths = [TEXT, *(2 * TEXT + count for count in counts[:2])]
         ends = np.cumsum(lengths).tolist()
         self.spans = [slice(end - n, end) for n, end in zip(lengths, ends, strict=True)]
         self.tokens, self.targets = (
             torch.from_numpy(random.integers(0, network.vocab_size, ends[-1])) for _ in range(2)
         )
-        self.tokens[self.tokens == config.image_token_id] = 0
-        self._network, self._tower = network, tower
-        self._images: dict[str, list[PlacedImage]] = {}
-        for batch in ("first", "second"):
-            self._images[batch] = []
-            for number, (grid, span) in enumerate(zip(GRIDS, self.spans[1:], strict=True)):
-                t, h, w = grid[0], grid[1] * tower.merge, grid[2] * tower.merge
-                pixels = random.standard_normal((t * h * w, features)).astype(np.float32)
-                if batch == "second" and number == 0:
-                    pixels = self._images["first"][0].pixels
-                self._images[batch].append(
-                    PlacedImage(
-                        digest=f"{batch if number else 'first'} {number}",
-                        pixels=pixels,
-                        grid=(t, h, w),
-                        start=span.start + TEXT,
-                        num_tokens=int(np.prod(grid)),
-                    )
-                )
-                place = span.start + TEXT
-                self.tokens[place : place + int(np.prod(grid))] = config.image_token_id
+        self.tokens[self.tokens == token] = 0
+        self._network, self._tower, self._token = network, tower, token
+
+        def placed_at(row: int, which: int) -> PlacedImage:
+            place = self.spans[row].start + TEXT
+            self.tokens[place : place + counts[which]] = token
+            return PlacedImage(
+                digest=str(which),
+                content=contents[which],
+                grid=grids[which],
+                start=place,
+                num_tokens=counts[which],
+            )
+
+        first = placed_at(1, 0)
+        self._images = {
+            "first": [first, placed_at(2, 1)],
+            "second": [first, placed_at(2, 2)],
+        }
 
     def packed(self, batch: str) -> Tensor:
         """Return the logprobs [T] of all rows in one pass."""
@@ -154,10 +155,11 @@ class _Rows:
         given: dict[str, Any] = {}
         if row:
             image = self._images["first"][row - 1]
+            values, _ = self._tower.pixels.of(image.content)
             given = {
-                "pixel_values": torch.from_numpy(image.pixels).to(network.device),
+                "pixel_values": torch.from_numpy(values).to(network.device),
                 "image_grid_thw": torch.tensor([image.grid], device=network.device),
-                "mm_token_type_ids": (tokens == network.module.config.image_token_id).int()[None],
+                "mm_token_type_ids": (tokens == self._token).int()[None],
             }
 
         def logits() -> Tensor:
@@ -166,3 +168,10 @@ class _Rows:
         with own_attention(network), network.in_use(()):
             found = network.entry(logits).float().log_softmax(-1)
         return found.gather(1, self.targets[span].to(network.device)[:, None])[:, 0]
+
+
+def _image(random: np.random.Generator, size: tuple[int, int]) -> bytes:
+    """Return a PNG of noise."""
+    content = io.BytesIO()
+    Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8)).save(content, "PNG")
+    return content.getvalue()

@@ -13,7 +13,7 @@ from skyrl_actors.workers.interface import WorkerSpec
 from tests.workers.references import batch
 from tests.workers.strategy_runs import gathered, made_for, one, worker_of
 
-# Of one size, because a mesh on CPUs compiles its programs anew each time.
+# Of one size, because a mesh on CPUs compiles its programs each time.
 ROWS = ((9, 30, 4), (17, 5, 20), (40, 3))
 STEP = AdamParams(learning_rate=1e-2, weight_decay=0.1)
 NAMES = ("m", "n")

@@ -1,5 +1,7 @@
 """Rows with images: packed with others and of several tenants, against transformers alone."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,18 +9,21 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Gemma3Config
 
 from skyrl_actors import losses
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
 from skyrl_actors.messages.images import PlacedImage
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers import vision, vision_proof
 from skyrl_actors.workers.interface import PartCall, Refused, WorkerSpec
+from skyrl_actors.workers.pixels import ImagePixels
 from skyrl_actors.workers.torch_worker import TorchWorker
 from skyrl_actors.workers.vision import positions_of
-from tests.workers import vision_models
+from tests.workers import family_runs, vision_models
+from tests.workers.ranks import Ranks
+from tests.workers.strategy_runs import STRATEGIES
 from tests.workers.vision_models import MERGE, MODELS, TOKENS, batch
 
 CALL = losses.find("cross_entropy").checked({})
@@ -39,7 +44,6 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def worker_on(base: Path, dtype: str = "float64", **options: Any) -> TorchWorker:
     worker = TorchWorker(
         WorkerSpec(
-            role="policy",
             rank=0,
             world_size=1,
             base_folder=str(base),
@@ -47,7 +51,7 @@ def worker_on(base: Path, dtype: str = "float64", **options: Any) -> TorchWorker
             device="cpu",
             num_threads=1,
             collective_timeout_s=60.0,
-            **{"microbatch_tokens": 4096} | options,
+            **{"microbatch_tokens": 4096, "role": "policy"} | options,
         )
     )
     worker.setup("127.0.0.1", 0)
@@ -73,7 +77,8 @@ def by_transformers(model: Any, columns: Columns) -> list[torch.Tensor]:
         images = list(columns.images_of(row))
         given: dict[str, Any] = {}
         if images:
-            pixels = np.concatenate([image.pixels for image in images])
+            processor = ImagePixels(model.config.name_or_path)
+            pixels = np.concatenate([processor.of(image.content)[0] for image in images])
             given = {
                 "pixel_values": torch.from_numpy(pixels),
                 "image_grid_thw": torch.tensor([image.grid for image in images]),
@@ -197,6 +202,113 @@ def test_two_tenants_with_images_share_a_pass(base: Path):
     together = trained(("a", "bb"))
     for name, values in together.items():
         assert np.abs(values - trained((name,))[name]).max() < 1e-4
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_two_ranks_share_the_tokens_of_a_pass_with_images(
+    ranks: dict[int, Ranks], base: Path, activations: str
+):
+    columns, strategy = batch(8, ROWS), STRATEGIES["replica"]
+    arguments = (family_runs.full_gradient, str(base), strategy, columns)
+    ((wanted, gradients),) = ranks[1].run(*arguments, {"budget": 64})
+    options = {"activations": activations, "sequence_parallel": 2, "budget": 64}
+    found = ranks[2].run(*arguments, options)
+    for row, values in wanted.items():
+        np.testing.assert_allclose(found[0][0][row], values, atol=1e-5)
+    for name, gradient in gradients.items():
+        scale = float(gradient.norm()) or 1.0
+        assert float((found[0][1][name] - gradient).norm()) / scale < 1e-4, name
+
+
+def test_a_critic_values_rows_with_images(base: Path):
+    """Packed values equal those of each row in its own pass."""
+    columns = batch(9, ROWS)
+    together, apart = (
+        worker_on(base, "float32", role="critic", microbatch_tokens=n) for n in (4096, 1)
+    )
+    found = []
+    for worker in (together, apart):
+        spec = ModelSpec(model_id="c", base_model="tiny", lora=LoraSpec(rank=4), role="critic")
+        worker.create_model(spec)
+        state: Any = worker.models["c"].state
+        state.weights.add_(torch.linspace(-0.1, 0.1, len(state.weights)))
+        call = PartCall(
+            model_id="c", rows=tuple(range(columns.num_rows)), columns=columns, loss=None
+        )
+        found.append(worker.forward_backward((call,), True)[0].values)
+    assert np.abs(found[0] - found[1]).max() < 1e-4 < np.abs(found[0]).max()
+
+
+def test_bfloat16_is_near_float32(base: Path):
+    columns, found = batch(10, ROWS), []
+    for dtype in ("float32", "bfloat16"):
+        worker = worker_on(base, dtype)
+        created(worker, "m", LoraSpec(rank=4))
+        found.append(passed(worker, "m", columns).values)
+    assert np.abs(found[0] - found[1]).mean() < 0.05
+
+
+def test_a_replay_gives_the_same_bits_also_without_kept_features(base: Path):
+    """Features are computed image by image, so they do not depend on what is computed beside."""
+    columns = batch(11, ROWS)
+    weights = []
+    for kept in (True, False):
+        worker = worker_on(base, "float32", microbatch_tokens=24)
+        created(worker, "m", LoraSpec(rank=4))
+        tower: Any = worker.models["m"].network.tower
+        for _ in range(2):
+            if not kept:
+                tower.forget()
+            passed(worker, "m", columns, forward_only=False)
+            worker.optim_step("m", AdamParams(learning_rate=0.01))
+        state: Any = worker.models["m"].state
+        weights.append(state.weights.clone())
+    assert torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.parametrize("name", ["strategy", "full_strategy"])
+@pytest.mark.parametrize("kind", ["fsdp2", "zero1", "zero3"])
+def test_strategies_that_shard_modules_are_refused(base: Path, name: str, kind: str):
+    with pytest.raises((ConfigError, InvalidRequest), match="has a vision tower, which strategy"):
+        worker = worker_on(base, "float32", **{name: STRATEGIES[kind]})
+        created(worker, "m", None)
+
+
+def test_a_tower_that_is_not_computed_here_is_refused(tmp_path: Path):
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    config = Gemma3Config(
+        text_config=vision_models.TEXT | {"head_dim": 16},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=150,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="its vision tower is not computed"):
+        worker_on(tmp_path, "float32")
+
+
+def test_a_base_without_its_image_processor_is_refused(base: Path, tmp_path: Path):
+    shutil.copytree(base, tmp_path / "bare")
+    (tmp_path / "bare" / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"copy preprocessor_config\.json of the model"):
+        worker_on(tmp_path / "bare", "float32")
+
+
+def test_an_image_that_was_counted_otherwise_is_named(base: Path):
+    worker, columns = worker_on(base, "float32"), batch(12, ROWS)
+    created(worker, "m", LoraSpec(rank=4))
+    assert columns.images is not None
+    wrong = replace(columns.images, grids=columns.images.grids + np.asarray([0, 2, 0]))
+    with pytest.raises(InternalError, match="its tokens were counted for"):
+        passed(worker, "m", replace(columns, images=wrong))
 
 
 def test_a_base_without_a_tower_refuses_images(random_base: Path):

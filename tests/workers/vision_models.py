@@ -1,13 +1,17 @@
 """Small random models with a vision tower, and batches with images."""
 
 import hashlib
+import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.images import Images
@@ -68,7 +72,7 @@ MODELS: dict[str, Any] = {
         **TOKENS,
     ),
 }
-PATCH = 3 * 2 * 4 * 4  # channels · frames · height · width
+PATCH = 4  # pixels on each side
 MERGE = 2
 Part = int | tuple[int, int, int]  # a length of text, or the grid of an image
 
@@ -78,6 +82,8 @@ def make(kind: str, folder: Path) -> Path:
     torch.manual_seed(0)
     model: Any = AutoModelForImageTextToText.from_config(MODELS[kind], dtype=torch.float32)
     model.save_pretrained(folder)
+    size = {"shortest_edge": 64, "longest_edge": 4096}
+    Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=size).save_pretrained(folder)
     return folder
 
 
@@ -86,11 +92,11 @@ def num_tokens(grid: tuple[int, int, int]) -> int:
 
 
 def batch(seed: int, rows: Sequence[Sequence[Part]]) -> Columns:
-    """Return a batch. Images of one grid and row number are equal in all batches of a seed."""
+    """Return a batch. Rows consist of texts and images."""
     random = np.random.default_rng(seed)
     examples: list[Example] = []
     starts, counts, which = list[int](), list[int](), list[int]()
-    pixels: dict[bytes, tuple[np.ndarray, tuple[int, int, int]]] = {}
+    images: dict[bytes, tuple[int, int, int]] = {}
     offset = 0
     for parts in rows:
         tokens: list[int] = []
@@ -98,11 +104,11 @@ def batch(seed: int, rows: Sequence[Sequence[Part]]) -> Columns:
             if isinstance(part, int):
                 tokens += random.integers(2, 140, part).tolist()
                 continue
-            values = random.standard_normal((int(np.prod(part)), PATCH)).astype(np.float32)
+            content = png(random, part)
             starts.append(offset + len(tokens))
             counts.append(num_tokens(part))
-            which.append(len(pixels))
-            pixels[values.tobytes()] = values, part
+            which.append(len(images))
+            images[content] = part
             tokens += [TOKENS["image_token_id"]] * num_tokens(part)
         tokens.append(int(random.integers(2, 140)))
         inputs = np.asarray(tokens, np.int32)
@@ -111,18 +117,20 @@ def batch(seed: int, rows: Sequence[Sequence[Part]]) -> Columns:
     columns = columns_from(examples)
     if not starts:
         return columns
-    images = Images(
+    found = Images(
         starts=np.asarray(starts),
         counts=np.asarray(counts),
         which=np.asarray(which),
-        grids=np.asarray([grid for _, grid in pixels.values()]),
-        digests=tuple(hashlib.sha256(key).hexdigest() for key in pixels),
-        pixels=tuple(values for values, _ in pixels.values()),
+        grids=np.asarray(list(images.values())),
+        digests=tuple(hashlib.sha256(content).hexdigest() for content in images),
+        contents=tuple(images),
     )
-    return with_images(columns, images)
+    return replace(columns, images=found)
 
 
-def with_images(columns: Columns, images: Images) -> Columns:
-    from dataclasses import replace
-
-    return replace(columns, images=images)
+def png(random: np.random.Generator, grid: tuple[int, int, int]) -> bytes:
+    """Return an image of noise that has this grid."""
+    content, (_, h, w) = io.BytesIO(), grid
+    values = random.integers(0, 256, (h * PATCH, w * PATCH, 3), np.uint8)
+    Image.fromarray(values).save(content, "PNG")
+    return content.getvalue()

@@ -1,0 +1,34 @@
+"""Pixels of encoded images, by the processor that lies beside a base model."""
+
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from skyrl_actors.messages.errors import ConfigError
+
+Grid = tuple[int, int, int]  # patches in time, height and width
+
+
+class ImagePixels:
+    """Transformers' processor of a base model, without torchvision."""
+
+    def __init__(self, folder: str):
+        """Raises ConfigError if the folder has no processor."""
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{folder} has a vision tower, and its image processor cannot be read: {error}; "
+                "copy preprocessor_config.json of the model into the folder"
+            ) from None
+
+    def of(self, content: bytes) -> tuple[NDArray[np.float32], Grid]:
+        """Return the patches [n, features of a patch] of an image, and their grid."""
+        with Image.open(io.BytesIO(content)) as image:
+            found = self._processor(images=[image.convert("RGB")], return_tensors="np")
+        t, h, w = found["image_grid_thw"][0].tolist()
+        return found["pixel_values"], (t, h, w)
