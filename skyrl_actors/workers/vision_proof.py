@@ -29,7 +29,8 @@ log.setLevel(logging.INFO)  # one line at the start of a rank
 # Mean |Δ logprob| of a row in nats. Correct models of random weights: 2e-7 in float32.
 ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.2}
 TEXT = 3  # tokens before an image, and behind it
-SIZE = (96, 64)  # of the images, in pixels; their processor makes small ones larger
+# Of the images, in pixels; their processor makes small ones larger.
+UPRIGHT, LYING = (96, 64), (64, 96)
 
 
 def prove_images(network: Network, dtype: torch.dtype) -> None:
@@ -84,7 +85,7 @@ class _Rows:
         token = int(network.module.config.image_token_id)
         random = np.random.default_rng(0)
         # Upright and lying images of equal lengths, so their rows share a block.
-        contents = [_image(random, size) for size in (SIZE, SIZE[::-1], SIZE[::-1])]
+        contents = [_image(random, size) for size in (UPRIGHT, LYING, LYING)]
         grids = [tower.pixels.of(content)[1] for content in contents]
         counts = [int(np.prod(grid)) // tower.merge**2 for grid in grids]
         lengths = [TEXT, *(2 * TEXT + count for count in counts[:2])]
