@@ -1,5 +1,6 @@
 """Decode requests from protobuf and JSON to Columns. This module does not use HTTP."""
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from skyrl_actors.api import schema
+from skyrl_actors.api.pictures import PictureReader, Row
+from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import LossCall
@@ -23,6 +26,9 @@ DTYPES = {
     "float32": np.float32,
     "int64": np.int64,
 }
+
+
+SERVED = "only text tokens and images are served"
 
 
 class BodyTooLarge(InvalidRequest):
@@ -45,15 +51,20 @@ def decompress(body: bytes, limit: int) -> bytes:
     return plain
 
 
-def forward_backward_from_proto(body: bytes, limit: int = 2**31) -> ForwardBackward:
+def forward_backward_from_proto(
+    body: bytes, limit: int = 2**31, reader: PictureReader | None = None
+) -> ForwardBackward:
     """Decode the protobuf body of /forward_backward (SDK 0.25 and later)."""
+    reader = reader or PictureReader(None, LimitsConfig())
     message = schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidRequest(f"the body is not a ForwardBackwardRequest: {error}") from None
     bound = SparseBound(limit)
-    examples = [_example_from_proto(i, datum, bound) for i, datum in enumerate(message.data)]
+    examples = [
+        _example_from_proto(i, datum, bound, reader) for i, datum in enumerate(message.data)
+    ]
     config: dict[str, Any] = dict(message.loss_fn_config)
     config |= {
         key: getattr(v, v.WhichOneof("kind") or "number")
@@ -68,20 +79,25 @@ def forward_backward_from_proto(body: bytes, limit: int = 2**31) -> ForwardBackw
     )
 
 
-def _example_from_proto(index: int, datum: Any, bound: "SparseBound") -> Example:
-    parts: list[NDArray[Any]] = []
+def _example_from_proto(
+    index: int, datum: Any, bound: "SparseBound", reader: PictureReader
+) -> Example:
+    row = Row(f"datum {index}", reader)
     for chunk in datum.model_input:
-        if chunk.WhichOneof("kind") != "encoded_text":
-            raise InvalidRequest(
-                f"datum {index} has a chunk of kind {chunk.WhichOneof('kind')}; "
-                "only text tokens are served"
-            )
-        parts.append(_array(chunk.encoded_text.tokens, np.int32, "tokens"))
+        kind = chunk.WhichOneof("kind")
+        if kind == "encoded_text":
+            row.add_text(_array(chunk.encoded_text.tokens, np.int32, "tokens"))
+        elif kind == "image":
+            own = chunk.image
+            expected = own.expected_tokens if own.HasField("expected_tokens") else None
+            row.add_image(own.data, own.format, expected)
+        else:
+            raise InvalidRequest(f"datum {index} has a chunk of kind {kind}; {SERVED}")
     fields = {
         name: _tensor_from_proto(f"datum {index}: {name}", tensor, bound)
         for name, tensor in datum.loss_fn_inputs.items()
     }
-    return Example(np.concatenate(parts) if parts else np.zeros(0, np.int32), fields)
+    return row.example(fields)
 
 
 def _tensor_from_proto(what: str, tensor: Any, bound: "SparseBound") -> NDArray[np.generic]:
@@ -157,9 +173,13 @@ class SparseBound:
 
 
 def forward_backward_from_json(
-    body: Mapping[str, Any], forward_only: bool, limit: int = 2**31
+    body: Mapping[str, Any],
+    forward_only: bool,
+    limit: int = 2**31,
+    reader: PictureReader | None = None,
 ) -> ForwardBackward:
     """Decode the JSON body of /forward_backward or /forward (SDKs before 0.25)."""
+    reader = reader or PictureReader(None, LimitsConfig())
     content = body.get("forward_input" if forward_only else "forward_backward_input")
     if not is_mapping(content) or not isinstance(body.get("model_id"), str):
         raise InvalidRequest(
@@ -170,7 +190,7 @@ def forward_backward_from_json(
     if not is_array(data) or not isinstance(content.get("loss_fn"), str):
         raise InvalidRequest("the input needs data (a list) and loss_fn (a string)")
     bound = SparseBound(limit)
-    examples = [_example_from_json(i, datum, bound) for i, datum in enumerate(data)]
+    examples = [_example_from_json(i, datum, bound, reader) for i, datum in enumerate(data)]
     config, seq_id = content.get("loss_fn_config") or dict[str, Any](), body.get("seq_id")
     if not is_mapping(config) or isinstance(seq_id, bool) or not isinstance(seq_id, int | None):
         raise InvalidRequest("loss_fn_config must be an object, and seq_id a whole number")
@@ -183,11 +203,13 @@ def forward_backward_from_json(
     )
 
 
-def _example_from_json(index: int, datum: Any, bound: SparseBound) -> Example:
+def _example_from_json(
+    index: int, datum: Any, bound: SparseBound, reader: PictureReader
+) -> Example:
+    row = Row(f"datum {index}", reader)
     try:
-        tokens = _numbers(
-            f"datum {index}: tokens", tokens_from_chunks(datum["model_input"]["chunks"]), np.int32
-        )
+        for chunk in datum["model_input"]["chunks"]:
+            _add_json_chunk(row, chunk)
         tensors = datum["loss_fn_inputs"].items()
         fields = {
             name: _tensor_from_json(f"datum {index}: {name}", tensor, bound)
@@ -197,7 +219,23 @@ def _example_from_json(index: int, datum: Any, bound: SparseBound) -> Example:
         raise InvalidRequest(
             f"datum {index} is not a Datum: {type(error).__name__} {error}"
         ) from None
-    return Example(tokens, fields)
+    return row.example(fields)
+
+
+def _add_json_chunk(row: Row, chunk: Any) -> None:
+    """Add a chunk to a row. SDKs up to 0.16 omit `type`, so the keys decide the kind."""
+    if is_mapping(chunk) and "data" in chunk and chunk.get("type", "image") == "image":
+        expected = chunk.get("expected_tokens")
+        if isinstance(expected, bool) or not isinstance(expected, int | None):
+            raise InvalidRequest(f"{row.what}: expected_tokens must be a whole number")
+        try:
+            content = base64.b64decode(chunk["data"], validate=True)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"{row.what}: data of an image: {error}") from None
+        row.add_image(content, str(chunk.get("format")), expected)
+    else:
+        tokens = tokens_from_chunks([chunk])
+        row.add_text(_numbers(f"{row.what}: tokens", tokens, np.int32))
 
 
 def _tensor_from_json(what: str, tensor: Any, bound: SparseBound) -> NDArray[np.generic]:

@@ -10,6 +10,7 @@ from skyrl_actors.api import codec, translate, wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.cpu_bound import THREAD_BYTES, run_in_thread, run_sized
 from skyrl_actors.api.parts import check_json_size, check_proto_size
+from skyrl_actors.api.pictures import PictureReader
 from skyrl_actors.api.state import read_body, state_of
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.losses.custom_graph import loss_id_of
@@ -80,30 +81,36 @@ async def forward(request: Request) -> dict[str, Any]:
 
 
 async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
-    limits = state_of(request).config.limits
+    state = state_of(request)
+    limits = state.config.limits
     body = await read_body(request, limits.body_bytes)
+    reader = PictureReader((await state.capabilities()).images, limits)
     if translate.PROTOBUF in request.headers.get("content-type", ""):
-        decode = partial(_from_proto, body, limits)
+        decode = partial(_from_proto, body, limits, reader)
         wanted = await run_in_thread(decode) if len(body) > THREAD_BYTES else decode()
     else:
         check_json_size(body, limits.body_bytes)
-        wanted = await run_sized(len(body), _from_json, body, forward_only, limits.body_bytes)
+        wanted = await run_sized(
+            len(body), _from_json, body, forward_only, limits.body_bytes, reader
+        )
     return await _submitted(request, wanted)
 
 
-def _from_proto(body: bytes, limits: LimitsConfig) -> ForwardBackward:
+def _from_proto(body: bytes, limits: LimitsConfig, reader: PictureReader) -> ForwardBackward:
     check_proto_size(body)
-    return codec.forward_backward_from_proto(body, limits.body_bytes)
+    return codec.forward_backward_from_proto(body, limits.body_bytes, reader)
 
 
-def _from_json(body: bytes, forward_only: bool, limit: int) -> ForwardBackward:
+def _from_json(
+    body: bytes, forward_only: bool, limit: int, reader: PictureReader
+) -> ForwardBackward:
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
     if not is_object(content):
         raise InvalidRequest("the body is not a JSON object")
-    return codec.forward_backward_from_json(content, forward_only, limit)
+    return codec.forward_backward_from_json(content, forward_only, limit, reader)
 
 
 @router.post("/optim_step")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.image_form import ImageForm
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
@@ -45,6 +46,7 @@ class Capabilities:
     roles: tuple[Role, ...]
     adapts_head: bool = True  # engines take adapters on the output layer
     adapters: AdapterMemory = AdapterMemory()
+    images: ImageForm | None = None  # None: the base model takes none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, PartDown, StateLost
+from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
@@ -83,6 +84,7 @@ class RayBackend:
             roles=self.parts.roles,
             adapts_head=await self.parts.engines.adapts_head(),
             adapters=adapters_of(self.config, self.base_folder, plan),
+            images=form_in(self.base_folder),
         )
 
     @property

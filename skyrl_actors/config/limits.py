@@ -14,6 +14,13 @@ class LimitsConfig(FrozenConfig):
     tokens: int = Field(
         default=2**22, ge=1, description="tokens of all datums of one request together"
     )
+    images: int = Field(default=1024, ge=0, description="images of one request together")
+    image_bytes: int = Field(
+        default=16 * 2**20, ge=1, description="size of an encoded image, PNG or JPEG"
+    )
+    image_pixels: int = Field(
+        default=2**25, ge=1, description="width times height of an image before it is resized"
+    )
     open_requests: int = Field(
         default=20_000,
         ge=1,

@@ -17,13 +17,13 @@ has the number of targets of each row.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.messages.errors import InvalidRequest
-from skyrl_actors.messages.images import Images, PlacedImage
+from skyrl_actors.messages.images import Images, Picture, PlacedImage, images_of
 
 TARGETS = "target_tokens"
 WEIGHTS = "weights"
@@ -36,6 +36,7 @@ class Example:
 
     tokens: NDArray[np.int32]
     fields: dict[str, NDArray[np.generic]]
+    pictures: tuple[Picture, ...] = ()  # in the order of their places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ def columns_from(examples: Sequence[Example], limit_bytes: int = 2**31) -> Colum
         )
     if widest and WEIGHTS not in names:
         examples = [
-            Example(e.tokens, {**e.fields, WEIGHTS: np.ones(e.fields[TARGETS].shape, np.float32)})
+            replace(e, fields={**e.fields, WEIGHTS: np.ones(e.fields[TARGETS].shape, np.float32)})
             for e in examples
         ]
     fields: dict[str, NDArray[np.generic]] = {}
@@ -149,6 +150,7 @@ def columns_from(examples: Sequence[Example], limit_bytes: int = 2**31) -> Colum
         offsets=offsets,
         fields=fields,
         widths=np.asarray(widths, np.int64) if widest else None,
+        images=images_of([each.pictures for each in examples], np.diff(offsets).tolist()),
     )
 
 

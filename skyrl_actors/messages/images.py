@@ -3,11 +3,24 @@
 Bytes are small, so they travel and are stored; only a rank or an engine makes pixels of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from skyrl_actors.messages.image_form import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image in a row."""
+
+    place: int  # of its first token in the row
+    digest: str
+    content: bytes
+    grid: Grid
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +66,28 @@ class Images:
                 start=int(self.starts[i]),
                 num_tokens=int(self.counts[i]),
             )
+
+
+def images_of(rows: Sequence[Sequence[Picture]], lengths: Sequence[int]) -> Images | None:
+    """Return the images of a batch whose rows have these lengths; None if there is none."""
+    starts, counts, which = list[int](), list[int](), list[int]()
+    numbers: dict[str, int] = {}
+    distinct: list[Picture] = []
+    for offset, pictures in zip(np.cumsum([0, *lengths]).tolist(), rows, strict=False):
+        for picture in pictures:
+            if picture.digest not in numbers:
+                numbers[picture.digest] = len(distinct)
+                distinct.append(picture)
+            starts.append(offset + picture.place)
+            counts.append(picture.num_tokens)
+            which.append(numbers[picture.digest])
+    if not starts:
+        return None
+    return Images(
+        starts=np.asarray(starts, np.int64),
+        counts=np.asarray(counts, np.int64),
+        which=np.asarray(which, np.int64),
+        grids=np.asarray([picture.grid for picture in distinct], np.int64),
+        digests=tuple(picture.digest for picture in distinct),
+        contents=tuple(picture.content for picture in distinct),
+    )

@@ -4,11 +4,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from skyrl_actors.messages.image_form import VISION
 from skyrl_actors.workers.attention import ATTENTION
-
-# Model types whose vision tower is computed here. Their positions have three axes (Qwen2-VL, arXiv
-# 2409.12191), and features of the tower take the places of an image's tokens.
-VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def takes_images(config: Any) -> bool:

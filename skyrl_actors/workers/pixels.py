@@ -1,6 +1,7 @@
 """Pixels of encoded images, by the processor that lies beside a base model."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from skyrl_actors.messages.errors import ConfigError
-
-Grid = tuple[int, int, int]  # patches in time, height and width
+from skyrl_actors.messages.image_form import Grid, form_in
 
 
 class ImagePixels:
@@ -19,6 +19,7 @@ class ImagePixels:
     def __init__(self, folder: str):
         """Raises ConfigError if the folder has no processor."""
         try:
+            self.form = form_in(Path(folder))
             self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
         except (OSError, ValueError) as error:
             raise ConfigError(

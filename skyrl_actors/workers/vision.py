@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.image_form import VISION
 from skyrl_actors.messages.images import PlacedImage
-from skyrl_actors.workers.auto_classes import VISION, takes_images
+from skyrl_actors.workers.auto_classes import takes_images
 from skyrl_actors.workers.pixels import ImagePixels
 
 KEPT_BYTES = 256 * 2**20  # of features

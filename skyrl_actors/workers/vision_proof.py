@@ -31,6 +31,7 @@ ALLOWED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.2}
 TEXT = 3  # tokens before an image, and behind it
 # Of the images, in pixels; their processor makes small ones larger.
 UPRIGHT, LYING = (96, 64), (64, 96)
+COUNTED = ((1, 1), (30, 500), (801, 333))  # height and width, to compare counts of tokens
 
 
 def prove_images(network: Network, dtype: torch.dtype) -> None:
@@ -44,6 +45,7 @@ def prove_images(network: Network, dtype: torch.dtype) -> None:
     name, started = type(network.module).__name__, time.perf_counter()
     allowed = ALLOWED[dtype]
     try:
+        _check_counts(tower)
         with torch.no_grad(), past_the_engine(network):
             difference, moved = _differences(network, tower)
     except BUILT_OTHERWISE as error:
@@ -56,6 +58,16 @@ def prove_images(network: Network, dtype: torch.dtype) -> None:
         raise _refused(name, f"an image moves logprobs of another row by {moved:.2g} nats")
     took = time.perf_counter() - started
     log.info("%s computes packed rows with images (checked in %.2f s)", name, took)
+
+
+def _check_counts(tower: VisionTower) -> None:
+    """Raise ValueError if the edge would count other tokens than the processor makes."""
+    random = np.random.default_rng(0)
+    for height, width in COUNTED:
+        _, grid = tower.pixels.of(_image(random, (height, width)))
+        form = tower.pixels.form
+        if form is None or form.grid(width, height) != grid:
+            raise ValueError(f"an image of {width} x {height} pixels is counted otherwise")
 
 
 def _refused(name: str, why: str) -> ConfigError:

@@ -120,7 +120,7 @@ def test_any_bytes_are_a_request_or_raise_invalid_request(body: bytes):
 def test_errors_name_the_field_that_is_not_served():
     image = sdk.ForwardBackwardRequest(model_id="m", loss_fn="ppo")
     image.data.add().model_input.add().image.data = b"x"
-    with pytest.raises(InvalidRequest, match="datum 0 has a chunk of kind image"):
+    with pytest.raises(InvalidRequest, match="datum 0: image 0: the base model takes no images"):
         codec.forward_backward_from_proto(image.SerializeToString())
     wide = sdk_request([[1, 2]])
     wide.data[0].loss_fn_inputs["target_tokens"].shape[:] = [1, 2]

@@ -1,0 +1,128 @@
+"""Images of a request: check and count them before anything is queued."""
+
+import hashlib
+import io
+import warnings
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.messages.columns import Example
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.image_form import Grid, ImageForm
+from skyrl_actors.messages.images import Picture
+
+FORMATS = {"png": "PNG", "jpeg": "JPEG"}  # of the wire -> of Pillow
+NO_IMAGES = "the base model takes no images; send text, or serve one with a vision tower"
+
+
+@dataclass
+class PictureReader:
+    """Check the images of one request. `form` None: the base model takes none."""
+
+    form: ImageForm | None
+    limits: LimitsConfig
+    num_images: int = 0
+    seen: dict[str, Grid] = field(default_factory=dict[str, Grid])
+
+    def read(
+        self, what: str, place: int, content: bytes, format: str, expected_tokens: int | None
+    ) -> Picture:
+        """Return an image whose first token is at `place`. Raises InvalidRequest; `what` names it.
+
+        An image is decoded once in a request, however often it is in it.
+        """
+        if self.form is None:
+            raise InvalidRequest(f"{what}: {NO_IMAGES}")
+        self.num_images += 1
+        if self.num_images > self.limits.images:
+            raise InvalidRequest(
+                f"the request has more than {self.limits.images} images (limits.images); send fewer"
+            )
+        digest = hashlib.sha256(content).hexdigest()
+        grid = self.seen.get(digest)
+        if grid is None:
+            grid = self.seen[digest] = self._checked(what, content, format, self.form)
+        count = self.form.num_tokens(grid)
+        if expected_tokens is not None and expected_tokens != count:
+            raise InvalidRequest(
+                f"{what} takes {count} tokens, and expected_tokens is {expected_tokens}; use the "
+                "image processor of this base model, or leave out expected_tokens"
+            )
+        return Picture(place, digest, content, grid, count)
+
+    @property
+    def token(self) -> int:
+        """The placeholder of the base model."""
+        assert self.form is not None
+        return self.form.token
+
+    def check_text(self, what: str, tokens: NDArray[np.int32]) -> None:
+        """Raise InvalidRequest for a placeholder, which would have no image."""
+        if self.form is not None and (tokens == self.form.token).any():
+            raise InvalidRequest(
+                f"{what}: the token id {self.form.token} stands for an image; send an image chunk "
+                "in its place"
+            )
+
+    def _checked(self, what: str, content: bytes, format: str, form: ImageForm) -> Grid:
+        """Return the grid of an image that can be decoded whole."""
+        if format not in FORMATS:
+            raise InvalidRequest(f"{what} has format {format!r}; use {' or '.join(FORMATS)}")
+        if len(content) > self.limits.image_bytes:
+            raise InvalidRequest(
+                f"{what} has {len(content)} bytes; at most {self.limits.image_bytes} are allowed "
+                "(limits.image_bytes)"
+            )
+        try:
+            with (
+                warnings.catch_warnings(),
+                Image.open(io.BytesIO(content), formats=[FORMATS[format]]) as image,
+            ):
+                warnings.simplefilter("ignore")  # of Pillow, about sizes that are checked here
+                width, height = image.size
+                if width * height > self.limits.image_pixels:
+                    raise InvalidRequest(
+                        f"{what} has {width} x {height} pixels; at most "
+                        f"{self.limits.image_pixels} are allowed (limits.image_pixels)"
+                    )
+                grid = form.grid(width, height)
+                image.load()
+        except InvalidRequest:
+            raise
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise InvalidRequest(f"{what} is not a {format} image: {error}") from None
+        return grid
+
+
+class Row:
+    """The tokens and images of one datum, chunk by chunk. `what` names it."""
+
+    def __init__(self, what: str, reader: PictureReader):
+        self.what, self._reader = what, reader
+        self._parts: list[NDArray[np.int32]] = []
+        self._pictures: list[Picture] = []
+        self._length = 0
+
+    def add_text(self, tokens: NDArray[np.int32]) -> None:
+        self._reader.check_text(self.what, tokens)
+        self._add(tokens)
+
+    def add_image(self, content: bytes, format: str, expected_tokens: int | None) -> None:
+        """Add placeholders for an image. Raises InvalidRequest if it is not served."""
+        what = f"{self.what}: image {len(self._pictures)}"
+        picture = self._reader.read(what, self._length, content, format, expected_tokens)
+        self._pictures.append(picture)
+        self._add(np.full(picture.num_tokens, self._reader.token, np.int32))
+
+    def _add(self, tokens: NDArray[np.int32]) -> None:
+        self._parts.append(tokens)
+        self._length += len(tokens)
+
+    def example(self, fields: dict[str, NDArray[np.generic]]) -> Example:
+        """Return the datum with these inputs."""
+        tokens = np.concatenate(self._parts) if self._parts else np.zeros(0, np.int32)
+        return Example(tokens, fields, tuple(self._pictures))
