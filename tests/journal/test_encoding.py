@@ -124,7 +124,7 @@ def test_types_of_existing_journals_can_still_be_decoded():
         *("LossCall", "ModelSpec", "PromptTargets", "SamplingParams", "SparseLayout", "Failure"),
         *("Loaded", "LossOutput", "ModelCreated", "SampleOutput", "SamplerSaved", "Saved"),
         *("Sequence", "StepDone", "Unloaded", "PromptAlternatives", "TargetLogprobs"),
-        *("SamplerWeights", "TensorEntry", "WeightManifest"),
+        *("SamplerWeights", "TensorEntry", "WeightManifest", "Images"),
     }
 
 
@@ -154,10 +154,12 @@ def test_the_format_of_existing_journals_has_not_changed():
         loss=LossCall("ppo", {"$": 0.5}),
         seq_id=3,
     )
-    newest = begin.replace(b"%b", b"\x86") + b"\xa6routes\xc0" + end
+    newest = begin.replace(b"%b", b"\x87") + b"\xa6routes\xc0\xa6images\xc0" + end
     assert encode(message) == newest and same(decode(newest), message)
     without_routes = begin.replace(b"%b", b"\x85") + end
     assert same(decode(without_routes), message)
+    without_images = begin.replace(b"%b", b"\x86") + b"\xa6routes\xc0" + end
+    assert same(decode(without_images), message)
 
 
 def test_weights_are_encoded_as_json_and_back():

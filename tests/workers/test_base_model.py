@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import modeling_utils
+from transformers import AutoModelForCausalLM, modeling_utils
 
-from skyrl_actors.workers import base_model
 from skyrl_actors.workers.base_model import BaseModel
 
 
@@ -18,13 +17,13 @@ def test_weights_are_loaded_without_one_block_for_all_of_them(
     library: Any = modeling_utils
     called: list[str] = []
     monkeypatch.setattr(library, "caching_allocator_warmup", lambda *_: called.append("allocated"))
-    right = base_model.AutoModelForCausalLM.from_pretrained
+    right = AutoModelForCausalLM.from_pretrained
 
     def loaded(*given: Any, **named: Any) -> Any:
         library.caching_allocator_warmup(None, {}, None)
         return right(*given, **named)
 
-    monkeypatch.setattr(base_model.AutoModelForCausalLM, "from_pretrained", loaded)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
     made = BaseModel(str(random_base), torch.float32, torch.device("cpu"))
     assert called == [] and made.own
     library.caching_allocator_warmup(None, {}, None)
