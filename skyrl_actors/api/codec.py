@@ -233,9 +233,12 @@ def _add_json_chunk(row: Row, chunk: Any) -> None:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"{row.what}: data of an image: {error}") from None
         row.add_image(content, str(chunk.get("format")), expected)
-    else:
-        tokens = tokens_from_chunks([chunk])
-        row.add_text(_numbers(f"{row.what}: tokens", tokens, np.int32))
+        return
+    if is_mapping(chunk) and "tokens" not in chunk:
+        kind = chunk.get("type", sorted(chunk))
+        raise InvalidRequest(f"{row.what} has a chunk of kind {kind}; {SERVED}")
+    tokens = tokens_from_chunks([chunk])
+    row.add_text(_numbers(f"{row.what}: tokens", tokens, np.int32))
 
 
 def _tensor_from_json(what: str, tensor: Any, bound: SparseBound) -> NDArray[np.generic]:

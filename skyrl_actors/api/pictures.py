@@ -2,7 +2,9 @@
 
 import hashlib
 import io
+import struct
 import warnings
+import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +17,14 @@ from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.image_form import Grid, ImageForm
 from skyrl_actors.messages.images import Picture
 
+MAGIC = (b"\x89PNG", b"\xff\xd8\xff")  # what these files begin with
 FORMATS = {"png": "PNG", "jpeg": "JPEG"}  # of the wire -> of Pillow
+SCAN = b"\xff\xda"  # begins a scan of a JPEG, and is nowhere else in its data
+MOST_SCANS = 100  # a progressive file has about ten; each takes as long as the first
+DAMAGED = (  # what Pillow raises for damaged files
+    *(OSError, ValueError, SyntaxError, AssertionError, LookupError, TypeError, ArithmeticError),
+    *(EOFError, struct.error, zlib.error, Image.DecompressionBombError),
+)
 NO_IMAGES = "the base model takes no images; send text, or serve one with a vision tower"
 
 
@@ -26,6 +35,7 @@ class PictureReader:
     form: ImageForm | None
     limits: LimitsConfig
     num_images: int = 0
+    num_pixels: int = 0  # of different images
     seen: dict[str, Grid] = field(default_factory=dict[str, Grid])
 
     def read(
@@ -60,6 +70,10 @@ class PictureReader:
         assert self.form is not None
         return self.form.token
 
+    def may_decode(self, body: bytes, is_json: bool) -> bool:
+        """Return whether a body can have images, whose decoding takes long for few bytes."""
+        return self.form is not None and (is_json or any(magic in body for magic in MAGIC))
+
     def check_text(self, what: str, tokens: NDArray[np.int32]) -> None:
         """Raise InvalidRequest for a placeholder, which would have no image."""
         if self.form is not None and (tokens == self.form.token).any():
@@ -77,6 +91,8 @@ class PictureReader:
                 f"{what} has {len(content)} bytes; at most {self.limits.image_bytes} are allowed "
                 "(limits.image_bytes)"
             )
+        if content.count(SCAN) > MOST_SCANS:
+            raise InvalidRequest(f"{what} has more than {MOST_SCANS} scans; store it otherwise")
         try:
             with (
                 warnings.catch_warnings(),
@@ -89,11 +105,17 @@ class PictureReader:
                         f"{what} has {width} x {height} pixels; at most "
                         f"{self.limits.image_pixels} are allowed (limits.image_pixels)"
                     )
+                self.num_pixels += width * height
+                if self.num_pixels > self.limits.request_pixels:
+                    raise InvalidRequest(
+                        f"the images of the request have more than {self.limits.request_pixels} "
+                        "pixels together (limits.request_pixels); send fewer"
+                    )
                 grid = form.grid(width, height)
-                image.load()
+                image.convert("RGB")  # as a rank does
         except InvalidRequest:
             raise
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        except DAMAGED as error:
             raise InvalidRequest(f"{what} is not a {format} image: {error}") from None
         return grid
 
@@ -108,6 +130,8 @@ class Row:
         self._length = 0
 
     def add_text(self, tokens: NDArray[np.int32]) -> None:
+        if tokens.ndim != 1:
+            raise InvalidRequest(f"{self.what}: tokens must be a flat list of whole numbers")
         self._reader.check_text(self.what, tokens)
         self._add(tokens)
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from skyrl_actors.api import codec, translate, wire
 from skyrl_actors.api.access import caller_of, readable
-from skyrl_actors.api.cpu_bound import THREAD_BYTES, run_in_thread, run_sized
+from skyrl_actors.api.cpu_bound import THREAD_BYTES, run_in_process, run_in_thread, run_sized
 from skyrl_actors.api.parts import check_json_size, check_proto_size
 from skyrl_actors.api.pictures import PictureReader
 from skyrl_actors.api.state import read_body, state_of
@@ -87,12 +87,17 @@ async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
     reader = PictureReader((await state.capabilities()).images, limits)
     if translate.PROTOBUF in request.headers.get("content-type", ""):
         decode = partial(_from_proto, body, limits, reader)
-        wanted = await run_in_thread(decode) if len(body) > THREAD_BYTES else decode()
+        if reader.may_decode(body, is_json=False):
+            wanted = await run_in_process(decode)
+        else:
+            wanted = await run_in_thread(decode) if len(body) > THREAD_BYTES else decode()
     else:
         check_json_size(body, limits.body_bytes)
-        wanted = await run_sized(
-            len(body), _from_json, body, forward_only, limits.body_bytes, reader
-        )
+        given = (body, forward_only, limits.body_bytes, reader)
+        if reader.may_decode(body, is_json=True):
+            wanted = await run_in_process(_from_json, *given)
+        else:
+            wanted = await run_sized(len(body), _from_json, *given)
     return await _submitted(request, wanted)
 
 

@@ -21,6 +21,9 @@ class LimitsConfig(FrozenConfig):
     image_pixels: int = Field(
         default=2**25, ge=1, description="width times height of an image before it is resized"
     )
+    request_pixels: int = Field(
+        default=2**28, ge=1, description="pixels of all different images of one request together"
+    )
     open_requests: int = Field(
         default=20_000,
         ge=1,

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_actors.messages.errors import ConfigError
+
 # Model types whose vision tower is computed here. Their positions have three axes, and features of
 # the tower take the places of an image's tokens.
 VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-PROCESSOR = "preprocessor_config.json"
+PROCESSOR, NESTED = "preprocessor_config.json", "processor_config.json"
 MOST_ASPECT = 200  # of the longer side to the shorter one
 Grid = tuple[int, int, int]  # patches in time, height and width
 
@@ -55,14 +57,14 @@ class ImageForm:
 def form_in(folder: Path) -> ImageForm | None:
     """Read how a base model takes images; None if it takes none.
 
-    Raises OSError or ValueError if its processor's file is missing or damaged.
+    Raises ConfigError if its processor's file is missing or damaged.
     """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     if config.get("model_type") not in VISION:
         return None
-    own: dict[str, Any] = json.loads((folder / PROCESSOR).read_text())
-    size: dict[str, int] = own.get("size") or {}
     try:
+        own = _processor_in(folder)
+        size: dict[str, int] = own.get("size") or {}
         return ImageForm(
             token=int(config["image_token_id"]),
             patch=int(own["patch_size"]),
@@ -70,5 +72,16 @@ def form_in(folder: Path) -> ImageForm | None:
             least=int(own.get("min_pixels") or size["shortest_edge"]),
             most=int(own.get("max_pixels") or size["longest_edge"]),
         )
-    except KeyError as error:
-        raise ValueError(f"{folder / PROCESSOR} has no {error}") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{folder} has a vision tower, and its image processor cannot be read: "
+            f"{type(error).__name__}: {error}; copy {PROCESSOR} of the model into the folder"
+        ) from None
+
+
+def _processor_in(folder: Path) -> dict[str, Any]:
+    """Return the settings of the image processor, from the file that transformers prefers."""
+    nested = folder / NESTED
+    if nested.is_file() and (own := json.loads(nested.read_text()).get("image_processor")):
+        return own
+    return json.loads((folder / PROCESSOR).read_text())

@@ -16,6 +16,7 @@ from skyrl_actors.workers.interface import Refused, RowOutput, WorkerSpec
 from skyrl_actors.workers.model_factory import ModelFactory, collective
 from skyrl_actors.workers.models import TrainedModel, adapter_states
 from skyrl_actors.workers.paging import AdapterPager
+from skyrl_actors.workers.pass_inputs import refuse_images
 from skyrl_actors.workers.pass_part import PassPart
 from skyrl_actors.workers.passes import PassRunner, empty_pass, num_passes_of_all
 from skyrl_actors.workers.state import is_whole
@@ -83,6 +84,7 @@ class BatchRunner:
         """
         self._pager.use(adapter_states([part.model for part in parts]))
         self._factory.bind(parts[0].model)
+        refuse_images(parts[0].model.network, parts)
         # Other ranks can have added the rows that this rank refuses. Then the model is rebuilt on
         # all. The ranks of one mesh refuse the same.
         same = self._spec.world_size == self._spec.mesh_ranks

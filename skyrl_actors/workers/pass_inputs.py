@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 from skyrl_actors.messages.columns import TARGETS
+from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.images import PlacedImage
 from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import Pass
 from skyrl_actors.workers.pass_part import PassPart
 from skyrl_actors.workers.routes import misfit
-from skyrl_actors.workers.vision import Placed, placed, positions_of
+from skyrl_actors.workers.vision import Placed, VisionTower, placed, positions_of
 
+# Of Pillow and transformers. The edge has decoded the image in the same way.
+BAD_IMAGE = (OSError, ValueError, AssertionError, LookupError, InternalError)
 NO_IMAGES = "this base model takes no images; send text, or choose a base with a vision tower"
 
 
@@ -69,9 +72,6 @@ def _images(
 ) -> Placed | None:
     tower = network.tower
     if tower is None:
-        for share in plan.shares:
-            if parts[share.part].columns.images is not None:
-                parts[share.part].refused = NO_IMAGES
         return None
     features = [
         (place, tower.features(image))
@@ -80,6 +80,27 @@ def _images(
         for place, image in images
     ]
     return placed(features, stretch.start, stretch.stop - stretch.start)
+
+
+def refuse_images(network: Network, parts: Sequence[PassPart]) -> None:
+    """Refuse parts whose images the model cannot take, before the first pass.
+
+    All ranks that share rows come to the same result, so none waits for another in a pass.
+    """
+    for part in parts:
+        if part.columns.images is not None:
+            part.refused = _fault_of(part, network.tower) if network.tower else NO_IMAGES
+
+
+def _fault_of(part: PassPart, tower: VisionTower) -> str | None:
+    """Return what is wrong with the first bad image of a part."""
+    for row in part.rows:
+        try:
+            for image in part.columns.images_of(row):
+                tower.features(image)
+        except BAD_IMAGE as error:
+            return f"datum {row}: its image cannot be computed: {error}"
+    return None
 
 
 def _routes(
@@ -108,6 +129,8 @@ def rows_with_images(
     found: list[tuple[int, int, list[tuple[int, PlacedImage]]]] = []
     for share in plan.shares:
         columns, place = parts[share.part].columns, share.start
+        if parts[share.part].refused is not None:
+            continue
         for row in share.rows:
             begin, length = int(columns.offsets[row]), int(columns.lengths[row])
             images = [(place + image.start - begin, image) for image in columns.images_of(row)]

@@ -27,6 +27,13 @@ class ImagePixels:
                 "copy preprocessor_config.json of the model into the folder"
             ) from None
 
+    @property
+    def settings(self) -> tuple[int, int, int, int]:
+        """What decides the count of tokens: patch, merge, least and most pixels."""
+        own = self._processor
+        size = (own.size["shortest_edge"], own.size["longest_edge"])
+        return (own.patch_size, own.merge_size, *size)
+
     def of(self, content: bytes) -> tuple[NDArray[np.float32], Grid]:
         """Return the patches [n, features of a patch] of an image, and their grid."""
         with Image.open(io.BytesIO(content)) as image:

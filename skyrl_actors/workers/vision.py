@@ -21,7 +21,7 @@ from skyrl_actors.messages.images import PlacedImage
 from skyrl_actors.workers.auto_classes import takes_images
 from skyrl_actors.workers.pixels import ImagePixels
 
-KEPT_BYTES = 256 * 2**20  # of features
+KEPT_BYTES = 2**30  # of features
 
 
 @dataclass(frozen=True)

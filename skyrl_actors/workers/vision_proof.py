@@ -62,11 +62,13 @@ def prove_images(network: Network, dtype: torch.dtype) -> None:
 
 def _check_counts(tower: VisionTower) -> None:
     """Raise ValueError if the edge would count other tokens than the processor makes."""
-    random = np.random.default_rng(0)
+    random, form = np.random.default_rng(0), tower.pixels.form
+    own = form and (form.patch, form.merge, form.least, form.most)
+    if form is None or own != tower.pixels.settings:
+        raise ValueError(f"the processor has {tower.pixels.settings}, and its file {own}")
     for height, width in COUNTED:
         _, grid = tower.pixels.of(_image(random, (height, width)))
-        form = tower.pixels.form
-        if form is None or form.grid(width, height) != grid:
+        if form.grid(width, height) != grid:
             raise ValueError(f"an image of {width} x {height} pixels is counted otherwise")
 
 

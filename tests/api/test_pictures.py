@@ -146,6 +146,7 @@ def test_what_is_no_image_is_refused_with_its_datum(wire: str, chunk: Any, said:
         ({"images": 1}, r"more than 1 images \(limits\.images\)"),
         ({"image_bytes": 100}, r"bytes; at most 100 are allowed \(limits\.image_bytes\)"),
         ({"image_pixels": 100}, r"24 x 16 pixels; at most 100 .*limits\.image_pixels"),
+        ({"request_pixels": 400}, r"more than 400 pixels together \(limits\.request_pixels\)"),
     ],
 )
 def test_limits_of_images(limit: dict[str, int], said: str):
@@ -153,6 +154,56 @@ def test_limits_of_images(limit: dict[str, int], said: str):
     chunks = (image(encoded()), image(encoded(seed=1)))
     with pytest.raises(InvalidRequest, match=said):
         read("proto", datum(*chunks, text(3), length=13), reader=reader)
+
+
+def palette_without_colours() -> bytes:
+    """A PNG that Pillow loads, and cannot convert."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        )
+
+    head = (8).to_bytes(4, "big") * 2 + bytes((8, 3, 0, 0, 0))
+    rows = zlib.compress(bytes(9 * 8))
+    parts = (chunk(b"IHDR", head), chunk(b"tRNS", b"\0"), chunk(b"IDAT", rows), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def with_scans(count: int) -> bytes:
+    """A JPEG whose last scan is repeated. Each takes as long as the image, and few bytes."""
+    content = io.BytesIO()
+    Image.new("L", (64, 64), 7).save(content, "JPEG", progressive=True)
+    whole = content.getvalue()
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    return whole[:-2] + last * count + whole[-2:]
+
+
+@pytest.mark.parametrize(
+    ("content", "format", "said"),
+    [
+        (palette_without_colours(), "png", "is not a png image"),
+        (with_scans(200), "jpeg", "has more than 100 scans"),
+    ],
+)
+def test_files_that_are_bad_in_unusual_ways_are_refused(content: bytes, format: str, said: str):
+    good = datum(text(7, 8), length=2)
+    with pytest.raises(InvalidRequest, match=said) as raised:
+        read("proto", good, datum(image(content, format, None), text(3), length=7))
+    assert str(raised.value).startswith("datum 1: image 0")
+
+
+def test_nested_tokens_and_unknown_chunks_are_refused_with_their_datum():
+    body: dict[str, Any] = {"model_id": "m", "forward_backward_input": {"loss_fn": "ppo"}}
+    for chunk, said in (
+        ({"tokens": [[1, 2], [3, 4]]}, "datum 0: tokens must be a flat list"),
+        ({"type": "image", "format": "png"}, "datum 0 has a chunk of kind image; only text"),
+        ({"type": "image_asset_pointer", "location": "/etc/passwd"}, "kind image_asset_pointer"),
+    ):
+        row = {"model_input": {"chunks": [chunk, {"tokens": [5]}]}, "loss_fn_inputs": {}}
+        body["forward_backward_input"]["data"] = [row]
+        with pytest.raises(InvalidRequest, match=said):
+            codec.forward_backward_from_json(body, False, reader=PictureReader(FORM, LIMITS))
 
 
 @pytest.mark.parametrize(

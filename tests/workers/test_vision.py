@@ -1,5 +1,6 @@
 """Rows with images: packed with others and of several tenants, against transformers alone."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from transformers import AutoModelForImageTextToText, Gemma3Config
 
 from skyrl_actors import losses
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.images import PlacedImage
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
 from skyrl_actors.workers import vision, vision_proof
@@ -295,6 +297,26 @@ def test_a_tower_that_is_not_computed_here_is_refused(tmp_path: Path):
         worker_on(tmp_path, "float32")
 
 
+def test_a_processor_that_counts_otherwise_than_its_file_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ImagePixels, "settings", (4, 2, 64, 1024))
+    with pytest.raises(ConfigError, match="the processor has"):
+        worker_on(base, "float32")
+
+
+def test_settings_inside_of_the_file_of_a_processor_come_first(base: Path, tmp_path: Path):
+    """Transformers writes and reads that file."""
+    folder = tmp_path / "nested"
+    shutil.copytree(base, folder)
+    own = json.loads((folder / "preprocessor_config.json").read_text())
+    nested = own | {"size": {"shortest_edge": 64, "longest_edge": 1024}}
+    (folder / "processor_config.json").write_text(json.dumps({"image_processor": nested}))
+    form = form_in(folder)
+    assert form is not None and form.most == 1024
+    assert ImagePixels(str(folder)).settings == (form.patch, form.merge, form.least, form.most)
+
+
 def test_a_base_without_its_image_processor_is_refused(base: Path, tmp_path: Path):
     shutil.copytree(base, tmp_path / "bare")
     (tmp_path / "bare" / "preprocessor_config.json").unlink()
@@ -307,8 +329,11 @@ def test_an_image_that_was_counted_otherwise_is_named(base: Path):
     created(worker, "m", LoraSpec(rank=4))
     assert columns.images is not None
     wrong = replace(columns.images, grids=columns.images.grids + np.asarray([0, 2, 0]))
-    with pytest.raises(InternalError, match="its tokens were counted for"):
-        passed(worker, "m", replace(columns, images=wrong))
+    found = passed(worker, "m", replace(columns, images=wrong), forward_only=False)
+    assert isinstance(found, Refused)
+    assert "datum 0: its image cannot be computed" in str(found.error)
+    assert "its tokens were counted for" in str(found.error)
+    assert not isinstance(passed(worker, "m", columns, forward_only=False), Refused)
 
 
 def test_a_base_without_a_tower_refuses_images(random_base: Path):
