@@ -37,9 +37,10 @@ ifeq ($(ENGINE),cpu)
 endif
 	$(BIN)/python -m pip install -q -e ".[$(ENGINE),deepspeed,adamw8bit,jax,dev]"
 ifeq ($(ENGINE),cpu)
-	# The default builds of these are for CUDA and break imports with a CPU build of torch.
-	# This project does not need them.
-	$(BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	# The default builds of these are for CUDA and break imports with a CPU build of torch. The last
+	# line mends torchvision, which engines need for images. This project does not need the others.
+	$(BIN)/python -m pip uninstall -q -y torchaudio torchcodec
+	$(BIN)/python -c "from skyrl_actors import torchvision_cpu; torchvision_cpu.write_hook()"
 endif
 	@touch $@
 

@@ -13,6 +13,7 @@ from skyrl_actors.backends.backend import AdapterMemory, BackendCopy, Capabiliti
 from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
@@ -164,6 +165,7 @@ class FakeBackend:
         prompt: tuple[int, ...],
         params: SamplingParams,
         weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         await self._call("sample", weights.version)
         one = Sequence(

@@ -108,6 +108,7 @@ PACKAGES: dict[str, set[str]] = {
     "placement": set(),
     "storage": {"messages"},
     "clock": set(),
+    "torchvision_cpu": set(),
 }
 # Packages that may import only some modules of another package.
 NARROW = {
@@ -125,6 +126,7 @@ NARROW = {
     },
     "engines": {
         "losses": {"skyrl_actors.losses.truncation"},
+        "workers": {"skyrl_actors.workers.pixels"},
         "jax_workers": {
             "skyrl_actors.jax_workers.draws",
             "skyrl_actors.jax_workers.generator",
@@ -171,6 +173,7 @@ HEAVY = {
         "engines/vllm_processed.py",
         "jobs/recorder.py",
         "commands/doctor.py",
+        "torchvision_cpu.py",
     ),
     "vllm": (
         "engines/cpu_worker.py",
@@ -188,6 +191,7 @@ HEAVY = {
         "engines/engine_args.py",
         "engines/vllm_engine.py",
         "engines/vllm_samples.py",
+        "engines/vllm_pictures.py",
         "engines/vllm_stats.py",
     ),
     "ray": (

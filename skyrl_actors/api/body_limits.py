@@ -14,6 +14,7 @@ SMALL_BYTES = 256 * 2**10  # of bodies without batches and prompts: names, numbe
 SAMPLE_BYTES_PER_TOKEN = 512  # a token id, and the ids to score at its position
 TEXT_BYTES_PER_TOKEN = 64
 BATCHES = ("/api/v1/forward_backward", "/api/v1/forward")
+WITH_IMAGES = ("/api/v1/asample", "/v1/chat/completions")
 UNREAD = ("/api/v1/telemetry",)
 PROMPTS = {
     "/api/v1/asample": SAMPLE_BYTES_PER_TOKEN,
@@ -32,7 +33,7 @@ def limit_of(path: str, limits: LimitsConfig, able: Capabilities | None) -> int:
     per_token = PROMPTS.get(without_prefix(path))
     if per_token is None:
         return min(SMALL_BYTES, limits.body_bytes)
-    if able is None:
+    if able is None or (able.images and without_prefix(path) in WITH_IMAGES):
         return limits.body_bytes
     return min(limits.body_bytes, SMALL_BYTES + per_token * able.max_sample_tokens)
 

@@ -15,6 +15,7 @@ from skyrl_actors.api.pictures import PictureReader, Row
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import LossCall
 from skyrl_actors.messages.narrowing import is_array, is_mapping
 from skyrl_actors.messages.requests import ForwardBackward
@@ -271,6 +272,23 @@ def _numbers(what: str, data: Any, dtype: Any) -> NDArray[Any]:
         raise InvalidRequest(f"{what} has a number that does not fit {np.dtype(dtype).name}")
     with np.errstate(over="ignore"):
         return found.astype(dtype)
+
+
+def prompt_from_chunks(
+    chunks: Sequence[object], reader: PictureReader
+) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+    """Return the tokens of a prompt, with placeholders for its images, and the images."""
+    if reader.form is None and not has_images(chunks):
+        return tuple(tokens_from_chunks(chunks)), ()
+    row = Row("the prompt", reader)
+    for chunk in chunks:
+        _add_json_chunk(row, chunk)
+    return row.prompt()
+
+
+def has_images(chunks: Sequence[object]) -> bool:
+    """Return whether a chunk is an image."""
+    return any(is_mapping(chunk) and "data" in chunk for chunk in chunks)
 
 
 def tokens_from_chunks(chunks: Sequence[object]) -> list[int]:

@@ -121,7 +121,7 @@ class PictureReader:
 
 
 class Row:
-    """The tokens and images of one datum, chunk by chunk. `what` names it."""
+    """The tokens and images of a datum or a prompt, chunk by chunk. `what` names it."""
 
     def __init__(self, what: str, reader: PictureReader):
         self.what, self._reader = what, reader
@@ -145,6 +145,11 @@ class Row:
     def _add(self, tokens: NDArray[np.int32]) -> None:
         self._parts.append(tokens)
         self._length += len(tokens)
+
+    def prompt(self) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+        """Return the tokens and the images of a prompt."""
+        tokens = [token for part in self._parts for token in part.tolist()]
+        return tuple(tokens), tuple(self._pictures)
 
     def example(self, fields: dict[str, NDArray[np.generic]]) -> Example:
         """Return the datum with these inputs."""

@@ -6,12 +6,18 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from skyrl_actors.api import translate, wire
+from skyrl_actors.api import codec, translate, wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.bodies import body_of, documented
 from skyrl_actors.api.body_limits import check_sample
-from skyrl_actors.api.cpu_bound import THREAD_BYTES, run_in_thread, run_sized
+from skyrl_actors.api.cpu_bound import (
+    THREAD_BYTES,
+    run_in_process,
+    run_in_thread,
+    run_sized,
+)
 from skyrl_actors.api.paced import PacedResponse
+from skyrl_actors.api.pictures import PictureReader
 from skyrl_actors.api.state import shown, state_of
 from skyrl_actors.losses.custom_graph import PREFIX, graph_of
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
@@ -68,14 +74,19 @@ async def asample(body: SampleBody, request: Request) -> dict[str, Any]:
         sampler_id = caller.own(body.sampling_session_id, "sampler")
     able = await state.capabilities()
     limit, http = state.config.limits.body_bytes, state.config.http
-    wanted = translate.sample(
+    given = (
         body,
         sampler_id,
         able.max_sample_tokens,
         limit,
-        tempered=http.tempered_logprobs,
-        processed=http.processed_logprobs,
+        PictureReader(able.images, state.config.limits),
+        http.tempered_logprobs,
+        http.processed_logprobs,
     )
+    if able.images and codec.has_images(body.prompt.chunks):  # decoding takes long
+        wanted = await run_in_process(translate.sample, *given)
+    else:
+        wanted = translate.sample(*given)
     request_id = await state.client.submit(wanted, caller.mark)
     return {
         "request_id": request_id,

@@ -4,6 +4,7 @@ import hashlib
 from typing import Any, get_args
 
 from skyrl_actors.api import answers, codec, wire
+from skyrl_actors.api.pictures import PictureReader
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import InvalidRequest
@@ -143,6 +144,7 @@ def sample(
     sampler_id: str,
     default_max_tokens: int,
     limit_bytes: int,
+    reader: PictureReader,
     tempered: bool = False,
     processed: bool = False,
 ) -> rq.Sample:
@@ -154,7 +156,7 @@ def sample(
             "record_stability_info is for the loss stable_reinforce, which is not served; "
             "use importance_sampling"
         )
-    prompt = tuple(codec.tokens_from_chunks(body.prompt.chunks))
+    prompt, pictures = codec.prompt_from_chunks(body.prompt.chunks, reader)
     p, targets = body.sampling_params, body.target_prompt_logprobs
     stop = (p.stop,) if isinstance(p.stop, str) else None if p.stop is None else tuple(p.stop)
     params = rq.SamplingParams(
@@ -184,6 +186,7 @@ def sample(
     return rq.Sample(
         sampler_id=sampler_id,
         prompt=prompt,
+        pictures=pictures,
         params=params,
         seq_id=body.seq_id if body.sampling_session_id else None,
     )

@@ -234,7 +234,7 @@ class SamplingParamsBody(Body):
 
 
 class PromptBody(Body):
-    """A prompt in chunks. Only chunks of text tokens are served."""
+    """A prompt in chunks of text tokens and images."""
 
     chunks: list[dict[str, Any]]
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.image_form import ImageForm
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec, Role
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
@@ -170,6 +171,7 @@ class Backend(Protocol):
         prompt: tuple[int, ...],
         params: SamplingParams,
         weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         """Sample once.
 

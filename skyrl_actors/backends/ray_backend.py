@@ -24,6 +24,7 @@ from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, PartDown, StateLost
 from skyrl_actors.messages.image_form import form_in
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
@@ -327,6 +328,7 @@ class RayBackend:
         prompt: tuple[int, ...],
         params: SamplingParams,
         weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         """Sample once.
 
@@ -336,15 +338,15 @@ class RayBackend:
 
         def run(outside: bool = False) -> Awaitable[SampleOutput]:
             attempt_id = f"{request_id}.{next(self._attempts)}"
-            return self.parts.engines.sample(attempt_id, prompt, params, weights, outside)
+            return self.parts.engines.sample(attempt_id, prompt, params, weights, outside, pictures)
 
         with self.parts.engines.versions.using(weights):
-            await self.parts.engines.any_healthy(weights, params)
+            await self.parts.engines.any_healthy(weights, params, bool(pictures))
             if (
                 self.parts.delivery.transfer.needs_group
             ):  # weights may have to come from the trainers
                 await self.ready("policy")
-            if self.parts.engines.goes_outside(prompt, params, weights):
+            if self.parts.engines.goes_outside(prompt, params, weights, bool(pictures)):
                 return await run(outside=True)
             if self.parts.engines.needs_weights():
                 async with self.parts.phase_lock.hold(Phase.SYNC):

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from skyrl_actors import torchvision_cpu
 from skyrl_actors.commands import cluster
 from skyrl_actors.commands.serve import read_status
 from skyrl_actors.commands.terminal import console
@@ -100,13 +102,23 @@ def _torch() -> Iterator[Finding]:
         "this machine has an NVIDIA GPU but torch cannot use it; "
         "install the CUDA build and '.[gpu]'",
     )
-    for name in ("torchvision", "torchaudio", "torchcodec"):
+    for name in ("torchaudio", "torchcodec"):
         if build == "cpu" and _installed(name):
             yield Finding(
                 False,
                 f"{name} is installed together with a CPU build of torch",
                 f"pip uninstall -y {name}  (its CUDA build breaks imports)",
             )
+    if build == "cpu" and _installed("torchvision"):
+        hook = Path(sysconfig.get_path("purelib")) / torchvision_cpu.HOOK
+        yield Finding(
+            hook.is_file(),
+            "torchvision imports beside a CPU build of torch"
+            if hook.is_file()
+            else "torchvision does not import beside a CPU build of torch",
+            f"{sys.executable} -c "
+            "'from skyrl_actors import torchvision_cpu; torchvision_cpu.write_hook()'",
+        )
 
 
 def _vllm() -> Iterator[Finding]:

@@ -24,6 +24,7 @@ BY_KEY = {
     "enable_moe_shared_loras": "lora.expert_layout",
     "enable_return_routed_experts": "router_replay",
     "aux_output_config": "router_replay",
+    "limit_mm_per_prompt": "limits.images",
 }
 """Arguments that other keys set."""
 
@@ -34,11 +35,14 @@ BY_SERVICE = (
     "enable_chunked_prefill",
     "enable_log_requests",
     "enable_lora",
+    "enable_mm_embeds",
     "enable_sleep_mode",
+    "enable_tower_connector_lora",
     "generation_config",
     "logprobs_mode",
     "lora_target_modules",
     "max_logprobs",
+    "mm_processor_kwargs",
     "runner",
     "seed",
     "weight_transfer_config",

@@ -23,6 +23,7 @@ from skyrl_actors.engines.interface import (
 from skyrl_actors.engines.last_exception import own_last_exception
 from skyrl_actors.engines.received_files import Files
 from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
@@ -116,12 +117,13 @@ class EngineServer:
         params: SamplingParams,
         adapter: WeightManifest | None,
         version: str,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         self._fence(epoch)
         asked = request_id.removesuffix(CHECK).rpartition(".")[0]  # the suffix numbers the attempt
         named(asked, version)
         task = asyncio.ensure_future(
-            self.engine.sample(request_id, prompt, params, adapter, version)
+            self.engine.sample(request_id, prompt, params, adapter, version, pictures)
         )
         self._samples.add(task)
         task.add_done_callback(self._samples.discard)

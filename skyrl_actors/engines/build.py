@@ -17,6 +17,7 @@ from skyrl_actors.engines.logprob_check import LogprobCheck
 from skyrl_actors.engines.pool import Deliver, EnginePool
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.quantization import quantization_in
 from skyrl_actors.transfer.transport import EnginePlace
 
@@ -44,7 +45,8 @@ def build_pool(
     share = COLOCATED_SHARE if config.placement.shares("engine") else 1.0
     content = json.loads((base_folder / "config.json").read_text())
     bound = config.logprob_bound(quantization_in(content, base_folder.name) is not None)
-    logprob_check = LogprobCheck(config.logprob_check, bound, config.policy.dtype, report)
+    form = form_in(base_folder)
+    logprob_check = LogprobCheck(config.logprob_check, bound, config.policy.dtype, report, form)
     pool = EnginePool(config.name, engine, base_folder, deliver, logprob_check)
     for index, slots in enumerate(plan.actors_of("engine")):
         spec = _spec_of(index, slots, devices, config, base_folder, planned_bytes, detached)
@@ -131,6 +133,7 @@ def _spec_of(
         environment=tuple(sorted(config.environment.items())),
         router_replay=config.router_replay,
         tool_parser=engine.tool_parser,
+        max_images=config.limits.images if form_in(base_folder) else 0,
         # A job compiles only what its samples need.
         prepare_s=engine.seconds_to_prepare if of_service else 0.0,
         takes_full_weights=config.lora.max_full_models > 0 or engine.sleep_level == "2",

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from skyrl_actors.engines.check_image import image_tokens
+from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.requests import SamplingParams
 
 OPENING_TOKENS = 32
@@ -20,21 +22,32 @@ TEXT = (
 )
 
 
-def fixed_prompt(vocab_size: int, max_model_len: int) -> tuple[int, ...]:
-    """Return random token ids that are the same in every process."""
+def fixed_prompt(
+    vocab_size: int, max_model_len: int, without: int | None = None
+) -> tuple[int, ...]:
+    """Return random token ids that are the same in every process, `without` one of them."""
     length = min(OPENING_TOKENS, max_model_len // 2)
-    return tuple(np.random.default_rng(0).integers(0, vocab_size, length).tolist())
+    drawn = np.random.default_rng(0).integers(0, vocab_size, length).tolist()
+    return tuple((token + 1) % vocab_size if token == without else token for token in drawn)
 
 
-def opening(base_folder: Path, vocab_size: int, max_model_len: int) -> tuple[int, ...]:
-    """Return the first tokens of `TEXT`, or `fixed_prompt` if the base has no tokenizer.json."""
+def opening(
+    base_folder: Path, vocab_size: int, max_model_len: int, with_image: bool = True
+) -> tuple[int, ...]:
+    """Return the first tokens of `TEXT`, or `fixed_prompt` if the base has no tokenizer.json.
+
+    A base that takes images has one before the text; see check_image.py.
+    """
+    image = image_tokens(base_folder, max_model_len) if with_image else ()
     file = base_folder / "tokenizer.json"
+    form = form_in(base_folder)
+    random = image + fixed_prompt(vocab_size, max_model_len, form.token if form else None)
     if not file.is_file():
-        return fixed_prompt(vocab_size, max_model_len)
+        return random
     ids = Tokenizer.from_file(str(file)).encode(TEXT).ids[: min(OPENING_TOKENS, max_model_len // 2)]
     if len(ids) < 2 or max(ids) >= vocab_size:
-        return fixed_prompt(vocab_size, max_model_len)
-    return tuple(ids)
+        return random
+    return (*image, *ids)
 
 
 def continuation(prompt: tuple[int, ...], max_model_len: int) -> SamplingParams:

@@ -10,6 +10,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from skyrl_actors.engines.interface import ALL_WEIGHTS, EngineSpec
+from skyrl_actors.engines.vllm_pictures import VllmPictures
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.quantization import KEY
 
@@ -34,7 +35,7 @@ def _admit_on_cpu(spec: EngineSpec) -> None:
         cpu_mxfp4.admit()
 
 
-def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
+def engine_args(spec: EngineSpec, pictures: VllmPictures | None = None) -> AsyncEngineArgs:
     """Return what the spec means to vLLM."""
     literals: Any = spec  # vLLM types its choices as literals; the config has checked them
     on_cpu = spec.device == "cpu"
@@ -78,6 +79,7 @@ def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         weight_transfer_config=WeightTransferConfig(backend=ALL_WEIGHTS),
         worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
         **on_device,
+        **(pictures.arguments if pictures else {}),
         **json.loads(spec.arguments),
     )
     if on_cpu:

@@ -16,6 +16,7 @@ from skyrl_actors.engines.partials import Partials
 from skyrl_actors.engines.replica import EngineReplica, P, R
 from skyrl_actors.engines.vllm_server import VllmServer
 from skyrl_actors.messages.errors import ConfigError, InternalError, StateLost
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import WeightManifest
@@ -116,7 +117,10 @@ class ExternalEngine(EngineReplica):
         params: SamplingParams,
         adapter: WeightManifest | None,
         version: str,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
+        if pictures:
+            raise InternalError(f"{self.name} was given images, which go to own engines only")
         if adapter is not None:
             await self._ensure_adapter(adapter)
         model = adapter.version if adapter else self._model

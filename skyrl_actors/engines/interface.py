@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from skyrl_actors.engines.received_files import Files
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import EngineTopology, ExpertLayout
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
@@ -51,6 +52,7 @@ class EngineSpec:
     router_replay: bool = False  # samples bring the experts of their tokens
     prepare_s: float = 0.0  # longest time to compile programs of JAX ahead
     tool_parser: str | None = None  # vLLM's name of the parser of tool calls
+    max_images: int = 0  # of a prompt; 0 if the base takes none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,7 @@ class EngineCalls(Protocol):
         params: SamplingParams,
         adapter: WeightManifest | None,
         version: str,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput: ...
 
     async def partial(
@@ -113,6 +116,7 @@ class EngineProcess(Protocol):
         params: SamplingParams,
         adapter: WeightManifest | None,
         version: str,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput: ...
 
     async def partial(self, request_id: str, have: int, timeout_s: float) -> PartialSample: ...

@@ -29,7 +29,8 @@ from skyrl_actors.jax_workers.draws import Draw, LoadedAdapter
 from skyrl_actors.jax_workers.generator import Generator
 from skyrl_actors.jax_workers.loading import load_for_sampling, read_adapter, replace_weights
 from skyrl_actors.jax_workers.prepare_sampling import prepare_samples
-from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import WeightManifest, WeightStream
@@ -151,12 +152,15 @@ class JaxEngine:
         params: SamplingParams,
         adapter: WeightManifest | None,
         version: str,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         """Sample. `version` names the weights; with an adapter, the base plus that adapter.
 
         Raises InvalidRequest for what this model or adapter cannot do, InternalError after the
         deadline.
         """
+        if pictures:
+            raise InvalidRequest("engines of type jax take no images; use engine.type vllm")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(62))
         loaded = await self._prepare(adapter, BASE_VERSION if adapter else version)

@@ -21,15 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_actors.config.transfers import LogprobCheckConfig
+from skyrl_actors.engines.check_image import MOST_TOKENS, pictures_in
 from skyrl_actors.engines.check_prompt import CONTINUED_TOKENS, OPENING_TOKENS
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.image_form import ImageForm
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SCORED_FILE, SamplerWeights
 
 KEPT = 100
-LONGEST = OPENING_TOKENS + CONTINUED_TOKENS
+LONGEST = MOST_TOKENS + 2 + OPENING_TOKENS + CONTINUED_TOKENS  # with an image and its marks
 FAR = 10  # times the bound: beyond it the weights are wrong; rounding does not explain it
 SCORING = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True)
 
@@ -52,7 +55,12 @@ class LogprobCheck:
     """
 
     def __init__(
-        self, check: LogprobCheckConfig, bound: float, dtype: str, report: Callable[[str], None]
+        self,
+        check: LogprobCheckConfig,
+        bound: float,
+        dtype: str,
+        report: Callable[[str], None],
+        form: ImageForm | None = None,
     ):
         self.check = check
         self.dtype = dtype  # of the trainer; the bound was chosen for it
@@ -62,6 +70,7 @@ class LogprobCheck:
         self._report = report
         self.prompt: tuple[int, ...] = ()
         self.vocab_size = 0
+        self._form = form  # how the base model takes images
 
     @property
     def wants_prompt(self) -> bool:
@@ -70,7 +79,13 @@ class LogprobCheck:
     @property
     def rows(self) -> Columns:
         tokens = np.asarray(self.prompt, np.int32)
-        return columns_from([Example(tokens[:-1], {TARGETS: tokens[1:]})])
+        return columns_from(
+            [Example(tokens[:-1], {TARGETS: tokens[1:]}, self.pictures_in(self.prompt))]
+        )
+
+    def pictures_in(self, prompt: tuple[int, ...]) -> tuple[Picture, ...]:
+        """Return the image of a prompt of this check."""
+        return pictures_in(prompt, self._form)
 
     def can_compare(self, weights: SamplerWeights) -> bool:
         """Return whether these weights have a score that the engines' scores can be compared with.

@@ -40,6 +40,7 @@ from skyrl_actors.messages.errors import (
     StateLost,
     WeightsGone,
 )
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest, WeightStream
@@ -54,6 +55,9 @@ T = TypeVar("T")
 NO_SCORES = (
     "target_prompt_logprobs, prompt_alt_tokens_k, tempered_logprobs and processed_logprobs need "
     "engines of this service, and engine.num_engines is 0"
+)
+NO_IMAGES = (
+    "prompts with images need engines of this service, and engine.num_engines is 0; send text"
 )
 NO_FULL_WEIGHTS = (
     "full weights can be sampled only by engines of this service, and engine.num_engines is 0"
@@ -137,16 +141,19 @@ class EnginePool:
         for engine in self.engines:
             engine.joining = joining
 
-    async def any_healthy(self, weights: SamplerWeights, params: SamplingParams) -> None:
+    async def any_healthy(
+        self, weights: SamplerWeights, params: SamplingParams, has_images: bool = False
+    ) -> None:
         """Wait for a healthy engine that can serve this sample.
 
         Raises InternalError, with the last reason of each engine, once all were given up.
         """
-        managed = needs_own(weights, params)
+        managed = needs_own(weights, params, has_images)
         able = [engine for engine in self.engines if engine.managed or not managed]
         if not able:
+            scores = params.scores_prompt or params.processes
             raise InvalidRequest(
-                NO_SCORES if params.scores_prompt or params.processes else NO_FULL_WEIGHTS
+                NO_SCORES if scores else NO_IMAGES if has_images else NO_FULL_WEIGHTS
             )
         for engine in self.engines:
             engine.restart_if_dead()
@@ -161,10 +168,15 @@ class EnginePool:
             await self._changed.wait()
 
     def goes_outside(
-        self, prompt: tuple[int, ...], params: SamplingParams, weights: SamplerWeights
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
+        has_images: bool = False,
     ) -> bool:
         """Return whether the sample goes to an engine by URL, which needs no local device."""
-        if needs_own(weights, params) or all(engine.managed for engine in self.engines):
+        own = needs_own(weights, params, has_images)
+        if own or all(engine.managed for engine in self.engines):
             return False
         return not self._choose(self._living(), prompt, weights).managed
 
@@ -194,6 +206,7 @@ class EnginePool:
         params: SamplingParams,
         weights: SamplerWeights,
         outside: bool = False,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         """Sample on one engine. `outside`: on an engine by URL.
 
@@ -214,7 +227,13 @@ class EnginePool:
                 self.streamed.record(request_id, engine)
             asked = replace(params, num_samples=1) if params.is_repeated else params
             output = await engine.ask(
-                EngineProcess.sample, request_id, prompt, asked, weights.adapter, weights.version
+                EngineProcess.sample,
+                request_id,
+                prompt,
+                asked,
+                weights.adapter,
+                weights.version,
+                pictures,
             )
         engine.worked()
         return (
@@ -230,7 +249,8 @@ class EnginePool:
 
         Samples that arrive meanwhile wait for the same check.
         """
-        if not self.logprob_check.can_compare(weights):
+        pictures = self.logprob_check.pictures_in(weights.scored_prompt)
+        if not self.logprob_check.can_compare(weights) or (pictures and not engine.managed):
             return
 
         async def check() -> None:
@@ -241,6 +261,7 @@ class EnginePool:
                 SCORING,
                 weights.adapter,
                 weights.version,
+                pictures,
             )
             self.logprob_check.compare(engine.name, weights, scored)
 
@@ -260,7 +281,9 @@ class EnginePool:
         if engine.managed:
             return (await engine.status()).check_prompt
         longest = self.config.max_model_len
-        prompt = opening(self._base_folder, self.logprob_check.vocab_size, longest)
+        prompt = opening(
+            self._base_folder, self.logprob_check.vocab_size, longest, with_image=False
+        )
         how = continuation(prompt, longest)
         output = await engine.ask(
             EngineProcess.sample, "continuation", prompt, how, None, BASE_VERSION
@@ -405,9 +428,10 @@ class EnginePool:
         await asyncio.gather(*(one(engine) for engine in self._living()))
 
 
-def needs_own(weights: SamplerWeights, params: SamplingParams) -> bool:
+def needs_own(weights: SamplerWeights, params: SamplingParams, has_images: bool) -> bool:
     """Return whether only an engine of this service can serve this sample.
 
-    Engines by URL serve the base and adapters, without prompt scores or processed logprobs.
+    Engines by URL serve the base and adapters, without prompt scores, processed logprobs or images.
     """
-    return full_version(weights) != BASE_VERSION or params.scores_prompt or params.processes
+    is_full = full_version(weights) != BASE_VERSION
+    return is_full or has_images or params.scores_prompt or params.processes

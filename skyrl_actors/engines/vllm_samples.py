@@ -16,9 +16,14 @@ from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput, Sequence
 
+LEAST_BIAS = -100.0  # vLLM takes no smaller one
 
-def vllm_params(params: SamplingParams) -> VllmSamplingParams:
-    """Return vLLM's parameters. It decodes text only when stop texts need it."""
+
+def vllm_params(params: SamplingParams, never: int | None = None) -> VllmSamplingParams:
+    """Return vLLM's parameters. It decodes text only when stop texts need it.
+
+    `never`: a token that is not sampled.
+    """
     stop = params.stop
     texts = [s for s in stop or () if isinstance(s, str)]
     ids = [s for s in stop or () if isinstance(s, int)]
@@ -43,6 +48,7 @@ def vllm_params(params: SamplingParams) -> VllmSamplingParams:
         if params.processes
         else None,
         prompt_logprobs=prompt_logprobs,
+        logit_bias=None if never is None else {never: LEAST_BIAS},
         output_kind=RequestOutputKind.CUMULATIVE if params.stream else RequestOutputKind.FINAL_ONLY,
     )
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import AdamParams, LossCall, ModelSpec, OptimizerName
 from skyrl_actors.messages.sampling import PromptTargets
 
@@ -169,9 +170,10 @@ class Sample:
     """Generate from one prompt with the weights of `sampler_id`."""
 
     sampler_id: str
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # with the placeholder at each token of an image
     params: SamplingParams
     seq_id: int | None = None
+    pictures: tuple[Picture, ...] = ()
 
 
 ModelRequest = (

@@ -40,3 +40,11 @@ class ImagePixels:
             found = self._processor(images=[image.convert("RGB")], return_tensors="np")
         t, h, w = found["image_grid_thw"][0].tolist()
         return found["pixel_values"], (t, h, w)
+
+    def resized(self, content: bytes) -> Image.Image:
+        """Return an image with the size that the processor gives it, by the processor's filter."""
+        assert self.form is not None
+        with Image.open(io.BytesIO(content)) as image:
+            _, rows, columns = self.form.grid(*image.size)
+            size = (columns * self.form.patch, rows * self.form.patch)
+            return image.convert("RGB").resize(size, self._processor.resample)

@@ -31,6 +31,7 @@ from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
@@ -94,6 +95,7 @@ class AnsweringBackend(FakeBackend):
         prompt: tuple[int, ...],
         params: SamplingParams,
         weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         await self.sampling.wait()
         await asyncio.sleep(self.sample_s)

@@ -18,6 +18,7 @@ from skyrl_actors.api.state import ApiState
 from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, LimitsConfig
 from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput, Sequence
 from skyrl_actors.messages.weights import SamplerWeights
@@ -299,6 +300,7 @@ class Drawing(AnsweringBackend):
         prompt: tuple[int, ...],
         params: SamplingParams,
         weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         assert params.seed is not None
         drawn = []

@@ -9,6 +9,7 @@ import pytest
 
 from skyrl_actors.config.cluster import LimitsConfig
 from skyrl_actors.controller import named_samplers
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
@@ -40,8 +41,9 @@ class Serving(AnsweringBackend):
         prompt: tuple[int, ...],
         params: SamplingParams,
         weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
-        output = await super().sample(request_id, prompt, params, weights)
+        output = await super().sample(request_id, prompt, params, weights, pictures)
         self.answered.append(weights.version)
         return output
 

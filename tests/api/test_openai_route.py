@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 from skyrl_actors.api import schema
 from skyrl_actors.config.cluster import HttpConfig, LimitsConfig
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import PartialSample, SampleOutput
 from skyrl_actors.messages.weights import SamplerWeights
@@ -40,6 +41,7 @@ class Watched(AnsweringBackend):
         prompt: tuple[int, ...],
         params: SamplingParams,
         weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         self.running.add(request_id)
         self.begun += 1

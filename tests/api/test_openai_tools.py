@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from skyrl_actors.config.engines import EngineConfig
 from skyrl_actors.messages.errors import InternalError
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import ParsedAnswer, SampleOutput, ToolCall
 from skyrl_actors.messages.weights import SamplerWeights
@@ -48,6 +49,7 @@ class CallingBackend(AnsweringBackend):
         prompt: tuple[int, ...],
         params: SamplingParams,
         weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
     ) -> SampleOutput:
         self.prompts.append(prompt)
         self.params.append(params)

@@ -45,7 +45,7 @@ class SampleVerb(Verb[Sample]):
         if (change := await context.disk.read(change_of, context.folders, sampler)) is not None:
             raise NotFound(change_text(sampler, change))
         output = await context.backend.sample(
-            request_id, request.prompt, request.params, sampler.weights
+            request_id, request.prompt, request.params, sampler.weights, request.pictures
         )
         # Checked again, because an engine may load the files at any time until it answers.
         if await context.disk.read(change_of, context.folders, sampler) == "saved again":
