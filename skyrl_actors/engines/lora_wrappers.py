@@ -80,7 +80,8 @@ def admit_heads() -> None:
     listed: Callable[[nn.Module], list[str]] = manager.get_supported_lora_modules
 
     def with_head(model: nn.Module) -> list[str]:
-        return [*{*listed(model), *([HEAD] if give_head(model) else [])}]
+        has_head = give_head(getattr(model, "language_model", model))  # beside a vision tower
+        return [*{*listed(model), *([HEAD] if has_head else [])}]
 
     manager.get_supported_lora_modules = with_head
     wrapper: Any = LogitsProcessorWithLoRA

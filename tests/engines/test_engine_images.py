@@ -114,7 +114,7 @@ async def test_an_engine_samples_after_images_and_never_the_placeholder(tmp_path
         checked = (await engine.status()).check_prompt
         assert len(pictures_in(checked, form)) == 1  # so every version is compared with an image
         params = SamplingParams(
-            max_tokens=40, num_samples=16, temperature=5.0, seed=1, stop=(), prompt_logprobs=True
+            max_tokens=40, num_samples=16, temperature=2.0, seed=1, stop=(), prompt_logprobs=True
         )
         found = await engine.sample("r", tokens, params, None, BASE_VERSION, pictures)
         assert found.prompt_logprobs is not None and len(found.prompt_logprobs) == len(tokens)
