@@ -16,11 +16,18 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from skyrl_actors.backends.memory_demands import shape_in
-from skyrl_actors.config.cluster import ClusterConfig, MadeBase, PretrainedBase, TinyMoeBase
+from skyrl_actors.config.cluster import (
+    BaseModelConfig,
+    ClusterConfig,
+    PretrainedBase,
+    TinyBase,
+    TinyMoeBase,
+    TinyVlBase,
+)
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.quantization import Quantization, quantization_in
 
-Chat = tuple[str, str]  # question, answer
+Chat = tuple[str, ...]  # question, answer, and for a model that takes images one in base64
 Progress = Callable[[int, int, float], None]  # step, steps, loss
 SEED = 0  # of the initial weights and of the warm-up
 ROWS_A_STEP = 64
@@ -30,7 +37,7 @@ LAYOUT = 1  # increase when the shape of the tiny models or their corpus changes
 
 
 def base_model_folder(
-    base: MadeBase | PretrainedBase,
+    base: BaseModelConfig,
     chats: Callable[[int], Iterable[Chat]],
     progress: Progress | None = None,
 ) -> Path:
@@ -38,7 +45,7 @@ def base_model_folder(
 
     `chats(n)` yields n warm-up chats for a model that is made here.
     """
-    if isinstance(base, MadeBase):
+    if not isinstance(base, PretrainedBase):
         return _made(base, chats, progress)
     if base.path is not None:
         folder = base.path.expanduser().resolve()
@@ -132,23 +139,23 @@ def cache_dir() -> Path:
 
 
 def _made(
-    base: MadeBase, chats: Callable[[int], Iterable[Chat]], progress: Progress | None
+    base: TinyBase | TinyMoeBase | TinyVlBase,
+    chats: Callable[[int], Iterable[Chat]],
+    progress: Progress | None,
 ) -> Path:
-    is_mixture = isinstance(base, TinyMoeBase)
     rows = list(chats(base.warmup_steps * ROWS_A_STEP))
     digest = hashlib.sha256(
         json.dumps([LAYOUT, SEED, base.warmup_steps, rows]).encode()
     ).hexdigest()[:12]
-    folder = cache_dir() / f"{'tiny-moe' if is_mixture else 'tiny'}-{digest}"
+    folder = cache_dir() / f"{base.type.replace('_', '-')}-{digest}"
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl", delete=False) as file:
-        file.writelines(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows)
+        names = ("question", "answer", "image")
+        file.writelines(json.dumps(dict(zip(names, row, strict=False))) + "\n" for row in rows)
     command = [sys.executable, "-m", "skyrl_actors.workers.tiny_base", str(folder), file.name]
-    command += ["--steps", str(base.warmup_steps), "--seed", str(SEED)]
-    if is_mixture:
-        command.append("--mixture")
+    command += ["--steps", str(base.warmup_steps), "--seed", str(SEED), "--kind", base.type]
     try:
         _run(command, progress)
     finally:

@@ -1,6 +1,7 @@
 """Start, join and stop Ray and the controller actor."""
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,10 @@ from skyrl_actors import remote
 from skyrl_actors.api.client import NAMESPACE, actor_name
 from skyrl_actors.backends.base_models import SEED, base_model_folder, cache_dir
 from skyrl_actors.commands.terminal import bar, note
-from skyrl_actors.config.cluster import ClusterConfig, MadeBase
+from skyrl_actors.config.cluster import ClusterConfig, MadeBase, TinyVlBase
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.jobs.envs import noisy_demonstrations
+from skyrl_actors.jobs.shapes import shape_demonstrations
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.remote import settled, typed_ray
 from skyrl_actors.storage.private_folders import is_trusted
@@ -46,9 +49,7 @@ def prepare_base_model(config: ClusterConfig) -> Path:
     with bar("supervised warm-up", max(base.warmup_steps, 1)) as progress:
         folder = base_model_folder(
             base,
-            lambda count: [
-                (task.question, task.answer) for task in noisy_demonstrations(count, SEED)
-            ],
+            lambda count: list(warm_up_chats(base, count)),
             lambda step, steps, loss: progress.update(
                 progress.task_ids[0], completed=step, note=f"loss {loss:.2f}"
             ),
@@ -57,12 +58,23 @@ def prepare_base_model(config: ClusterConfig) -> Path:
     return _fitting(config, folder)
 
 
+def warm_up_chats(base: MadeBase, count: int) -> Iterator[tuple[str, ...]]:
+    """Yield the chats on which a base model that is made here is trained."""
+    if isinstance(base, TinyVlBase):
+        for shown in shape_demonstrations(count, SEED):
+            yield shown.question, shown.answer, base64.b64encode(shown.image).decode()
+    else:
+        for task in noisy_demonstrations(count, SEED):
+            yield task.question, task.answer
+
+
 def context_tokens(config: ClusterConfig, folder: Path) -> int:
     """Return the length of the longest row that the base model takes.
 
     If its config does not contain it, return engine.max_model_len.
     """
     content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    content = content.get("text_config", content)  # beside a vision tower
     return int(content.get("max_position_embeddings") or config.engine.max_model_len)
 
 
@@ -73,6 +85,7 @@ def _fitting(config: ClusterConfig, folder: Path) -> Path:
     """
     file = folder / "config.json"
     content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    content = content.get("text_config", content)
     longest = content.get("max_position_embeddings")
     scalings: list[dict[str, Any] | None] = [
         content.get("rope_scaling"),

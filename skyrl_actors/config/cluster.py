@@ -76,6 +76,13 @@ class TinyMoeBase(MadeBase):
     name: str = Field(default="skyrl-actors/tiny-moe", description=BASE_NAME)
 
 
+class TinyVlBase(MadeBase):
+    """A small model of the Qwen3-VL architecture, trained on drawings of coloured shapes."""
+
+    type: Literal["tiny_vl"] = "tiny_vl"
+    name: str = Field(default="skyrl-actors/tiny-vl", description=BASE_NAME)
+
+
 class PretrainedBase(NamedBase):
     """A model in Hugging Face format: a folder, or a name on the Hugging Face hub."""
 
@@ -88,7 +95,9 @@ class PretrainedBase(NamedBase):
     )
 
 
-BaseModelConfig = Annotated[TinyBase | TinyMoeBase | PretrainedBase, Field(discriminator="type")]
+BaseModelConfig = Annotated[
+    TinyBase | TinyMoeBase | TinyVlBase | PretrainedBase, Field(discriminator="type")
+]
 
 
 class PlacementConfig(FrozenConfig):

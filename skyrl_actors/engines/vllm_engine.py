@@ -219,9 +219,7 @@ class VllmEngine:
         found = as_output(output, version, params, self._routed)
         return await with_calls(found, params.tools, self._tool_calls)
 
-    async def _given(
-        self, prompt: tuple[int, ...], pictures: tuple[Picture, ...]
-    ) -> TokensPrompt:
+    async def _given(self, prompt: tuple[int, ...], pictures: tuple[Picture, ...]) -> TokensPrompt:
         """Return vLLM's prompt."""
         if not pictures:
             return TokensPrompt(prompt_token_ids=list(prompt))
