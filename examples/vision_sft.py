@@ -33,9 +33,7 @@ class VisionChat:
 
     def prompt(self, task: ShapeTask) -> types.ModelInput:
         before = self.tokens("<|im_start|>user\n<|vision_start|>")
-        after = self.tokens(
-            f"<|vision_end|>{task.question}<|im_end|>\n<|im_start|>assistant\n"
-        )
+        after = self.tokens(f"<|vision_end|>{task.question}<|im_end|>\n<|im_start|>assistant\n")
         image = types.ImageChunk(data=task.image, format="png", expected_tokens=IMAGE_TOKENS)
         return types.ModelInput(
             chunks=[
@@ -63,9 +61,7 @@ class VisionChat:
         )
 
 
-def accuracy(
-    sampler: tinker.SamplingClient, chat: VisionChat, tasks: Sequence[ShapeTask]
-) -> float:
+def accuracy(sampler: tinker.SamplingClient, chat: VisionChat, tasks: Sequence[ShapeTask]) -> float:
     """Return the share of greedy answers that are right."""
     params = types.SamplingParams(max_tokens=20, temperature=0.0)
     futures = [sampler.sample(chat.prompt(task), 1, params) for task in tasks]

@@ -4,7 +4,7 @@ Fields that are not served are refused by name. See
 https://platform.openai.com/docs/api-reference/completions and …/chat.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -99,12 +99,33 @@ class Completion(OpenAiBody):
 
 
 class TextPart(BaseModel):
-    """A piece of a message's content. Other kinds, for example images, are refused."""
+    """A text in a message's content."""
 
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(BaseModel):
+    """The address of an image, which contains it: `data:image/png;base64,…`, or jpeg."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: str
+    detail: Literal["auto"] = "auto"
+
+
+class ImagePart(BaseModel):
+    """An image in a message's content, for a base model that takes images."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class Message(BaseModel):
@@ -116,7 +137,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[MessageCall] = Field(default_factory=list[MessageCall])
@@ -137,15 +158,30 @@ class Message(BaseModel):
     @property
     def text(self) -> str:
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return "".join(part.text for part in self.content if isinstance(part, TextPart))
         return self.content or ""
+
+    @property
+    def images(self) -> list[str]:
+        """The addresses of its images."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+    @property
+    def _content_for_template(self) -> Any:
+        if not isinstance(self.content, list) or not self.images:
+            return self.text
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in self.content
+        ]
 
     @property
     def for_template(self) -> dict[str, Any]:
         calls = [call.for_template for call in self.tool_calls]
         return {
             "role": self.role,
-            "content": self.text,
+            "content": self._content_for_template,
             **({"name": self.name} if self.name else {}),
             **({"tool_call_id": self.tool_call_id} if self.tool_call_id else {}),
             **({"tool_calls": calls} if calls else {}),

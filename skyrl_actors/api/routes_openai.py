@@ -21,12 +21,15 @@ from skyrl_actors.api import openai_wire as wire
 from skyrl_actors.api.access import caller_of, readable
 from skyrl_actors.api.bodies import body_of, documented
 from skyrl_actors.api.body_limits import check_chat, check_completion
-from skyrl_actors.api.cpu_bound import run_in_thread
+from skyrl_actors.api.chat_images import with_images
+from skyrl_actors.api.cpu_bound import run_in_process, run_in_thread
 from skyrl_actors.api.openai_answers import Form
 from skyrl_actors.api.openai_text import Codec, GrowingText, codec_for
+from skyrl_actors.api.pictures import PictureReader
 from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
 from skyrl_actors.api.state import ApiState, shown, state_of
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, SkyrlActorsError
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.paths import parse_path
 from skyrl_actors.messages.requests import Sample, SamplingParams
 from skyrl_actors.messages.results import Failure, PartialSample, SampleOutput
@@ -102,6 +105,11 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     prompt = await run_in_thread(
         codec.chat, messages, able.max_sample_tokens, body.chat_template_kwargs, body.offered
     )
+    urls = [url for message in body.messages for url in message.images]
+    pictures: tuple[Picture, ...] = ()
+    if urls:
+        reader = PictureReader(able.images, state_of(request).config.limits)
+        prompt, pictures = await run_in_process(with_images, prompt, urls, reader)
     room = (
         body.max_completion_tokens
         or body.max_tokens
@@ -118,7 +126,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         codec=codec,
         with_logprobs=body.logprobs,
     )
-    return await _answered(request, body, form, [prompt], params)
+    return await _answered(request, body, form, [prompt], params, pictures)
 
 
 async def _codec(request: Request) -> Codec:
@@ -166,8 +174,9 @@ async def _answered(
     request: Request,
     body: wire.OpenAiBody,
     form: Form,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     params: SamplingParams,
+    pictures: tuple[Picture, ...] = (),
 ) -> Response:
     sampler_id = await _sampler(request, body.model)
     if not prompts:
@@ -183,6 +192,7 @@ async def _answered(
                 Sample(
                     sampler_id=sampler_id,
                     prompt=tuple(prompt),
+                    pictures=pictures,
                     params=replace(params, seed=_seed(params, i)),
                     seq_id=None,
                 )

@@ -82,6 +82,7 @@ async def capabilities(request: Request) -> dict[str, Any]:
         "max_context_length": able.max_sample_tokens,
         "trainable": True,
         "sampleable": True,
+        "takes_images": able.images is not None,  # this service's addition
     }
     return {"supported_models": [model]}
 

@@ -77,6 +77,7 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
         raise InvalidRequest(
             f"the prompt has a token id outside 0 to {capabilities.vocab_size - 1}"
         )
+    _check_placeholders(request, capabilities)
     if not (math.isfinite(params.temperature) and params.temperature >= MIN_TEMPERATURE):
         raise InvalidRequest(f"temperature {params.temperature}: use 0 (greedy) or more")
     if not 0 < params.top_p <= 1:
@@ -115,6 +116,18 @@ def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilit
                 f"prompt_logprobs_last_n {params.prompt_logprobs_last_n} without prompt_logprobs: "
                 "set prompt_logprobs or topk_prompt_logprobs too"
             )
+
+
+def _check_placeholders(request: Sample, capabilities: Capabilities) -> None:
+    form = capabilities.images
+    if form is None:
+        return
+    in_images = sum(picture.num_tokens for picture in request.pictures)
+    if request.prompt.count(form.token) != in_images:
+        raise InvalidRequest(
+            f"the prompt has the token id {form.token} in a text, and it stands for an image; "
+            "send an image chunk in its place"
+        )
 
 
 def _check_prompt_scores(request: Sample, capabilities: Capabilities) -> None:

@@ -1,0 +1,51 @@
+"""Images of chat messages: bytes in `data:` addresses, and their places in the prompt."""
+
+import base64
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from skyrl_actors.api.pictures import PictureReader, Row
+from skyrl_actors.messages.errors import InvalidRequest
+from skyrl_actors.messages.images import Picture
+
+DATA_URL = re.compile(r"data:image/(png|jpeg|jpg);base64,", re.IGNORECASE)
+
+
+def image_in(url: str) -> tuple[bytes, str]:
+    """Return the content and the format of an image. Raises InvalidRequest."""
+    found = DATA_URL.match(url)
+    if found is None:
+        raise InvalidRequest(
+            f"image_url {url[:40]!r}: use data:image/png;base64,… or data:image/jpeg;base64,…; "
+            "the service opens no addresses"
+        )
+    try:
+        content = base64.b64decode(url[found.end() :], validate=True)
+    except ValueError as error:
+        raise InvalidRequest(f"image_url has no valid base64: {error}") from None
+    return content, found[1].lower().replace("jpg", "jpeg")
+
+
+def with_images(
+    tokens: Sequence[int], urls: Sequence[str], reader: PictureReader
+) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+    """Expand the placeholder of each image of a prompt. Raises InvalidRequest.
+
+    The chat template puts one placeholder in the place of each image.
+    """
+    ids = np.asarray(tokens, np.int32)
+    places = np.flatnonzero(ids == reader.token) if reader.form else np.zeros(0, np.int64)
+    if reader.form and len(places) != len(urls):
+        raise InvalidRequest(
+            f"the chat template puts {len(places)} images into a prompt of messages with "
+            f"{len(urls)}; do not write the placeholder of images as text"
+        )
+    row = Row("the messages", reader)
+    for text, url in zip(np.split(ids, places), ["", *urls], strict=False):
+        if url:
+            row.add_image(*image_in(url), expected_tokens=None)
+            text = text[1:]  # without the placeholder
+        row.add_text(text)
+    return row.prompt()
