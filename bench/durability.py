@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from bench.harness import base_folder, emit
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig
 from skyrl_actors.controller import progress
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS

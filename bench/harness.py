@@ -77,7 +77,7 @@ def service(
 
 def base_folder(warmup_steps: int = 0) -> Path:
     from skyrl_actors.backends.base_models import base_model_folder
-    from skyrl_actors.config.cluster import TinyBase
+    from skyrl_actors.config.base_models import TinyBase
 
     return base_model_folder(TinyBase(warmup_steps=warmup_steps), lambda count: [])
 

@@ -27,7 +27,8 @@ import numpy as np
 import sqlalchemy as sa
 
 from bench.harness import emit
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.digests import digest_of
 from skyrl_actors.controller.verbs import KINDS

@@ -22,7 +22,8 @@ import numpy as np
 import psutil
 
 from bench.harness import emit
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.controller import progress
 from skyrl_actors.controller.bounds import PAYLOAD_MEMORY_BYTES, RESULT_MEMORY_BYTES

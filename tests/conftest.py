@@ -25,7 +25,7 @@ from skyrl_actors.__main__ import use_ray_token
 use_ray_token()  # before anything imports ray
 
 from skyrl_actors.backends.base_models import base_model_folder  # noqa: E402
-from skyrl_actors.config.cluster import TinyBase  # noqa: E402
+from skyrl_actors.config.base_models import TinyBase  # noqa: E402
 from tests.marks import arrange, mark  # noqa: E402
 
 ROOT = Path(__file__).parent.parent

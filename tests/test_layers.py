@@ -37,6 +37,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "transfer": {"config", "groups", "messages", "remote"},
     "engines": {
+        "workers",
         "colocation",
         "config",
         "groups",
@@ -102,6 +103,7 @@ PACKAGES: dict[str, set[str]] = {
         "remote",
         "sizing",
         "storage",
+        "torchvision_cpu",
     },
     "sizing": {"backends", "config", "messages", "placement"},
     "__main__": {"commands", "messages"},
@@ -191,7 +193,7 @@ HEAVY = {
         "engines/engine_args.py",
         "engines/vllm_engine.py",
         "engines/vllm_samples.py",
-        "engines/vllm_pictures.py",
+        "engines/vllm_prompts.py",
         "engines/vllm_stats.py",
     ),
     "ray": (

@@ -16,14 +16,14 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from skyrl_actors.backends.memory_demands import shape_in
-from skyrl_actors.config.cluster import (
+from skyrl_actors.config.base_models import (
     BaseModelConfig,
-    ClusterConfig,
     PretrainedBase,
     TinyBase,
     TinyMoeBase,
     TinyVlBase,
 )
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError, InternalError
 from skyrl_actors.messages.quantization import Quantization, quantization_in
 

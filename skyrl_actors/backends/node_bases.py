@@ -13,7 +13,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.reserve import node_ids
-from skyrl_actors.config.cluster import ClusterConfig, MadeBase
+from skyrl_actors.config.base_models import MadeBase
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError, InternalError, SkyrlActorsError
 from skyrl_actors.storage.base_copy import Arrived, BaseCopy, bring, described
 

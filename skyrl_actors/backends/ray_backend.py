@@ -18,7 +18,7 @@ from skyrl_actors.backends.site import adapters_of
 from skyrl_actors.colocation.in_flight import in_sample_phase
 from skyrl_actors.colocation.phases import Phase
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.engines.pool import NO_FULL_WEIGHTS
+from skyrl_actors.engines.own_engines import NO_FULL_WEIGHTS
 from skyrl_actors.groups.actor_group import ActorGroup
 from skyrl_actors.groups.supervisor import GroupSupervisor
 from skyrl_actors.messages.columns import Columns

@@ -28,7 +28,8 @@ from skyrl_actors import remote
 from skyrl_actors.api.client import NAMESPACE, actor_name
 from skyrl_actors.backends.base_models import SEED, base_model_folder, cache_dir
 from skyrl_actors.commands.terminal import bar, note
-from skyrl_actors.config.cluster import ClusterConfig, MadeBase, TinyVlBase
+from skyrl_actors.config.base_models import MadeBase, TinyVlBase
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.actor import ControllerActor
 from skyrl_actors.jobs.envs import noisy_demonstrations
 from skyrl_actors.jobs.shapes import shape_demonstrations

@@ -15,7 +15,8 @@ from skyrl_actors.commands.sized import (
     service_request,
     written,
 )
-from skyrl_actors.config.cluster import ClusterConfig, MadeBase
+from skyrl_actors.config.base_models import MadeBase
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.config.job import JobConfig
 from skyrl_actors.config.load import load, top_level_keys
 from skyrl_actors.sizing.report import lines

@@ -5,14 +5,17 @@ these tokens, so rounding changes their logprobs least, and other weights change
 token ids have logprobs near -15, where bfloat16 alone differs by more than a wrong adapter.
 """
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from skyrl_actors.engines.check_image import image_tokens
+from skyrl_actors.engines.check_image import image_tokens, pictures_in
+from skyrl_actors.engines.interface import BASE_VERSION
 from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import SampleOutput
 
 OPENING_TOKENS = 32
 CONTINUED_TOKENS = 32
@@ -40,7 +43,7 @@ def opening(
     """
     image = image_tokens(base_folder, max_model_len) if with_image else ()
     file = base_folder / "tokenizer.json"
-    form = form_in(base_folder)
+    form = form_in(base_folder) if with_image else None
     random = image + fixed_prompt(vocab_size, max_model_len, form.token if form else None)
     if not file.is_file():
         return random
@@ -54,3 +57,17 @@ def continuation(prompt: tuple[int, ...], max_model_len: int) -> SamplingParams:
     """Return how to continue the opening: greedy, past end-of-text, with room for one token."""
     length = min(CONTINUED_TOKENS, max_model_len - 1 - len(prompt))
     return SamplingParams(max_tokens=length, temperature=0.0, stop=())
+
+
+async def continued(
+    sample: Callable[..., Awaitable[SampleOutput]],
+    base_folder: Path,
+    vocab_size: int,
+    max_model_len: int,
+) -> tuple[int, ...]:
+    """Return the opening with the base model's greedy continuation, by an engine's `sample`."""
+    prompt = opening(base_folder, vocab_size, max_model_len)
+    pictures = pictures_in(prompt, form_in(base_folder))
+    how = continuation(prompt, max_model_len)
+    output = await sample("continuation", prompt, how, None, BASE_VERSION, pictures)
+    return prompt + tuple(output.sequences[0].tokens.tolist())

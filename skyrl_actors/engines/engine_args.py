@@ -10,10 +10,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from skyrl_actors.engines.interface import ALL_WEIGHTS, EngineSpec
-from skyrl_actors.engines.vllm_pictures import VllmPictures
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.quantization import KEY
 
+KINDS = ("image", "video")  # of inputs beside text, by vLLM's names
 # Those of adapters, by vLLM's names for its fused layers.
 LORA_LAYERS = [
     *("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
@@ -35,10 +35,10 @@ def _admit_on_cpu(spec: EngineSpec) -> None:
         cpu_mxfp4.admit()
 
 
-def engine_args(spec: EngineSpec, pictures: VllmPictures | None = None) -> AsyncEngineArgs:
+def engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     """Return what the spec means to vLLM."""
     literals: Any = spec  # vLLM types its choices as literals; the config has checked them
-    on_cpu = spec.device == "cpu"
+    on_cpu, images = spec.device == "cpu", spec.max_images
     if on_cpu:
         _admit_on_cpu(spec)
     on_device: dict[str, Any] = (
@@ -79,7 +79,7 @@ def engine_args(spec: EngineSpec, pictures: VllmPictures | None = None) -> Async
         weight_transfer_config=WeightTransferConfig(backend=ALL_WEIGHTS),
         worker_extension_cls="skyrl_actors.engines.worker_ext.Extension",
         **on_device,
-        **(pictures.arguments if pictures else {}),
+        **({"limit_mm_per_prompt": dict(zip(KINDS, (images, 0), strict=True))} if images else {}),
         **json.loads(spec.arguments),
     )
     if on_cpu:

@@ -29,6 +29,7 @@ from skyrl_actors.engines.load_times import LoadTimes, record_transfer
 from skyrl_actors.engines.local_engine import DROPPED, LocalEngine
 from skyrl_actors.engines.logprob_check import SCORING, LogprobCheck
 from skyrl_actors.engines.memory import EngineMemory
+from skyrl_actors.engines.own_engines import needs_own, why_none
 from skyrl_actors.engines.replica import EngineReplica
 from skyrl_actors.engines.routing import EngineLoad, affinity_key, choose
 from skyrl_actors.engines.streamed import StreamedSamples
@@ -52,16 +53,6 @@ Deliver = Callable[
     Awaitable[WeightStream | None],
 ]
 T = TypeVar("T")
-NO_SCORES = (
-    "target_prompt_logprobs, prompt_alt_tokens_k, tempered_logprobs and processed_logprobs need "
-    "engines of this service, and engine.num_engines is 0"
-)
-NO_IMAGES = (
-    "prompts with images need engines of this service, and engine.num_engines is 0; send text"
-)
-NO_FULL_WEIGHTS = (
-    "full weights can be sampled only by engines of this service, and engine.num_engines is 0"
-)
 
 
 class EnginePool:
@@ -151,10 +142,7 @@ class EnginePool:
         managed = needs_own(weights, params, has_images)
         able = [engine for engine in self.engines if engine.managed or not managed]
         if not able:
-            scores = params.scores_prompt or params.processes
-            raise InvalidRequest(
-                NO_SCORES if scores else NO_IMAGES if has_images else NO_FULL_WEIGHTS
-            )
+            raise InvalidRequest(why_none(params, has_images))
         for engine in self.engines:
             engine.restart_if_dead()
         while not self._living(managed):
@@ -426,12 +414,3 @@ class EnginePool:
                 await work(engine)
 
         await asyncio.gather(*(one(engine) for engine in self._living()))
-
-
-def needs_own(weights: SamplerWeights, params: SamplingParams, has_images: bool) -> bool:
-    """Return whether only an engine of this service can serve this sample.
-
-    Engines by URL serve the base and adapters, without prompt scores, processed logprobs or images.
-    """
-    is_full = full_version(weights) != BASE_VERSION
-    return is_full or has_images or params.scores_prompt or params.processes

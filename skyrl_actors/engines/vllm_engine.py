@@ -14,15 +14,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import TokensPrompt
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from skyrl_actors.engines import received_files
 from skyrl_actors.engines.adapter_files import check_adapter
-from skyrl_actors.engines.check_image import pictures_in
-from skyrl_actors.engines.check_prompt import continuation, fixed_prompt, opening
+from skyrl_actors.engines.check_prompt import continued, fixed_prompt
 from skyrl_actors.engines.deadlines import PausableDeadlines
 from skyrl_actors.engines.engine_args import engine_args, refused
 from skyrl_actors.engines.interface import BASE_VERSION, FLAG, EngineSpec, EngineStatus
@@ -32,13 +30,12 @@ from skyrl_actors.engines.received_files import Files
 from skyrl_actors.engines.reload_proof import prove_adapter, prove_reload
 from skyrl_actors.engines.routed_experts import RoutedExperts, routed_by
 from skyrl_actors.engines.tool_calls import ToolCalls, with_calls
-from skyrl_actors.engines.vllm_pictures import VllmPictures, check_expanded
 from skyrl_actors.engines.vllm_processed import take_marked_ids
+from skyrl_actors.engines.vllm_prompts import VllmPrompts, check_expanded
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
 from skyrl_actors.engines.weight_parts import base_parts, update_info
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
-from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput
@@ -71,20 +68,16 @@ class VllmEngine:
         self._processes_logprobs = False  # those of the sampling distribution
         self._routed: RoutedExperts | None = None
         self._tool_calls: ToolCalls | None = None
-        self._pictures: VllmPictures | None = None
-        self._never_sampled: int | None = None
+        self._prompts = VllmPrompts(spec.base_folder, spec.max_images)
         self._stats = LastStats()
         self.partials = Partials()
         self._processes: list[psutil.Process] = []
         self.dead = asyncio.Event()  # vLLM's own process has ended
 
     async def start(self) -> None:
-        if self.spec.max_images:
-            self._pictures = VllmPictures(self.spec.base_folder, self.spec.max_images)
-            self._never_sampled = self._pictures.never_sampled
         try:
             self._llm = AsyncLLM.from_engine_args(
-                engine_args(self.spec, self._pictures), stat_loggers=[self._stats]
+                engine_args(self.spec), stat_loggers=[self._stats]
             )
         except ValueError as error:
             raise refused(error) from error
@@ -102,7 +95,12 @@ class VllmEngine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         self._loaded = BASE_VERSION
         await self._prove()
-        self._check_prompt = await self._continued()
+        self._check_prompt = await continued(
+            self.sample,
+            Path(self.spec.base_folder),
+            self.llm.model_config.get_vocab_size(),
+            self.spec.max_model_len,
+        )
         loop = asyncio.get_running_loop()
         self._processes = psutil.Process().children(recursive=True)
         for child in psutil.Process().children():
@@ -116,23 +114,15 @@ class VllmEngine:
     async def _prove(self) -> None:
         """Raise ConfigError if vLLM cannot compute the model, alone, updated or with an adapter."""
         config = self.llm.model_config
-        prompt = fixed_prompt(config.get_vocab_size(), self.spec.max_model_len, self._never_sampled)
+        prompt = fixed_prompt(
+            config.get_vocab_size(), self.spec.max_model_len, self._prompts.placeholder
+        )
         parts = base_parts(self.spec) if self.spec.takes_full_weights else ()
         await prove_reload(self, config.architecture, self.spec.dtype, prompt, parts)
         self._adapters[ZEROS.version] = number = next(self._numbers)
         await self.llm.collective_rpc("skyrl_add_zeros", args=(ZEROS.version, number))
         await prove_adapter(self, config.architecture, self.spec.dtype, prompt, ZEROS)
         await self.drop_adapters((ZEROS.version,))
-
-    async def _continued(self) -> tuple[int, ...]:
-        """Return a natural text with the base model's greedy continuation, as token ids."""
-        longest, vocab_size = self.spec.max_model_len, self.llm.model_config.get_vocab_size()
-        prompt = opening(Path(self.spec.base_folder), vocab_size, longest)
-        how = continuation(prompt, longest)
-        pictures = pictures_in(prompt, form_in(Path(self.spec.base_folder)))
-        output = await self.sample("continuation", prompt, how, None, BASE_VERSION, pictures)
-        (found,) = output.sequences
-        return prompt + tuple(found.tokens.tolist())
 
     def _wait_for_end(self, process: psutil.Process, loop: asyncio.AbstractEventLoop) -> None:
         process.wait()
@@ -180,7 +170,7 @@ class VllmEngine:
         if self._routed:
             self._routed.check(len(prompt), params)
         needed = BASE_VERSION if adapter else version
-        given = await self._given(prompt, pictures)
+        given = await self._prompts.given(prompt, pictures)
         lora = await self._prepare(adapter, needed)
         output: Any = None
         self._running += 1
@@ -188,7 +178,7 @@ class VllmEngine:
             async with self._deadlines.within():
                 stream = self.llm.generate(
                     given,
-                    vllm_params(params, self._never_sampled),
+                    vllm_params(params, self._prompts.placeholder),
                     request_id,
                     lora_request=lora,
                 )
@@ -214,18 +204,9 @@ class VllmEngine:
                 f"engine {self.spec.name} sampled with weights {', '.join(sorted(unexpected))}, "
                 f"not {needed} alone"
             )
-        if pictures:
-            check_expanded(output, prompt)
+        check_expanded(output, prompt, pictures)
         found = as_output(output, version, params, self._routed)
         return await with_calls(found, params.tools, self._tool_calls)
-
-    async def _given(self, prompt: tuple[int, ...], pictures: tuple[Picture, ...]) -> TokensPrompt:
-        """Return vLLM's prompt."""
-        if not pictures:
-            return TokensPrompt(prompt_token_ids=list(prompt))
-        if self._pictures is None:
-            raise InvalidRequest("the base model takes no images; leave them out")
-        return await asyncio.to_thread(self._pictures.prompt, prompt, pictures)
 
     async def _prepare(self, adapter: WeightManifest | None, needed: str) -> LoRARequest | None:
         """Wait until the engine holds the needed weights and the adapter.

@@ -58,7 +58,7 @@ def drawing(rng: random.Random, colour: str, shape: str) -> bytes:
 
 
 def shape_tasks(count: int, seed: int) -> Iterator[ShapeTask]:
-    """Yield drawings to name. Neighbouring tasks have different names, all equally often."""
+    """Yield drawings to name. Adjacent tasks have different names, all equally often."""
     rng = random.Random(f"shapes {seed}")
     for number in range(count):
         name = NAMES[number % len(NAMES)]

@@ -24,7 +24,8 @@ from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.state import ApiState
 from skyrl_actors.backends.backend import AdapterMemory
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.tenants import TenantTable

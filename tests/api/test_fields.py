@@ -24,6 +24,8 @@ PASSED_WHOLE = {"AdamBody", "LossInput"}  # with model_dump
 ONE_VALUE = {
     ("StreamOptions", "include_obfuscation"),
     ("TextPart", "type"),
+    ("ImagePart", "type"),
+    ("ImageUrl", "detail"),  # only its default is served
     ("SearchOwner", "type"),  # a part of `owner`, which is listed
 }
 # What the SDK calls a request, and this service's name of its body.

@@ -25,10 +25,13 @@ from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.columns import Columns
 from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.image_form import ImageForm
+from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.model import LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
-from skyrl_actors.messages.results import LossOutput
-from tests.api.local import MODEL, AnsweringBackend, config_for, edge, model_in, resolved
+from skyrl_actors.messages.requests import SamplingParams
+from skyrl_actors.messages.results import LossOutput, SampleOutput
+from skyrl_actors.messages.weights import SamplerWeights
+from tests.api.local import AnsweringBackend, config_for, edge, model_in, resolved
 
 FORM = ImageForm(token=150, patch=4, merge=2, least=64, most=4096)
 LIMITS = LimitsConfig()
@@ -262,6 +265,7 @@ class Seeing(AnsweringBackend):
     def __init__(self, folder: str):
         super().__init__(folder)
         self.batches: list[Columns] = []
+        self.prompts: list[tuple[tuple[int, ...], tuple[Picture, ...]]] = []
 
     async def start(self, epoch: int) -> Any:
         return replace(await super().start(epoch), images=FORM)
@@ -276,6 +280,17 @@ class Seeing(AnsweringBackend):
     ) -> LossOutput:
         self.batches.append(columns)
         return await super().forward_backward(spec, precondition, columns, loss, forward_only)
+
+    async def sample(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        weights: SamplerWeights,
+        pictures: tuple[Picture, ...] = (),
+    ) -> SampleOutput:
+        self.prompts.append((prompt, pictures))
+        return await super().sample(request_id, prompt, params, weights, pictures)
 
 
 async def test_an_image_reaches_the_backend_through_the_journal(tmp_path: Path):
@@ -297,9 +312,4 @@ async def test_an_image_reaches_the_backend_through_the_journal(tmp_path: Path):
         wrong = await http.post("/forward_backward", json=body(5))
         assert wrong.status_code == 422
         assert "datum 0: image 0 takes 6 tokens, and expected_tokens is 5" in wrong.text
-        prompt = await http.post(
-            "/asample",
-            json={"base_model": MODEL, "prompt": {"chunks": [{"type": "image", "data": "eA=="}]}},
-        )
-        assert prompt.status_code == 422 and "only text tokens are served" in prompt.text
     assert len(backend.batches) == 1

@@ -12,7 +12,8 @@ from placement.reserve import cluster_nodes, reserve
 from placement.types import Demand
 from skyrl_actors.backends import node_bases
 from skyrl_actors.backends.node_bases import NodeBases
-from skyrl_actors.config.cluster import ClusterConfig, PretrainedBase
+from skyrl_actors.config.base_models import PretrainedBase
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.remote import NAMESPACE
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller import actor
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages.catalog import SessionLabels

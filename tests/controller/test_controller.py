@@ -10,7 +10,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from skyrl_actors.api import translate, wire
 from skyrl_actors.backends.backend import Capabilities
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig
 from skyrl_actors.controller import samples
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from skyrl_actors.clock import SteadyClock
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, TinyBase
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig
 from skyrl_actors.controller import housekeeping
 from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.controller.controller import Controller

@@ -8,7 +8,8 @@ import numpy as np
 import psutil
 import pytest
 
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.verbs import KINDS
 from skyrl_actors.groups.exactly_once import ExactlyOnce

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from skyrl_actors.backends.backend import AdapterMemory
+from skyrl_actors.config.base_models import TinyBase
 from skyrl_actors.config.cluster import (
     ClusterConfig,
     JournalConfig,
     LimitsConfig,
     LoraConfig,
     RestartConfig,
-    TinyBase,
 )
 from skyrl_actors.controller import model_capacity
 from skyrl_actors.controller.controller import Controller

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, TinyBase
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.controller.router_replay import model_of
 from skyrl_actors.controller.tenants import Sampler

@@ -20,13 +20,8 @@ import ray
 from pydantic import ValidationError
 
 from skyrl_actors.backends.ray_backend import RayBackend
-from skyrl_actors.config.cluster import (
-    ClusterConfig,
-    GroupConfig,
-    LoraConfig,
-    PretrainedBase,
-    RestartConfig,
-)
+from skyrl_actors.config.base_models import PretrainedBase
+from skyrl_actors.config.cluster import ClusterConfig, GroupConfig, LoraConfig, RestartConfig
 from skyrl_actors.config.engines import EngineConfig, ExternalEngineConfig
 from skyrl_actors.config.transfers import (
     FileTransferConfig,

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_actors.config.transfers import LogprobCheckConfig
 from skyrl_actors.engines.check_prompt import fixed_prompt
-from skyrl_actors.engines.logprob_check import LogprobCheck
+from skyrl_actors.engines.logprob_check import LONGEST, LogprobCheck
 from skyrl_actors.engines.partials import Partials
 from skyrl_actors.journal.encoding import from_json, to_json
 from skyrl_actors.messages.errors import InternalError
@@ -58,7 +58,7 @@ def test_scores_survive_the_journal_and_a_checkpoint_folder(tmp_path: Path):
         '{"prompt": 1}',
         '{"prompt": [1], "logprobs": ["x"], "dtype": "float32"}',
         '{"prompt": [-1, 2], "logprobs": [-0.1], "dtype": "float32"}',
-        json.dumps({"prompt": [1] * 65, "logprobs": [-0.1], "dtype": "float32"}),
+        json.dumps({"prompt": [1] * (LONGEST + 1), "logprobs": [-0.1], "dtype": "float32"}),
     ],
 )
 def test_a_folder_with_other_content_gives_no_scores(tmp_path: Path, text: str):

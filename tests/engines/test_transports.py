@@ -13,13 +13,8 @@ import ray
 from skyrl_actors import losses
 from skyrl_actors.backends.ray_backend import RayBackend
 from skyrl_actors.colocation.phases import Phase
-from skyrl_actors.config.cluster import (
-    ClusterConfig,
-    EngineConfig,
-    GroupConfig,
-    LoraConfig,
-    PretrainedBase,
-)
+from skyrl_actors.config.base_models import PretrainedBase
+from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig
 from skyrl_actors.config.observe import ObserveConfig
 from skyrl_actors.config.transfers import (
     DiskTransferConfig,

@@ -44,7 +44,7 @@ def make(kind: str, folder: Path) -> Path:
     text.vocab_size, text.hidden_size, text.head_dim = 320, WIDTH, 32
     text.num_attention_heads, text.num_key_value_heads = 2, 1
     text.rope_parameters["mrope_section"] = SECTIONS[kind]
-    tower.out_hidden_size = tower.hidden_size = WIDTH
+    tower.update({"out_hidden_size": WIDTH, "hidden_size": WIDTH})
     torch.manual_seed(0)
     model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_actors.backends.base_models import base_model_folder
-from skyrl_actors.config.cluster import TinyBase
+from skyrl_actors.config.base_models import TinyBase
 from tests.api.local import MODEL
 
 ROOT = Path(__file__).parent.parent.parent

@@ -22,13 +22,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from skyrl_actors.config.cluster import (
-    ClusterConfig,
-    JournalConfig,
-    LimitsConfig,
-    RestartConfig,
-    TinyBase,
-)
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig, LimitsConfig, RestartConfig
 from skyrl_actors.controller.controller import Controller
 from skyrl_actors.journal.encoding import encode
 from skyrl_actors.messages import requests as rq

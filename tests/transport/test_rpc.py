@@ -144,7 +144,7 @@ async def test_a_client_of_another_version_is_refused_with_both_versions(
 ):
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(HEAD.size + handshake.VERSION_BYTES + handshake.NONCE_BYTES)
-        writer.write(HEAD.pack(2, 0) + (9).to_bytes(2))
+        writer.write(HEAD.pack(2, 0) + (999).to_bytes(2))
         writer.close()
 
     listening = await asyncio.start_server(listen, "127.0.0.1", 0)
@@ -155,13 +155,13 @@ async def test_a_client_of_another_version_is_refused_with_both_versions(
 
     with pytest.raises(
         InternalError,
-        match=rf"the actor has version 9 .* this process has version {PROTOCOL_VERSION}: install",
+        match=rf"the actor has version 999 .* this process has version {PROTOCOL_VERSION}: install",
     ):
         await RpcClient(find, Target).call(Target.add, 1, 2)
     listening.close()
 
 
-@pytest.mark.parametrize("hello", [(9).to_bytes(2) + bytes(32), bytes(32), (9).to_bytes(2)])
+@pytest.mark.parametrize("hello", [(999).to_bytes(2) + bytes(32), bytes(32), (999).to_bytes(2)])
 async def test_a_server_answers_another_version_with_its_own_only(served: Served, hello: bytes):
     address = await served.find()
     reader, writer = await asyncio.open_connection(address.host, address.port)

@@ -180,7 +180,7 @@ async def test_a_client_of_another_version_is_told_the_version_over_tls(
     reader, writer = await asyncio.open_connection(
         address.host, address.port, ssl=tls.context("caller")
     )
-    hello = (9).to_bytes(2) + bytes(32)
+    hello = (999).to_bytes(2) + bytes(32)
     writer.write(HEAD.pack(len(hello), 0) + hello)
     answer = await asyncio.wait_for(reader.readexactly(HEAD.size + 2), 10)
     assert int.from_bytes(answer[-2:]) == PROTOCOL_VERSION and not server.callers
