@@ -20,6 +20,11 @@ def prove_replay(network: Network) -> None:
     Every rank of a sharded network takes part.
     """
     name, routed = type(network.module).__name__, network.routed
+    if network.tower is not None:
+        raise ConfigError(
+            f"router_replay=true, but {name} takes images, and routes are kept by the tokens of a "
+            "prompt, which are equal for different images; set router_replay=false"
+        )
     if not routed.width:
         raise ConfigError(f"router_replay=true, but {name} has no routed experts to replay")
     routes = drawn_routes(routed)

@@ -49,6 +49,8 @@ HELD_BY = {
     ),
     "skyrl-actors train my_job.yaml": 'tests/jobs/on_service.py: "dapo"',
     "skyrl-actors train configs/jobs/sft_tiny.yaml": 'tests/jobs/on_service.py: "sft"',
+    "skyrl-actors serve configs/cpu_tiny_vl.yaml": "tests/service/test_images.py: CONFIG",
+    "python -m examples.vision_sft": "tests/service/test_images.py: examples.vision_sft",
 }
 SMALLER = {
     "python -m examples.sft": "python -m examples.sft --steps 1 --batch 4 --base-model tiny",

@@ -1,6 +1,10 @@
 """A service whose base takes images, through the unmodified SDK."""
 
+import os
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,22 +17,20 @@ from tinker import types
 from bench import faults
 from examples.vision_sft import VisionChat
 from skyrl_actors.jobs.shapes import ShapeTask, shape_tasks
-from tests.conftest import free_port, run_cli
+from tests.conftest import ROOT, free_port, run_cli
 
-BASE = "skyrl-actors/tiny-vl"
+BASE, CONFIG = "skyrl-actors/tiny-vl", "configs/cpu_tiny_vl.yaml"
 KINDS = ("rank", "controller", "engine actor", "vLLM process")
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Yield the name and the address of a service with random weights."""
+    """Yield the name and the address of a service."""
     folder, port = tmp_path_factory.mktemp("images"), free_port()
     name = f"images-{port}"
     options = (f"name={name}", f"http.port={port}", f"checkpoint_dir={folder / 'checkpoints'}")
-    started = run_cli(
-        "serve", "configs/cpu_tiny_vl.yaml", *options, "base_model.warmup_steps=0", timeout=600
-    )
+    started = run_cli("serve", CONFIG, *options, timeout=600)
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         yield name, f"http://127.0.0.1:{port}"
@@ -137,3 +139,17 @@ def _rl_datum(chat: VisionChat, sampler: tinker.SamplingClient, task: ShapeTask)
             "advantages": tensor([0.0] * known + [0.5] * len(tokens)),
         },
     )
+
+
+@pytest.mark.slow
+def test_the_example_names_coloured_shapes(served: tuple[str, str]):
+    where = {"TINKER_BASE_URL": served[1], "TINKER_API_KEY": "tml-test"}
+    command = [sys.executable, "-m", "examples.vision_sft"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **where}, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = (
+        float(found) for found in re.findall(r"held-out accuracy \w+: +([\d.]+)", done.stdout)
+    )
+    assert before < 0.2 and after > 0.9
