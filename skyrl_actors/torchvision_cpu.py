@@ -18,8 +18,11 @@ OPERATORS = (
     *("_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward"),
 )
 HOOK = "skyrl_actors_torchvision.pth"
-# Each start of Python runs this line, also after skyrl_actors was removed.
-LINE = f"import importlib.util as u; u.find_spec('skyrl_actors') and __import__('{__name__}')\n"
+# Each start of Python runs this line, also after skyrl_actors was removed or replaced.
+LINE = (
+    "import importlib.util as u; u.find_spec('skyrl_actors') and "
+    f"u.find_spec('{__name__}') and __import__('{__name__}')\n"
+)
 _declared: list[object] = []  # torch drops a declaration with its object
 
 
@@ -51,13 +54,15 @@ def declare(origin: str) -> None:
 
     import torch
 
+    if _declared:  # an earlier import failed later on
+        return
     try:
         torch.ops.load_library(next(Path(origin).parent.glob("_C*")))
-    except (OSError, StopIteration):
+    except (OSError, RuntimeError, StopIteration):
         library = torch.library.Library(NAME, "DEF")
+        _declared.append(library)
         for name in OPERATORS:
             library.define(f"{name}(Tensor input) -> Tensor")
-        _declared.append(library)
 
 
 def write_hook() -> None:

@@ -46,5 +46,21 @@ def test_the_hook_is_one_line_that_other_environments_survive(
     assert found.stdout.strip() == "True"
 
 
+def test_the_hook_survives_a_release_without_this_module(tmp_path: Path):
+    (tmp_path / "skyrl_actors").mkdir()
+    isolated = [sys.executable, "-S", "-c", torchvision_cpu.LINE]
+    done = subprocess.run(isolated, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr
+
+
+def test_torchvision_can_be_imported_again():
+    again = "import sys\nfor n in [n for n in sys.modules if n.startswith('torchvision')]:\n"
+    done = run(
+        f"import torchvision\n{again}    del sys.modules[n]\ntry:\n    import torchvision\n"
+        "except ImportError:\n    pass\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_other_imports_are_left_to_other_finders():
     assert torchvision_cpu.Finder.find_spec("torch") is None

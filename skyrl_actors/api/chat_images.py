@@ -33,19 +33,19 @@ def with_images(
 ) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
     """Expand the placeholder of each image of a prompt. Raises InvalidRequest.
 
-    The chat template puts one placeholder in the place of each image.
+    The base model takes images. Its chat template puts one placeholder in the place of each.
     """
     ids = np.asarray(tokens, np.int32)
-    places = np.flatnonzero(ids == reader.token) if reader.form else np.zeros(0, np.int64)
-    if reader.form and len(places) != len(urls):
+    places = np.flatnonzero(ids == reader.token)
+    if len(places) != len(urls):
         raise InvalidRequest(
             f"the chat template puts {len(places)} images into a prompt of messages with "
             f"{len(urls)}; do not write the placeholder of images as text"
         )
     row = Row("the messages", reader)
-    for text, url in zip(np.split(ids, places), ["", *urls], strict=False):
-        if url:
-            row.add_image(*image_in(url), expected_tokens=None)
-            text = text[1:]  # without the placeholder
-        row.add_text(text)
+    first, *others = np.split(ids, places)
+    row.add_text(first)
+    for url, text in zip(urls, others, strict=True):
+        row.add_image(*image_in(url), expected_tokens=None)
+        row.add_text(text[1:])  # without the placeholder
     return row.prompt()

@@ -281,8 +281,13 @@ def prompt_from_chunks(
     if reader.form is None and not has_images(chunks):
         return tuple(tokens_from_chunks(chunks)), ()
     row = Row("the prompt", reader)
-    for chunk in chunks:
-        _add_json_chunk(row, chunk)
+    try:
+        for chunk in chunks:
+            _add_json_chunk(row, chunk)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InvalidRequest(
+            f"the prompt is not a ModelInput: {type(error).__name__} {error}"
+        ) from None
     return row.prompt()
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.columns import Example
 from skyrl_actors.messages.errors import InvalidRequest
-from skyrl_actors.messages.image_form import Grid, ImageForm
+from skyrl_actors.messages.image_form import MOST_ASPECT, Grid, ImageForm
 from skyrl_actors.messages.images import Picture
 
 MAGIC = (b"\x89PNG", b"\xff\xd8\xff")  # what these files begin with
@@ -112,6 +112,8 @@ class PictureReader:
                         "pixels together (limits.request_pixels); send fewer"
                     )
                 grid = form.grid(width, height)
+                if max(grid[1:]) > MOST_ASPECT * min(grid[1:]):
+                    raise ValueError("after it was resized, it is too long for its width")
                 image.convert("RGB")  # as a rank does
         except InvalidRequest:
             raise

@@ -25,7 +25,7 @@ from skyrl_actors.api.chat_images import with_images
 from skyrl_actors.api.cpu_bound import run_in_process, run_in_thread
 from skyrl_actors.api.openai_answers import Form
 from skyrl_actors.api.openai_text import Codec, GrowingText, codec_for
-from skyrl_actors.api.pictures import PictureReader
+from skyrl_actors.api.pictures import NO_IMAGES, PictureReader
 from skyrl_actors.api.requested import RequestedSamples, SampleStream, unless_gone
 from skyrl_actors.api.state import ApiState, shown, state_of
 from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound, SkyrlActorsError
@@ -98,14 +98,17 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
     The prompt uses the chat template of the base model.
     """
-    codec, able = await _codec(request), await state_of(request).capabilities()
+    able = await state_of(request).capabilities()
+    urls = [url for message in body.messages for url in message.images]
+    if urls and able.images is None:
+        raise InvalidRequest(f"image_url: {NO_IMAGES}")
+    codec = await _codec(request)
     if body.offered and not state_of(request).config.engine.tool_parser:
         raise InvalidRequest("tools need engine.tool_parser in the config of this service")
     messages = [message.for_template for message in body.messages]
     prompt = await run_in_thread(
         codec.chat, messages, able.max_sample_tokens, body.chat_template_kwargs, body.offered
     )
-    urls = [url for message in body.messages for url in message.images]
     pictures: tuple[Picture, ...] = ()
     if urls:
         reader = PictureReader(able.images, state_of(request).config.limits)

@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,7 @@ def _size(form: ImageForm) -> tuple[int, int]:
     return columns * factor, rows * factor
 
 
+@lru_cache(maxsize=4)
 def _drawn(width: int, height: int) -> bytes:
     """Return a PNG of coloured stripes and a gradient."""
     y, x = np.indices((height, width))

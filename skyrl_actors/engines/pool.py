@@ -237,9 +237,11 @@ class EnginePool:
 
         Samples that arrive meanwhile wait for the same check.
         """
-        pictures = self.logprob_check.pictures_in(weights.scored_prompt)
-        if not self.logprob_check.can_compare(weights) or (pictures and not engine.managed):
+        if not self.logprob_check.can_compare(weights):
             return
+        pictures = self.logprob_check.pictures_in(weights.scored_prompt)
+        if pictures and not engine.managed:
+            return  # engines by URL get no images
 
         async def check() -> None:
             scored = await engine.ask(

@@ -170,12 +170,12 @@ class VllmEngine:
         if self._routed:
             self._routed.check(len(prompt), params)
         needed = BASE_VERSION if adapter else version
-        given = await self._prompts.given(prompt, pictures)
         lora = await self._prepare(adapter, needed)
         output: Any = None
         self._running += 1
         try:
             async with self._deadlines.within():
+                given = await self._prompts.given(prompt, pictures)
                 stream = self.llm.generate(
                     given,
                     vllm_params(params, self._prompts.placeholder),

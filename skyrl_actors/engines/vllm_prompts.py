@@ -6,6 +6,7 @@ other pixels give other logprobs.
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm.inputs import TokensPrompt
@@ -14,6 +15,8 @@ from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.workers.pixels import ImagePixels
 
+THREADS = 2
+
 
 class VllmPrompts:
     """Prompts of a base model that takes up to `max_images` images in each."""
@@ -21,6 +24,8 @@ class VllmPrompts:
     def __init__(self, folder: str, max_images: int):
         """Raises ConfigError if images are taken and the folder has no processor for them."""
         self._pixels = ImagePixels(folder) if max_images else None
+        # Decoding takes memory, and must not delay other work in threads.
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
         self.form = self._pixels.form if self._pixels else None
 
     @property
@@ -34,20 +39,25 @@ class VllmPrompts:
             return TokensPrompt(prompt_token_ids=list(tokens))
         if self._pixels is None:
             raise InvalidRequest("the base model takes no images; leave them out")
-        return await asyncio.to_thread(_with_images, self._pixels, tokens, pictures)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, _with_images, self._pixels, tokens, pictures
+        )
 
 
 def _with_images(
     pixels: ImagePixels, tokens: Sequence[int], pictures: Sequence[Picture]
 ) -> TokensPrompt:
-    """Return a prompt with one placeholder for each image. Images are decoded here."""
+    """Return a prompt with one placeholder for each image. Each image is decoded once."""
     kept, at = list[int](), 0
     for picture in pictures:
         kept += tokens[at : picture.place + 1]
         at = picture.place + picture.num_tokens
+    sized = {one.digest: one.content for one in pictures}
+    images = {digest: pixels.resized(content) for digest, content in sized.items()}
     return TokensPrompt(
         prompt_token_ids=[*kept, *tokens[at:]],
-        multi_modal_data={"image": [pixels.resized(one.content) for one in pictures]},
+        multi_modal_data={"image": [images[one.digest] for one in pictures]},
         multi_modal_uuids={"image": [one.digest for one in pictures]},
     )
 

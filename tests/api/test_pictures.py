@@ -230,6 +230,14 @@ def test_a_base_without_a_tower_takes_no_images():
     assert read("proto", datum(text(150, 3), length=2), reader=reader).images is None
 
 
+def test_an_image_that_is_too_thin_once_resized_is_refused():
+    """Engines check the sides of the resized image again."""
+    reader = PictureReader(replace(FORM, most=10**6), LIMITS)
+    assert reader.form and reader.form.grid(2192, 11) == (1, 2, 548)
+    with pytest.raises(InvalidRequest, match="after it was resized, it is too long"):
+        reader.read("image 0", 0, encoded(2192, 11), "png", None)
+
+
 def test_an_equal_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch):
     opened = list[bytes]()
     own = Image.open

@@ -92,6 +92,10 @@ async def test_a_prompt_has_placeholders_and_the_images_of_its_chunks(
         ([chunk(b"no image")], "the prompt: image 0 is not a png image"),
         ([chunk(encoded(), format="gif")], "has format 'gif'; use png or jpeg"),
         ([text(3, FORM.token)], "the token id 150 stands for an image"),
+        ([chunk(encoded(401, 2))], "sides are 401 and 2 pixels"),
+        ([{"tokens": [[1], [2, 3]]}], "the prompt is not a ModelInput"),
+        ([{"tokens": None}], "the prompt is not a ModelInput"),
+        ([{"tokens": 5}], "the prompt is not a ModelInput"),
         ([{"type": "image_asset_pointer", "location": "file:///etc/passwd"}], "kind"),
     ],
 )
@@ -108,6 +112,11 @@ async def test_a_base_without_a_tower_takes_no_prompt_with_images(tmp_path: Path
     async with edge(config_for(tmp_path), AnsweringBackend(str(tmp_path))) as http:
         refused = await http.post("/asample", json=prompt(chunk(encoded()), text(3)))
         assert refused.status_code == 422 and "the base model takes no images" in refused.text
+        for url in ("data:image/png;base64,eA==", "file:///etc/passwd", ""):
+            part = {"type": "image_url", "image_url": {"url": url}}
+            refused = await http.post(URL, json=chat(part, {"type": "text", "text": "t7"}))
+            assert refused.status_code == 400, refused.text
+            assert "the base model takes no images" in refused.text
         models = (await http.get("/get_server_capabilities")).json()["supported_models"]
         assert models[0]["takes_images"] is False
 

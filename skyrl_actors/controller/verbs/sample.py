@@ -123,7 +123,11 @@ def _check_placeholders(request: Sample, capabilities: Capabilities) -> None:
     if form is None:
         return
     in_images = sum(picture.num_tokens for picture in request.pictures)
-    if request.prompt.count(form.token) != in_images:
+    are_there = all(
+        set(request.prompt[one.place : one.place + one.num_tokens]) == {form.token}
+        for one in request.pictures
+    )
+    if not are_there or request.prompt.count(form.token) != in_images:
         raise InvalidRequest(
             f"the prompt has the token id {form.token} in a text, and it stands for an image; "
             "send an image chunk in its place"
