@@ -1,14 +1,14 @@
-"""Make small datasets for the jobs in configs/jobs: words to write backwards.
+"""Make small datasets for the jobs in configs/jobs: words to write backwards, and drawings to name.
 
-The files contain answers and pairs of answers:
-
-    python -m examples.make_data data
+python -m examples.make_data data
 """
 
 import json
 import random
 import sys
 from pathlib import Path
+
+from skyrl_actors.jobs.shapes import shape_tasks
 
 LETTERS = "abcdefghijkl"
 
@@ -28,7 +28,18 @@ def wrong(rng: random.Random, text: str) -> str:
     return rng.choice([text, changed]) if text != text[::-1] else changed
 
 
-def main(folder: Path, answers: int = 6000, pairs: int = 3000) -> None:
+def write_shapes(folder: Path, count: int) -> None:
+    """Write shapes.jsonl, and its images into a folder beside it."""
+    (folder / "shapes").mkdir(exist_ok=True)
+    with (folder / "shapes.jsonl").open("w") as file:
+        for i, task in enumerate(shape_tasks(count, seed=7)):
+            image = f"shapes/{i:04}.png"
+            (folder / image).write_bytes(task.image)
+            row = {"prompt": task.question, "completion": task.answer, "images": [image]}
+            file.write(json.dumps(row) + "\n")
+
+
+def main(folder: Path, answers: int = 6000, pairs: int = 3000, shapes: int = 1024) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     words = sorted({word(rng) for _ in range(3 * answers)})
@@ -40,9 +51,11 @@ def main(folder: Path, answers: int = 6000, pairs: int = 3000) -> None:
         for text in words[:pairs]:
             row = {"prompt": f"Reverse: {text}", "chosen": text[::-1], "rejected": wrong(rng, text)}
             file.write(json.dumps(row) + "\n")
+    write_shapes(folder, shapes)
     print(
         f"{folder}/answers.jsonl: {min(answers, len(words))} rows, "
-        f"{folder}/pairs.jsonl: {min(pairs, len(words))} rows"
+        f"{folder}/pairs.jsonl: {min(pairs, len(words))} rows, "
+        f"{folder}/shapes.jsonl: {shapes} rows with images"
     )
 
 

@@ -31,21 +31,31 @@ def image_in(url: str) -> tuple[bytes, str]:
 def with_images(
     tokens: Sequence[int], urls: Sequence[str], reader: PictureReader
 ) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
-    """Expand the placeholder of each image of a prompt. Raises InvalidRequest.
+    """Expand the placeholders of a prompt whose images are `data:` addresses; see `expanded`."""
+    return expanded(tokens, [image_in(url) for url in urls], reader)
+
+
+def expanded(
+    tokens: Sequence[int], images: Sequence[tuple[bytes, str]], reader: PictureReader
+) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
+    """Expand the placeholder of each image, given as content and format, of a prompt.
 
     The base model takes images. Its chat template puts one placeholder in the place of each.
+
+    Raises:
+        InvalidRequest: An image is not served, or the prompt has another number of placeholders.
     """
     ids = np.asarray(tokens, np.int32)
     places = np.flatnonzero(ids == reader.token)
-    if len(places) != len(urls):
+    if len(places) != len(images):
         raise InvalidRequest(
             f"the chat template puts {len(places)} images into a prompt of messages with "
-            f"{len(urls)}; do not write the placeholder of images as text"
+            f"{len(images)}; do not write the placeholder of images as text"
         )
     row = Row("the messages", reader)
     first, *others = np.split(ids, places)
     row.add_text(first)
-    for url, text in zip(urls, others, strict=True):
-        row.add_image(*image_in(url), expected_tokens=None)
+    for image, text in zip(images, others, strict=True):
+        row.add_image(*image, expected_tokens=None)
         row.add_text(text[1:])  # without the placeholder
     return row.prompt()

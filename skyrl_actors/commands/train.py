@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_actors.api.client import ControllerClient
-from skyrl_actors.commands import cluster
+from skyrl_actors.commands import cluster, given_checkpoints
 from skyrl_actors.commands.terminal import RunView, bar, closing_table, console, note
-from skyrl_actors.config.algorithms import CheckpointReference
 from skyrl_actors.config.job import JobConfig, RlConfig
 from skyrl_actors.config.keys import masked
 from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.config.supervised import RewardModelConfig
-from skyrl_actors.controller.checkpoints import SPEC_FILE, CheckpointFolders
 from skyrl_actors.jobs.build import Start, build, steps_of
 from skyrl_actors.jobs.checkpoints import Checkpoints
 from skyrl_actors.jobs.recorder import MemoryWatch, Recorder
@@ -28,13 +26,11 @@ from skyrl_actors.jobs.report import write_page
 from skyrl_actors.jobs.run_folder import RunFolder, open_run
 from skyrl_actors.jobs.trackers import check_installed, trackers_of
 from skyrl_actors.jobs.watcher import RunOutcome
-from skyrl_actors.messages.errors import ConfigError, InvalidRequest, NotFound
-from skyrl_actors.messages.paths import parse_path
+from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.observe.runs import STATE
 from skyrl_actors.remote import typed_ray
 
 JOURNAL, CHECKPOINTS = ".journal", ".checkpoints"
-REFERENCE = "tinker://reference:train:0/weights/given"
 
 
 def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
@@ -47,10 +43,10 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
         config.model_copy(update={"cluster": config.cluster.model_copy(update={"name": name})})
     )
     check_installed(config.run.trackers)
-    given = _reference_folder(config)
+    given = given_checkpoints.given_folders(config)
     base_folder = cluster.prepare_base_model(config.cluster)
     start = build(
-        _with_reference(config),
+        given_checkpoints.with_links(config),
         str(base_folder),
         cluster.context_tokens(config.cluster, base_folder),
     )
@@ -64,8 +60,7 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
             cluster.remove_folder(config.cluster.transfer.folder / folder.left_by)
         if folder.state is None:
             cluster.remove_folder(folder.path / CHECKPOINTS)
-        if given is not None:
-            _link_reference(given, folder.path / CHECKPOINTS)
+        given_checkpoints.link(given, folder.path / CHECKPOINTS)
         followers = trackers_of(
             config.run.trackers, folder.path.name, folder.path, _without_secrets(config), note
         )
@@ -74,7 +69,12 @@ def train(config_path: str | Path, overrides: Sequence[str]) -> Path:
             with MemoryWatch() as memory:
                 outcome = _with_ray(config, base_folder, recorder, start)
             _write_results(
-                config, outcome, recorder, time.perf_counter() - started, memory.peak_bytes
+                config,
+                base_folder,
+                outcome,
+                recorder,
+                time.perf_counter() - started,
+                memory.peak_bytes,
             )
         finally:
             recorder.close()
@@ -90,15 +90,6 @@ def _without_secrets(config: JobConfig) -> dict[str, Any]:
     )
 
 
-def _with_reference(config: JobConfig) -> JobConfig:
-    if not isinstance(config.job, RlConfig) or not isinstance(
-        config.job.reference, CheckpointReference
-    ):
-        return config
-    reference = config.job.reference.model_copy(update={"path": REFERENCE})
-    return config.model_copy(update={"job": config.job.model_copy(update={"reference": reference})})
-
-
 def _without_idle_critic(config: JobConfig) -> JobConfig:
     job = config.job
     if config.cluster.critic is None or (
@@ -107,50 +98,6 @@ def _without_idle_critic(config: JobConfig) -> JobConfig:
         return config
     note(f"{job.type} has no critic, so cluster.critic is not started")
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"critic": None})})
-
-
-def _reference_folder(config: JobConfig) -> Path | None:
-    """Return the folder of the reference checkpoint, or None if the reference is no checkpoint.
-
-    Raises:
-        ConfigError: The checkpoint does not exist or cannot be used.
-    """
-    reference = config.job.reference if isinstance(config.job, RlConfig) else None
-    if not isinstance(reference, CheckpointReference):
-        return None
-    try:
-        where = parse_path(reference.path) if reference.path.startswith("tinker://") else None
-        found = (
-            CheckpointFolders(config.cluster.checkpoint_dir).existing(where)
-            if where
-            else Path(reference.path).expanduser().resolve()
-        )
-    except (NotFound, InvalidRequest) as error:
-        raise ConfigError(
-            f"job.reference.path: {error} in {config.cluster.checkpoint_dir}"
-        ) from None
-    if not (found / SPEC_FILE).is_file():
-        raise ConfigError(
-            f"job.reference.path {found} is no checkpoint of skyrl-actors, "
-            f"because it has no {SPEC_FILE}"
-        )
-    full = (json.loads((found / SPEC_FILE).read_text())["lora"] is None) + (
-        config.job.lora_rank is None
-    )
-    if full > config.cluster.lora.max_full_models:
-        raise ConfigError(
-            f"policy and reference are {full} full fine-tunes; set cluster.lora.max_full_models to "
-            f"{full} or more"
-        )
-    return found
-
-
-def _link_reference(checkpoint: Path, checkpoints: Path) -> None:
-    """Link the checkpoint to the path REFERENCE in this job's checkpoints."""
-    link = CheckpointFolders(checkpoints).folder(parse_path(REFERENCE))
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.unlink(missing_ok=True)
-    link.symlink_to(checkpoint)
 
 
 def _print_run_folder(folder: RunFolder) -> None:
@@ -223,7 +170,12 @@ def _keep_weights(outcome: RunOutcome, path: Path) -> None:
 
 
 def _write_results(
-    config: JobConfig, outcome: RunOutcome, recorder: Recorder, seconds: float, peak_bytes: int
+    config: JobConfig,
+    base_folder: Path,
+    outcome: RunOutcome,
+    recorder: Recorder,
+    seconds: float,
+    peak_bytes: int,
 ) -> None:
     peak_gib, path, best = peak_bytes / 2**30, recorder.path, outcome.best
     resumed = recorder.folder.state
@@ -247,7 +199,8 @@ def _write_results(
     write_page(path)
     closing_table(outcome, seconds, peak_gib, recorder)
     if config.job.type != "reward_model" and config.job.lora_rank is None:
+        kind = "ImageTextToText" if form_in(base_folder) else "CausalLM"
         console.print(
             "load the trained model: "
-            f"AutoModelForCausalLM.from_pretrained({str(path / 'checkpoint')!r})"
+            f"AutoModelFor{kind}.from_pretrained({str(path / 'checkpoint')!r})"
         )

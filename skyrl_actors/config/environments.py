@@ -7,6 +7,12 @@ from pydantic import Field
 from skyrl_actors.config.frozen import FrozenConfig
 
 MAX_TURNS = "largest number of answers in an episode"
+IMAGES_COLUMN = (
+    "column with the images of a row: one, a list or none, each as bytes, as Hugging Face's "
+    "{bytes, path}, as a `data:` address, or as a path that is absolute or beside the dataset. "
+    "A part {type: image} or a text <image> of the chat takes the next one; without these, the "
+    "images come before the text of the first user. null = texts only"
+)
 
 
 class DatasetConfig(FrozenConfig):
@@ -97,6 +103,7 @@ class DatasetEnv(HeldOutEnv):
     prompt_column: str = Field(
         default="prompt", description="column with a text or a list of messages"
     )
+    images_column: str | None = Field(default=None, description=IMAGES_COLUMN)
 
 
 class ReverseEnv(HeldOutEnv):

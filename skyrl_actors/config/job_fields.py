@@ -25,6 +25,12 @@ class JobFields(FrozenConfig):
     lora_rank: int | None = Field(
         default=None, ge=1, description="rank of the adapters; null = full fine-tune"
     )
+    init_from: str | None = Field(
+        default=None,
+        description="checkpoint whose weights the trained model begins with: the folder of a run "
+        "(its last weights) or of a checkpoint, or a tinker:// path in cluster.checkpoint_dir. Its "
+        "rank must be lora_rank. null = the base model",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="values for variables of the base model's chat template, such as "

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from skyrl_actors.config.environments import DatasetConfig
+from skyrl_actors.config.environments import IMAGES_COLUMN, DatasetConfig
 from skyrl_actors.config.job_fields import LEARNING_RATE, JobFields
 
 
@@ -31,6 +31,7 @@ class Supervised(JobFields):
         "the model takes",
     )
     prompt_column: str = Field(default="prompt", description="column with a text or a chat")
+    images_column: str | None = Field(default=None, description=IMAGES_COLUMN)
 
 
 class SftConfig(Supervised):

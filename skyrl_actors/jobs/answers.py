@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from skyrl_actors.api.client import ControllerClient
+from skyrl_actors.jobs.prompts import Prompt
 from skyrl_actors.jobs.rollout import Piece, Weights
 from skyrl_actors.messages.requests import Sample, SamplingParams
 from skyrl_actors.messages.results import SampleOutput
@@ -46,7 +47,7 @@ class AnswerSampler:
         self._slice_tokens = slice_tokens
 
     async def first(
-        self, weights: Newest, prompts: list[tuple[int, ...]], params: SamplingParams
+        self, weights: Newest, prompts: list[Prompt], params: SamplingParams
     ) -> list[Answer]:
         """Sample the first answers of episodes, one for each prompt."""
         if len(set(prompts)) > 1:
@@ -72,7 +73,7 @@ class AnswerSampler:
         return answers
 
     async def one(
-        self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, draw: int
+        self, weights: Newest, prompt: Prompt, params: SamplingParams, draw: int
     ) -> Answer:
         """Sample one answer. `draw` distinguishes answers to the same prompt."""
         own, answer = replace(params, num_samples=1, seed=(params.seed or 0) + draw), Answer()
@@ -83,7 +84,7 @@ class AnswerSampler:
         return answer
 
     async def _finish(
-        self, weights: Newest, prompt: tuple[int, ...], params: SamplingParams, answer: Answer
+        self, weights: Newest, prompt: Prompt, params: SamplingParams, answer: Answer
     ) -> None:
         while answer.stop_reason == "length" and (have := len(answer.tokens)) < params.max_tokens:
             # Each slice has its own seed: the same seed would repeat the same random numbers.
@@ -92,7 +93,7 @@ class AnswerSampler:
                 max_tokens=self._slice_of(params.max_tokens - have),
                 seed=derived_seed(params.seed or 0, have),
             )
-            await self._slice(weights, (*prompt, *answer.tokens), asked, [answer])
+            await self._slice(weights, prompt.then_tokens(answer.tokens), asked, [answer])
 
     def _slice_of(self, left: int) -> int:
         return min(left, self._slice_tokens or left)
@@ -100,13 +101,19 @@ class AnswerSampler:
     async def _slice(
         self,
         weights: Newest,
-        prompt: tuple[int, ...],
+        prompt: Prompt,
         params: SamplingParams,
         answers: list[Answer],
     ) -> None:
         asked = weights()
         output = await self._client.run(
-            Sample(sampler_id=asked.sampler_id, prompt=prompt, params=params), SampleOutput
+            Sample(
+                sampler_id=asked.sampler_id,
+                prompt=prompt.tokens,
+                params=params,
+                pictures=prompt.pictures,
+            ),
+            SampleOutput,
         )
         for answer, sequence in zip(answers, output.sequences, strict=True):
             answer.add(sequence, output.version, asked)

@@ -40,7 +40,7 @@ def build(config: JobConfig, base_folder: str, context_tokens: int) -> Start:
         ConfigError: Data or functions cannot be used.
     """
     job, alpha = config.job, config.cluster.lora.alpha
-    chat = Chat(base_folder, job.chat_template_kwargs)
+    chat = Chat(base_folder, job.chat_template_kwargs, config.cluster.limits)
     if isinstance(job, RlConfig):
         tasks = _tasks(job)
         return lambda client, watcher, checkpoints: RlJob(

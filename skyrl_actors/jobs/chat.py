@@ -1,17 +1,26 @@
 """Convert chats to tokens and answers to text with the tokenizer of the base model.
 
-Sampled tokens are never decoded and tokenized again.
+Sampled tokens are never decoded and tokenized again. Chats are in the normal form of
+`chat_messages`.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_actors.api.chat_images import expanded
 from skyrl_actors.api.chat_template import check_kwargs
+from skyrl_actors.api.pictures import NO_IMAGES, PictureReader
+from skyrl_actors.config.limits import LimitsConfig
+from skyrl_actors.jobs.chat_messages import images_in
+from skyrl_actors.jobs.encoded_images import format_of
 from skyrl_actors.jobs.environment import Message
+from skyrl_actors.jobs.prompts import Prompt
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.image_form import Grid, form_in
 
 PLACEHOLDER = "answer 7f3a"
 
@@ -20,67 +29,93 @@ class Chat:
     """The tokenizer and chat template of the model in a folder.
 
     `variables`: values for variables of the template, such as enable_thinking. Raises ConfigError
-    for one that the template does not read.
+    for one that the template does not read. `limits`: of each image and of the images of a chat.
     """
 
-    def __init__(self, folder: str, variables: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        folder: str,
+        variables: Mapping[str, Any] | None = None,
+        limits: LimitsConfig | None = None,
+    ):
         # This import takes seconds. Only the command `train` needs it.
         from transformers import AutoTokenizer
 
         self.tokenizer: Any = cast(Any, AutoTokenizer).from_pretrained(folder)
         self.folder = folder
         self.variables = dict(variables or {})
+        self._form = form_in(Path(folder))
+        self._limits = limits or LimitsConfig()
+        self._grids: dict[str, Grid] = {}  # of images that were checked, by digest
         template = self.tokenizer.chat_template if self.variables else ""
         try:
             check_kwargs(template if isinstance(template, str) else "", self.variables)
         except InvalidRequest as error:
             raise ConfigError(f"job.{error}") from None
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens of a chat, up to the start of the assistant's next turn."""
-        return self._encoded(self._template(messages, True))
+    def check_images(self, images: Sequence[bytes]) -> None:
+        """Decode images, so that a later call with them takes no time. Any thread may call it.
 
-    def conversation(
-        self, messages: Sequence[Message]
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Return the tokens [T] of a whole chat, and a mask [T] of the assistant's tokens.
+        Raises:
+            InvalidRequest: The base model takes no images, or one of these is not served.
+        """
+        for content in images:
+            self._reader().read("an image", 0, content, format_of(content), None)
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Return a chat up to the start of the assistant's next turn.
+
+        Raises:
+            InvalidRequest: An image is not served, or the text has the placeholder of images.
+        """
+        return self._encoded(self._template(messages, True), images_in(messages))
+
+    def conversation(self, messages: Sequence[Message]) -> tuple[Prompt, NDArray[np.bool_]]:
+        """Return a whole chat of T tokens, and a mask [T] of the assistant's tokens.
 
         The mask includes the end marks of the assistant's turns.
 
         Raises:
             ConfigError: The chat template changes earlier turns when a turn is added.
+            InvalidRequest: As `prompt`.
         """
-        tokens: list[int] = []
+        found = Prompt()
         learned: list[bool] = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            whole = self._encoded(self._template(messages[: i + 1], False))
-            before = self.prompt(messages[:i])
-            if whole[: len(before)] != before or tuple(tokens) != whole[: len(tokens)]:
+            until = messages[: i + 1]
+            chat = self._encoded(self._template(until, False), images_in(until))
+            whole, before = chat.tokens, self.prompt(messages[:i]).tokens
+            if whole[: len(before)] != before or found.tokens != whole[: len(found)]:
                 raise ConfigError(
                     f"the chat template of {self.folder} changes earlier turns of a chat; "
                     "use rows with one assistant turn"
                 )
             end = len(before) + self._until_end_mark(whole[len(before) :])
             learned += (
-                [False] * (len(before) - len(tokens))
+                [False] * (len(before) - len(found))
                 + [True] * (end - len(before))
                 + [False] * (len(whole) - end)
             )
-            tokens = list(whole)
+            found = chat
         last = max((i for i, own in enumerate(learned) if own), default=-1)
-        return np.asarray(tokens[: last + 1], np.int32), np.asarray(learned[: last + 1], bool)
+        learnt = Prompt(found.tokens[: last + 1], found.pictures)
+        return learnt, np.asarray(learned[: last + 1], bool)
 
-    def following(self, messages: Sequence[Message], answer: Sequence[int]) -> tuple[int, ...]:
+    def following(self, messages: Sequence[Message], answer: Sequence[int]) -> Prompt:
         """Return the tokens between a sampled answer and the next answer.
 
         These are the rest of the answer's turn, `messages`, and the start of the next turn.
 
         Raises:
             ConfigError: The chat template leaves out earlier turns of the assistant.
+            InvalidRequest: As `prompt`.
         """
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
+        chat: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": PLACEHOLDER},
+        ]
         _, found, rest = self._template([*chat, *messages], True).rpartition(PLACEHOLDER)
         if not found:
             raise ConfigError(
@@ -90,7 +125,7 @@ class Chat:
         end = self.tokenizer.eos_token or ""
         if answer and answer[-1] == self.tokenizer.eos_token_id:
             rest = rest.removeprefix(end)
-        return self._encoded(rest)
+        return self._encoded(rest, images_in(messages))
 
     def text(self, answer: Sequence[int]) -> str:
         """Decode an answer without special tokens."""
@@ -108,5 +143,15 @@ class Chat:
             **self.variables,
         )
 
-    def _encoded(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+    def _encoded(self, text: str, images: Sequence[bytes]) -> Prompt:
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        if self._form is None:
+            if images:
+                raise InvalidRequest(NO_IMAGES)
+            return Prompt(tuple(tokens))
+        return Prompt(
+            *expanded(tokens, [(each, format_of(each)) for each in images], self._reader())
+        )
+
+    def _reader(self) -> PictureReader:
+        return PictureReader(self._form, self._limits, seen=self._grids)

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_actors.config.environments import CustomEnv, GymEnv, RewardEnv
+from skyrl_actors.config.environments import CustomEnv, DatasetEnv, GymEnv, RewardEnv
+from skyrl_actors.jobs.chat_messages import text_of
+from skyrl_actors.jobs.chat_rows import messages_of
 from skyrl_actors.jobs.datasets import DatasetPart, Row, in_row, read, split_off
 from skyrl_actors.jobs.environment import Environment, Message, Step, TaskSet, in_thread
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.messages.narrowing import is_array, is_mapping
+from skyrl_actors.messages.narrowing import is_mapping
 
 RewardFunction = Callable[[str, str, Row], Any]
 
@@ -52,53 +54,6 @@ def load_function(text: str) -> Any:
     return found
 
 
-def messages_of(prompt: Any, where: str) -> tuple[Message, ...]:
-    """Return the chat of a prompt: a string is one user turn, a list is a whole chat.
-
-    Raises:
-        ConfigError: The prompt is neither.
-    """
-    if isinstance(prompt, str):
-        return ({"role": "user", "content": prompt},)
-    if is_array(prompt) and prompt and all(_is_message(m) for m in prompt):
-        return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
-    raise ConfigError(
-        f"{where}: the prompt is {str(prompt)[:80]!r}; "
-        "it must be a string or a list of {role, content} with strings"
-    )
-
-
-def answer_of(value: Any, where: str) -> str:
-    """Return the answer in a cell: a string, or the last turn of a chat.
-
-    Preference datasets often store whole chats.
-
-    Raises:
-        ConfigError: The cell is neither.
-    """
-    if isinstance(value, str):
-        return value
-    if (
-        is_array(value)
-        and value
-        and all(_is_message(m) for m in value)
-        and value[-1]["role"] == "assistant"
-    ):
-        return value[-1]["content"]
-    raise ConfigError(
-        f"{where}: the answer is {str(value)[:80]!r}; "
-        "it must be a string, or a chat that ends with a turn of the assistant"
-    )
-
-
-def _is_message(found: Any) -> bool:
-    return (
-        is_mapping(found)
-        and isinstance(found.get("role"), str)
-        and isinstance(found.get("content"), str)
-    )
-
-
 class RewardEpisode:
     """An episode of one turn that a reward function scores."""
 
@@ -111,7 +66,7 @@ class RewardEpisode:
         return self._messages
 
     async def step(self, answer: str) -> Step:
-        found = await in_thread(self._reward, self._messages[-1]["content"], answer, self._row)
+        found = await in_thread(self._reward, text_of(self._messages[-1]), answer, self._row)
         return Step(float(await found if inspect.isawaitable(found) else found))
 
     async def close(self) -> None:
@@ -194,16 +149,21 @@ def reward_tasks(config: RewardEnv, seed: int) -> DatasetTasks:
     reward: RewardFunction = load_function(config.reward)
 
     def task(row: Row) -> DatasetTask:
-        messages = messages_of(row[config.prompt_column], f"column {config.prompt_column}")
+        messages = _messages(config, row)
         answer = str(row[config.answer_column]) if config.answer_column else ""
         return DatasetTask(
-            question=messages[-1]["content"],
+            question=text_of(messages[-1]),
             answer=answer,
             row=row,
             episode=lambda row: RewardEpisode(messages, row, reward),
         )
 
     return _task_set(config, needed, task, seed)
+
+
+def _messages(config: DatasetEnv, row: Row) -> tuple[Message, ...]:
+    images = row[config.images_column] if config.images_column else None
+    return messages_of(row[config.prompt_column], f"column {config.prompt_column}", images)
 
 
 def gym_tasks(config: GymEnv, seed: int) -> DatasetTasks:
@@ -215,11 +175,11 @@ def gym_tasks(config: GymEnv, seed: int) -> DatasetTasks:
     make = _gym_maker(config)
 
     def task(row: Row) -> DatasetTask:
-        messages = messages_of(row[config.prompt_column], f"column {config.prompt_column}")
+        messages = _messages(config, row)
         spec = row.get("reward_spec")
         answer = str(spec.get("ground_truth", "")) if is_mapping(spec) else ""
         return DatasetTask(
-            question=messages[-1]["content"],
+            question=text_of(messages[-1]),
             answer=answer,
             row=row,
             episode=lambda row: GymEpisode(make, messages, row),
@@ -264,7 +224,12 @@ def _task_set(
     config: RewardEnv | GymEnv, needed: Sequence[str], task: Callable[[Row], DatasetTask], seed: int
 ) -> DatasetTasks:
     train, held_out = split_off(
-        read(config.data, needed), config.eval_data, needed, config.eval_prompts, config.data.path
+        read(config.data, needed, config.images_column),
+        config.eval_data,
+        needed,
+        config.eval_prompts,
+        config.data.path,
+        config.images_column,
     )
 
     def tasks(part: DatasetPart) -> list[DatasetTask]:

@@ -7,24 +7,29 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_actors.config.environments import DatasetConfig
+from skyrl_actors.jobs.encoded_images import encoded
 from skyrl_actors.messages.errors import ConfigError
-from skyrl_actors.messages.narrowing import is_object
+from skyrl_actors.messages.narrowing import is_object, is_sequence
 from skyrl_actors.storage import mirror
 
 Row = Mapping[str, Any]
 T = TypeVar("T")
 
 
-def read(config: DatasetConfig, needed: Sequence[str]) -> list[Row]:
+def read(config: DatasetConfig, needed: Sequence[str], images: str | None = None) -> list[Row]:
     """Return the rows, at most `limit` of them.
 
+    `images`: a column that holds an image, a list of images, or none. It becomes a list of PNG or
+    JPEG contents in each row.
+
     Raises:
-        ConfigError: The rows cannot be read, there are none, or a needed column is missing or
-            empty.
+        ConfigError: The rows cannot be read, there are none, a needed column is missing or empty,
+            or an image cannot be read.
     """
     if config.path.endswith(".jsonl"):
         rows = _jsonl(config.path)
@@ -48,7 +53,25 @@ def read(config: DatasetConfig, needed: Sequence[str]) -> list[Row]:
                 raise ConfigError(
                     f"dataset {config.path}, row {number}: column {column!r} is empty"
                 )
-    return rows
+    if images is None:
+        return rows
+    folder = Path(config.path).expanduser()
+    folder = folder if folder.is_dir() else folder.parent
+    return [
+        in_row(number, partial(_with_images, row, images, folder), config.path)
+        for number, row in enumerate(rows, 1)
+    ]
+
+
+def _with_images(row: Row, column: str, folder: Path) -> Row:
+    if column not in row:
+        raise ConfigError(f"no column {column!r}; it has {', '.join(sorted(row)) or 'none'}")
+    given: Any = row[column]
+    images: Sequence[Any] = given if is_sequence(given) else () if given is None else (given,)
+    try:
+        return {**row, column: [encoded(image, folder) for image in images]}
+    except ValueError as error:
+        raise ConfigError(f"column {column}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +88,12 @@ class DatasetPart:
 
 
 def split_off(
-    rows: list[Row], config: DatasetConfig | None, needed: Sequence[str], count: int, source: str
+    rows: list[Row],
+    config: DatasetConfig | None,
+    needed: Sequence[str],
+    count: int,
+    source: str,
+    images: str | None = None,
 ) -> tuple[DatasetPart, DatasetPart]:
     """Return the rows to train on and the rows to evaluate on.
 
@@ -75,7 +103,7 @@ def split_off(
         ConfigError: No row is left to train on.
     """
     if config is not None:
-        return DatasetPart(rows, source), DatasetPart(read(config, needed), config.path)
+        return DatasetPart(rows, source), DatasetPart(read(config, needed, images), config.path)
     if len(rows) <= count:
         raise ConfigError(
             f"dataset {source} has {len(rows)} rows and {count} of them are for evaluation, "
@@ -153,4 +181,5 @@ def _hugging_face(config: DatasetConfig) -> list[Row]:
         raise ConfigError(
             f"dataset {config.path}, split {config.split}: {error}{offline}"
         ) from None
-    return [dict(row) for row in found]
+    # Arrow's own values: images stay as they were encoded.
+    return list(found.with_format("arrow")[:].to_pylist())

@@ -1,4 +1,4 @@
-"""The interface of environments: episodes of one or more turns of text, tasks and task sets.
+"""The interface of environments: episodes of one or more turns, tasks and task sets.
 
 To write your own, implement `Environment`. All episodes share one event loop, so call blocking
 code through `in_thread`.
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
-Message = Mapping[str, str]  # {"role": "user", "content": "…"}
+# {"role": "user", "content": "…"}. For images the content is a list of parts, such as
+# {"type": "text", "text": "…"} and {"type": "image", "image": PNG or JPEG as bytes}.
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

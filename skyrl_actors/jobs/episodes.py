@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from skyrl_actors.config.algorithms import Overlong
 from skyrl_actors.config.environments import EnvLimits
 from skyrl_actors.jobs.answers import Answer, AnswerSampler, Newest, together
 from skyrl_actors.jobs.chat import Chat
+from skyrl_actors.jobs.chat_messages import images_in, normal_messages, text_of
 from skyrl_actors.jobs.environment import Environment, Message, Step, Task
+from skyrl_actors.jobs.prompts import Prompt
 from skyrl_actors.jobs.reduction import overlong_penalty
 from skyrl_actors.jobs.rollout import Piece, Rollout
 from skyrl_actors.messages.errors import InternalError
@@ -73,9 +75,10 @@ class Rollouts:
 
 @dataclass(slots=True, kw_only=True)
 class _Transcript:
-    """An unfinished episode: all tokens and texts after its first prompt."""
+    """An unfinished episode: its chat so far, and what is known of the R tokens after `prompt`."""
 
-    tokens: list[int] = field(default_factory=list[int])
+    prompt: Prompt
+    chat: Prompt  # the first prompt and the R tokens
     sampled: list[bool] = field(default_factory=list[bool])
     logprobs: list[float] = field(default_factory=list[float])
     tempered: list[float] = field(default_factory=list[float])
@@ -86,7 +89,7 @@ class _Transcript:
     overlong: float = 0.0
 
     def add_answer(self, answer: Answer, text: str) -> None:
-        self.tokens += answer.tokens
+        self.chat = self.chat.then_tokens(answer.tokens)
         self.logprobs += answer.logprobs
         self.tempered += answer.tempered
         self.sampled += [True] * len(answer.tokens)
@@ -94,16 +97,16 @@ class _Transcript:
         self.texts.append(text)
         self.pieces += answer.pieces
 
-    def add_context(self, tokens: Sequence[int], messages: Sequence[Message]) -> None:
-        self.tokens += tokens
+    def add_context(self, context: Prompt, messages: Sequence[Message]) -> None:
+        self.chat = self.chat.then(context)
         for cells, value in (
             (self.sampled, False),
             (self.logprobs, 0.0),
             (self.tempered, 0.0),
             (self.rewards, 0.0),
         ):
-            cells += [value] * len(tokens)  # type: ignore[list-item]
-        self.texts += [f"[{m['role']}] {m['content']}" for m in messages]
+            cells += [value] * len(context)  # type: ignore[list-item]
+        self.texts += [f"[{m['role']}] {text_of(m)}" for m in messages]
 
 
 class EpisodeRunner:
@@ -171,23 +174,35 @@ class EpisodeRunner:
             await asyncio.gather(*(self._close(each, drawn) for each in environments if each))
         return [rollout for rollout in played if rollout is not None]
 
-    async def _start(
-        self, task: Task, drawn: Rollouts
-    ) -> tuple[Environment | None, tuple[int, ...]]:
+    async def _start(self, task: Task, drawn: Rollouts) -> tuple[Environment | None, Prompt]:
         """Open and start an environment. The prompt is empty if that failed."""
         environment: Environment | None = None
         try:
             environment = _call("open", task.open)
             messages = await self._guarded("start", environment.start())
-            return environment, _call(
-                "the chat of start", lambda: self._chat.prompt(_chat(messages))
+            return environment, await self._encoded(
+                "the chat of start", messages, self._chat.prompt
             )
         except EpisodeFailed as error:
             drawn.failures[str(error)] += 1
-            return environment, ()
+            return environment, Prompt()
+
+    async def _encoded(
+        self, what: str, messages: Any, encode: Callable[[Sequence[Message]], Prompt]
+    ) -> Prompt:
+        """Return the tokens and images of a chat. Raises EpisodeFailed if it cannot be used."""
+
+        def checked() -> Sequence[Message]:
+            chat = normal_messages(messages)
+            self._chat.check_images(images_in(chat))
+            return chat
+
+        # Decoding of images takes long.
+        chat = await asyncio.to_thread(_call, what, checked)
+        return _call(what, lambda: encode(chat))
 
     def _too_long(
-        self, prompt: tuple[int, ...], task: Task, params: SamplingParams, drawn: Rollouts
+        self, prompt: Prompt, task: Task, params: SamplingParams, drawn: Rollouts
     ) -> bool:
         most = self._context_tokens - params.max_tokens
         most = min(most, self._limits.max_prompt_tokens or most)
@@ -203,13 +218,13 @@ class EpisodeRunner:
         task: Task,
         group: int,
         environment: Environment,
-        prompt: tuple[int, ...],
+        prompt: Prompt,
         answer: Answer,
         draw: int,
         params: SamplingParams,
         drawn: Rollouts,
     ) -> Rollout | None:
-        transcript, turn = _Transcript(), 0
+        transcript, turn = _Transcript(prompt=prompt, chat=prompt), 0
         for turn in range(1, self._limits.turns + 1):
             text = self._chat.text(answer.tokens)
             transcript.add_answer(answer, text)
@@ -217,7 +232,7 @@ class EpisodeRunner:
             try:
                 step = await self._step(environment, text, transcript.cut)
                 ends = step.done or transcript.cut or turn == self._limits.turns
-                context = () if ends else self._context_after(step, answer)
+                context = Prompt() if ends else await self._context_after(step, answer)
             except EpisodeFailed as error:
                 drawn.failures[str(error)] += 1
                 return None
@@ -226,21 +241,19 @@ class EpisodeRunner:
             transcript.overlong += penalty
             if ends:
                 break
-            if (
-                len(prompt) + len(transcript.tokens) + len(context) + params.max_tokens
-                > self._context_tokens
-            ):
+            if len(transcript.chat) + len(context) + params.max_tokens > self._context_tokens:
                 transcript.cut = True
                 break
             transcript.add_context(context, step.messages)
             # Each turn has its own seed: the same seed would repeat the same random numbers.
             later = replace(params, seed=derived_seed(params.seed or 0, turn, draw))
-            answer = await self._answers.one(weights, (*prompt, *transcript.tokens), later, 0)
+            answer = await self._answers.one(weights, transcript.chat, later, 0)
         return Rollout(
             task=task,
             group=group,
-            prompt=prompt,
-            answer=np.asarray(transcript.tokens, np.int32),
+            prompt=prompt.tokens,
+            answer=np.asarray(transcript.chat.tokens[len(prompt) :], np.int32),
+            pictures=transcript.chat.pictures,
             sampled=np.asarray(transcript.sampled, bool),
             logprobs=np.asarray(transcript.logprobs, np.float32),
             rewards=np.asarray(transcript.rewards, np.float64),
@@ -273,9 +286,11 @@ class EpisodeRunner:
             raise EpisodeFailed(f"the reward was {reward}")
         return step
 
-    def _context_after(self, step: Step, answer: Answer) -> tuple[int, ...]:
-        return _call(
-            "the chat of step", lambda: self._chat.following(_chat(step.messages), answer.tokens)
+    async def _context_after(self, step: Step, answer: Answer) -> Prompt:
+        return await self._encoded(
+            "the chat of step",
+            step.messages,
+            lambda messages: self._chat.following(messages, answer.tokens),
         )
 
     async def _close(self, environment: Environment, drawn: Rollouts) -> None:
@@ -304,16 +319,6 @@ class EpisodeRunner:
                 raise EpisodeFailed(
                     f"{what} raised {type(error).__name__}: {str(error)[:200]}"
                 ) from error
-
-
-def _chat(messages: Sequence[Message]) -> Sequence[Message]:
-    for message in messages:
-        if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
-            raise ValueError(
-                f"the message is {str(message)[:80]}; "
-                "it must have a role and a content, both strings"
-            )
-    return messages
 
 
 def _call(what: str, make: Callable[[], T]) -> T:

@@ -41,6 +41,7 @@ from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.model import LossCall, Role
 
 METRIC = "eval/accuracy"
+CUT_WARN = 0.5  # share of answers
 MISMATCH_WARN = 0.05  # nats a token between engine and trainer
 
 
@@ -166,9 +167,20 @@ class RlJob:
                 "no held-out prompt could be answered: "
                 "all were too long, or their environments failed"
             )
+        self._check_cut(step, drawn.rollouts)
         accuracy = float(np.mean([r.reward for r in drawn.rollouts]))
         self.watcher.evaluated(step, {METRIC: accuracy}, drawn.rollouts)
         return accuracy
+
+    def _check_cut(self, step: int, rollouts: list[Rollout]) -> None:
+        """Warn if most answers have no end: a reward for a whole answer cannot be reached."""
+        cut = float(np.mean([rollout.cut for rollout in rollouts]))
+        if cut > CUT_WARN:
+            self.watcher.warned(
+                f"{cut:.0%} of the answers in the evaluation of step {step} ended at "
+                f"job.max_tokens {self.config.max_tokens} or at the end of the context; raise "
+                "job.max_tokens if answers need more tokens"
+            )
 
     async def _iteration(self, step: int) -> dict[str, float]:
         self.seconds = {}

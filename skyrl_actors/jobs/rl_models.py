@@ -26,7 +26,11 @@ class RlModels:
                 self.reference = await session.create_from(saved["reference"])
                 return
         else:
-            self.policy = await session.create("policy", self._lora(), config.seed)
+            self.policy = (
+                await session.create("policy", self._lora(), config.seed)
+                if config.init_from is None
+                else await session.create_from(config.init_from)
+            )
             if config.uses_critic:
                 self.critic = await session.create("critic", self._lora(), config.seed + 1)
         if config.needs_reference:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from skyrl_actors.jobs.environment import Task
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
+from skyrl_actors.messages.images import Picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Rollout:
     overlong: float = 0.0  # the part of the rewards that penalizes length
     # [R]: as `logprobs`, but at the temperature of the samples; None if not requested
     tempered: NDArray[np.float32] | None = None
+    pictures: tuple[Picture, ...] = ()  # in the order of their places
 
     @property
     def reward(self) -> float:
@@ -102,7 +104,7 @@ def rows_of(
         }
         if with_targets:
             own[TARGETS] = rollout.targets
-        examples.append(Example(rollout.tokens, own))
+        examples.append(Example(rollout.tokens, own, rollout.pictures))
     return columns_from(examples)
 
 

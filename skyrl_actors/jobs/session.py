@@ -22,7 +22,8 @@ from skyrl_actors.messages.paths import model_id_for, parse_path, sampler_id_for
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=rs.Result)
 HEARTBEAT_S, LOST_S, FINISH_S, RETRY_S = 30.0, 120.0, 20.0, 2.0
-PART_ROWS, PART_TOKENS = 512, 2**20  # of one request; the limits of a controller are higher
+# Of one request. The limits of a controller are higher.
+PART_ROWS, PART_TOKENS, PART_IMAGE_BYTES = 512, 2**20, 2**25
 CROSS_ENTROPY = LossCall("cross_entropy", {})
 
 
@@ -147,20 +148,20 @@ class ServiceSession:
 def split(rows: Columns) -> list[Columns]:
     """Split rows into the parts of separate requests. Losses are sums, so the parts add up."""
     parts: list[list[int]] = [[]]
-    tokens = 0
+    tokens = image_bytes = 0
     for row, length in enumerate(rows.lengths.tolist()):
-        if parts[-1] and (len(parts[-1]) >= PART_ROWS or tokens + length > PART_TOKENS):
+        own_bytes = sum(len(image.content) for image in rows.images_of(row))
+        if parts[-1] and (
+            len(parts[-1]) >= PART_ROWS
+            or tokens + length > PART_TOKENS
+            or image_bytes + own_bytes > PART_IMAGE_BYTES
+        ):
             parts.append([])
-            tokens = 0
+            tokens = image_bytes = 0
         parts[-1].append(row)
         tokens += length
-    return [rows] if len(parts) == 1 else [_only(rows, part) for part in parts]
-
-
-def _only(rows: Columns, part: list[int]) -> Columns:
-    where = rows.positions(part)
-    fields = {name: array[where] for name, array in rows.fields.items()}
-    return Columns(tokens=rows.tokens[where], offsets=offsets_of(rows.lengths[part]), fields=fields)
+        image_bytes += own_bytes
+    return [rows] if len(parts) == 1 else [rows.only(part) for part in parts]
 
 
 def joined(outputs: list[rs.LossOutput]) -> rs.LossOutput:

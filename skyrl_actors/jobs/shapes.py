@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
+from skyrl_actors.jobs.environment import Environment, SingleTurn
+
 COLOURS = {
     "red": (220, 40, 40),
     "green": (40, 180, 60),
@@ -35,6 +37,22 @@ class ShapeTask:
     def reward(self, text: str) -> float:
         return float(text.strip() == self.answer)
 
+    def open(self) -> Environment:
+        parts = [{"type": "image", "image": self.image}, {"type": "text", "text": self.question}]
+        return SingleTurn(({"role": "user", "content": parts},), self.reward)
+
+
+class ShapeTasks:
+    """Drawings to name, for a job: `job.env.tasks: skyrl_actors.jobs.shapes:ShapeTasks`."""
+
+    def __init__(self, seed: int, eval_prompts: int = 96):
+        self.evaluation = list(shape_tasks(eval_prompts, f"evaluation {seed}"))
+        self._seed = seed
+
+    def batch(self, count: int, number: int) -> list[ShapeTask]:
+        """Return the training batch with this number. It depends on the seed only."""
+        return list(shape_tasks(count, f"training {self._seed} {number}"))
+
 
 def drawing(rng: random.Random, colour: str, shape: str) -> bytes:
     """Return a PNG of a shape. Its place, size and shade vary, and so does the background."""
@@ -57,7 +75,7 @@ def drawing(rng: random.Random, colour: str, shape: str) -> bytes:
     return content.getvalue()
 
 
-def shape_tasks(count: int, seed: int) -> Iterator[ShapeTask]:
+def shape_tasks(count: int, seed: int | str) -> Iterator[ShapeTask]:
     """Yield drawings to name. Adjacent tasks have different names, all equally often."""
     rng = random.Random(f"shapes {seed}")
     for number in range(count):

@@ -66,6 +66,8 @@ class SupervisedJob(ABC, Generic[C, T]):
                 self.model = await session.create_from(
                     self.checkpoints.state.models["model"], with_optimizer=True
                 )
+            elif config.init_from is not None:
+                self.model = await session.create_from(config.init_from)
             else:
                 self.model = await session.create(self.role, lora, config.seed)
             await self.prepare()

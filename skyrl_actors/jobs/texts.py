@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 
 from skyrl_actors.config.supervised import Preferences, SftConfig, Supervised
 from skyrl_actors.jobs.chat import Chat
-from skyrl_actors.jobs.dataset_tasks import answer_of, messages_of
+from skyrl_actors.jobs.chat_rows import answer_of, messages_of
 from skyrl_actors.jobs.datasets import Row, in_row, read, split_off
+from skyrl_actors.jobs.environment import Message
+from skyrl_actors.jobs.prompts import Prompt
 from skyrl_actors.messages.columns import TARGETS, WEIGHTS, Columns, Example, columns_from
-from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.images import Picture
 
 T = TypeVar("T")
 
@@ -26,6 +29,7 @@ class Text:
 
     tokens: NDArray[np.int32]  # [T]
     learned: NDArray[np.bool_]  # [T]: tokens of the assistant; the first token is never predicted
+    pictures: tuple[Picture, ...] = ()  # in the order of their places
 
     @property
     def mask(self) -> NDArray[np.bool_]:
@@ -59,7 +63,7 @@ def sft_texts(config: SftConfig, chat: Chat, longest: int) -> Prepared[Text]:
             config,
             [column],
             longest,
-            lambda row: (_chat(chat, row[column], f"column {column}"),),
+            lambda row: (_chat(chat, _messages(config, column, row)),),
             lambda texts: texts[0],
         )
     prompt, completion = config.prompt_column, config.completion_column
@@ -67,7 +71,7 @@ def sft_texts(config: SftConfig, chat: Chat, longest: int) -> Prepared[Text]:
         config,
         [prompt, completion],
         longest,
-        lambda row: (_answer(chat, row[prompt], row[completion], prompt),),
+        lambda row: (_answer(chat, _messages(config, prompt, row), row[completion]),),
         lambda texts: texts[0],
     )
 
@@ -83,10 +87,8 @@ def preference_texts(config: Preferences, chat: Chat, longest: int) -> Prepared[
     columns = [config.prompt_column, config.chosen_column, config.rejected_column]
 
     def make(row: Row) -> tuple[Text, ...]:
-        prompt, chosen, rejected = (row[c] for c in columns)
-        return _answer(chat, prompt, chosen, columns[0]), _answer(
-            chat, prompt, rejected, columns[0]
-        )
+        prompt = _messages(config, columns[0], row)
+        return _answer(chat, prompt, row[columns[1]]), _answer(chat, prompt, row[columns[2]])
 
     return _prepared(config, columns, longest, make, lambda texts: (texts[0], texts[1]))
 
@@ -103,7 +105,7 @@ def policy_rows(
         own: dict[str, NDArray[Any]] = {TARGETS: text.tokens[1:]}
         if weights is not None:
             own[WEIGHTS] = weights[i].astype(np.float32)
-        examples.append(Example(text.tokens[:-1], own))
+        examples.append(Example(text.tokens[:-1], own, text.pictures))
     return columns_from(examples)
 
 
@@ -119,26 +121,41 @@ def critic_rows(
         for i in range(len(texts))
     )
     return columns_from(
-        [Example(text.tokens, dict(own)) for text, own in zip(texts, made, strict=True)]
+        [
+            Example(text.tokens, dict(own), text.pictures)
+            for text, own in zip(texts, made, strict=True)
+        ]
     )
 
 
-def _chat(chat: Chat, messages: Any, where: str) -> Text:
-    found = messages_of(messages, where)
-    if not any(m["role"] == "assistant" for m in found):
-        raise ConfigError(
-            f"{where}: the chat has no turn of the assistant, so there is nothing to train on"
-        )
-    return Text(*chat.conversation(found))
+def _messages(config: Supervised, column: str, row: Row) -> tuple[Message, ...]:
+    images = row[config.images_column] if config.images_column else None
+    return messages_of(row[column], f"column {column}", images)
 
 
-def _answer(chat: Chat, prompt: Any, answer: Any, column: str) -> Text:
-    messages = messages_of(prompt, f"column {column}")
-    tokens, learned = chat.conversation(
-        [*messages, {"role": "assistant", "content": answer_of(answer, "column of the answer")}]
-    )
+def _chat(chat: Chat, messages: Sequence[Message]) -> Text:
+    if not any(m["role"] == "assistant" for m in messages):
+        raise ConfigError("the chat has no turn of the assistant, so there is nothing to train on")
+    return _text(*_encoded(lambda: chat.conversation(messages)))
+
+
+def _answer(chat: Chat, messages: Sequence[Message], answer: Any) -> Text:
+    text = answer_of(answer, "column of the answer")
+    whole = [*messages, {"role": "assistant", "content": text}]
+    found, learned = _encoded(lambda: chat.conversation(whole))
     learned[: len(chat.prompt(messages))] = False
-    return Text(tokens, learned)
+    return _text(found, learned)
+
+
+def _encoded(make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except InvalidRequest as error:  # of an image
+        raise ConfigError(str(error)) from None
+
+
+def _text(found: Prompt, learned: NDArray[np.bool_]) -> Text:
+    return Text(np.asarray(found.tokens, np.int32), learned, found.pictures)
 
 
 def _prepared(
@@ -149,7 +166,12 @@ def _prepared(
     join: Callable[[tuple[Text, ...]], T],
 ) -> Prepared[T]:
     train, held_out = split_off(
-        read(config.data, needed), config.eval_data, needed, config.eval_rows, config.data.path
+        read(config.data, needed, config.images_column),
+        config.eval_data,
+        needed,
+        config.eval_rows,
+        config.data.path,
+        config.images_column,
     )
     most = min(config.max_row_tokens or longest, longest)
     prepared = Prepared[T]()

@@ -96,6 +96,27 @@ class Columns:
             + (0 if self.images is None else self.images.nbytes)
         )
 
+    def only(self, rows: Sequence[int]) -> "Columns":
+        """Return a batch of these rows, in their order."""
+        where = self.positions(rows)
+        chosen, lengths = np.asarray(rows, np.int64), self.lengths[list(rows)]
+        return Columns(
+            tokens=self.tokens[where],
+            offsets=offsets_of(lengths.tolist()),
+            fields={name: array[where] for name, array in self.fields.items()},
+            widths=None if self.widths is None else self.widths[chosen],
+            routes=None if self.routes is None else self.routes[where],
+            images=images_of([self.pictures_of(row) for row in rows], lengths.tolist()),
+        )
+
+    def pictures_of(self, row: int) -> list[Picture]:
+        """Return the images of a row, with their places in it."""
+        begin = int(self.offsets[row])
+        return [
+            Picture(one.start - begin, one.digest, one.content, one.grid, one.num_tokens)
+            for one in self.images_of(row)
+        ]
+
     def images_of(self, row: int) -> Iterator[PlacedImage]:
         """Yield the images of a row in their order."""
         if self.images is not None:

@@ -49,6 +49,12 @@ HELD_BY = {
     ),
     "skyrl-actors train my_job.yaml": 'tests/jobs/on_service.py: "dapo"',
     "skyrl-actors train configs/jobs/sft_tiny.yaml": 'tests/jobs/on_service.py: "sft"',
+    "skyrl-actors train configs/jobs/sft_shapes.yaml": (
+        "tests/jobs/test_commands.py: sft_shapes.yaml"
+    ),
+    "skyrl-actors train configs/jobs/grpo_shapes.yaml": (
+        "tests/jobs/test_commands.py: grpo_shapes.yaml"
+    ),
     "skyrl-actors serve configs/cpu_tiny_vl.yaml": "tests/service/test_images.py: CONFIG",
     "python -m examples.vision_sft": "tests/service/test_images.py: examples.vision_sft",
 }

@@ -123,6 +123,12 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
             },
         },
         "sft": {**learning, "type": "sft", "data": answers},
+        "sft, continued": {
+            **learning,
+            "type": "sft",
+            "data": answers,
+            "init_from": "from sft",
+        },
         "distill": {
             **SMALL,
             "type": "distill",
@@ -152,6 +158,8 @@ async def run(name: str, base: str, folder: Path) -> dict[str, Any]:
             "placement": {"layout": "split"},
         }
         whole = {"cluster": named, "job": job}
+        if label == "sft, continued":
+            job["init_from"] = teacher
         if label == "distill":
             job["reference"]["path"] = teacher
         config, watcher = JobConfig.model_validate(whole), RecordingWatcher()

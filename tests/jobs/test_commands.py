@@ -19,6 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.make_data import main as make_data
 from skyrl_actors.config.transfers import SHARED_MEMORY
 from skyrl_actors.observe.runs import listed
 from tests.conftest import ROOT, Service, run_cli
@@ -181,6 +182,33 @@ def test_a_job_learns_with_jax_where_vllm_is_not_installed(
 
 
 @pytest.mark.slow
+def test_jobs_learn_from_images_by_sft_and_then_grpo(service: Service, tmp_path: Path):
+    make_data(tmp_path / "data", 10, 10)
+    done = submitted(
+        "train",
+        "configs/jobs/sft_shapes.yaml",
+        f"job.data.path={tmp_path}/data/shapes.jsonl",
+        f"run.folder={tmp_path}",
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    done = submitted(
+        "train",
+        "configs/jobs/grpo_shapes.yaml",
+        f"job.init_from={tmp_path}/sft_shapes",
+        f"run.folder={tmp_path}",
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run = tmp_path / "grpo_shapes"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["metric_before"] < 0.8 and summary["metric_after"] > 0.9
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["logprob_mismatch_max"] for row in rows[1:]) < 1e-4
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert all(row["images"][0].startswith("data:image/png") for row in samples)
+    assert samples[0]["images"][0] in (run / "report.html").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["replica", "jax"])
 def test_a_job_replays_the_experts_of_its_samples(tmp_path: Path, strategy: str):
     """The engine computes in bfloat16, so its routers choose others than the trainer's would."""
@@ -255,7 +283,7 @@ def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Pa
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 11
+    assert len(found) == 12
     for label, outcome in found.items():
         for metrics in outcome["steps"]:
             assert all(math.isfinite(value) for value in metrics.values()), (label, metrics)
@@ -283,6 +311,7 @@ def test_jobs_are_clients_of_a_running_service(service: Service, random_base: Pa
         and "policy_drift" in found["asynchronous"]["steps"][stale.index(1)]
     )
     assert found["sft"]["after"] < 0.9 * found["sft"]["before"]
+    assert found["sft, continued"]["before"] == pytest.approx(found["sft"]["after"], rel=1e-5)
     assert (
         found["dpo"]["before"] == pytest.approx(math.log(2), rel=1e-4)
         and found["reward_model"]["before"] == 0.5

@@ -14,6 +14,7 @@ from skyrl_actors.config.job import JobConfig, RlConfig
 from skyrl_actors.config.load import load
 from skyrl_actors.jobs.envs import ReverseTasks
 from skyrl_actors.jobs.episodes import EpisodeRunner
+from skyrl_actors.jobs.prompts import Prompt
 from skyrl_actors.jobs.rollout import Weights
 from skyrl_actors.jobs.rollout_source import RolloutSource
 from skyrl_actors.jobs.schedules import Schedule, schedule_of
@@ -28,8 +29,11 @@ END = 9
 class Texts:
     """A tokenizer without a chat template, with one token for each byte."""
 
-    def prompt(self, messages: Any) -> tuple[int, ...]:
-        return tuple(messages[0]["content"].encode())
+    def check_images(self, images: Any) -> None:
+        assert not images
+
+    def prompt(self, messages: Any) -> Prompt:
+        return Prompt(tuple(messages[0]["content"].encode()))
 
     def text(self, answer: Any) -> str:
         return str(len(answer))
