@@ -18,7 +18,7 @@ from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import NotFound, UserError
 from skyrl_actors.messages.narrowing import is_object, is_sequence
 from skyrl_actors.observe.figures import phase_periods
-from skyrl_actors.observe.runs import METRICS, listed, rows_in
+from skyrl_actors.observe.runs import METRICS, SAMPLES, last_samples, listed, rows_in
 
 T = TypeVar("T")
 router = APIRouter(include_in_schema=False)
@@ -130,6 +130,19 @@ async def runs(request: Request) -> JSONResponse:
 @router.get(PREFIX + "runs/{name}")
 async def curves(name: str, request: Request) -> JSONResponse:
     """Return rows of one run's metrics."""
+    file = await _run_folder(name, request) / METRICS
+    return JSONResponse(finite((await asyncio.to_thread(rows_in, file))[-ROWS:]))
+
+
+@router.get(PREFIX + "runs/{name}/samples")
+async def samples(name: str, request: Request) -> JSONResponse:
+    """Return the samples of the last evaluation of one run."""
+    file = await _run_folder(name, request) / SAMPLES
+    return JSONResponse(finite(await asyncio.to_thread(last_samples, file)))
+
+
+async def _run_folder(name: str, request: Request) -> Path:
+    """Return the folder of a run that this viewer may see. Raises NotFound."""
     folder = state_of(request).config.http.console
     if (
         not viewer_of(request).is_known
@@ -137,7 +150,7 @@ async def curves(name: str, request: Request) -> JSONResponse:
         or name not in await asyncio.to_thread(_names, folder)
     ):
         raise NotFound(f"no run {name[:80]!r}")
-    return JSONResponse(finite((await asyncio.to_thread(rows_in, folder / name / METRICS))[-ROWS:]))
+    return folder / name
 
 
 def _names(folder: Path) -> set[str]:

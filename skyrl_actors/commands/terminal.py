@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from skyrl_actors.jobs.metrics import REGISTRY
-from skyrl_actors.jobs.recorder import Recorder
+from skyrl_actors.jobs.recorder import Recorder, ShownSample
 from skyrl_actors.jobs.rollout import Rollout
 from skyrl_actors.jobs.watcher import RunOutcome
 
@@ -139,11 +139,18 @@ class RunView:
                 )
             self._recorded(lambda: self.folder.log(0, metrics))
         if rollouts:
-            rows = [
-                (r.task.question, r.task.answer, r.text, r.reward, [p.version for p in r.pieces])
-                for r in rollouts
+            samples = [
+                ShownSample(
+                    question=rollout.task.question,
+                    expected=rollout.task.answer,
+                    answer=rollout.text,
+                    reward=rollout.reward,
+                    versions=tuple(piece.version for piece in rollout.pieces),
+                    images=tuple(picture.content for picture in rollout.pictures),
+                )
+                for rollout in rollouts
             ]
-            self._recorded(lambda: self.folder.samples(step, rows))
+            self._recorded(lambda: self.folder.samples(step, samples))
 
     def _recorded(self, write: Callable[[], None]) -> None:
         """Call `write`. A failure, for example a full disk, is printed, and the run continues."""

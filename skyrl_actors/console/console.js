@@ -36,7 +36,7 @@ function table(id, columns, rows, nothing, choose) {
     const line = document.createElement("tr");
     for (const [, read, kind] of columns) {
       const cell = document.createElement("td"), text = read(row);
-      cell.textContent = text === null || text === undefined ? "" : text;
+      cell.append(text === null || text === undefined ? "" : text);
       if (kind === "number") cell.className = "number";
       if (kind === "state") cell.className = /^(HEALTHY|up|ready|finished)$/.test(text) ? "good" : /^(STARTING|STALE|DRAINING|unfinished)/.test(text) ? "" : "bad";
       line.append(cell);
@@ -157,7 +157,28 @@ async function drawRuns() {
     ["run", (r) => r.run], ["job", (r) => r.job], ["state", (r) => r.state, "state"], ["steps", (r) => number(r.steps, 6), "number"], ["metric", (r) => r.metric],
     ["before", (r) => r.before, "number"], ["after", (r) => r.after, "number"], ["seconds", (r) => number(r.seconds || null), "number"],
   ], rows, "no runs in the folder that http.console names", { is: (row) => row.run === chosen, take: (row) => { chosen = row.run; drawRuns().catch(said); } });
-  if (chosen && rows.some((row) => row.run === chosen)) drawCurves(await ask(`/console/runs/${encodeURIComponent(chosen)}`));
+  if (!chosen || !rows.some((row) => row.run === chosen)) return;
+  const run = `/console/runs/${encodeURIComponent(chosen)}`;
+  drawCurves(await ask(run));
+  drawSamples(await ask(`${run}/samples`));
+}
+
+function drawSamples(rows) {
+  at("samples-part").hidden = !rows.length;
+  at("samples-step").textContent = rows.length ? `held-out prompts at step ${rows[0].step}` : "";
+  const columns = [
+    ["prompt", (r) => r.question], ["answer", (r) => r.answer], ["expected", (r) => r.expected], ["reward", (r) => number(r.reward), "number"],
+  ];
+  if (rows.some((row) => (row.images || []).length)) columns.unshift(["images", (r) => pictures(r.images || [])]);
+  table("samples", columns, rows, "no samples");
+}
+
+function pictures(addresses) {
+  const found = document.createDocumentFragment();
+  for (const address of addresses) {
+    if (address.startsWith("data:image/")) found.append(Object.assign(document.createElement("img"), { src: address, alt: "image of the prompt" }));
+  }
+  return found;
 }
 
 function drawCurves(rows) {

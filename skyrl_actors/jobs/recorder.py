@@ -4,14 +4,17 @@ Lines are appended to metrics.jsonl and samples.jsonl. Other files are written u
 name and renamed.
 """
 
+import base64
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
 import psutil
 
+from skyrl_actors.jobs.encoded_images import shown
 from skyrl_actors.jobs.metrics import checked
 from skyrl_actors.jobs.run_folder import RunFolder
 from skyrl_actors.jobs.trackers import TrackerThread
@@ -19,7 +22,25 @@ from skyrl_actors.observe.process import resident_bytes
 from skyrl_actors.observe.runs import METRICS, SAMPLES, SUMMARY, rows_in
 
 SAMPLES_KEPT = 20  # of each evaluation
-SAMPLE_KEYS = ("question", "expected", "answer", "reward", "versions")
+IMAGES_KEPT = 4  # of each sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownSample:
+    """An episode of an evaluation, as it is recorded."""
+
+    question: str
+    expected: str
+    answer: str
+    reward: float
+    versions: tuple[str, ...]  # of the weights
+    images: tuple[bytes, ...] = ()  # PNG or JPEG
+
+    def as_row(self, step: int) -> dict[str, Any]:
+        """Return a JSON object, with small images as `data:` addresses."""
+        small = [shown(image) for image in self.images[:IMAGES_KEPT]]
+        images = [f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in small]
+        return {"step": step, **asdict(self), "images": images}
 
 
 class EventWriter(Protocol):
@@ -63,16 +84,11 @@ class Recorder:
         for key, value in metrics.items():
             self._events.add_scalar(key, value, step)
 
-    def samples(self, step: int, rows: Sequence[tuple[str, str, str, float, list[str]]]) -> None:
-        """Record the first episodes of an evaluation.
-
-        Each row is (question, expected, answer, reward, versions of the weights).
-        """
+    def samples(self, step: int, samples: Sequence[ShownSample]) -> None:
+        """Record the first episodes of an evaluation."""
         with (self.path / SAMPLES).open("a") as file:
-            for row in rows[:SAMPLES_KEPT]:
-                file.write(
-                    json.dumps({"step": step, **dict(zip(SAMPLE_KEYS, row, strict=True))}) + "\n"
-                )
+            for sample in samples[:SAMPLES_KEPT]:
+                file.write(json.dumps(sample.as_row(step)) + "\n")
 
     def summary(self, content: dict[str, Any]) -> None:
         """Write the summary. A run with a summary counts as finished."""

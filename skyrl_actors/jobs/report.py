@@ -105,7 +105,8 @@ title="{{ part }}">{{ part }} {{ '%.0f'|format(percent) }} %</div>
 <table>
 <tr><th>prompt</th><th>answer</th><th>expected</th><th>reward</th></tr>
 {% for row in rows %}
-<tr><td>{{ row.question }}</td><td>{{ row.answer }}</td><td>{{ row.expected }}</td>
+<tr><td>{% for image in row.images or [] %}<img alt="image of the prompt" src="{{ image }}"> \
+{% endfor %}{{ row.question }}</td><td>{{ row.answer }}</td><td>{{ row.expected }}</td>
 <td class="n">{{ '%g'|format(row.reward) }}</td></tr>
 {% endfor %}
 </table></details>

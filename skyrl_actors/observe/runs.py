@@ -22,6 +22,21 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def last_samples(file: Path) -> list[dict[str, Any]]:
+    """Return the samples of the last evaluation of a run."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    rows: list[dict[str, Any]] = []
+    for line in reversed(lines):  # rows have images, so only those that are needed are parsed
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if rows and row["step"] != rows[0]["step"]:
+            break
+        rows.append(row)
+    return rows[::-1]
+
+
 def listed(parent: Path) -> list[dict[str, Any]]:
     """Return a summary of each run, sorted by name."""
     found: list[dict[str, Any]] = []

@@ -18,6 +18,10 @@ from skyrl_actors.config.cluster import HttpConfig
 from tests.api.local import config_for, edge
 from tests.conftest import ROOT, free_port
 
+IMAGE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKm"
+    "MIQAAAABJRU5ErkJggg=="
+)
 KEYS = {"api_keys": ["ann=tml-ann-0123456789abcdef", "bob=tml-bob-0123456789abcdef"]}
 STATUS = {
     "name": "s",
@@ -76,6 +80,12 @@ def run_in(folder: Path, name: str) -> None:
     (folder / name / "summary.json").write_text(
         json.dumps({"metric": "eval/accuracy", "job": "ppo", "seed": 0, "seconds": 12.5})
     )
+    samples = [
+        {"step": step, "question": f"<i>ask {step}", "answer": "a", "expected": "b", "reward": 0.5}
+        | {"images": [IMAGE, "https://elsewhere/a.png"]}
+        for step in (0, 7, 7)
+    ]
+    (folder / name / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
 
 
 async def test_a_viewer_without_a_key_sees_no_names(tmp_path: Path):
@@ -98,7 +108,9 @@ async def test_a_viewer_without_a_key_sees_no_names(tmp_path: Path):
             and bare["ready"]
         )
         assert (await client.get(f"{root}/console/runs")).json() == []
-        assert (await client.get(f"{root}/console/runs/one")).status_code == 404
+        for private in ("one", "one/samples"):
+            answer = await client.get(f"{root}/console/runs/{private}")
+            assert answer.status_code == 404, private
         assert (
             await client.get(f"{root}/console/state", headers={"X-API-Key": "tml-wrong"})
         ).status_code == 401
@@ -106,7 +118,9 @@ async def test_a_viewer_without_a_key_sees_no_names(tmp_path: Path):
         assert (await client.get(f"{root}/console/state", headers=ann)).json()["key"] == "given"
         assert (await client.get(f"{root}/console/runs", headers=ann)).json()[0]["after"] == "0.65"
         assert len((await client.get(f"{root}/console/runs/one", headers=ann)).json()) == 8
-        for odd in ("..%2f..", "two", "one%2f..%2fone"):
+        last = (await client.get(f"{root}/console/runs/one/samples", headers=ann)).json()
+        assert [row["step"] for row in last] == [7, 7]
+        for odd in ("..%2f..", "two", "one%2f..%2fone", "two/samples", "..%2fruns%2fone/samples"):
             assert (
                 await client.get(f"{root}/console/runs/{odd}", headers=ann)
             ).status_code == 404, odd
@@ -231,6 +245,13 @@ def test_the_page_works_in_a_browser(browser: Any, tmp_path: Path):
                 len(driver.find_elements(By.CSS_SELECTOR, "#curves .js-plotly-plot")) == 2
             )
         )
+        wait.until(lambda driver: "<i>ask 7" in text("samples"))
+        assert "held-out prompts at step 7" in text("samples-part") and "ask 0" not in text(
+            "samples"
+        )
+        images = browser.find_elements(By.CSS_SELECTOR, "#samples img")
+        assert [image.get_attribute("src") for image in images] == [IMAGE, IMAGE]
+        assert browser.execute_script("return arguments[0].naturalWidth", images[0]) == 1
         drawn = browser.execute_script(
             "return document.querySelector('#curves .js-plotly-plot').data[0].y"
         )
