@@ -20,6 +20,7 @@ from skyrl_actors.journal import opening
 from skyrl_actors.journal.encoding import decode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.group_commit import GroupCommit, reason
+from skyrl_actors.journal.images import images_in, with_images
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.retention import KEEP_SNAPSHOTS, Retention
@@ -139,7 +140,13 @@ class SqlJournal:
                 f"the payload of operation {operation.number} was swept: "
                 "it is older than journal.retention_s"
             )
-        return decode(await self._read(self._packs.read, operation.payload))
+        request = decode(await self._read(self._packs.read, operation.payload))
+        # A request of an older version has the contents of its images itself.
+        images = images_in(request)
+        if missing := [digest for digest, content in images.items() if not content]:
+            images |= await self._read(self.store.images, missing)
+            return with_images(request, images)
+        return request
 
     async def result(self, operation: Operation) -> Result:
         if operation.result is None:

@@ -21,6 +21,7 @@ from skyrl_actors.journal.entries import (
     SnapshotDropped,
     SnapshotTaken,
 )
+from skyrl_actors.journal.images import images_in, without_images
 
 ACCEPT = sa.insert(t.operations)
 ANSWER = sa.update(t.operations).where(t.operations.c.number == sa.bindparam("of"))
@@ -47,7 +48,7 @@ def statements(entries: Sequence[Entry], blobs: Iterator[Blob]) -> list[tuple[An
 def record_of(entry: Entry) -> Any:
     """Return the part of an entry that is stored in the pack."""
     return (
-        entry.request
+        without_images(entry.request)
         if isinstance(entry, Accepted)
         else entry.result
         if isinstance(entry, Answered)
@@ -75,6 +76,7 @@ def accepted_row(entry: Accepted, blob: Blob) -> dict[str, Any]:
         "payload_offset": blob.offset,
         "payload_length": blob.length,
         "payload_digest": blob.digest,
+        "images": " ".join(images_in(entry.request)) or None,
     }
 
 

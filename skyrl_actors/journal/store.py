@@ -6,6 +6,7 @@ One `write` is one pack and one transaction.
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -21,15 +22,17 @@ from tenacity import (
     wait_exponential,
 )
 
+from skyrl_actors.journal import stored_images
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.encoding import UNENCODABLE, encode
-from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
+from skyrl_actors.journal.entries import Accepted, Entry, JournalState, Operation, SnapshotTaken
+from skyrl_actors.journal.images import images_in
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.loading import load, newest_answered
 from skyrl_actors.journal.packs import Pack, PackStore
 from skyrl_actors.journal.redo import Commit, CommitsLost, RedoLog, Statement
 from skyrl_actors.journal.rows import operation_of, record_of, statements
-from skyrl_actors.messages.errors import InternalError, InvalidRequest
+from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest
 
 log = logging.getLogger(__name__)
 # Locked: a running commit holds this row, so its outcome is known only when the row is free.
@@ -106,28 +109,52 @@ class Store:
         """Write all entries, or none.
 
         Rows are prepared while records are written to disk. They are committed after the records,
-        so that a row never refers to a missing record.
+        so that a row never refers to a missing record. Images have packs of their own: they are
+        kept as long as any request has them.
         """
         self._check_file()
-        pack = Pack(_encoded(entries))
-        packing = self._packer.submit(self.packs.write, pack) if pack.records else None
+        users, new = self._images_of(entries)
+        pack, images = Pack(_encoded(entries)), Pack(list(new.values()))
+        packs = [each for each in (pack, images) if each.records]
+        packing = [self._packer.submit(self.packs.write, each) for each in packs]
         try:
-            self._commit(entries, pack, packing)
+            todo = statements(entries, pack.blobs())
+            todo += stored_images.use(list(images.blobs()), users)
+            todo += [(COUNT, {"name": each.name, "records": len(each.records)}) for each in packs]
+            self._commit(todo, packing)
         except BaseException:
             if self._suspects is not None:
-                self._suspects.add(pack.name)
+                self._suspects |= {each.name for each in packs}
             raise
         finally:
-            if packing is not None:
-                wait([packing])
+            wait(packing)
         self._check_file()
 
-    def _commit(self, entries: Sequence[Entry], pack: Pack, packing: "Future[None] | None") -> None:
+    def _images_of(self, entries: Sequence[Entry]) -> tuple[Counter[str], dict[str, bytes]]:
+        """Return how many of these requests have each image, and the images not yet stored."""
+        users, contents = Counter[str](), dict[str, bytes]()
+        for entry in entries:
+            if isinstance(entry, Accepted):
+                own = images_in(entry.request)
+                users.update(own.keys())
+                contents |= own
+        if contents:
+            with self.engine.connect() as connection:
+                for digest in stored_images.places(connection, list(contents)):
+                    del contents[digest]
+        return users, contents
+
+    def images(self, digests: Sequence[str]) -> dict[str, bytes]:
+        """Read images by their digests. Raises Corrupt if one is missing or changed."""
+        with self.engine.connect() as connection:
+            places = stored_images.places(connection, digests)
+        if missing := [digest for digest in digests if digest not in places]:
+            raise Corrupt(f"the journal has no image {missing[0]}")
+        return {digest: self.packs.read(place) for digest, place in places.items()}
+
+    def _commit(self, todo: list[Statement], packing: Sequence["Future[None]"]) -> None:
         epoch, _, count = self._token.partition(".")
         token = f"{epoch}.{int(count) + 1}"
-        todo = statements(entries, pack.blobs())
-        if packing is not None:
-            todo.append((COUNT, {"name": pack.name, "records": len(pack.records)}))
         try:
             with self.engine.begin() as connection:
                 if connection.execute(FENCE, {"last": self._token, "next": token}).rowcount != 1:
@@ -139,8 +166,8 @@ class Store:
                     raise InvalidRequest(f"a value cannot be stored: {error!a}") from None
                 if self._remote:
                     connection.execute(NO_TIMEOUT)
-                if packing is not None:
-                    packing.result()
+                for each in packing:
+                    each.result()
         except DBAPIError as error:
             if not error.connection_invalidated or not self._reached(token, error):
                 raise

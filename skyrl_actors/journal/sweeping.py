@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from skyrl_actors.journal import loading
+from skyrl_actors.journal import loading, stored_images
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.entries import SnapshotDropped
 from skyrl_actors.journal.kinds import Kinds
@@ -160,11 +160,10 @@ class Sweeper:
         )
         with self._store.engine.begin() as connection:
             rows = connection.execute(
-                sa.select(OP.payload_pack, OP.result_pack).where(*where)
+                sa.select(OP.payload_pack, OP.result_pack, OP.images).where(*where)
             ).all()
-            connection.execute(
-                sa.update(t.operations).where(*where).values(payload_pack=None, result_pack=None)
-            )
+            nothing = {"payload_pack": None, "result_pack": None, "images": None}
+            connection.execute(sa.update(t.operations).where(*where).values(nothing))
             emptied = _release(connection, rows)
         return Swept(0, self._store.packs.remove(emptied))
 
@@ -199,6 +198,7 @@ class Sweeper:
             OP.kind,
             OP.payload_pack,
             OP.result_pack,
+            OP.images,
             order.label("reached"),
         )
         with self._store.engine.begin() as connection:
@@ -212,7 +212,7 @@ class Sweeper:
             connection.execute(
                 sa.delete(t.operations).where(OP.number.in_([row.number for row in rows]))
             )
-            emptied = _release(connection, [(row.payload_pack, row.result_pack) for row in rows])
+            emptied = _release(connection, rows)
         return Swept(len(rows), self._store.packs.remove(emptied), folders), rows[-1].reached
 
     def _orphans(self) -> Iterator[Swept]:
@@ -233,9 +233,11 @@ class Sweeper:
             return [name for name in connection.execute(query).scalars() if name]
 
 
-def _release(connection: sa.Connection, pairs: Sequence[Any]) -> list[str]:
+def _release(connection: sa.Connection, rows: Sequence[Any]) -> list[str]:
     """Count removed rows, and return the packs that no row refers to now."""
-    released = Counter(name for pair in pairs for name in pair if name)
+    of_images = stored_images.release(connection, [row.images for row in rows])
+    named = [name for row in rows for name in (row.payload_pack, row.result_pack)]
+    released = Counter(name for name in (*named, *of_images) if name)
     if not released:
         return []
     connection.execute(

@@ -72,6 +72,7 @@ operations = Table(
     Column("result_offset", BigInteger),
     Column("result_length", BigInteger),
     Column("result_digest", String(64)),
+    Column("images", Text),  # digests of the request's images, each once, with spaces between
     Index("operations_of_model", "model_id", "number"),
     Index("operations_of_session", "session_id", "number"),
     _partial("operations_idle", "answered_at", where=IDLE),
@@ -110,6 +111,16 @@ packs = Table(
     metadata,
     Column("name", String(64), primary_key=True),
     Column("records", BigInteger, nullable=False),  # in rows; a pack without any is removed
+)
+
+images = Table(
+    "images",
+    metadata,
+    Column("digest", String(64), primary_key=True),
+    Column("pack", String(64), nullable=False),
+    Column("start", BigInteger, nullable=False),
+    Column("length", BigInteger, nullable=False),
+    Column("users", BigInteger, nullable=False),  # rows of operations; without any it is removed
 )
 
 trimmed = Table(
