@@ -224,9 +224,12 @@ def _example_from_json(
 
 
 def _add_json_chunk(row: Row, chunk: Any) -> None:
-    """Add a chunk to a row. SDKs up to 0.16 omit `type`, so the keys decide the kind."""
+    """Add a chunk to a row. SDKs up to 0.16 omit `type`, so the keys decide the kind.
+
+    The first SDKs send an image's number of tokens as `tokens`.
+    """
     if is_mapping(chunk) and "data" in chunk and chunk.get("type", "image") == "image":
-        expected = chunk.get("expected_tokens")
+        expected = chunk.get("expected_tokens", chunk.get("tokens"))
         if isinstance(expected, bool) or not isinstance(expected, int | None):
             raise InvalidRequest(f"{row.what}: expected_tokens must be a whole number")
         try:

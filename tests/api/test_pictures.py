@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import zlib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,23 @@ def test_an_image_becomes_placeholders_and_its_bytes(wire: str):
     assert found.which.tolist() == [0, 1, 0]
     assert [len(list(columns.images_of(row))) for row in range(3)] == [2, 0, 1]
     assert read(wire, datum(text(7, 8), length=2)).images is None
+
+
+def test_the_first_sdks_name_the_tokens_of_an_image_otherwise():
+    sent = as_json(datum(text(3), image(encoded()), length=7))
+    chunk = sent["model_input"]["chunks"][1]
+    for tokens, fits in ((6, True), (5, False)):
+        sent["model_input"]["chunks"][1] = {
+            **{name: value for name, value in chunk.items() if name != "expected_tokens"},
+            "tokens": tokens,
+            "width": 48,
+            "height": 32,
+        }
+        given = {"data": [sent], "loss_fn": "cross_entropy"}
+        body = {"model_id": "m", "seq_id": 1, "forward_backward_input": given}
+        reader = PictureReader(FORM, LimitsConfig())
+        with nullcontext() if fits else pytest.raises(InvalidRequest, match="takes 6 tokens"):
+            codec.forward_backward_from_json(body, False, reader=reader)
 
 
 @pytest.mark.parametrize("wire", ["json", "proto"])

@@ -7,11 +7,13 @@ so it runs in environments of all versions.
 import io
 import json
 import pickle
+import struct
 import sys
 import tarfile
 import traceback
 import urllib.request
 import warnings
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +21,7 @@ warnings.simplefilter("ignore")
 import tinker  # noqa: E402
 from tinker import types  # noqa: E402
 
-MODEL = sys.argv[1]
+MODEL, TAKES_IMAGES = sys.argv[1], "--images" in sys.argv
 TOKENS = [5, 6, 7, 8]
 ABSENT = "absent"
 
@@ -338,6 +340,67 @@ def rest(calls: Calls, service: Any, model: Any, version: str) -> None:
     )
 
 
+def image_chunk() -> Any:
+    """Return an image of 32 x 32 pixels, as this version describes one."""
+
+    def part(kind: bytes, content: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + check
+
+    header = struct.pack(">IIBBBBB", 32, 32, 8, 2, 0, 0, 0)
+    lines = b"".join(b"\0" + bytes([8 * y % 256, 90, 200]) * 32 for y in range(32))
+    png = b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(lines))
+    png += part(b"IEND", b"")
+    fields = getattr(has(types, "ImageChunk"), "model_fields", {})
+    if "tokens" in fields:
+        size: Any = {"height": 32, "width": 32, "tokens": 4}
+    else:
+        size = {"expected_tokens": 4}
+    return types.ImageChunk(data=png, format="png", **size)
+
+
+def images(calls: Calls, model: Any, version: str) -> None:
+    def chunks() -> Any:
+        text = types.EncodedTextChunk(tokens=TOKENS)
+        return types.ModelInput(chunks=[text, image_chunk(), text])
+
+    def image_datum() -> Any:
+        inputs = {"target_tokens": tensor([0] * 8 + TOKENS, "int64")}
+        inputs["weights"] = tensor([0.0] * 8 + [1.0] * 4)
+        return types.Datum(model_input=chunks(), loss_fn_inputs=inputs)
+
+    def trained() -> None:
+        result = model.forward_backward([image_datum()], "cross_entropy").result()
+        assert len(result.loss_fn_outputs[0]["logprobs"].data) == 12
+
+    calls.run("image forward_backward", trained)
+    calls.run("image forward", lambda: model.forward([image_datum()], "cross_entropy").result())
+    calls.run(
+        "image forward_backward_custom",
+        lambda: (
+            has(model, "forward_backward_custom"),
+            model.forward_backward_custom([image_datum()], custom_loss).result(),
+        ),
+    )
+    client = calls.run(
+        "image sampler", lambda: ready(model.save_weights_and_get_sampling_client("i"))
+    )
+    if client is None:
+        return
+    params = types.SamplingParams(max_tokens=3, temperature=1.0, seed=1)
+
+    def sampled() -> None:
+        answer = client.sample(prompt=chunks(), sampling_params=params, num_samples=2).result()
+        assert len(answer.sequences) == 2
+
+    def scored() -> None:
+        found = client.compute_logprobs(chunks()).result()
+        assert len(found) == 12 and found[1] < 0 and found[11] < 0, found
+
+    calls.run("image sample", sampled)
+    calls.run("image compute_logprobs", scored)
+
+
 def main() -> None:
     from importlib.metadata import version as version_of
 
@@ -365,6 +428,8 @@ def main() -> None:
                 ).result(),
             ).result(),
         )
+        if TAKES_IMAGES:
+            images(calls, model, version)
     calls.run("close", lambda: has(service, "close")("success"))
     print("\n" + json.dumps({"version": version, "calls": calls.outcomes}))
 

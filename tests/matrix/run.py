@@ -109,6 +109,12 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 60.
     raise SystemExit(f"no service at {url} within {timeout_s:.0f} s")
 
 
+def takes_images(url: str, key: str) -> bool:
+    """Return whether the base model of the service takes images."""
+    answer = httpx.get(f"{url}/api/v1/get_server_capabilities", headers={"X-API-Key": key})
+    return any(model.get("takes_images") for model in answer.json()["supported_models"])
+
+
 def outcomes(
     version: str, url: str, model: str = MODEL, timeout_s: float = 180.0, key: str = "tml-matrix"
 ) -> Outcomes:
@@ -123,6 +129,8 @@ def outcomes(
         "HF_HUB_OFFLINE": "1",
     }
     command = [sys.executable, str(Path(__file__).with_name("calls.py")), model]
+    if takes_images(url, key):
+        command.append("--images")
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=timeout_s
     )
