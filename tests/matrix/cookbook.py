@@ -1,7 +1,13 @@
-"""Run recipes of the tinker cookbook against a service, and print a table of their outcomes.
+r"""Run recipes of the tinker cookbook against a service, and print a table of their outcomes.
 
     skyrl-actors serve configs/cpu_tiny.yaml base_model.name=Qwen/Qwen3-4B-Instruct-2507
     python -m tests.matrix.cookbook --url http://127.0.0.1:8000
+
+A base model that takes images is given to the recipe for images instead:
+
+    skyrl-actors serve configs/cpu_tiny_vl.yaml base_model.name=Qwen/Qwen3-VL-30B-A3B-Instruct
+    python -m tests.matrix.cookbook --url http://127.0.0.1:8000 \
+        --model Qwen/Qwen3-VL-30B-A3B-Instruct
 
 The recipes are unmodified and run offline. They find tokenizers, renderers and datasets by names of
 the Hugging Face hub, and folders of these names in the working directory come first. So they run in
@@ -24,11 +30,14 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import datasets
 import tinker
 import typer
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
+
+from skyrl_actors.jobs.shapes import NAMES, shape_tasks
 
 VERSION = "0.6.1"
 CACHE = Path.home() / ".cache" / "skyrl-actors" / "cookbook"
@@ -37,6 +46,8 @@ UNAVAILABLE = "tml-renderers"
 EXTRA = "math-rl"
 # a name for which the cookbook has a renderer, here one without thinking
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
+TAKES_IMAGES = "-VL-"  # in the name of a model
+DRAWINGS = "dpdl-benchmark/caltech101"  # the name of a dataset of photos
 TRAINED = "skyrl.ai/grad_norm"
 ROUNDING = 1e-3  # equal rewards leave about 1e-6 of a gradient
 Row = dict[str, Any]
@@ -62,9 +73,31 @@ class Recipe:
     measure: str  # a metric that the recipe writes at each of its steps
     options: tuple[str, ...]
     starts_from: str = ""  # the recipe whose last checkpoint it resumes
+    log_option: str = "log_path"
+    reaches: tuple[str, float] | None = None  # a metric, and what it must be at the last evaluation
 
 
-RECIPES = (
+OF_IMAGES = (
+    Recipe(
+        "vlm_classifier",
+        "vlm_classifier.train",
+        121,
+        "train_mean_nll",
+        (
+            "dataset=caltech101",
+            "renderer_name=qwen3_vl_instruct",
+            "learning_rate=4e-3",
+            "lora_rank=16",
+            "num_epochs=8",
+            "n_eval=96",
+            "eval_every=40",
+            "save_every=100",
+        ),
+        log_option="experiment_dir",
+        reaches=("accuracy", 0.9),
+    ),
+)
+OF_TEXTS = (
     Recipe(
         "sl_loop",
         "sl_loop",
@@ -216,6 +249,22 @@ def prepare(work: Path, model: str, tokenizer: Path) -> None:
         [{"question": _question(i), "answer": "#### 4"} for i in range(64)],
     )
     (sums / "README.md").write_text(GSM8K_CARD)
+    if TAKES_IMAGES in model:
+        _write_drawings(work / DRAWINGS / "data")
+
+
+def _write_drawings(folder: Path) -> None:
+    """Write the splits of a dataset for classification, with drawings of coloured shapes."""
+    folder.mkdir(parents=True)
+    labels = datasets.ClassLabel(names=[name.replace(" ", "_") for name in NAMES])
+    features = datasets.Features({"image": datasets.Image(), "label": labels})
+    for split, count, seed in (("train", 1280, 7), ("test", 96, 8)):
+        rows = [
+            {"image": {"bytes": task.image}, "label": NAMES.index(task.answer)}
+            for task in shape_tasks(count, seed)
+        ]
+        made = datasets.Dataset.from_list(rows, features=features)
+        made.to_parquet(str(folder / f"{split}-00000-of-00001.parquet"))
 
 
 def _question(i: int) -> str:
@@ -253,7 +302,7 @@ def run(recipe: Recipe, work: Path, packages: Path, model: str, timeout_s: float
         "-m",
         f"tinker_cookbook.recipes.{recipe.module}",
         f"model_name={model}",
-        f"log_path={log}",
+        f"{recipe.log_option}={log}",
     ]
     command += [f"max_steps={recipe.steps}", *recipe.options]
     environment = {
@@ -282,7 +331,7 @@ def run(recipe: Recipe, work: Path, packages: Path, model: str, timeout_s: float
     return _judge(
         recipe,
         ended,
-        _read_rows(log / "metrics.jsonl"),
+        [row for file in sorted(log.rglob("metrics.jsonl")) for row in _read_rows(file)],
         time.perf_counter() - started,
         output.read_text(),
     )
@@ -313,6 +362,11 @@ def _judge(recipe: Recipe, ended: str, rows: list[Row], seconds: float, output: 
         ended = f"not finite: {', '.join(broken)}"
     if not ended and not any(row.get(TRAINED, 0) > ROUNDING for row in rows):
         ended = "no step had a gradient"
+    if not ended and recipe.reaches is not None:
+        name, least = recipe.reaches
+        reached = [row[name] for row in rows if name in row]
+        if not reached or reached[-1] < least:
+            ended = f"{name} {reached[-1] if reached else 'missing'}, below {least}"
     first, last = (values[0], values[-1]) if values else (math.nan, math.nan)
     return Ran(recipe, seconds, len(values), first, last, ended or "ok", output)
 
@@ -373,7 +427,7 @@ def main(
     with _kept(work) if work else tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder), model, tokenizer or tokenizer_of(model))
         ran = []
-        for recipe in RECIPES:
+        for recipe in OF_IMAGES if TAKES_IMAGES in model else OF_TEXTS:
             print(f"{recipe.name}: {recipe.steps} steps", file=sys.stderr, flush=True)
             ran.append(run(recipe, Path(folder), packages, model, timeout_s))
     show(ran)
