@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 # Mean |Δ logprob| in nats. Measured: 0 for dense models, 0.08 for experts that an update corrupts.
 BOUNDS = {"float32": 1e-4}
 LOWER_PRECISION = 0.02
+NEEDS_BF16 = "requires BF16"  # of vLLM's linear attention on a CPU
 ADVICE = "use another base model, or a vLLM server that serves this one (engine.external)"
 
 
@@ -109,6 +110,7 @@ async def _attempt(what: str, work: Awaitable[T]) -> T:
     except TimeoutError:
         raise  # slow, which is not a defect of the model
     except Exception as error:
+        advice = f"set engine.dtype=bfloat16, {ADVICE}" if NEEDS_BF16 in str(error) else ADVICE
         raise ConfigError(
-            f"{what} fails in vLLM ({type(error).__name__}: {error}); {ADVICE}"
+            f"{what} fails in vLLM ({type(error).__name__}: {error}); {advice}"
         ) from error

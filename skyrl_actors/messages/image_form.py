@@ -15,7 +15,7 @@ from skyrl_actors.messages.errors import ConfigError
 
 # Model types whose vision tower is computed here. Their positions have three axes, and features of
 # the tower take the places of an image's tokens.
-VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 PROCESSOR, NESTED = "preprocessor_config.json", "processor_config.json"
 MOST_ASPECT = 200  # of the longer side to the shorter one
 Grid = tuple[int, int, int]  # patches in time, height and width

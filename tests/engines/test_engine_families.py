@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
@@ -109,16 +110,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         block_multiple_of=8,
     ),
 }
-GATED_DELTA = Qwen3NextConfig(
-    **SIZE,
-    **EXPERTS,
-    layer_types=["linear_attention", "full_attention"],
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    shared_expert_intermediate_size=32,
-)
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+GATED_DELTA: dict[str, PreTrainedConfig] = {
+    "qwen3-next": Qwen3NextConfig(**SIZE, **EXPERTS, **LINEAR, shared_expert_intermediate_size=32),
+    "qwen3.5": Qwen3_5TextConfig(**SIZE, **LINEAR),
+}
 PROMPT = tuple(np.random.default_rng(3).integers(2, 512, 40).tolist())
 
 
@@ -156,9 +158,10 @@ async def test_adapters_with_own_factors_for_each_expert(tmp_path: Path, random_
 
 
 @pytest.mark.slow
-async def test_adapters_on_gated_delta_layers(tmp_path: Path, random_base: Path):
+@pytest.mark.parametrize("name", GATED_DELTA)
+async def test_adapters_on_gated_delta_layers(name: str, tmp_path: Path, random_base: Path):
     """The layers' kernels on a CPU take bfloat16 and heads of 128 alone."""
-    base = saved(GATED_DELTA, tmp_path / "base")
+    base = saved(GATED_DELTA[name], tmp_path / "base")
     AutoTokenizer.from_pretrained(random_base).save_pretrained(base)
     worker, values = trained(base, "a", LoraSpec(rank=4, train_mlp=False, train_unembed=False))
     worker.create_model(ModelSpec(model_id="b", base_model="tiny", lora=LoraSpec(rank=4), seed=5))

@@ -88,6 +88,12 @@ async def test_a_model_that_crashes_vllm_is_refused_by_name():
         await prove_reload(Scripted(dies=True), "Qwen3MoeForCausalLM", "float32", PROMPT, ())
 
 
+async def test_a_model_that_vllm_computes_in_bfloat16_alone_is_refused_with_that_advice():
+    engine = Scripted([InternalError("AssertionError: CPU GDN attention requires BF16.")])
+    with pytest.raises(ConfigError, match=r"fails in vLLM .*; set engine\.dtype=bfloat16, use"):
+        await prove_reload(engine, "Qwen3NextForCausalLM", "float32", PROMPT, BASE)
+
+
 async def test_an_update_that_fails_is_refused():
     engine = Scripted([RuntimeError("left out 2 layer(s)")])
     with pytest.raises(

@@ -27,14 +27,15 @@ MARKS = {
 }
 PROCESSORS: dict[str, Any] = {
     "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+    "qwen3_5": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
     "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor),
 }
-SECTIONS = {"qwen3_vl": [8, 4, 4], "qwen2_5_vl": [4, 6, 6]}
+SECTIONS = {"qwen3_5": [2, 1, 1], "qwen3_vl": [8, 4, 4], "qwen2_5_vl": [4, 6, 6]}
 WIDTH = 64
 
 
 def make(kind: str, folder: Path) -> Path:
-    """Save a random model. vLLM's attention on a CPU takes heads of 32 and more."""
+    """Save a random model. vLLM's kernels on a CPU take heads of 32 and more."""
     tokenizer: Any = make_tokenizer()
     tokenizer.add_tokens([AddedToken(text, special=True) for text in MARKS.values()])
     config: Any = copy.deepcopy(vision_models.MODELS[kind])
@@ -44,6 +45,8 @@ def make(kind: str, folder: Path) -> Path:
     text.vocab_size, text.hidden_size, text.head_dim = 320, WIDTH, 32
     text.num_attention_heads, text.num_key_value_heads = 2, 1
     text.rope_parameters["mrope_section"] = SECTIONS[kind]
+    if kind == "qwen3_5":
+        text.linear_key_head_dim = text.linear_value_head_dim = 128
     tower.update({"out_hidden_size": WIDTH, "hidden_size": WIDTH})
     torch.manual_seed(0)
     model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

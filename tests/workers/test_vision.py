@@ -92,24 +92,41 @@ def by_transformers(model: Any, columns: Columns) -> list[torch.Tensor]:
     return found
 
 
+def is_linear(base: Path) -> bool:
+    """Return whether the model has layers of linear attention."""
+    return "linear_attention" in (base / "config.json").read_text()
+
+
+def has_experts(base: Path) -> bool:
+    return "num_experts" in (base / "config.json").read_text()
+
+
+def widest(base: Path) -> str:
+    """Return the dtype with the most digits that a worker computes this model in."""
+    return "float32" if has_experts(base) else "float64"
+
+
 def reference(base: Path) -> Any:
+    # The grouped product of experts is not there in float64.
+    experts = {"experts_implementation": "eager"} if has_experts(base) else {}
     return AutoModelForImageTextToText.from_pretrained(
-        base, dtype=torch.float64, attn_implementation="eager"
+        base, dtype=torch.float64, attn_implementation="eager", **experts
     )
 
 
 @pytest.mark.parametrize("budget", [4096, 24])
 def test_packed_rows_with_images_equal_each_alone(base: Path, budget: int):
-    worker, columns = worker_on(base, microbatch_tokens=budget), batch(0, ROWS)
+    worker, columns = worker_on(base, widest(base), microbatch_tokens=budget), batch(0, ROWS)
     created(worker, "m", LoraSpec(rank=4))
     wanted = torch.cat(by_transformers(reference(base), columns)).detach().numpy()
     found = passed(worker, "m", columns).values
-    assert np.abs(found - wanted).max() < 1e-6  # results are float32
+    # Results are float32.
+    assert np.abs(found - wanted).max() < (1e-5 if has_experts(base) else 1e-6)
 
 
 def test_gradients_with_images_equal_those_of_transformers(base: Path):
     """Of a full fine-tune, so of every weight of the language model; the tower has none."""
-    worker, columns = worker_on(base), batch(1, ROWS)
+    worker, columns = worker_on(base, widest(base)), batch(1, ROWS)
     created(worker, "m", None)
     passed(worker, "m", columns, forward_only=False)
     model = reference(base)
@@ -121,13 +138,22 @@ def test_gradients_with_images_equal_those_of_transformers(base: Path):
     assert {name for name in wanted if "visual" not in name} == own.keys()
     for name, gradient in own.items():
         scale = float(wanted[name].norm()) or 1.0
-        assert float((gradient - wanted[name]).norm()) / scale < 1e-5, name
+        # The recurrence of linear attention computes in float32 in the reference too.
+        bound = 1e-4 if is_linear(base) or has_experts(base) else 1e-5
+        assert float((gradient - wanted[name]).norm()) / scale < bound, name
 
 
 @pytest.mark.parametrize("form", ["adapter", "merged", "full"])
 def test_exports_open_in_the_class_for_images(base: Path, tmp_path: Path, form: str):
     worker, columns = worker_on(base, "float32"), batch(5, ROWS)
-    created(worker, "m", None if form == "full" else LoraSpec(rank=4))
+    # peft has one pair for queries, keys and values of linear attention, and adapters have three;
+    # peft reads experts by other names.
+    spec = LoraSpec(
+        rank=4,
+        train_attn=not (form == "adapter" and is_linear(base)),
+        train_mlp=not (form == "adapter" and has_experts(base)),
+    )
+    created(worker, "m", None if form == "full" else spec)
     passed(worker, "m", columns, forward_only=False)
     worker.optim_step("m", AdamParams(learning_rate=0.01))
     folder = tmp_path / "saved"

@@ -10,11 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from skyrl_actors.messages.columns import TARGETS, Columns, Example, columns_from
 from skyrl_actors.messages.images import Images
+from tests.workers.tiny_models import DELTA_NET
 
 TEXT = {
     "vocab_size": 160,
@@ -36,40 +44,48 @@ TOKENS = {
     "vision_end_token_id": 153,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+}
+DEEPSTACK = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+INTERLEAVED = {
+    "head_dim": 16,
+    "rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
+HYBRID = DELTA_NET | {
+    "head_dim": 32,
+    "rope_parameters": ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+UNTIED: dict[str, Any] = {"tie_word_embeddings": False} | TOKENS
 MODELS: dict[str, Any] = {
     "qwen3_vl": Qwen3VLConfig(
-        text_config=TEXT
-        | {
-            "head_dim": 16,
-            "rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
-        },
-        vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "out_hidden_size": 48,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
+        text_config=TEXT | INTERLEAVED,
+        vision_config=TOWER | DEEPSTACK,
         tie_word_embeddings=True,
         **TOKENS,
     ),
+    "qwen3_vl_moe": Qwen3VLMoeConfig(
+        text_config=TEXT | INTERLEAVED | EXPERTS, vision_config=TOWER | DEEPSTACK, **UNTIED
+    ),
+    "qwen3_5": Qwen3_5Config(
+        text_config=TEXT | HYBRID, vision_config=TOWER | {"num_position_embeddings": 64}, **UNTIED
+    ),
+    "qwen3_5_moe": Qwen3_5MoeConfig(
+        text_config=TEXT | HYBRID | EXPERTS | {"shared_expert_intermediate_size": 32},
+        vision_config=TOWER | {"num_position_embeddings": 64},
+        **UNTIED,
+    ),
     "qwen2_5_vl": Qwen2_5_VLConfig(
         text_config=TEXT | {"rope_parameters": ROPE | {"mrope_section": [2, 2, 2]}},
-        vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "out_hidden_size": 48,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-        tie_word_embeddings=False,
-        **TOKENS,
+        vision_config=TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
+        **UNTIED,
     ),
 }
 PATCH = 4  # pixels on each side
