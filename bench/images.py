@@ -139,7 +139,7 @@ def larger(tiny: Path, folder: Path) -> Path:
     for name, value in LARGER.items():
         setattr(config.text_config, name, value)
     config.text_config.layer_types = ["full_attention"] * LARGER["num_hidden_layers"]
-    config.vision_config.out_hidden_size = LARGER["hidden_size"]
+    config.vision_config.update({"out_hidden_size": LARGER["hidden_size"]})
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 

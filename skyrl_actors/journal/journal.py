@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from skyrl_actors import clock
 from skyrl_actors.config.cluster import JournalConfig
-from skyrl_actors.journal import opening
+from skyrl_actors.journal import opening, stored_images
 from skyrl_actors.journal.encoding import decode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.group_commit import GroupCommit, reason
@@ -144,7 +144,8 @@ class SqlJournal:
         # A request of an older version has the contents of its images itself.
         images = images_in(request)
         if missing := [digest for digest, content in images.items() if not content]:
-            images |= await self._read(self.store.images, missing)
+            read = stored_images.read
+            images |= await self._read(read, self.store.engine, self._packs, missing)
             return with_images(request, images)
         return request
 

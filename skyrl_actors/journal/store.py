@@ -6,7 +6,6 @@ One `write` is one pack and one transaction.
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -25,14 +24,13 @@ from tenacity import (
 from skyrl_actors.journal import stored_images
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.encoding import UNENCODABLE, encode
-from skyrl_actors.journal.entries import Accepted, Entry, JournalState, Operation, SnapshotTaken
-from skyrl_actors.journal.images import images_in
+from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.loading import load, newest_answered
 from skyrl_actors.journal.packs import Pack, PackStore
 from skyrl_actors.journal.redo import Commit, CommitsLost, RedoLog, Statement
 from skyrl_actors.journal.rows import operation_of, record_of, statements
-from skyrl_actors.messages.errors import Corrupt, InternalError, InvalidRequest
+from skyrl_actors.messages.errors import InternalError, InvalidRequest
 
 log = logging.getLogger(__name__)
 # Locked: a running commit holds this row, so its outcome is known only when the row is free.
@@ -113,8 +111,8 @@ class Store:
         kept as long as any request has them.
         """
         self._check_file()
-        users, new = self._images_of(entries)
-        pack, images = Pack(_encoded(entries)), Pack(list(new.values()))
+        users, new = stored_images.of_requests(self.engine, entries)
+        pack, images = Pack(_encoded(entries)), Pack(new)
         packs = [each for each in (pack, images) if each.records]
         packing = [self._packer.submit(self.packs.write, each) for each in packs]
         try:
@@ -129,28 +127,6 @@ class Store:
         finally:
             wait(packing)
         self._check_file()
-
-    def _images_of(self, entries: Sequence[Entry]) -> tuple[Counter[str], dict[str, bytes]]:
-        """Return how many of these requests have each image, and the images not yet stored."""
-        users, contents = Counter[str](), dict[str, bytes]()
-        for entry in entries:
-            if isinstance(entry, Accepted):
-                own = images_in(entry.request)
-                users.update(own.keys())
-                contents |= own
-        if contents:
-            with self.engine.connect() as connection:
-                for digest in stored_images.places(connection, list(contents)):
-                    del contents[digest]
-        return users, contents
-
-    def images(self, digests: Sequence[str]) -> dict[str, bytes]:
-        """Read images by their digests. Raises Corrupt if one is missing or changed."""
-        with self.engine.connect() as connection:
-            places = stored_images.places(connection, digests)
-        if missing := [digest for digest in digests if digest not in places]:
-            raise Corrupt(f"the journal has no image {missing[0]}")
-        return {digest: self.packs.read(place) for digest, place in places.items()}
 
     def _commit(self, todo: list[Statement], packing: Sequence["Future[None]"]) -> None:
         epoch, _, count = self._token.partition(".")

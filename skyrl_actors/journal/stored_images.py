@@ -1,4 +1,4 @@
-"""Rows of stored images: where each is, and how many requests have it."""
+"""Stored images: where each is, and how many requests have it."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,8 +7,11 @@ from itertools import islice
 import sqlalchemy as sa
 
 from skyrl_actors.journal import tables as t
-from skyrl_actors.journal.entries import Blob
+from skyrl_actors.journal.entries import Accepted, Blob, Entry
+from skyrl_actors.journal.images import images_in
+from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.redo import Statement
+from skyrl_actors.messages.errors import Corrupt
 
 COLUMN = t.images.c
 MANY = 1000  # digests of one query; databases bound the values of a statement
@@ -29,6 +32,30 @@ def places(connection: sa.Connection, digests: Sequence[str]) -> dict[str, Blob]
                 pack=row.pack, offset=row.start, length=row.length, digest=row.digest
             )
     return found
+
+
+def of_requests(engine: sa.Engine, entries: Sequence[Entry]) -> tuple[Counter[str], list[bytes]]:
+    """Return how many of the accepted requests have each image, and the images not yet stored."""
+    users, contents = Counter[str](), dict[str, bytes]()
+    for entry in entries:
+        if isinstance(entry, Accepted):
+            own = images_in(entry.request)
+            users.update(own.keys())
+            contents |= own
+    if not contents:
+        return users, []
+    with engine.connect() as connection:
+        stored = places(connection, list(contents))
+    return users, [content for digest, content in contents.items() if digest not in stored]
+
+
+def read(engine: sa.Engine, packs: PackStore, digests: Sequence[str]) -> dict[str, bytes]:
+    """Read images by their digests. Raises Corrupt if one is missing or changed."""
+    with engine.connect() as connection:
+        found = places(connection, digests)
+    if missing := [digest for digest in digests if digest not in found]:
+        raise Corrupt(f"the journal has no image {missing[0]}")
+    return {digest: packs.read(place) for digest, place in found.items()}
 
 
 def use(added: Sequence[Blob], users: Counter[str]) -> list[Statement]:

@@ -27,7 +27,7 @@ from skyrl_actors.jobs.encoded_images import encoded, shown
 from skyrl_actors.jobs.environment import Message, Step
 from skyrl_actors.jobs.rollout import rows_of
 from skyrl_actors.jobs.session import PART_IMAGE_BYTES, split
-from skyrl_actors.jobs.shapes import drawing
+from skyrl_actors.jobs.shapes import ShapeTasks, drawing
 from skyrl_actors.jobs.texts import critic_rows, policy_rows, preference_texts, sft_texts
 from skyrl_actors.messages.columns import Columns, Example, columns_from
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
@@ -285,11 +285,9 @@ def test_rewards_see_the_row_and_the_text_of_the_prompt(chat: Chat, tmp_path: Pa
 
 
 def test_batches_of_shapes_depend_on_the_seed_and_differ_from_the_evaluation():
+    made_by = f"{ShapeTasks.__module__}:{ShapeTasks.__name__}"
     one, two = (
-        custom_tasks(
-            CustomEnv(tasks="skyrl_actors.jobs.shapes:ShapeTasks", options={"eval_prompts": 32}), 3
-        )
-        for _ in range(2)
+        custom_tasks(CustomEnv(tasks=made_by, options={"eval_prompts": 32}), 3) for _ in range(2)
     )
     assert one.batch(8, 1) == two.batch(8, 1) != one.batch(8, 2)
     assert len(one.evaluation) == 32

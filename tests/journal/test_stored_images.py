@@ -147,7 +147,7 @@ async def test_requests_of_older_versions_have_their_own_images(
     journal = await opened(JournalConfig(folder=tmp_path / "journal"))
     with monkeypatch.context() as patch:
         patch.setattr("skyrl_actors.journal.rows.without_images", lambda request: request)
-        patch.setattr("skyrl_actors.journal.store.images_in", lambda request: {})
+        patch.setattr("skyrl_actors.journal.stored_images.images_in", lambda request: {})
         patch.setattr("skyrl_actors.journal.rows.images_in", lambda request: {})
         await journal.write(*done(1, batch("a", "b")))
     assert await contents(journal, 1) == [picture("a").content, picture("b").content]
