@@ -228,10 +228,11 @@ def _add_json_chunk(row: Row, chunk: Any) -> None:
 
     The first SDKs send an image's number of tokens as `tokens`.
     """
+    if is_mapping(chunk) and "location" in chunk:
+        row.add_pointer(chunk["location"], str(chunk.get("format")), _expected(row, chunk))
+        return
     if is_mapping(chunk) and "data" in chunk and chunk.get("type", "image") == "image":
-        expected = chunk.get("expected_tokens", chunk.get("tokens"))
-        if isinstance(expected, bool) or not isinstance(expected, int | None):
-            raise InvalidRequest(f"{row.what}: expected_tokens must be a whole number")
+        expected = _expected(row, chunk)
         try:
             content = base64.b64decode(chunk["data"], validate=True)
         except (TypeError, ValueError) as error:
@@ -243,6 +244,13 @@ def _add_json_chunk(row: Row, chunk: Any) -> None:
         raise InvalidRequest(f"{row.what} has a chunk of kind {kind}; {SERVED}")
     tokens = tokens_from_chunks([chunk])
     row.add_text(_numbers(f"{row.what}: tokens", tokens, np.int32))
+
+
+def _expected(row: Row, chunk: Mapping[str, Any]) -> int | None:
+    expected = chunk.get("expected_tokens", chunk.get("tokens"))
+    if isinstance(expected, bool) or not isinstance(expected, int | None):
+        raise InvalidRequest(f"{row.what}: expected_tokens must be a whole number")
+    return expected
 
 
 def _tensor_from_json(what: str, tensor: Any, bound: SparseBound) -> NDArray[np.generic]:
@@ -295,8 +303,8 @@ def prompt_from_chunks(
 
 
 def has_images(chunks: Sequence[object]) -> bool:
-    """Return whether a chunk is an image."""
-    return any(is_mapping(chunk) and "data" in chunk for chunk in chunks)
+    """Return whether a chunk is an image, or names one."""
+    return any(is_mapping(chunk) and ("data" in chunk or "location" in chunk) for chunk in chunks)
 
 
 def tokens_from_chunks(chunks: Sequence[object]) -> list[int]:

@@ -6,11 +6,13 @@ import struct
 import warnings
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from skyrl_actors.api.image_folder import image_at
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.messages.columns import Example
 from skyrl_actors.messages.errors import InvalidRequest
@@ -34,6 +36,7 @@ class PictureReader:
 
     form: ImageForm | None
     limits: LimitsConfig
+    folder: Path | None = None  # of images that clients name
     num_images: int = 0
     num_pixels: int = 0  # of different images
     seen: dict[str, Grid] = field(default_factory=dict[str, Grid])
@@ -143,6 +146,13 @@ class Row:
         picture = self._reader.read(what, self._length, content, format, expected_tokens)
         self._pictures.append(picture)
         self._add(np.full(picture.num_tokens, self._reader.token, np.int32))
+
+    def add_pointer(self, location: object, format: str, expected_tokens: int | None) -> None:
+        """Add placeholders for an image in the service's folder. Raises InvalidRequest."""
+        what = f"{self.what}: image {len(self._pictures)}"
+        reader = self._reader
+        content = image_at(reader.folder, what, location, reader.limits.image_bytes)
+        self.add_image(content, format, expected_tokens)
 
     def _add(self, tokens: NDArray[np.int32]) -> None:
         self._parts.append(tokens)

@@ -79,7 +79,7 @@ async def asample(body: SampleBody, request: Request) -> dict[str, Any]:
         sampler_id,
         able.max_sample_tokens,
         limit,
-        PictureReader(able.images, state.config.limits),
+        PictureReader(able.images, state.config.limits, http.images),
         http.tempered_logprobs,
         http.processed_logprobs,
     )

@@ -84,7 +84,7 @@ async def _submit_batch(request: Request, forward_only: bool) -> dict[str, Any]:
     state = state_of(request)
     limits = state.config.limits
     body = await read_body(request, limits.body_bytes)
-    reader = PictureReader((await state.capabilities()).images, limits)
+    reader = PictureReader((await state.capabilities()).images, limits, state.config.http.images)
     if translate.PROTOBUF in request.headers.get("content-type", ""):
         decode = partial(_from_proto, body, limits, reader)
         if reader.may_decode(body, is_json=False):

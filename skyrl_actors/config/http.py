@@ -65,6 +65,13 @@ class HttpConfig(FrozenConfig):
         "API keys set, unauthenticated visitors see totals only",
     )
 
+    images: Path | None = Field(
+        default=None,
+        description="folder of images that clients may name in an image_asset_pointer, by their "
+        "relative path; each node that serves HTTP needs it. All clients can use all of its "
+        "images. null = clients send images themselves",
+    )
+
     @model_validator(mode="after")
     def _grows(self) -> "HttpConfig":
         if self.max_replicas is not None and self.max_replicas < self.replicas:
@@ -96,6 +103,15 @@ class HttpConfig(FrozenConfig):
                 f"{str(console).lower()} is no folder; use the folder of runs, or null for no page"
             )
         return console
+
+    @field_validator("images")
+    @classmethod
+    def _exists(cls, images: Path | None) -> Path | None:
+        if images is None:
+            return None
+        if not images.expanduser().is_dir():
+            raise ValueError(f"{images} is no folder; make it, or set null for none")
+        return images.expanduser().resolve()
 
     @field_validator("sdk")
     @classmethod

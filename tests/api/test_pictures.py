@@ -219,7 +219,7 @@ def test_nested_tokens_and_unknown_chunks_are_refused_with_their_datum():
     for chunk, said in (
         ({"tokens": [[1, 2], [3, 4]]}, "datum 0: tokens must be a flat list"),
         ({"type": "image", "format": "png"}, "datum 0 has a chunk of kind image; only text"),
-        ({"type": "image_asset_pointer", "location": "/etc/passwd"}, "kind image_asset_pointer"),
+        ({"type": "image_asset_pointer", "location": "/etc/passwd"}, "no folder of images"),
     ):
         row = {"model_input": {"chunks": [chunk, {"tokens": [5]}]}, "loss_fn_inputs": {}}
         body["forward_backward_input"]["data"] = [row]

@@ -96,7 +96,7 @@ async def test_a_prompt_has_placeholders_and_the_images_of_its_chunks(
         ([{"tokens": [[1], [2, 3]]}], "the prompt is not a ModelInput"),
         ([{"tokens": None}], "the prompt is not a ModelInput"),
         ([{"tokens": 5}], "the prompt is not a ModelInput"),
-        ([{"type": "image_asset_pointer", "location": "file:///etc/passwd"}], "kind"),
+        ([{"type": "image_asset_pointer", "location": "file:///etc/passwd"}], "no folder"),
     ],
 )
 async def test_a_prompt_with_a_bad_image_is_refused(
