@@ -52,6 +52,12 @@ from skyrl_actors.workers.tensor_files import Shape, Source
 class ShardedNetwork(Network):
     """A network whose weights are sharded over the ranks."""
 
+    def move(self, device: torch.device) -> None:
+        """Move the shards, and the vision tower, without the features of images."""
+        if self.tower is not None:
+            self.tower.forget()
+        self.whole.to(device)
+
     def end_pass(self) -> None:
         """Drop the gathered weights that a pass has left.
 
@@ -95,9 +101,13 @@ def sharded_network(
         if strategy.offload == "all"
         else OffloadPolicy(),
     }
-    for layer in module.model.layers:
+    for layer in network.layers:
         fully_shard(layer, reshard_after_forward=strategy.reshard_after_forward, **options)
-    fully_shard(network.whole, reshard_after_forward=False, **options)
+    # Each rank computes the features of its own images, so each has the whole vision tower.
+    tower = set(network.tower_weights.values())
+    for weight in tower:
+        weight.requires_grad_(False)
+    fully_shard(network.whole, reshard_after_forward=False, ignored_params=tower, **options)
     for part in network.whole.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
@@ -113,6 +123,9 @@ def sharded_network(
     ) as source:
         fill(parameters, source)
         fill_buffers(network.module, source)
+    if network.tower is not None:
+        # It computes on the device, also if the shards stay on the host.
+        module.model.visual.to(device, dtype)
     return network
 
 
@@ -132,8 +145,13 @@ def fill(parameters: Mapping[str, nn.Parameter], source: Source) -> None:
     """Copy each rank's rows of every tensor in the source."""
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if name in source.shapes:
-                _fill_rows(cast(DTensor, parameter), source, name)
+            if name not in source.shapes:
+                continue
+            if isinstance(parameter, DTensor):
+                _fill_rows(parameter, source, name)
+            else:
+                content = source.range(name, 0, parameter.numel())
+                parameter.copy_(content.view(parameter.shape))
 
 
 def _fill_rows(parameter: DTensor, source: Source, name: str) -> None:
@@ -155,7 +173,7 @@ class Fsdp2State:
     whole = False
 
     def __init__(self, network: Network, strategy: Fsdp2Strategy, groups: ShardGroups):
-        self._network = network
+        self._network = cast(ShardedNetwork, network)
         self._groups = groups
         self._sent: torch.dtype = getattr(torch, strategy.gradient_dtype)
         self._stays_on_host = strategy.offload == "all"
@@ -279,7 +297,7 @@ class Fsdp2State:
         if self._stays_on_host:
             return
         if part == "weights":
-            self._network.whole.to(device)
+            self._network.move(device)
         elif part == "gradients":
             self.gradients.move(device)
         elif part == "optimizer":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -119,10 +119,10 @@ class ModelFactory:
     def _check_can_shard(self, strategy: StrategyConfig) -> None:
         """Raise ConfigError for a vision tower under a strategy that shards modules."""
         config = AutoConfig.from_pretrained(self.spec.base_folder)
-        if takes_images(config) and not isinstance(strategy, ReplicaStrategy):
+        if takes_images(config) and not isinstance(strategy, ReplicaStrategy | Fsdp2Strategy):
             raise ConfigError(
                 f"{Path(self.spec.base_folder).name} has a vision tower, which strategy "
-                f"{strategy.type} cannot compute here; use strategy replica"
+                f"{strategy.type} cannot compute here; use strategy replica or fsdp2"
             )
 
     def _frozen(self, strategy: StrategyConfig) -> Network:
@@ -275,7 +275,7 @@ class ModelFactory:
             and isinstance(self.spec.strategy, Fsdp2Strategy)
             and self.spec.strategy.offload == "none"
         ):
-            self._base.whole.to(device)
+            cast(Any, self._base).move(device)
 
 
 def is_sharded(strategy: StrategyConfig, least_stage: int = 3) -> bool:

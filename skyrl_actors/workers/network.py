@@ -133,7 +133,13 @@ class Network:
         return int(self.config.max_position_embeddings)
 
     @property
-    def tower_weights(self) -> dict[str, Tensor]:
+    def layers(self) -> Any:
+        """The decoder's layers."""
+        model = self.module.model
+        return (model if self.tower is None else model.language_model).layers
+
+    @property
+    def tower_weights(self) -> dict[str, nn.Parameter]:
         """The weights of the vision tower, which are never trained."""
         return {n: weight for n, weight in self.module.named_parameters() if n.startswith(TOWER)}
 
