@@ -5,7 +5,7 @@ gradients, moments and the KV cache are exact. Those of activations, workspaces 
 estimates. The reserve covers fragmentation. This module is pure.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,7 +18,8 @@ PASSES = frozenset({"TRAIN", "STEP"})
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2  # CUDA context and libraries of one process on a GPU
 GRAPHS_BYTES = GIB  # CUDA graphs of an engine that captures them
-MADE_IN_A_PASS = ("activations", "head's gradient in a pass")
+MADE_IN_A_PASS = ("activations", "head's gradient in a pass", "features of images")
+FEATURES_BYTES = GIB  # of images that workers/vision keeps
 HEAD_CHUNK_LOGITS = 32 * 2**20  # logits that workers/head computes at once
 ADAPTER_BYTES = 16  # for one float32 weight of an adapter: the weight, its gradient, two moments
 STATE_BYTES = 12  # for one weight in a snapshot: float32, with two moments
@@ -224,6 +225,11 @@ def _pass_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
             "microbatch_tokens",
             "activations=recompute",
         ),
+        item(
+            "features of images",
+            FEATURES_BYTES if shape.tower else 0,
+            _weight_phases(ask),
+        ),
     ]
 
 
@@ -299,6 +305,7 @@ def engine_parts(ask: EngineLayout, shape: ModelShape) -> list[MemoryItem]:
             phases=sampling,
             settings=("engine.max_num_batched_tokens", "engine.max_num_seqs"),
         ),
+        *_image_items(ask, shape, sampling),
     ]
     if ask.host_adapters:  # the process of each device keeps complete adapters
         where = frozenset(ALL) if ask.one_memory else frozenset[str]()
@@ -322,6 +329,21 @@ def engine_parts(ask: EngineLayout, shape: ModelShape) -> list[MemoryItem]:
             )
         )
     return parts
+
+
+def _image_items(
+    ask: EngineLayout, shape: ModelShape, sampling: frozenset[str]
+) -> Iterator[MemoryItem]:
+    """Yield the features that vLLM keeps of the images of a step."""
+    if shape.tower:
+        features = shape.tower.feature_bytes(shape.hidden, ask.weight_bytes)
+        yield MemoryItem(
+            who="engine",
+            what="features of images",
+            bytes=ask.batched_tokens * features,
+            phases=sampling,
+            settings=("engine.max_num_batched_tokens",),
+        )
 
 
 def _workspace_bytes(ask: EngineLayout, shape: ModelShape) -> int:

@@ -45,6 +45,33 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionTower:
+    """A vision transformer whose features take the places of an image's tokens."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    patch: int  # pixels on each side
+    frames: int  # images that a patch spans in time
+    merge: int  # patches on each side of a token
+    of_layers: int  # layers of the text whose states also get features (deepstack)
+    positions: int  # learned position embeddings
+    gated: bool  # its MLPs have three matrices
+
+    def parameters(self, text_hidden: int) -> int:
+        """Return the parameters of the tower, without its biases and norms."""
+        layer = 4 * self.hidden**2 + (3 if self.gated else 2) * self.hidden * self.intermediate
+        merged = self.hidden * self.merge**2
+        mergers = (1 + self.of_layers) * merged * (merged + text_hidden)
+        patches = 3 * self.frames * self.patch**2 * self.hidden
+        return self.layers * layer + mergers + patches + self.positions * self.hidden
+
+    def feature_bytes(self, text_hidden: int, number_bytes: int) -> int:
+        """Return the bytes of the features of one token."""
+        return (1 + self.of_layers) * text_hidden * number_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder of gated blocks: Llama, Mistral, Qwen, Gemma, mixtures of experts, DeepSeek.
 
@@ -69,6 +96,7 @@ class ModelShape:
     max_tokens: int = 32_768  # positions that the model was made for
     counted: int | None = None  # parameters in the model's files, if they are known
     quantized: bool = False  # in its files; engines keep these weights
+    tower: VisionTower | None = None
 
     @property
     def attention_parameters(self) -> int:
@@ -98,7 +126,8 @@ class ModelShape:
         norms = self.hidden * (2 * self.layers + 1) + 2 * self.head_dim * self.layers
         dense = self.dense_layers * 3 * self.hidden * self.dense_intermediate
         mixed = (self.layers - self.dense_layers) * self._mlp(experts)
-        return words + norms + self.layers * self.attention_parameters + dense + mixed
+        tower = self.tower.parameters(self.hidden) if self.tower else 0
+        return words + norms + self.layers * self.attention_parameters + dense + mixed + tower
 
     def kv_bytes_per_token(
         self, number_bytes: int, tensor_parallel: int = 1, pipeline_parallel: int = 1
@@ -176,6 +205,7 @@ def shape_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) 
             max_tokens=int(text.get("max_position_embeddings") or 32_768),
             counted=_counted(config, index or {}),
             quantized=QUANTIZED in config,
+            tower=_tower(config),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DoesNotFit(
@@ -208,6 +238,24 @@ def _counted(config: Mapping[str, Any], index: Mapping[str, Any]) -> int | None:
     if not size or bytes_of_one is None or QUANTIZED in config:
         return None
     return int(size) // bytes_of_one
+
+
+def _tower(config: Mapping[str, Any]) -> VisionTower | None:
+    """Return the tower of the Qwen families; other families with one are not trained."""
+    vision: Mapping[str, Any] = config.get("vision_config") or {}
+    if not {"depth", "hidden_size", "patch_size", "spatial_merge_size"} <= vision.keys():
+        return None
+    return VisionTower(
+        hidden=int(vision["hidden_size"]),
+        layers=int(vision["depth"]),
+        intermediate=int(vision.get("intermediate_size") or 4 * vision["hidden_size"]),
+        patch=int(vision["patch_size"]),
+        frames=int(vision.get("temporal_patch_size") or 1),
+        merge=int(vision["spatial_merge_size"]),
+        of_layers=len(vision.get("deepstack_visual_indexes") or ()),
+        positions=int(vision.get("num_position_embeddings") or 0),
+        gated="fullatt_block_indexes" in vision,  # Qwen2.5-VL
+    )
 
 
 def _latent(text: Mapping[str, Any]) -> LatentAttention | None:

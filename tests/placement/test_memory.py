@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import NemotronHConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    NemotronHConfig,
+    Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3VLConfig,
+)
 
 from placement.memory import (
     ADAPTER_BYTES,
@@ -48,6 +54,7 @@ from skyrl_actors.workers.flat import FlatState
 from skyrl_actors.workers.interface import PartCall, WorkerSpec
 from skyrl_actors.workers.snapshot import WholeCopy, copy_of
 from skyrl_actors.workers.torch_worker import TorchWorker
+from skyrl_actors.workers.vision import KEPT_BYTES
 from tests.workers.measured_memory import peak_bytes
 from tests.workers.references import batch
 from tests.workers.tiny_models import make
@@ -445,6 +452,53 @@ def test_tensor_parallelism_divides_the_memory_of_an_engine():
 
     assert weights(4) * 4 == weights(1) == 2 * QWEN3_8B.num_parameters
     assert QWEN3_8B.num_parameters == 8_190_735_360  # its model card states 8.2B
+
+
+@pytest.mark.parametrize("kind", [Qwen3VLConfig, Qwen3_5Config, Qwen2_5_VLConfig])
+def test_a_vision_tower_is_counted(kind: Any):
+    """Its weights, the features that trainers keep, and those of a step of an engine."""
+    config: Any = kind()
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(config)
+    tower = sum(p.numel() for n, p in model.named_parameters() if n.startswith("model.visual"))
+    shape = shape_of(json.loads(config.to_json_string(use_diff=False)))
+    assert shape.tower is not None
+    assert shape.tower.parameters(shape.hidden) == pytest.approx(tower, rel=0.03)
+    bare = replace(shape, tower=None)
+    assert shape.num_parameters - bare.num_parameters == shape.tower.parameters(shape.hidden)
+
+    ask = TrainerLayout(
+        kind="policy",
+        state_shards=1,
+        compute_bytes=2,
+        base_shards=1,
+        adapters=1,
+        lora_rank=8,
+        full_models=0,
+        full_bytes=(4, 4, 8),
+        offloaded=False,
+        microbatch_tokens=512,
+        activations="keep",
+        moves=True,
+    )
+    (kept,) = [p for p in trainer_parts(ask, shape) if p.what == "features of images"]
+    assert kept.bytes == KEPT_BYTES and "SAMPLE" not in kept.phases and not kept.kept
+    assert not [p for p in trainer_parts(ask, bare) if p.what == "features of images"]
+    engine = EngineLayout(
+        devices=1,
+        weight_bytes=2,
+        kv_bytes=2**30,
+        batched_tokens=4096,
+        max_seqs=64,
+        adapters=1,
+        lora_rank=8,
+        graphs=False,
+        moves=True,
+        weights_move=True,
+    )
+    (of_step,) = [p for p in engine_parts(engine, shape) if p.what == "features of images"]
+    layers = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+    assert of_step.bytes == 4096 * (1 + layers) * shape.hidden * 2
 
 
 def test_a_config_without_a_language_model_is_refused():
