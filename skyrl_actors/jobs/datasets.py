@@ -182,4 +182,4 @@ def _hugging_face(config: DatasetConfig) -> list[Row]:
             f"dataset {config.path}, split {config.split}: {error}{offline}"
         ) from None
     # Arrow's own values: images stay as they were encoded.
-    return list(found.with_format("arrow")[:].to_pylist())
+    return list(found.with_format("arrow")[: config.limit].to_pylist())
