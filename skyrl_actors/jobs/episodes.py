@@ -75,9 +75,8 @@ class Rollouts:
 
 @dataclass(slots=True, kw_only=True)
 class _Transcript:
-    """An unfinished episode: its chat so far, and what is known of the R tokens after `prompt`."""
+    """An unfinished episode: its chat so far, and what is known of R tokens after its prompt."""
 
-    prompt: Prompt
     chat: Prompt  # the first prompt and the R tokens
     sampled: list[bool] = field(default_factory=list[bool])
     logprobs: list[float] = field(default_factory=list[float])
@@ -224,7 +223,7 @@ class EpisodeRunner:
         params: SamplingParams,
         drawn: Rollouts,
     ) -> Rollout | None:
-        transcript, turn = _Transcript(prompt=prompt, chat=prompt), 0
+        transcript, turn = _Transcript(chat=prompt), 0
         for turn in range(1, self._limits.turns + 1):
             text = self._chat.text(answer.tokens)
             transcript.add_answer(answer, text)
