@@ -56,6 +56,6 @@ def test_a_chat_request_can_set_a_variable(folder: Path):
 
 def test_a_job_can_set_a_variable(folder: Path):
     chat = Chat(str(folder), {"enable_thinking": False})
-    assert chat.prompt(MESSAGES) == tuple(Codec(folder).chat(MESSAGES, 100, chat.variables))
+    assert list(chat.prompt(MESSAGES).tokens) == Codec(folder).chat(MESSAGES, 100, chat.variables)
     with pytest.raises(ConfigError, match=r"job\.chat_template_kwargs budget: .* enable_thinking"):
         Chat(str(folder), {"budget": 3})
