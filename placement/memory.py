@@ -18,7 +18,12 @@ PASSES = frozenset({"TRAIN", "STEP"})
 GIB = 2**30
 CONTEXT_BYTES = GIB // 2  # CUDA context and libraries of one process on a GPU
 GRAPHS_BYTES = GIB  # CUDA graphs of an engine that captures them
-MADE_IN_A_PASS = ("activations", "head's gradient in a pass", "features of images")
+MADE_IN_A_PASS = (
+    "activations",
+    "activations of images",
+    "head's gradient in a pass",
+    "features of images",
+)
 FEATURES_BYTES = GIB  # of images that workers/vision keeps
 HEAD_CHUNK_LOGITS = 32 * 2**20  # logits that workers/head computes at once
 ADAPTER_BYTES = 16  # for one float32 weight of an adapter: the weight, its gradient, two moments
@@ -44,6 +49,7 @@ class TrainerLayout:
     moves: bool  # leaves the device between phases
     all_adapters_bytes: int | None = None  # idle adapters included; None: there are no idle ones
     one_memory: bool = False  # the device is a CPU, so device and host share one memory
+    trains_tower: bool = False  # in full fine-tunes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +178,8 @@ def _adapter_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
 def _full_model_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
     """Return the models that are trained whole."""
     item = partial(_trainer_item, ask.kind)
-    full = ask.full_models * shape.num_parameters
+    frozen = shape.tower.parameters(shape.hidden) if shape.tower and not ask.trains_tower else 0
+    full = ask.full_models * (shape.num_parameters - frozen)
     weights, gradient, moments = ask.full_bytes
     return [
         item(
@@ -225,11 +232,23 @@ def _pass_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
             "microbatch_tokens",
             "activations=recompute",
         ),
-        item(
-            "features of images",
-            FEATURES_BYTES if shape.tower else 0,
-            _weight_phases(ask),
-        ),
+        *_tower_items(ask, shape),
+    ]
+
+
+def _tower_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
+    """Return what images need: kept features, and a pass that is full of images.
+
+    A frozen tower computes one image at a time, which can be as long as a pass.
+    """
+    item, tower = partial(_trainer_item, ask.kind), shape.tower
+    if tower is None:
+        return []
+    kept = ask.activations if ask.trains_tower else "nothing"
+    size = ask.microbatch_tokens * tower.activation_bytes(ask.compute_bytes, kept)
+    return [
+        item("features of images", FEATURES_BYTES, _weight_phases(ask)),
+        item("activations of images", size, PASSES, "microbatch_tokens"),
     ]
 
 

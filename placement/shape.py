@@ -66,6 +66,25 @@ class VisionTower:
         patches = 3 * self.frames * self.patch**2 * self.hidden
         return self.layers * layer + mergers + patches + self.positions * self.hidden
 
+    def activation_bytes(self, number_bytes: int, activations: str) -> int:
+        """Return the bytes that a pass keeps for one token. A frozen tower keeps "nothing".
+
+        Each patch passes all layers. A layer keeps the inputs and outputs of two norms, q, k and v
+        before and after position, the result of attention, and its MLP. Towers with gated MLPs also
+        keep the inputs of norms in float32. Before and after the layers, pixels and mergers remain.
+        """
+        mlp = (4 if self.gated else 2) * self.intermediate
+        layer = (12 * self.hidden + mlp) * number_bytes + (8 * self.hidden if self.gated else 0)
+        kept = self.layers * layer
+        if activations == "recompute":
+            kept = self.layers * self.hidden * number_bytes + layer
+        elif activations == "offload":
+            kept = 2 * layer
+        elif activations == "nothing":
+            kept = layer
+        mergers = (8 + 6 * self.of_layers) * self.hidden
+        return self.merge**2 * (kept + (mergers + 3 * self.frames * self.patch**2) * number_bytes)
+
     def feature_bytes(self, text_hidden: int, number_bytes: int) -> int:
         """Return the bytes of the features of one token."""
         return (1 + self.of_layers) * text_hidden * number_bytes

@@ -25,6 +25,7 @@ from skyrl_actors.config.base_models import (
 )
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.messages.errors import ConfigError, InternalError
+from skyrl_actors.messages.image_form import VISION
 from skyrl_actors.messages.quantization import Quantization, quantization_in
 
 Chat = tuple[str, ...]  # question, answer, and for a model that takes images one in base64
@@ -79,6 +80,8 @@ def check_base(folder: Path, config: ClusterConfig) -> None:
     """
     shape = json.loads((folder / "config.json").read_text())
     _check_quantization(quantization_in(shape, folder.name), folder.name, config)
+    if shape.get("model_type") not in VISION:
+        _check_no_tower(folder.name, config)
     shape = shape.get("text_config", shape)
     heads, words = shape.get("num_attention_heads"), shape.get("vocab_size")
     for role, group in (("policy", config.policy), ("critic", config.critic)):
@@ -97,6 +100,15 @@ def check_base(folder: Path, config: ClusterConfig) -> None:
             raise ConfigError(
                 f"{folder.name}: its tokenizer has {known} tokens and its model {words}; "
                 "this tokenizer belongs to another model"
+            )
+
+
+def _check_no_tower(name: str, config: ClusterConfig) -> None:
+    """Raise ConfigError if the config trains the tower of a model that has none."""
+    for role, group in (("policy", config.policy), ("critic", config.critic)):
+        if group is not None and group.train_tower:
+            raise ConfigError(
+                f"{role}.train_tower=true, but {name} has no vision tower; leave it out"
             )
 
 

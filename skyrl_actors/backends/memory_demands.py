@@ -167,6 +167,7 @@ def _trainer(
         and not isinstance(group.strategy, JaxStrategy),
         all_adapters_bytes=adapters_bytes,
         one_memory=config.placement.device == "cpu",
+        trains_tower=group.train_tower,
     )
 
 

@@ -120,6 +120,10 @@ class GroupConfig(FrozenConfig):
         description="return logprobs also where the weight is 0; false = return 0 there, "
         "which saves the cost of the output layer",
     )
+    train_tower: bool = Field(
+        default=False,
+        description="also train the vision tower in full fine-tunes; adapters never change it",
+    )
     num_threads: int = Field(default=1, ge=1, description="OpenMP threads of a rank on a CPU")
 
     @model_validator(mode="after")
@@ -411,6 +415,24 @@ class ClusterConfig(FrozenConfig):
                 "another strategy, or placement.layout=split"
             )
         _check_prepare(f"{role}.strategy", strategy.prepare_s, self.restart)
+
+    @model_validator(mode="after")
+    def _towers_can_be_trained(self) -> "ClusterConfig":
+        for role, group in (("policy", self.policy), ("critic", self.critic)):
+            if group is None or not group.train_tower:
+                continue
+            if not self.lora.max_full_models:
+                raise ValueError(
+                    f"{role}.train_tower applies to full fine-tunes, and lora.max_full_models is "
+                    "0; leave it out, or set lora.max_full_models"
+                )
+            strategy = group.full_strategy_on(self.placement.device)
+            if not isinstance(strategy, ReplicaStrategy):
+                raise ValueError(
+                    f"{role}.train_tower needs full fine-tunes that each rank holds whole, and "
+                    f"their strategy is {strategy.type}; set {role}.full_strategy.type=replica"
+                )
+        return self
 
     @model_validator(mode="after")
     def _transfer_reaches(self) -> "ClusterConfig":

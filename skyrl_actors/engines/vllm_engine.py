@@ -34,7 +34,7 @@ from skyrl_actors.engines.vllm_processed import take_marked_ids
 from skyrl_actors.engines.vllm_prompts import VllmPrompts, check_expanded
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
-from skyrl_actors.engines.weight_parts import base_parts, update_info
+from skyrl_actors.engines.weight_parts import base_parts, has_tower, missing_files, update_info
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
@@ -268,8 +268,7 @@ class VllmEngine:
         """
         started = time.perf_counter()
         streams = streams or (None,) * len(parts)
-        mapped = [part.path for part, stream in zip(parts, streams, strict=True) if stream is None]
-        if missing := [path for path in mapped if not await asyncio.to_thread(Path(path).is_file)]:
+        if missing := await asyncio.to_thread(missing_files, parts, streams):
             raise InternalError(
                 f"weights {version} cannot be read on this engine's host: {', '.join(missing)}"
             )
@@ -292,6 +291,8 @@ class VllmEngine:
                 f"engine {self.spec.name} reports weights {holds} after it received {version}"
             )
         self._adapters.clear()  # vLLM drops all adapters with a weight update
+        if has_tower(parts):
+            await self.llm.reset_encoder_cache()  # its keys are the images alone
         if not self.asleep:
             await self.llm.reset_prefix_cache()
         self._loaded = version

@@ -43,6 +43,7 @@ class ModelSpec:
     lora: LoraSpec | None = None
     seed: int = 0
     optimizer: OptimizerName = "adamw"
+    train_tower: bool = False  # of a full fine-tune: the vision tower's weights as well
 
     @property
     def kind(self) -> tuple[Role, bool]:

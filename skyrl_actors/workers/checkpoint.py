@@ -24,7 +24,7 @@ from skyrl_actors.messages.model import CheckpointForm, LoraSpec
 from skyrl_actors.storage.files import fsync
 from skyrl_actors.workers.adapter_terms import UNEMBED, chosen
 from skyrl_actors.workers.base_files import BaseTensors, copy_model_files
-from skyrl_actors.workers.buffers import stored_buffers
+from skyrl_actors.workers.frozen_weights import frozen_in, frozen_weights
 from skyrl_actors.workers.merged_weights import AddedWeights
 from skyrl_actors.workers.models import TrainedModel
 from skyrl_actors.workers.network import UNEMBED_WEIGHT, VALUE_BIAS, VALUE_WEIGHT, Network
@@ -99,7 +99,7 @@ def _write(model: TrainedModel, base: BaseFiles, folder: Path, form: CheckpointF
     value_head: dict[str, Tensor] = {}
     lora = model.spec.lora
     if lora is None:
-        names, frozen = model.network.stored_form, _frozen(model.network)
+        names, frozen = model.network.stored_form, frozen_weights(model)
         shapes = {n: shape for n, shape in model.state.shapes.items() if n not in VALUE_HEAD}
         shapes |= {name: tuple(tensor.shape) for name, tensor in frozen.items()}
         tensors = chain(_without_value_head(model, value_head), frozen.items())
@@ -241,10 +241,9 @@ def _in_folder(model: TrainedModel, folder: Path, open_files: ExitStack) -> Sour
     is_critic = VALUE_WEIGHT in model.state.shapes
     files = open_files.enter_context(_weights_of(model, folder))
     if model.spec.lora is None:
-        frozen, form = _frozen(model.network), model.network.stored_form
-        constants = form.stored_shapes({n: tuple(b.shape) for n, b in frozen.items()})
+        form = model.network.stored_form
         found = Published(files, form.of_weights(shapes), shapes)
-        theirs = files.shapes.keys() - found.read - constants.keys() - frozen.keys()
+        theirs = files.shapes.keys() - found.read - frozen_in(files, model)
     else:
         found = Published(files, _adapter_parts(model, model.spec.lora), shapes)
         theirs = files.shapes.keys() - found.read
@@ -254,11 +253,6 @@ def _in_folder(model: TrainedModel, folder: Path, open_files: ExitStack) -> Sour
     if is_critic:
         sources.append(_value_head(model, folder, files, open_files))
     return MergedSource(sources)
-
-
-def _frozen(network: Network) -> dict[str, Tensor]:
-    """Return what a full fine-tune does not train, but its files have: constants and a tower."""
-    return stored_buffers(network.module) | network.tower_weights
 
 
 def _adapter_parts(model: TrainedModel, lora: LoraSpec) -> dict[str, tuple[Stored, ...]]:

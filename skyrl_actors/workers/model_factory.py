@@ -207,7 +207,7 @@ class ModelFactory:
         tensors = {
             name: parameter.data
             for name, parameter in base.own.items()
-            if not name.startswith(TOWER)  # frozen
+            if spec.train_tower or not name.startswith(TOWER)
         }
         if is_critic:
             tensors.pop(UNEMBED_WEIGHT, None)  # an untied head is not part of the values

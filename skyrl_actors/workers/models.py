@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from skyrl_actors.losses.processing import Processing
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
-from skyrl_actors.workers.adapter_terms import chosen
+from skyrl_actors.workers.adapter_terms import TOWER, chosen
 from skyrl_actors.workers.coverage import check_covered
 from skyrl_actors.workers.network import (
     VALUE_BIAS,
@@ -36,6 +37,11 @@ class TrainedModel:
     @property
     def shares_network(self) -> bool:
         return self.spec.lora is not None
+
+    @cached_property
+    def trains_tower(self) -> bool:
+        """Whether the weights of the vision tower are among the trained ones."""
+        return any(name.startswith(TOWER) for name in self.state.shapes)
 
     def segment(self, num_tokens: int, processing: Processing | None = None) -> Segment:
         views = self.state.views if is_whole(self.state) else {}

@@ -1,6 +1,7 @@
 """The inputs of a pass: rows of one or many models, packed end to end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from skyrl_actors.messages.columns import TARGETS
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.images import PlacedImage
+from skyrl_actors.workers.activation_offload import offloading
 from skyrl_actors.workers.network import Network, PassInputs, Segment
 from skyrl_actors.workers.packing import Pass
 from skyrl_actors.workers.pass_part import PassPart
@@ -48,7 +50,7 @@ def inputs_of(
         counted=None if counted.all() else _tensor(network, counted[stretch]),
         entropy_gradient=any(part.entropy_coef for part in parts) and not forward_only,
         routes=_routes(network, parts, plan, stretch),
-        images=_images(network, parts, plan, stretch),
+        images=_images(network, parts, plan, stretch, forward_only),
     )
 
 
@@ -68,18 +70,24 @@ def _positions(network: Network, parts: Sequence[PassPart], plan: Pass) -> Tenso
 
 
 def _images(
-    network: Network, parts: Sequence[PassPart], plan: Pass, stretch: slice
+    network: Network, parts: Sequence[PassPart], plan: Pass, stretch: slice, forward_only: bool
 ) -> Placed | None:
     tower = network.tower
     if tower is None:
         return None
-    features = [
-        (place, tower.features(image))
-        for start, length, images in rows_with_images(parts, plan)
-        if start < stretch.stop and start + length > stretch.start
-        for place, image in images
-    ]
-    return placed(features, stretch.start, stretch.stop - stretch.start)
+    features_of = tower.trained_features if parts[0].model.trains_tower else tower.features
+    offloads = network.activations == "offload"
+    with (
+        torch.set_grad_enabled(not forward_only),
+        offloading(network.device) if offloads else nullcontext(),
+    ):
+        features = [
+            (place, features_of(image))
+            for start, length, images in rows_with_images(parts, plan)
+            if start < stretch.stop and start + length > stretch.start
+            for place, image in images
+        ]
+        return placed(features, stretch.start, stretch.stop - stretch.start)
 
 
 def refuse_images(network: Network, parts: Sequence[PassPart]) -> None:
@@ -94,12 +102,17 @@ def refuse_images(network: Network, parts: Sequence[PassPart]) -> None:
 
 def _fault_of(part: PassPart, tower: VisionTower) -> str | None:
     """Return what is wrong with the first bad image of a part."""
-    for row in part.rows:
-        try:
-            for image in part.columns.images_of(row):
-                tower.features(image)
-        except BAD_IMAGE as error:
-            return f"datum {row}: its image cannot be computed: {error}"
+    at = 0
+
+    def images() -> Iterator[PlacedImage]:
+        nonlocal at
+        for at in part.rows:
+            yield from part.columns.images_of(at)
+
+    try:
+        tower.check(images(), part.model.trains_tower)
+    except BAD_IMAGE as error:
+        return f"datum {at}: its image cannot be computed: {error}"
     return None
 
 

@@ -15,6 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from skyrl_actors.messages.errors import InternalError
+
 Shape = tuple[int, ...]
 INDEX = "model.safetensors.index.json"
 NAMES = {
@@ -106,6 +108,8 @@ class Joined:
         for name, shape in shapes.items():
             self._starts[name] = start
             start += math.prod(shape)
+        if (size := math.prod(source.shapes[key])) != start:
+            raise InternalError(f"{key} has {size} numbers, and the model has {start}")
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
         offset = self._starts[name]

@@ -1,14 +1,15 @@
-"""Images in packed passes: features of a frozen vision tower, and positions with three axes.
+"""Images in packed passes: features of a vision tower, and positions with three axes.
 
-The features of an image depend on nothing but the image. Each is computed alone and kept, so the
-passes of many tenants share it, and a replay gives the same bits.
+The features of an image depend on nothing but the image and the tower, because each image is
+computed alone. A frozen tower's features are kept, so the passes of many tenants share them, and a
+replay gives the same bits. A trained tower computes its images in each pass, from kept pixels.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,35 @@ from skyrl_actors.workers.pixels import ImagePixels
 KEPT_BYTES = 2**30  # of features
 
 
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Sized)
+
+
+class Kept(Generic[T]):
+    """The values that were used last, up to KEPT_BYTES, and always the newest one."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[str, T] = OrderedDict()
+
+    def get(self, key: str, make: Callable[[], T]) -> T:
+        found = self._values.get(key)
+        if found is None:
+            found = self._values[key] = make()
+            while len(self._values) > 1 and sum(v.nbytes for v in self._values.values()) > (
+                KEPT_BYTES
+            ):
+                self._values.popitem(last=False)
+        self._values.move_to_end(key)
+        return found
+
+    def clear(self) -> None:
+        self._values.clear()
+
+
 @dataclass(frozen=True)
 class Features:
     """What takes the places of an image's tokens, each [n, H]."""
@@ -37,42 +67,68 @@ class Features:
 
 
 class VisionTower:
-    """The frozen vision tower of a model."""
+    """The vision tower of a model."""
 
     def __init__(self, module: Any, device: torch.device):
         self._model, self._device = module.model, device
         self._folder: str = module.config.name_or_path
         self.merge = int(module.config.vision_config.spatial_merge_size)
-        self._kept: OrderedDict[str, Features] = OrderedDict()
+        self._features: Kept[Features] = Kept()
+        self._values: Kept[NDArray[np.float32]] = Kept()
 
     def features(self, image: PlacedImage) -> Features:
-        found = self._kept.get(image.digest)
-        if found is None:
-            found = self._kept[image.digest] = self._computed(image)
-            while len(self._kept) > 1 and sum(f.nbytes for f in self._kept.values()) > KEPT_BYTES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(image.digest)
-        return found
+        """Return the features by a frozen tower, without a gradient."""
+
+        def compute() -> Features:
+            with torch.no_grad():
+                return self._computed(image, self._pixels(image))
+
+        return self._features.get(image.digest, compute)
+
+    def trained_features(self, image: PlacedImage) -> Features:
+        """Return the features by a tower that is trained, with a gradient where it is enabled."""
+        return self._computed(image, self._kept_pixels(image))
+
+    def check(self, images: Iterable[PlacedImage], trained: bool) -> None:
+        """Raise one of the errors of a bad image, if one of these cannot be computed.
+
+        Features are kept for the passes that follow. Beyond what can be kept, an image is only
+        decoded, so that the tower does not compute it twice.
+        """
+        num_bytes = 0
+        for image in images:
+            if trained:
+                self._kept_pixels(image)
+            elif num_bytes < KEPT_BYTES:
+                num_bytes += self.features(image).nbytes
+            else:
+                self._pixels(image)
 
     def forget(self) -> None:
-        """Free the features."""
-        self._kept.clear()
+        """Free the features and the pixels."""
+        self._features.clear()
+        self._values.clear()
 
     @cached_property
     def pixels(self) -> ImagePixels:
         """The processor. Raises ConfigError if the base model's folder has none."""
         return ImagePixels(self._folder)
 
-    @torch.no_grad()
-    def _computed(self, image: PlacedImage) -> Features:
+    def _kept_pixels(self, image: PlacedImage) -> NDArray[np.float32]:
+        return self._values.get(image.digest, lambda: self._pixels(image))
+
+    def _pixels(self, image: PlacedImage) -> NDArray[np.float32]:
         values, grid = self.pixels.of(image.content)
         if grid != image.grid:
             raise InternalError(
                 f"an image has the grid {grid} here, and its tokens were counted for {image.grid}"
             )
+        return values
+
+    def _computed(self, image: PlacedImage, values: NDArray[np.float32]) -> Features:
         found = self._model.get_image_features(
             torch.from_numpy(values).to(self._device),
-            torch.tensor([grid], device=self._device),
+            torch.tensor([image.grid], device=self._device),
             return_dict=True,
         )
         layers = getattr(found, "deepstack_features", None) or ()

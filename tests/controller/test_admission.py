@@ -11,6 +11,7 @@ from skyrl_actors.api import translate, wire
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.backends.base_models import check_base
 from skyrl_actors.config.cluster import ClusterConfig, EngineConfig, GroupConfig, LoraConfig
+from skyrl_actors.config.strategies import Fsdp2Strategy, JaxStrategy
 from skyrl_actors.controller.verbs.create_model import check_fits, check_spec, settled
 from skyrl_actors.messages.errors import ConfigError, InvalidRequest
 from skyrl_actors.messages.model import LoraSpec, ModelSpec
@@ -51,6 +52,11 @@ CRITIC = ModelSpec(model_id="c", base_model="tiny", role="critic", lora=LoraSpec
             "has a policy's optimizer state, this model is a critic; load its weights alone",
         ),
         (LORA, CRITIC, "is a critic; a policy cannot be made of it"),
+        (
+            FULL,
+            replace(FULL, train_tower=True),
+            "has train_tower=true, and this service sets policy.train_tower=false, .* load its",
+        ),
     ],
 )
 def test_loading_a_checkpoint_of_another_kind_is_refused(
@@ -174,7 +180,7 @@ def test_an_adapter_covers_the_output_layer_by_default_if_it_can_be_sampled(adap
     body = wire.CreateModel.model_validate(
         {"session_id": "s", "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
     )
-    config = LoraConfig()
+    config = ClusterConfig()
     spec = settled(translate.create_model(body, 32.0).spec, able, config)
     assert spec.lora == LoraSpec(rank=8, train_unembed=adapts_head)
     check_spec(spec, ClusterConfig(), able)
@@ -183,8 +189,42 @@ def test_an_adapter_covers_the_output_layer_by_default_if_it_can_be_sampled(adap
     assert settled(LORA, able, config) == LORA and settled(FULL, able, config) == FULL
 
 
+def test_full_fine_tunes_train_the_tower_if_the_service_does():
+    trains = ClusterConfig(policy=GroupConfig(train_tower=True))
+    critic = replace(FULL, role="critic")
+    assert settled(FULL, HEADLESS, trains) == replace(FULL, train_tower=True)
+    assert settled(LORA, HEADLESS, trains) == LORA and settled(critic, HEADLESS, trains) == critic
+    past = replace(FULL, train_tower=True)
+    assert settled(past, HEADLESS, ClusterConfig()) == FULL
+    assert settled(past, HEADLESS, ClusterConfig(), forks=True) == past
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lora": LoraConfig(max_full_models=0)}, "policy.train_tower applies to full fine-tunes"),
+        (
+            {"policy": GroupConfig(train_tower=True, full_strategy=Fsdp2Strategy())},
+            "strategy is fsdp2; set policy.full_strategy.type=replica",
+        ),
+        (
+            {"policy": GroupConfig(train_tower=True, strategy=JaxStrategy())},
+            "strategy is jax; set policy.full_strategy.type=replica",
+        ),
+    ],
+)
+def test_a_tower_that_cannot_be_trained_is_refused(changed: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        ClusterConfig(**{"policy": GroupConfig(train_tower=True)} | changed)
+
+
+def test_a_base_without_a_tower_has_none_to_train(random_base: Path):
+    with pytest.raises(ConfigError, match=r"policy\.train_tower=true, but .* has no vision tower"):
+        check_base(random_base, ClusterConfig(policy=GroupConfig(train_tower=True)))
+
+
 def test_adapters_get_the_layout_of_experts_that_the_service_computes():
-    found = settled(LORA, HEADLESS, LoraConfig(expert_layout="per_expert"))
+    found = settled(LORA, HEADLESS, ClusterConfig(lora=LoraConfig(expert_layout="per_expert")))
     assert found.lora == LoraSpec(rank=8, expert_layout="per_expert")
     other = replace(LORA, lora=LoraSpec(rank=8))
     with pytest.raises(InvalidRequest, match="expert_layout is shared_outer there and per_expert"):

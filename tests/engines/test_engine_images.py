@@ -58,10 +58,15 @@ def scored(worker: Any, name: str, prompt: Prompt) -> np.ndarray:
     return output.values
 
 
-def trained(base: Path, name: str, lora: LoraSpec | None, folder: Path) -> tuple[Any, Any]:
+def trained(
+    base: Path, name: str, lora: LoraSpec | None, folder: Path, train_tower: bool = False
+) -> tuple[Any, Any]:
     """Return a worker with a random model, and the model's saved weights."""
     worker = worker_of(0, 1, 0, str(base), ReplicaStrategy(), budget=128)
-    worker.create_model(ModelSpec(model_id=name, base_model="tiny", lora=lora, seed=len(name)))
+    spec = ModelSpec(
+        model_id=name, base_model="tiny", lora=lora, seed=len(name), train_tower=train_tower
+    )
+    worker.create_model(spec)
     disturb(worker, name)
     worker.save_checkpoint(name, str(folder), "weights", "r1")
     return worker, manifests(folder, f"{name}@1")
@@ -102,6 +107,12 @@ async def test_prompts_with_images_score_as_the_trainer_scores_them(kind: str, t
         for prompt in prompts:
             found = await of_engine(engine, prompt, None, "full@1")
             np.testing.assert_allclose(found, scored(full, "full", prompt), atol=1e-4)
+        # The engine keeps features of these images by the base's tower.
+        tower, weights = trained(base, "tower", None, tmp_path / "tower", train_tower=True)
+        await engine.load_full("tower@1", weights)
+        for prompt in prompts:
+            found = await of_engine(engine, prompt, None, "tower@1")
+            np.testing.assert_allclose(found, scored(tower, "tower", prompt), atol=1e-4)
 
 
 @pytest.mark.slow

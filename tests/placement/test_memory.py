@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,8 +55,10 @@ from skyrl_actors.workers.interface import PartCall, WorkerSpec
 from skyrl_actors.workers.snapshot import WholeCopy, copy_of
 from skyrl_actors.workers.torch_worker import TorchWorker
 from skyrl_actors.workers.vision import KEPT_BYTES
+from tests.workers import vision_models
 from tests.workers.measured_memory import peak_bytes
 from tests.workers.references import batch
+from tests.workers.strategy_runs import worker_of
 from tests.workers.tiny_models import make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -129,6 +131,29 @@ def test_weights_and_activations_equal_those_of_torch(tmp_path: Path, name: str)
         )
         head = data.num_tokens * shape.vocab * (number + 8)
         assert 0.75 < (activation_bytes(ask, shape) - head) / measured < 1.35, (dtype, measured)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+def test_activations_of_a_trained_tower_equal_those_of_torch(kind: str, tmp_path: Path):
+    base = vision_models.make(kind, tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        worker = worker_of(0, 1, 0, str(base), ReplicaStrategy(), dtype=dtype)
+        tower = cast(Any, worker).model_factory.base.tower
+        (image,) = vision_models.batch(0, [((1, 16, 16), 3)]).images_of(0)
+        tower._model.visual.requires_grad_()
+        kept: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            tower.trained_features(image)
+        shape = shape_of(json.loads((base / "config.json").read_text()))
+        assert shape.tower is not None
+        planned = shape.tower.activation_bytes(4 if dtype == "float32" else 2, "keep")
+        assert 0.75 < planned * image.num_tokens / sum(kept.values()) < 1.35, dtype
 
 
 def test_a_flat_full_fine_tune_has_the_bytes_of_the_plan(tmp_path: Path):

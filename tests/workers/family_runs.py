@@ -28,8 +28,9 @@ def full_gradient(
 
     A forward pass comes between the backward pass and the step.
     """
+    train_tower = options.pop("train_tower", False)
     worker = worker_of(rank, world, port, base, strategy, **options)
-    worker.create_model(ModelSpec(model_id="m", base_model="tiny"))
+    worker.create_model(ModelSpec(model_id="m", base_model="tiny", train_tower=train_tower))
     output = one(worker, "m", columns, "cross_entropy")
     one(worker, "m", columns, "cross_entropy", forward_only=True)
     worker.optim_step("m", READ_GRADIENT)

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText, Gemma3Config
 
 from skyrl_actors import losses
 from skyrl_actors.messages.columns import Columns
-from skyrl_actors.messages.errors import ConfigError, InvalidRequest
+from skyrl_actors.messages.errors import ConfigError, InternalError, InvalidRequest
 from skyrl_actors.messages.image_form import form_in
 from skyrl_actors.messages.images import PlacedImage
 from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
@@ -148,6 +148,92 @@ def test_gradients_with_images_equal_those_of_transformers(base: Path):
         assert float((gradient - wanted[name]).norm()) / scale < bound, name
 
 
+def with_tower(worker: TorchWorker, name: str = "m") -> None:
+    spec = ModelSpec(model_id=name, base_model="tiny", train_tower=True)
+    worker.create_model(spec)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_gradients_of_a_trained_tower_equal_those_of_transformers(base: Path, activations: str):
+    """Two calls add up, with a forward pass between them."""
+    worker, first, second = worker_on(base, widest(base), activations=activations), ROWS, ROWS[:3]
+    calls = batch(1, first), batch(2, second)
+    with_tower(worker)
+    for columns in calls:
+        passed(worker, "m", columns, forward_only=False)
+        passed(worker, "m", columns)
+    model = reference(base)
+    for columns in calls:
+        (-torch.cat(by_transformers(model, columns)).sum()).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    state: Any = worker.models["m"].state
+    own = state.split(state.saved_gradients())
+    assert own.keys() == wanted.keys() and sum("visual" in name for name in own) > 20
+    for name, gradient in own.items():
+        scale = float(wanted[name].norm()) or 1.0
+        bound = 1e-4 if is_linear(base) or has_experts(base) else 1e-5
+        assert float((gradient - wanted[name]).norm()) / scale < bound, name
+
+
+def test_a_trained_tower_computes_with_its_own_weights_alone(base: Path, tmp_path: Path):
+    """An adapter beside it keeps the tower of the base, and pixels are the only thing kept."""
+    worker, columns, step = worker_on(base, "float32"), batch(3, ROWS), AdamParams()
+    created(worker, "a", LoraSpec(rank=4))
+    with_tower(worker)
+    before = passed(worker, "a", columns).values
+    for _ in range(2):
+        passed(worker, "m", columns, forward_only=False)
+        worker.optim_step("m", replace(step, learning_rate=0.01))
+        assert (passed(worker, "a", columns).values == before).all()
+    folder = tmp_path / "saved"
+    worker.save_checkpoint("m", str(folder), "training", "s")
+    own = passed(worker, "m", columns).values
+    wanted = torch.cat(by_transformers(reference(folder), columns)).detach().numpy()
+    assert np.abs(own - wanted).max() < 1e-4 < np.abs(own - before).max()
+    first, second = worker, worker_on(base, "float32")
+    with_tower(second)
+    second.load_checkpoint("m", str(folder), True)
+    norms = []
+    for each in (first, second):
+        passed(each, "m", columns, forward_only=False)
+        norms.append(each.optim_step("m", step)["skyrl.ai/grad_norm"])
+    assert norms[0] == norms[1]
+
+
+def test_a_snapshot_has_a_trained_tower(base: Path, tmp_path: Path):
+    columns, weights = batch(4, ROWS), []
+    first, second = worker_on(base, "float32"), worker_on(base, "float32")
+    with_tower(first)
+    spec = first.models["m"].spec
+    passed(first, "m", columns, forward_only=False)
+    first.optim_step("m", AdamParams())
+    passed(first, "m", columns, forward_only=False)  # a pending gradient
+    first.write_state(first.copy_state("m").handle, str(tmp_path))
+    second.restore_state(spec, str(tmp_path))
+    for worker in (first, second):
+        worker.optim_step("m", AdamParams())
+        state: Any = worker.models["m"].state
+        weights.append(state.weights.clone())
+    assert torch.equal(weights[0], weights[1])
+    with pytest.raises(InternalError, match=r"weights has .* numbers, and the model has"):
+        second.restore_state(replace(spec, train_tower=False), str(tmp_path))
+
+
+def test_a_checkpoint_with_another_tower_is_refused_where_it_would_be_dropped(
+    base: Path, tmp_path: Path
+):
+    worker, columns, folder = worker_on(base, "float32"), batch(6, ROWS), tmp_path / "saved"
+    with_tower(worker)
+    passed(worker, "m", columns, forward_only=False)
+    worker.optim_step("m", AdamParams(learning_rate=0.01))
+    worker.save_checkpoint("m", str(folder), "weights", "s")
+    created(worker, "frozen", None)
+    before = passed(worker, "frozen", columns).values
+    with pytest.raises(InvalidRequest, match=r"visual.* differs from the base model's, .*=true"):
+        worker.load_checkpoint("frozen", str(folder), False)
+    assert (passed(worker, "frozen", columns).values == before).all()
+
+
 @pytest.mark.parametrize("form", ["adapter", "merged", "full"])
 def test_exports_open_in_the_class_for_images(base: Path, tmp_path: Path, form: str):
     worker, columns = worker_on(base, "float32"), batch(5, ROWS)
@@ -249,6 +335,25 @@ def test_two_ranks_share_the_tokens_of_a_pass_with_images(
     found = ranks[2].run(*arguments, options)
     for row, values in wanted.items():
         np.testing.assert_allclose(found[0][0][row], values, atol=1e-5)
+    for name, gradient in gradients.items():
+        scale = float(gradient.norm()) or 1.0
+        assert float((found[0][1][name] - gradient).norm()) / scale < 1e-4, name
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("sequence_parallel", [1, 2])
+def test_two_ranks_train_a_tower(ranks: dict[int, Ranks], base: Path, sequence_parallel: int):
+    """They divide the rows, or the tokens of a pass."""
+    arguments = (str(base), STRATEGIES["replica"], batch(8, ROWS))
+    one = {"budget": 64, "train_tower": True}
+    ((wanted, gradients),) = ranks[1].run(family_runs.full_gradient, *arguments, one)
+    found = ranks[2].run(
+        family_runs.full_gradient, *arguments, one | {"sequence_parallel": sequence_parallel}
+    )
+    for rows, _ in found:
+        for row, values in rows.items():
+            np.testing.assert_allclose(values, wanted[row], atol=1e-5)
+    assert found[0][1].keys() == gradients.keys() and any("visual" in name for name in gradients)
     for name, gradient in gradients.items():
         scale = float(gradient.norm()) or 1.0
         assert float((found[0][1][name] - gradient).norm()) / scale < 1e-4, name
@@ -468,16 +573,17 @@ def test_a_base_that_would_be_computed_wrongly_is_refused(
     elif fault == "places":
         monkeypatch.setattr(vision.Placed, "into", lambda self, embedded: (embedded, {}))
     else:
-        own = vision.VisionTower.features
+        own, seen = vision.VisionTower.features, dict[str, float]()
 
         def mixed(self: vision.VisionTower, image: PlacedImage) -> vision.Features:
             found = own(self, image)
-            moved = found.embedded + sum(float(each.embedded.sum()) for each in self._kept.values())
-            return vision.Features(moved, found.of_layers)
+            seen[image.digest] = float(found.embedded.sum())
+            return vision.Features(found.embedded + sum(seen.values()), found.of_layers)
 
         monkeypatch.setattr(vision.VisionTower, "features", mixed)
-    with pytest.raises(ConfigError, match="rows with images differ from each row alone"):
+    with pytest.raises(ConfigError, match=r"nats|change nothing") as refused:
         worker_on(base, "float32")
+    assert "rows with images differ from each row alone" in str(refused.value)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "offload"])

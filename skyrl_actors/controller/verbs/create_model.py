@@ -5,7 +5,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from skyrl_actors.backends.backend import Capabilities
-from skyrl_actors.config.cluster import ClusterConfig, LoraConfig
+from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import LARGEST_INT, check_metadata
 from skyrl_actors.controller.ledger import Op, Outcome
 from skyrl_actors.controller.tenants import Model
@@ -41,7 +41,8 @@ class CreateModelVerb(ModelVerb[CreateModel]):
         """Check what does not depend on the checkpoint that the model starts from."""
         check_metadata(request.user_metadata)
         checked_id(request.model_id, "model id")
-        return replace(request, spec=settled(request.spec, able, config.lora))
+        forks = request.from_path is not None and parse_path(request.from_path).kind == "steps"
+        return replace(request, spec=settled(request.spec, able, config, forks))
 
     def reads_files(self, request: CreateModel) -> bool:
         return request.from_path is not None
@@ -111,18 +112,22 @@ async def _loaded(op: Op, request: CreateModel, path: str, context: VerbContext)
     return rs.Loaded(spec.model_id, path, version)
 
 
-def settled(spec: ModelSpec, capabilities: Capabilities, config: LoraConfig) -> ModelSpec:
-    """Return the spec with the service's layout of experts, and with `train_unembed`.
+def settled(
+    spec: ModelSpec, capabilities: Capabilities, config: ClusterConfig, forks: bool = False
+) -> ModelSpec:
+    """Return the spec with what the service decides: `train_tower` and the layout of experts.
 
-    If the client left it open, an adapter covers the output layer, except on a policy whose engines
-    cannot sample that.
+    A fork of a past step has the weights of that step, so it keeps its own `train_tower`. If the
+    client left `train_unembed` open, an adapter covers the output layer, except on a policy whose
+    engines cannot sample that.
     """
     if spec.lora is None:
-        return spec
+        group = config.policy if spec.role == "policy" else config.critic
+        return spec if forks or group is None else replace(spec, train_tower=group.train_tower)
     unembed = spec.lora.train_unembed
     if unembed is None:
         unembed = spec.role == "critic" or capabilities.adapts_head
-    lora = replace(spec.lora, train_unembed=unembed, expert_layout=config.expert_layout)
+    lora = replace(spec.lora, train_unembed=unembed, expert_layout=config.lora.expert_layout)
     return replace(spec, lora=lora)
 
 
@@ -223,6 +228,12 @@ def check_fits(spec: ModelSpec, saved: ModelSpec, path: str, with_optimizer: boo
         raise InvalidRequest(
             f"{path} has the state of optimizer {saved.optimizer}, this model uses "
             f"{spec.optimizer}; load its weights alone"
+        )
+    if with_optimizer and saved.train_tower != spec.train_tower:
+        raise InvalidRequest(
+            f"{path} has train_tower={str(saved.train_tower).lower()}, and this service sets "
+            f"{spec.role}.train_tower={str(spec.train_tower).lower()}, so the optimizer state does "
+            "not fit; load its weights alone"
         )
     if saved.lora is None or spec.lora is None:
         if saved.lora is not spec.lora:
