@@ -20,6 +20,8 @@ ENGINE := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo gpu || echo cpu)
 # Two processes: one for the tests that start Ray, which keeps its address in one file of the machine,
 # and one for the others.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# Tests start hundreds of processes, and without kept bytecode each compiles this package again.
+export PYTHONDONTWRITEBYTECODE :=
 TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
 
 .PHONY: demo demo-jax test test-slow test-fast check bench chaos simulate models sdk-matrix gpu-check setup clean

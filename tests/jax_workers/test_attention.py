@@ -37,7 +37,9 @@ def alone(q: np.ndarray, k: np.ndarray, v: np.ndarray, span: int) -> np.ndarray:
 
 @pytest.mark.parametrize("most", [pytest.param(2**25, marks=pytest.mark.slow), 4000, 500])
 @pytest.mark.parametrize("span", [pytest.param(2**30, marks=pytest.mark.slow), 7])
-@pytest.mark.parametrize(("tokens", "window"), [(128, 128), (256, 64)])
+@pytest.mark.parametrize(
+    ("tokens", "window"), [(128, 128), pytest.param(256, 64, marks=pytest.mark.slow)]
+)
 def test_results_and_gradients_equal_each_row_alone(
     tokens: int, window: int, span: int, most: int, monkeypatch: pytest.MonkeyPatch
 ):

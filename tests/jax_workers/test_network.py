@@ -109,9 +109,8 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "unembed", "chunked"),
     [
-        each if each == ("top_p", True, True) else slow
+        pytest.param(*each, marks=SLOW)
         for each in itertools.product(CASES, (False, True), (False, True))
-        for slow in [pytest.param(*each, marks=SLOW)]
     ],
 )
 def test_ways_of_the_output_layer_equal_torch(
@@ -175,7 +174,8 @@ def test_no_more_adapters_are_on_the_device_than_allowed(qwen3: Path):
     assert all(any(bool(g.any()) for g in own.values()) for own in gradients)
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3-moe-normed", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe-normed"])
 def test_a_weight_that_is_not_finite_changes_rows_of_its_adapter_alone(name: str, tmp_path: Path):
     ours = jax_network(saved(CONFIGS[name], tmp_path))
     good, bad = adapter(ours, 4, 1), adapter(ours, 4, 2)

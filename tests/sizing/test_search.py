@@ -110,6 +110,7 @@ def test_other_texts_are_refused_with_the_known_kinds(text: str):
         nodes_of(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS, ids=" on ".join)
 def test_what_is_chosen_is_a_config_that_serve_accepts(pair: tuple[str, str], tmp_path: Path):
     asked = request(*pair)

@@ -26,7 +26,7 @@ from skyrl_actors.transport.rpc_server import RpcServer, to_one
 MIB = 2**20
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture(params=[pytest.param("asyncio", marks=pytest.mark.slow), "uvloop"])
 def event_loop_policy(request: pytest.FixtureRequest) -> Iterator[asyncio.AbstractEventLoopPolicy]:
     """Ray runs actors on uvloop when it is installed."""
     yield (

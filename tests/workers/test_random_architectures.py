@@ -136,7 +136,10 @@ def mixture(draw: st.DrawFn) -> PreTrainedConfig:
     )
 
 
-@pytest.mark.parametrize("kind", [gated_delta, mamba, convolution, windows, sinks, mixture])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in (mamba, convolution, mixture)]
+
+
+@pytest.mark.parametrize("kind", [gated_delta, windows, sinks, *SLOW])
 def test_packed_rows_equal_each_row_alone(kind: Any):
     @settings(max_examples=20, deadline=None, derandomize=True)
     @given(kind(), st.sampled_from([1.0, 2.0]), st.integers(0, 9))

@@ -239,7 +239,7 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", BOTH_IF_SLOW)
 @pytest.mark.parametrize(("saver", "loader"), SAVED)
 def test_a_checkpoint_of_two_ranks_continues_on_one_rank_with_another_strategy(
     ranks: dict[int, Ranks], base: Path, tmp_path: Path, saver: str, loader: str, dtype: str
@@ -302,7 +302,7 @@ def tenant_data() -> list:
 
 @pytest.mark.parametrize("strategy", ["replica", "zero3", "fsdp2", JAX])
 @pytest.mark.parametrize("budget", [24, 4096])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", BOTH_IF_SLOW)
 def test_adapters_over_a_frozen_base_in_every_strategy(
     ranks: dict[int, Ranks], base: Path, of_tenants: dict, strategy: str, budget: int, dtype: str
 ):
@@ -321,7 +321,7 @@ def test_adapters_over_a_frozen_base_in_every_strategy(
 
 
 @pytest.mark.parametrize("strategy", ["replica", "fsdp2"])
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("activations", ["keep", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_two_ranks_share_the_tokens_of_a_sequence(
     ranks: dict[int, Ranks],
     base: Path,
@@ -358,6 +358,7 @@ def test_two_ranks_share_the_tokens_of_a_sequence(
         assert relative(joined(ours), joined(alone)) < 5e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["replica", "fsdp2"])
 def test_two_ranks_share_the_tokens_of_a_sequence_in_bfloat16(
     ranks: dict[int, Ranks], base: Path, expected: dict, of_tenants: dict, strategy: str
@@ -569,7 +570,13 @@ def test_each_rank_sends_shards_to_its_own_engine(
 
 
 @pytest.mark.parametrize("dtype", BOTH_IF_SLOW)
-@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param(None, id="full"),
+        pytest.param(LoraSpec(rank=4), id="lora", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("strategy", ["replica", "zero3", "fsdp2"])
 def test_activations_are_offloaded_and_weights_are_not(
     ranks: dict[int, Ranks], base: Path, strategy: str, lora: LoraSpec | None, dtype: str
@@ -587,11 +594,11 @@ def test_activations_are_offloaded_and_weights_are_not(
 
 
 SHARDED = [
-    ("zero1", {}),
+    pytest.param("zero1", {}, marks=pytest.mark.slow),
     ("zero3", {}),
     ("fsdp2", {}),
     ("replica", {"sequence_parallel": 2}),
-    ("fsdp2", {"activations": "recompute"}),
+    pytest.param("fsdp2", {"activations": "recompute"}, marks=pytest.mark.slow),
 ]
 
 

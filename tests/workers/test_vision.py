@@ -38,9 +38,8 @@ ROWS = (
 )
 
 
-KINDS = [
-    pytest.param(kind, marks=pytest.mark.slow if kind.endswith("moe") else ()) for kind in MODELS
-]
+FAST = ("qwen3_vl", "qwen2_5_vl")
+KINDS = [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in MODELS]
 
 
 @pytest.fixture(scope="module", params=KINDS)
