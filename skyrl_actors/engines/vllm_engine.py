@@ -34,7 +34,7 @@ from skyrl_actors.engines.vllm_processed import take_marked_ids
 from skyrl_actors.engines.vllm_prompts import VllmPrompts, check_expanded
 from skyrl_actors.engines.vllm_samples import as_output, so_far, vllm_params, weight_versions
 from skyrl_actors.engines.vllm_stats import LastStats
-from skyrl_actors.engines.weight_parts import base_parts, has_tower, missing_files, update_info
+from skyrl_actors.engines.weight_parts import TowerOfEngine, base_parts, missing_files, update_info
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.images import Picture
 from skyrl_actors.messages.requests import SamplingParams
@@ -53,6 +53,7 @@ class VllmEngine:
         self.spec = spec
         self._llm: AsyncLLM | None = None
         self._loaded: str | None = None
+        self._tower = TowerOfEngine(spec)
         self._adapts_head = True
         self._adapters: dict[str, int] = {}  # version -> vLLM's integer id; never reused
         self._numbers = count(1)
@@ -267,8 +268,8 @@ class VllmEngine:
         counts as dead.
         """
         started = time.perf_counter()
-        streams = streams or (None,) * len(parts)
-        if missing := await asyncio.to_thread(missing_files, parts, streams):
+        completed, streams = self._tower.completed(parts, streams)
+        if missing := await asyncio.to_thread(missing_files, completed, streams):
             raise InternalError(
                 f"weights {version} cannot be read on this engine's host: {', '.join(missing)}"
             )
@@ -276,7 +277,7 @@ class VllmEngine:
         try:
             async with asyncio.timeout(self.spec.call_timeout_s):
                 await self.llm.start_weight_update()
-                for part, stream in zip(parts, streams, strict=True):
+                for part, stream in zip(completed, streams, strict=True):
                     await self.llm.update_weights(
                         WeightTransferUpdateRequest(update_info=update_info(part, stream))
                     )
@@ -291,7 +292,7 @@ class VllmEngine:
                 f"engine {self.spec.name} reports weights {holds} after it received {version}"
             )
         self._adapters.clear()  # vLLM drops all adapters with a weight update
-        if has_tower(parts):
+        if self._tower.changed(version, parts):
             await self.llm.reset_encoder_cache()  # its keys are the images alone
         if not self.asleep:
             await self.llm.reset_prefix_cache()

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 from skyrl_actors.engines.interface import BASE_VERSION, EngineSpec
 from skyrl_actors.messages.errors import NotFound
-from skyrl_actors.messages.weights import WeightManifest, WeightStream
+from skyrl_actors.messages.weights import TensorEntry, WeightManifest, WeightStream
 from skyrl_actors.transfer.folders import full_manifests
 
 
@@ -19,14 +19,47 @@ def base_parts(spec: EngineSpec) -> tuple[WeightManifest, ...]:
     return ()
 
 
+Streams = Sequence[WeightStream | None]
+
+
+class TowerOfEngine:
+    """Whose vision tower an engine holds.
+
+    Weights of models that do not train the tower come without one, and need the base's.
+    """
+
+    def __init__(self, spec: EngineSpec):
+        self._spec, self._is_base = spec, True
+
+    def completed(
+        self, parts: Sequence[WeightManifest], streams: Streams
+    ) -> tuple[tuple[WeightManifest, ...], tuple[WeightStream | None, ...]]:
+        """Return the parts to load, with the base's tower first if it must come back.
+
+        vLLM takes each tensor once in an update.
+        """
+        given = tuple(streams) or (None,) * len(parts)
+        base = () if self._is_base or has_tower(parts) else base_parts(self._spec)
+        towers = [replace(part, tensors=tuple(filter(_of_tower, part.tensors))) for part in base]
+        before = [part for part in towers if part.tensors]
+        return (*before, *parts), ((None,) * len(before) + given)
+
+    def changed(self, version: str, parts: Sequence[WeightManifest]) -> bool:
+        """Note the given parts of a version that was loaded; return whether the tower is new."""
+        before, self._is_base = self._is_base, version == BASE_VERSION or not has_tower(parts)
+        return not (before and self._is_base)
+
+
 def has_tower(parts: Iterable[WeightManifest]) -> bool:
     """Return whether a vision tower's weights are among these."""
-    return any("visual" in entry.name.split(".") for part in parts for entry in part.tensors)
+    return any(_of_tower(entry) for part in parts for entry in part.tensors)
 
 
-def missing_files(
-    parts: Sequence[WeightManifest], streams: Sequence[WeightStream | None]
-) -> list[str]:
+def _of_tower(entry: TensorEntry) -> bool:
+    return "visual" in entry.name.split(".")
+
+
+def missing_files(parts: Sequence[WeightManifest], streams: Streams) -> list[str]:
     """Return the paths that cannot be read, of parts that come from no stream."""
     mapped = [part.path for part, stream in zip(parts, streams, strict=True) if stream is None]
     return [path for path in mapped if not Path(path).is_file()]

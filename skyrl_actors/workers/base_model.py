@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, modeling_utils
 
 from skyrl_actors.transport.device_memory import placed
+from skyrl_actors.workers.adapter_terms import TOWER
 from skyrl_actors.workers.auto_classes import attention_for, auto_class
 from skyrl_actors.workers.base_files import quantization_of
 from skyrl_actors.workers.buffers import fill_buffers, stored_buffers
@@ -95,6 +96,11 @@ class BaseModel(Network):
             ):
                 sites[names[id(parameter)]].append((module, attribute))
         return sites
+
+    @property
+    def tower_weights(self) -> dict[str, nn.Parameter]:
+        """The base's own, also while a full fine-tune with a trained tower is placed."""
+        return {name: weight for name, weight in self.own.items() if name.startswith(TOWER)}
 
     def place(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Compute with these parameters instead of the base's own. Missing ones stay the base's."""

@@ -15,6 +15,7 @@ from skyrl_actors.config.strategies import ReplicaStrategy
 from skyrl_actors.engines.check_image import pictures_in
 from skyrl_actors.engines.interface import BASE_VERSION
 from skyrl_actors.engines.logprob_check import SCORING
+from skyrl_actors.engines.weight_parts import has_tower
 from skyrl_actors.messages.columns import TARGETS, Example, columns_from
 from skyrl_actors.messages.errors import InternalError, InvalidRequest
 from skyrl_actors.messages.image_form import form_in
@@ -113,6 +114,13 @@ async def test_prompts_with_images_score_as_the_trainer_scores_them(kind: str, t
         for prompt in prompts:
             found = await of_engine(engine, prompt, None, "tower@1")
             np.testing.assert_allclose(found, scored(tower, "tower", prompt), atol=1e-4)
+        # These weights come without a tower, and need the base's.
+        flat = full.export_weights("full", str(tmp_path / "flat"), "full@2", False)
+        assert not has_tower([flat])
+        await engine.load_full("full@2", (flat,))
+        for prompt in prompts:
+            found = await of_engine(engine, prompt, None, "full@2")
+            np.testing.assert_allclose(found, scored(full, "full", prompt), atol=1e-4)
 
 
 @pytest.mark.slow

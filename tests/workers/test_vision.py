@@ -199,6 +199,22 @@ def test_a_trained_tower_computes_with_its_own_weights_alone(base: Path, tmp_pat
     assert norms[0] == norms[1]
 
 
+def test_a_frozen_tower_is_saved_and_loaded_beside_a_trained_one(base: Path, tmp_path: Path):
+    """The trained one's weights are those that the network computes with now."""
+    worker, columns = worker_on(base, "float32"), batch(5, ROWS)
+    created(worker, "frozen", None)
+    with_tower(worker)
+    wanted = passed(worker, "frozen", columns).values
+    passed(worker, "m", columns, forward_only=False)
+    worker.optim_step("m", AdamParams(learning_rate=0.01))
+    passed(worker, "m", columns)
+    worker.save_checkpoint("frozen", str(tmp_path / "saved"), "weights", "s")
+    found = torch.cat(by_transformers(reference(tmp_path / "saved"), columns)).detach().numpy()
+    assert np.abs(found - wanted).max() < 1e-4
+    worker.load_checkpoint("frozen", str(tmp_path / "saved"), False)
+    assert np.abs(passed(worker, "frozen", columns).values - wanted).max() < 1e-6
+
+
 def test_a_snapshot_has_a_trained_tower(base: Path, tmp_path: Path):
     columns, weights = batch(4, ROWS), []
     first, second = worker_on(base, "float32"), worker_on(base, "float32")
