@@ -6,8 +6,8 @@ renamed, and its folder is fsynced. So it is complete or absent, and never chang
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from io import RawIOBase
 from pathlib import Path
 
@@ -75,6 +75,18 @@ class PackStore:
                 "differs from the written one"
             )
         return content
+
+    def held(self, places: Mapping[str, Blob]) -> dict[str, Blob]:
+        """Return those of these records whose packs are there and long enough."""
+        sizes: dict[str, int] = {}
+        for pack in {place.pack for place in places.values()}:
+            with suppress(FileNotFoundError):
+                sizes[pack] = (self.folder / pack).stat().st_size
+        return {
+            name: place
+            for name, place in places.items()
+            if place.offset + place.length <= sizes.get(place.pack, -1)
+        }
 
     def names(self) -> list[str]:
         return os.listdir(self.folder)

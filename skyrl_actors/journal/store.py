@@ -111,7 +111,7 @@ class Store:
         kept as long as any request has them.
         """
         self._check_file()
-        users, new = stored_images.of_requests(self.engine, entries)
+        users, new = stored_images.of_requests(self.engine, self.packs, entries)
         pack, images = Pack(_encoded(entries)), Pack(new)
         packs = [each for each in (pack, images) if each.records]
         packing = [self._packer.submit(self.packs.write, each) for each in packs]

@@ -15,7 +15,12 @@ from skyrl_actors.messages.errors import Corrupt
 
 COLUMN = t.images.c
 MANY = 1000  # digests of one query; databases bound the values of a statement
-ADD = sa.insert(t.images)
+# A commit that is repeated after a failover, or an image whose pack was removed, has a row already.
+ADD = sa.text(
+    "INSERT INTO images (digest, pack, start, length, users) "
+    "VALUES (:digest, :pack, :start, :length, :users) ON CONFLICT (digest) "
+    "DO UPDATE SET pack = excluded.pack, start = excluded.start, length = excluded.length"
+)
 USE = (
     sa.update(t.images)
     .where(COLUMN.digest == sa.bindparam("of"))
@@ -34,8 +39,13 @@ def places(connection: sa.Connection, digests: Sequence[str]) -> dict[str, Blob]
     return found
 
 
-def of_requests(engine: sa.Engine, entries: Sequence[Entry]) -> tuple[Counter[str], list[bytes]]:
-    """Return how many of the accepted requests have each image, and the images not yet stored."""
+def of_requests(
+    engine: sa.Engine, packs: PackStore, entries: Sequence[Entry]
+) -> tuple[Counter[str], list[bytes]]:
+    """Return how many of the accepted requests have each image, and the images not yet stored.
+
+    A database that went back can name packs that were removed since. Their images are stored again.
+    """
     users, contents = Counter[str](), dict[str, bytes]()
     for entry in entries:
         if isinstance(entry, Accepted):
@@ -45,7 +55,7 @@ def of_requests(engine: sa.Engine, entries: Sequence[Entry]) -> tuple[Counter[st
     if not contents:
         return users, []
     with engine.connect() as connection:
-        stored = places(connection, list(contents))
+        stored = packs.held(places(connection, list(contents)))
     return users, [content for digest, content in contents.items() if digest not in stored]
 
 

@@ -21,6 +21,7 @@ from skyrl_actors.journal.store import Store
 
 STEP_S = 0.01  # target time of a step; the size of chunks adapts to it
 SMALLEST, LARGEST = 20, 100  # rows of a chunk
+IMAGES_OF_STEP = 200  # of the rows of a chunk, if it has more than one
 OP = t.operations.c
 ANSWERED = OP.answered_at.is_not(None)
 RELEASE = (
@@ -176,12 +177,12 @@ class Sweeper:
         reached: Any = None
         while True:
             size, began = self._size, time.monotonic()
-            step, reached = self._chunk(
+            step, reached, found = self._chunk(
                 [*where, *([] if reached is None else [order >= reached])], order
             )
             self._adapt(time.monotonic() - began)
             yield step
-            if step.rows < size:
+            if found < size:
                 return
 
     def _adapt(self, took_s: float) -> None:
@@ -190,8 +191,11 @@ class Sweeper:
         elif took_s < STEP_S / 2:
             self._size = min(LARGEST, self._size + 10)
 
-    def _chunk(self, where: Sequence[Any], order: Any) -> tuple[Swept, Any]:
-        """Remove some rows with their records and their models' snapshots."""
+    def _chunk(self, where: Sequence[Any], order: Any) -> tuple[Swept, Any, int]:
+        """Remove some rows with their records and their models' snapshots.
+
+        Returns what was removed, the order of the last row, and the number of rows that were found.
+        """
         names = (
             OP.number,
             OP.model_id,
@@ -202,18 +206,20 @@ class Sweeper:
             order.label("reached"),
         )
         with self._store.engine.begin() as connection:
-            rows = connection.execute(
+            found = connection.execute(
                 sa.select(*names).where(*where).order_by(order).limit(self._size)
             ).all()
-            if not rows:
-                return Swept(), None
+            if not found:
+                return Swept(), None, 0
+            rows = with_few_images(found)
             created = {row.model_id for row in rows if row.kind == self._kinds.creates}
             folders = _forget_models(connection, created) if created else ()
             connection.execute(
                 sa.delete(t.operations).where(OP.number.in_([row.number for row in rows]))
             )
             emptied = _release(connection, rows)
-        return Swept(len(rows), self._store.packs.remove(emptied), folders), rows[-1].reached
+        swept = Swept(len(rows), self._store.packs.remove(emptied), folders)
+        return swept, rows[-1].reached, len(found)
 
     def _orphans(self) -> Iterator[Swept]:
         """Remove packs of failed writes and, once, those of an interrupted process."""
@@ -231,6 +237,16 @@ class Sweeper:
     def _ids(self, query: Any) -> list[str]:
         with self._store.engine.connect() as connection:
             return [name for name in connection.execute(query).scalars() if name]
+
+
+def with_few_images(rows: Sequence[Any]) -> Sequence[Any]:
+    """Return the first rows whose images can be counted in a short step, and at least one."""
+    total = 0
+    for number, row in enumerate(rows):
+        total += len((row.images or "").split())
+        if total > IMAGES_OF_STEP and number:
+            return rows[:number]
+    return rows
 
 
 def _release(connection: sa.Connection, rows: Sequence[Any]) -> list[str]:

@@ -1,16 +1,20 @@
 """A journal stores each image once, gives it back, and removes it with its last request."""
 
+import asyncio
 import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.controller.verbs import KINDS
+from skyrl_actors.journal import tables
 from skyrl_actors.journal.entries import Operation, SessionOpened
 from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.journal.stored_images import ADD
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.errors import Corrupt, Unavailable
 from skyrl_actors.messages.images import Picture
@@ -152,4 +156,37 @@ async def test_requests_of_older_versions_have_their_own_images(
         await journal.write(*done(1, batch("a", "b")))
     assert await contents(journal, 1) == [picture("a").content, picture("b").content]
     await journal.sweep()
+    assert await journal.find("r1") is None and stored_bytes(journal.config) < 1000
     await journal.close()
+
+
+async def test_an_image_whose_pack_was_removed_is_stored_again(config: JournalConfig):
+    """As after the restore of an older copy of the database, which names the pack again."""
+    journal = await opened(config)
+    await journal.write(*done(1, sample(1, "a", "b")))
+    for file in (config.folder / "packs").iterdir():
+        if file.stat().st_size > LARGE:
+            file.unlink()
+    await journal.write(*done(2, sample(2, "a"), at=NOW))
+    assert await contents(journal, 2) == [picture("a").content]
+    with pytest.raises(Corrupt, match="is missing"):
+        await contents(journal, 1)  # b is of no new request
+    await journal.close()
+
+
+async def test_a_commit_with_images_can_be_repeated(config: JournalConfig):
+    """A failover can bring the row of an image back that a lost commit stores again."""
+    journal = await opened(config)
+    await journal.write(*done(1, sample(1, "a")))
+    (row,) = await asyncio.to_thread(rows_of_images, journal)
+    with journal.store.engine.begin() as connection:
+        moved = {"digest": row.digest, "pack": "other", "start": 7, "length": LARGE, "users": 0}
+        connection.execute(ADD, [moved])
+    (again,) = await asyncio.to_thread(rows_of_images, journal)
+    assert (again.pack, again.start, again.users) == ("other", 7, row.users)
+    await journal.close()
+
+
+def rows_of_images(journal: SqlJournal) -> list[Any]:
+    with journal.store.engine.connect() as connection:
+        return list(connection.execute(sa.select(tables.images)))

@@ -1,6 +1,7 @@
 """A sweep removes old rows of open sessions, in short steps, and keeps all that is needed."""
 
 import time
+from collections import namedtuple
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from skyrl_actors.journal.entries import (
 )
 from skyrl_actors.journal.journal import SqlJournal
 from skyrl_actors.journal.retention import Retention
-from skyrl_actors.journal.sweeping import LARGEST, Sweeper
+from skyrl_actors.journal.sweeping import LARGEST, Sweeper, with_few_images
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.columns import Columns
@@ -332,3 +333,11 @@ async def test_a_pack_of_two_commits_is_removed_with_the_last_one(config: Journa
         and await left(journal) == [2]
     )
     await journal.close()
+
+
+def test_a_step_counts_few_images():
+    row = namedtuple("row", "images")
+    many, few = row(" ".join(["d"] * 150)), row("d")
+    assert with_few_images([many, few, many, few]) == [many, few]
+    assert with_few_images([row(" ".join(["d"] * 900)), few]) == [row(" ".join(["d"] * 900))]
+    assert with_few_images([few, row(None)]) == [few, row(None)]
