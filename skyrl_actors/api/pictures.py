@@ -40,6 +40,7 @@ class PictureReader:
     num_images: int = 0
     num_pixels: int = 0  # of different images
     seen: dict[str, Grid] = field(default_factory=dict[str, Grid])
+    located: dict[str, bytes] = field(default_factory=dict[str, bytes])  # by their paths
 
     def read(
         self, what: str, place: int, content: bytes, format: str, expected_tokens: int | None
@@ -48,8 +49,7 @@ class PictureReader:
 
         An image is decoded once in a request, however often it is in it.
         """
-        if self.form is None:
-            raise InvalidRequest(f"{what}: {NO_IMAGES}")
+        form = self._taken(what)
         self.num_images += 1
         if self.num_images > self.limits.images:
             raise InvalidRequest(
@@ -58,14 +58,36 @@ class PictureReader:
         digest = hashlib.sha256(content).hexdigest()
         grid = self.seen.get(digest)
         if grid is None:
-            grid = self.seen[digest] = self._checked(what, content, format, self.form)
-        count = self.form.num_tokens(grid)
+            grid = self.seen[digest] = self._checked(what, content, format, form)
+        count = form.num_tokens(grid)
         if expected_tokens is not None and expected_tokens != count:
             raise InvalidRequest(
                 f"{what} takes {count} tokens, and expected_tokens is {expected_tokens}; use the "
                 "image processor of this base model, or leave out expected_tokens"
             )
         return Picture(place, digest, content, grid, count)
+
+    def located_at(self, what: str, location: object) -> bytes:
+        """Return an image of the service's folder, which is read once in a request.
+
+        A pointer is short, so what many of them name is bounded as a body is.
+        """
+        self._taken(what)
+        if isinstance(location, str) and location in self.located:
+            return self.located[location]
+        content = image_at(self.folder, what, location, self.limits.image_bytes)
+        self.located[str(location)] = content
+        if sum(map(len, self.located.values())) > self.limits.body_bytes:
+            raise InvalidRequest(
+                f"{what}: the images of the service's folder in this request have more than "
+                f"{self.limits.body_bytes} bytes together (limits.body_bytes); send fewer"
+            )
+        return content
+
+    def _taken(self, what: str) -> ImageForm:
+        if self.form is None:
+            raise InvalidRequest(f"{what}: {NO_IMAGES}")
+        return self.form
 
     @property
     def token(self) -> int:
@@ -94,7 +116,7 @@ class PictureReader:
                 f"{what} has {len(content)} bytes; at most {self.limits.image_bytes} are allowed "
                 "(limits.image_bytes)"
             )
-        if content.count(SCAN) > MOST_SCANS:
+        if format == "jpeg" and content.count(SCAN) > MOST_SCANS:
             raise InvalidRequest(f"{what} has more than {MOST_SCANS} scans; store it otherwise")
         try:
             with (
@@ -150,9 +172,7 @@ class Row:
     def add_pointer(self, location: object, format: str, expected_tokens: int | None) -> None:
         """Add placeholders for an image in the service's folder. Raises InvalidRequest."""
         what = f"{self.what}: image {len(self._pictures)}"
-        reader = self._reader
-        content = image_at(reader.folder, what, location, reader.limits.image_bytes)
-        self.add_image(content, format, expected_tokens)
+        self.add_image(self._reader.located_at(what, location), format, expected_tokens)
 
     def _add(self, tokens: NDArray[np.int32]) -> None:
         self._parts.append(tokens)

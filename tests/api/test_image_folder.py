@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from skyrl_actors.api import codec
+from skyrl_actors.api import codec, pictures
 from skyrl_actors.api.image_folder import image_at
 from skyrl_actors.api.pictures import PictureReader
 from skyrl_actors.config.http import HttpConfig
@@ -96,3 +96,29 @@ async def test_a_prompt_may_name_an_image(tmp_path: Path, folder: Path, backend:
         refused = await http.post("/asample", json=prompt(pointer("../secret")))
         assert refused.status_code == 422 and "is no path of an image" in refused.text
         assert "secret" not in refused.text.replace("../secret", "")
+
+
+def test_an_image_that_many_pointers_name_is_read_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    read = list[str]()
+
+    def counted(*given: Any) -> bytes:
+        read.append(given[2])
+        return image_at(*given)
+
+    monkeypatch.setattr(pictures, "image_at", counted)
+    reader = PictureReader(FORM, LIMITS, folder)
+    row = pictures.Row("datum 0", reader)
+    for _ in range(5):
+        row.add_pointer("part/a-1.png", "png", None)
+    _, found = row.prompt()
+    assert read == ["part/a-1.png"] and len({id(one.content) for one in found}) == 1
+    (folder / "b.png").write_bytes(encoded(seed=2))
+    small = LIMITS.model_copy(update={"body_bytes": len(encoded()) + 10})
+    row = pictures.Row("datum 0", PictureReader(FORM, small, folder))
+    row.add_pointer("part/a-1.png", "png", None)
+    with pytest.raises(InvalidRequest, match=r"bytes together \(limits\.body_bytes\); send fewer"):
+        row.add_pointer("b.png", "png", None)
+    with pytest.raises(InvalidRequest, match="takes no images"):
+        pictures.Row("datum 0", PictureReader(None, LIMITS, folder)).add_pointer("x", "png", None)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.forward_backward_input import ForwardBackwardInput
@@ -339,3 +340,14 @@ async def test_an_image_reaches_the_backend_through_the_journal(tmp_path: Path):
         assert wrong.status_code == 422
         assert "datum 0: image 0 takes 6 tokens, and expected_tokens is 5" in wrong.text
     assert len(backend.batches) == 1
+
+
+def test_a_png_may_have_the_bytes_of_a_scan():
+    """They are ordinary data in it."""
+    content = io.BytesIO()
+    values = np.zeros((4, 4, 3), np.uint8)
+    notes = PngInfo()
+    notes.add_text("note", "\xff\xda" * 200)
+    Image.fromarray(values).save(content, "png", pnginfo=notes)
+    assert content.getvalue().count(b"\xff\xda") > 100
+    PictureReader(FORM, LIMITS).read("x", 0, content.getvalue(), "png", None)
