@@ -100,3 +100,7 @@ def _check_start(config: JobConfig, spec: Mapping[str, Any]) -> None:
             + ("full weights" if rank is None else f"an adapter of rank {rank}")
             + f"; set job.lora_rank={'null' if rank is None else rank}"
         )
+    own = config.cluster.lora.alpha
+    alpha = spec["lora"].get("alpha", own) if spec["lora"] else own
+    if alpha != own:
+        raise ConfigError(f"{key} has alpha {alpha:g}; set cluster.lora.alpha={alpha:g}")

@@ -322,7 +322,8 @@ class JobConfig(FrozenConfig):
             raise ValueError(
                 f"job.lora_rank {job.lora_rank} is above cluster.lora.max_rank {lora.max_rank}"
             )
-        full = job.num_models if isinstance(job, RlConfig) else 1
+        begins = isinstance(job, DpoConfig) and job.init_from is not None  # with a reference
+        full = job.num_models if isinstance(job, RlConfig) else 1 + begins
         if job.lora_rank is None and lora.max_full_models < full:
             raise ValueError(
                 "job.lora_rank null is a full fine-tune: set cluster.lora.max_full_models to "

@@ -46,13 +46,17 @@ def _by_text(flat: Floats, lengths: Sequence[int]) -> list[Floats]:
 class DpoJob(SupervisedJob[DpoConfig, Pair]):
     """Direct preference optimization (Rafailov et al., 2023, eq. 7).
 
-    L is the mean over pairs of −log σ(β·(gain(c) − gain(r))), where gain is log π − log π_ref.
+    L is the mean over pairs of −log σ(β·(gain(c) − gain(r))), where gain is log π − log π_ref. The
+    reference is what the policy began with: the base model, or `init_from`.
     """
 
     metric = "eval/loss"
     _reference: str
 
     async def prepare(self) -> None:
+        if self.config.init_from is not None:
+            self._reference = await self.session.create_from(self.config.init_from)
+            return
         # An adapter that is never trained is equal to the base model.
         self._reference = await self.session.create(
             "policy", LoraSpec(rank=1, train_mlp=False, train_unembed=False)

@@ -45,6 +45,8 @@ class RlModels:
             return await session.create("policy", unused)
         if config.reference.type == "checkpoint":
             return await session.create_from(config.reference.path)
+        if config.init_from is not None:  # a moving reference begins as the policy
+            return await session.create_from(config.init_from)
         return await session.create("policy", self._lora(), config.seed)
 
     def _lora(self) -> LoraSpec | None:

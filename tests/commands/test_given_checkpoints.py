@@ -54,6 +54,11 @@ def test_the_folder_of_a_run_stands_for_its_last_weights(tmp_path: Path):
         ({"role": "critic"}, {"lora_rank": 4}, "is a critic; grpo trains a policy"),
         ({"base_model": "x"}, {"lora_rank": 4}, "is of x; cluster.base_model is tiny"),
         ({}, {}, "has an adapter of rank 4; set job.lora_rank=4"),
+        (
+            {"lora": {"rank": 4, "alpha": 16.0}},
+            {"lora_rank": 4},
+            r"has alpha 16; set cluster\.lora\.alpha=16",
+        ),
         ({"lora": None}, {"lora_rank": 4}, "has full weights; set job.lora_rank=null"),
     ],
 )
