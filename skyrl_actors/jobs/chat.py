@@ -84,6 +84,10 @@ class Chat:
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            if images_in([message]):
+                raise InvalidRequest(
+                    "a message of the assistant has an image, and models write text only"
+                )
             until = messages[: i + 1]
             chat = self._encoded(self._template(until, False), images_in(until))
             whole, before = chat.tokens, self.prompt(messages[:i]).tokens

@@ -70,14 +70,17 @@ def _normal(message: Any, images: Iterator[bytes], marked: bool = False) -> Mess
     if not is_mapping(message) or not isinstance(message.get("role"), str):
         raise ValueError(f"the message is {str(message)[:80]}; it must have {FORM}")
     content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""  # as in OpenAI's form
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not is_sequence(content) or not content:
         raise ValueError(f"the message is {str(message)[:80]}; it must have {FORM}")
-    parts = [own for part in content for own in _parts(part, images, marked)]
+    parts = [found for part in content for found in _parts(part, images, marked)]
+    own = {str(key): value for key, value in message.items() if value is not None}
     if all(part["type"] == "text" for part in parts):
-        return {"role": message["role"], "content": "".join(part["text"] for part in parts)}
-    return {"role": message["role"], "content": parts}
+        return {**own, "content": "".join(part["text"] for part in parts)}
+    return {**own, "content": parts}
 
 
 def _parts(part: Any, images: Iterator[bytes], marked: bool) -> list[dict[str, Any]]:

@@ -123,7 +123,7 @@ def test_prompts_are_strings_or_chats():
     chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b", "name": "c"}]
     assert messages_of(chat, "here") == (
         {"role": "system", "content": "a"},
-        {"role": "user", "content": "b"},
+        {"role": "user", "content": "b", "name": "c"},
     )
     for wrong in (3, [], ["x"]):
         with pytest.raises(ConfigError, match=r"here: .* must be a string or a list"):

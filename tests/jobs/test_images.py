@@ -84,7 +84,11 @@ def test_a_message_has_a_text_or_parts_with_images():
     (message,) = normal_messages(
         [{"role": "user", "content": [openai, {"type": "text", "text": "what?"}], "name": "x"}]
     )
-    assert message == asked(image, "what?")[0]
+    assert message == {**asked(image, "what?")[0], "name": "x"}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "name": None}
+    (message,) = normal_messages([called])
+    assert message == {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    (message,) = asked(image, "what?")
     assert text_of(message) == "what?" and images_in([only_text, message]) == [image]
 
 
@@ -314,3 +318,9 @@ def test_large_images_are_sent_in_several_requests():
     assert [image.start for part in parts for image in part.images_of(0)] == [1, 1, 1]
     assert [int(part.tokens[0]) for part in parts] == [0, 2, 4]
     assert next(parts[1].images_of(1)).start == 7
+
+
+def test_an_image_of_an_assistant_is_no_target(chat: Chat):
+    answer = {"role": "assistant", "content": asked(png(1), "done")[0]["content"]}
+    with pytest.raises(InvalidRequest, match="a message of the assistant has an image"):
+        chat.conversation([*asked(png(0), "draw"), answer])
