@@ -154,7 +154,8 @@ def _moment_phases(ask: TrainerLayout) -> frozenset[str]:
 def _adapter_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
     """Return the frozen base and the adapters over it."""
     item = partial(_trainer_item, ask.kind)
-    base = shape.num_parameters * ask.compute_bytes / ask.base_shards
+    whole = shape.tower_parameters  # on each rank
+    base = ((shape.num_parameters - whole) / ask.base_shards + whole) * ask.compute_bytes
     used = ask.adapters * shape.lora_parameters(ask.lora_rank)
     if ask.all_adapters_bytes is not None:
         used = min(used, ask.all_adapters_bytes // ADAPTER_BYTES)
@@ -178,7 +179,7 @@ def _adapter_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
 def _full_model_items(ask: TrainerLayout, shape: ModelShape) -> list[MemoryItem]:
     """Return the models that are trained whole."""
     item = partial(_trainer_item, ask.kind)
-    frozen = shape.tower.parameters(shape.hidden) if shape.tower and not ask.trains_tower else 0
+    frozen = 0 if ask.trains_tower else shape.tower_parameters
     full = ask.full_models * (shape.num_parameters - frozen)
     weights, gradient, moments = ask.full_bytes
     return [

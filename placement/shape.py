@@ -131,6 +131,10 @@ class ModelShape:
         return 3 * self.hidden * width + router
 
     @property
+    def tower_parameters(self) -> int:
+        return self.tower.parameters(self.hidden) if self.tower else 0
+
+    @property
     def num_parameters(self) -> int:
         return self.counted or self._parameters(self.experts)
 
@@ -145,7 +149,7 @@ class ModelShape:
         norms = self.hidden * (2 * self.layers + 1) + 2 * self.head_dim * self.layers
         dense = self.dense_layers * 3 * self.hidden * self.dense_intermediate
         mixed = (self.layers - self.dense_layers) * self._mlp(experts)
-        tower = self.tower.parameters(self.hidden) if self.tower else 0
+        tower = self.tower_parameters
         return words + norms + self.layers * self.attention_parameters + dense + mixed + tower
 
     def kv_bytes_per_token(

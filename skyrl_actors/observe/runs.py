@@ -1,13 +1,15 @@
 """Read the folders of training runs."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_actors.observe.figures import ends_of
 
 STATE, SUMMARY, CONFIG = "state.json", "summary.json", "config.yaml"
+BLOCK = 2**20  # bytes that are read at a time from the end of a file
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # each row has its step
 
 
@@ -24,9 +26,8 @@ def rows_in(file: Path) -> list[dict[str, Any]]:
 
 def last_samples(file: Path) -> list[dict[str, Any]]:
     """Return the samples of the last evaluation of a run."""
-    lines = file.read_text().splitlines() if file.exists() else []
     rows: list[dict[str, Any]] = []
-    for line in reversed(lines):  # rows have images, so only those that are needed are parsed
+    for line in _lines_from_end(file):  # rows have images, so only those that are needed are read
         try:
             row = json.loads(line)
         except ValueError:
@@ -35,6 +36,21 @@ def last_samples(file: Path) -> list[dict[str, Any]]:
             break
         rows.append(row)
     return rows[::-1]
+
+
+def _lines_from_end(file: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first."""
+    if not file.exists():
+        return
+    with file.open("rb") as stream:
+        left, rest = stream.seek(0, os.SEEK_END), b""
+        while left:
+            size = min(BLOCK, left)
+            left = stream.seek(left - size)
+            first, *lines = (stream.read(size) + rest).split(b"\n")
+            yield from reversed(lines)
+            rest = first
+        yield rest
 
 
 def listed(parent: Path) -> list[dict[str, Any]]:

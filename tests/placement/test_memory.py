@@ -506,6 +506,10 @@ def test_a_vision_tower_is_counted(kind: Any):
         activations="keep",
         moves=True,
     )
+    sharded = trainer_parts(replace(ask, base_shards=8), shape)
+    (weights,) = [p.bytes for p in sharded if p.what == "base weights"]
+    whole = shape.tower_parameters  # on each rank
+    assert weights == int(((shape.num_parameters - whole) / 8 + whole) * 2)
     (kept,) = [p for p in trainer_parts(ask, shape) if p.what == "features of images"]
     assert kept.bytes == KEPT_BYTES and "SAMPLE" not in kept.phases and not kept.kept
     assert not [p for p in trainer_parts(ask, bare) if p.what == "features of images"]
