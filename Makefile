@@ -28,7 +28,7 @@ TORCH := $(shell sed -n 's/^ *"torch==\(.*\)",/\1/p' pyproject.toml)
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml conformance/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 12) else "Python 3.11 or 3.12 is needed, %s.%s was found; set PYTHON=/path/to/python3.11" % v)'
 	@echo "setting up $(VENV) for $(ENGINE) (a few minutes, about 4 GB)"
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,7 @@ ifeq ($(ENGINE),cpu)
 	$(BIN)/python -m pip install -q "torch==$(TORCH)+cpu" || $(BIN)/python -m pip install -q --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)+cpu"
 endif
 	$(BIN)/python -m pip install -q -e ".[$(ENGINE),deepspeed,adamw8bit,jax,dev]"
+	$(BIN)/python -m pip install -q --no-deps -e conformance
 ifeq ($(ENGINE),cpu)
 	# The default builds of these are for CUDA and break imports with a CPU build of torch. The last
 	# line mends torchvision, which engines need for images. This project does not need the others.

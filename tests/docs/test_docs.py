@@ -22,6 +22,8 @@ BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n)?^```sh\n(.*?)^```", re.M | re.S
 # Which test runs a command of the docs, as "file: text that the file contains", or why no test runs
 # it.
 HELD_BY = {
+    "tinker-conformance --base-url http://127.0.0.1:8000 --api-key tml-local "
+    "--html scorecard.html": "tests/conformance/test_kit.py: main",
     "make demo": 'tests/jobs/test_commands.py: "demo"',
     "make test": "runs this test",
     "source .venv/bin/activate": "a command of the shell",

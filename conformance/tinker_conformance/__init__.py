@@ -1,0 +1,1 @@
+"""Tests of any Tinker server by its URL: calls, numbers, sampling, durability, hostile input."""

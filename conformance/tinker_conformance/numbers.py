@@ -1,0 +1,393 @@
+"""Losses and optimizer steps obey their formulas, seen through logprobs alone.
+
+The reference is computed in float64 from what the server itself answers. Laws that hold for every
+model replace a copy of it: a gradient is a sum over datums and calls; the change of one loss by the
+gradient of another is symmetric; decay by the whole rate makes an adapter zero.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from tinker_conformance.checks import Failed, check, expect
+from tinker_conformance.server import (
+    MOVED,
+    ROW_TOKENS,
+    ROWS,
+    Server,
+    Values,
+    data_of,
+    logprobs_in,
+    loss_in,
+    rows,
+)
+
+DRAWN = np.random.default_rng(7)
+WEIGHTS = [0.0, 0.0, 1.0, 0.5, -0.25, 2.0, 1.0, 0.0, 1.0, 1.0, 0.3, 1.0]
+ADVANTAGES = DRAWN.normal(size=(ROWS, ROW_TOKENS)).round(3)
+SHIFTS = DRAWN.uniform(-0.5, 0.5, (ROWS, ROW_TOKENS)).round(3)  # of p from the sampling logprobs
+STEP = "model.optim_step(types.AdamParams(learning_rate=1e3, beta1=0, eps=1e6)).result()"
+
+
+@check(
+    "numbers",
+    "cross_entropy is the weighted sum of −logprob, not a mean",
+    "out = model.forward_backward([datum(row, weights=w)], 'cross_entropy').result()\n"
+    "print(out.metrics['loss:sum'], -sum(w * p for w, p in zip(w, logprobs)))",
+)
+def cross_entropy_is_a_sum(server: Server) -> None:
+    output = server.train(server.model(), rows(0), WEIGHTS)
+    expected = -float((np.tile(WEIGHTS, ROWS) * logprobs_in(output)).sum())
+    _near(server, loss_in(output), expected, "cross_entropy")
+
+
+def _near(server: Server, found: float, expected: float, name: str) -> None:
+    expect(
+        abs(found - expected) <= server.tolerance * max(1.0, abs(expected)),
+        f"loss:sum of {name} is {found:.5g}, and its formula gives {expected:.5g}",
+    )
+
+
+def _policy_loss(server: Server, name: str, config: dict[str, Any] | None = None) -> Any:
+    """Return the loss, logprobs p, and ratios exp(p − q) of an off-policy call."""
+    model = server.model()
+    p = server.score(model, rows(0))
+    q = p.reshape(ROWS, -1) - SHIFTS
+    data = data_of(rows(0), logprobs=q, advantages=ADVANTAGES)
+    output = server.offered(lambda: model.forward_backward(data, name, config), name)
+    return loss_in(output), p, np.exp(SHIFTS).ravel()
+
+
+@check(
+    "numbers",
+    "importance_sampling is −Σ exp(p − q)·A",
+    "data = [datum(row, logprobs=q, advantages=A)]\n"
+    "model.forward_backward(data, 'importance_sampling').result().metrics['loss:sum']",
+)
+def importance_sampling(server: Server) -> None:
+    found, _, ratio = _policy_loss(server, "importance_sampling")
+    _near(server, found, -float((ratio * ADVANTAGES.ravel()).sum()), "importance_sampling")
+
+
+@check(
+    "numbers",
+    "ppo is −Σ min(r·A, clip(r, low, high)·A), and its thresholds are honoured",
+    "config = {'clip_low_threshold': 0.9, 'clip_high_threshold': 1.1}\n"
+    "model.forward_backward(data, 'ppo', config).result().metrics['loss:sum']",
+)
+def ppo(server: Server) -> None:
+    for low, high in ((0.8, 1.2), (0.9, 1.1)):
+        config = {"clip_low_threshold": low, "clip_high_threshold": high}
+        found, _, ratio = _policy_loss(server, "ppo", config)
+        a = ADVANTAGES.ravel()
+        expected = -float(np.minimum(ratio * a, np.clip(ratio, low, high) * a).sum())
+        _near(server, found, expected, f"ppo with {low} and {high}")
+
+
+@check(
+    "numbers",
+    "cispo is −Σ clip(r, low, high)·A·p",
+    "config = {'clip_low_threshold': 0.8, 'clip_high_threshold': 1.2}\n"
+    "model.forward_backward(data, 'cispo', config).result().metrics['loss:sum']",
+)
+def cispo(server: Server) -> None:
+    config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    found, p, ratio = _policy_loss(server, "cispo", config)
+    expected = -float((np.clip(ratio, 0.8, 1.2) * ADVANTAGES.ravel() * p).sum())
+    _near(server, found, expected, "cispo")
+
+
+@check(
+    "numbers",
+    "dro is −Σ (p·A − ½·beta·(p − q)²)",
+    "model.forward_backward(data, 'dro', {'beta': 0.1}).result().metrics['loss:sum']",
+)
+def dro(server: Server) -> None:
+    found, p, _ = _policy_loss(server, "dro", {"beta": 0.1})
+    a = ADVANTAGES.ravel()
+    _near(server, found, -float((p * a - 0.05 * SHIFTS.ravel() ** 2).sum()), "dro")
+
+
+@check(
+    "numbers",
+    "The gradient of two equal datums is twice that of one",
+    f"model.forward_backward([d, d], 'cross_entropy').result()\n{STEP}",
+)
+def gradient_is_a_sum(server: Server) -> None:
+    twice = server.moved(lambda m: server.train(m, rows(0) * 2), server.alpha)
+    once = server.moved(lambda m: server.train(m, rows(0)), 2 * server.alpha)
+    server.same(twice, once, "a batch of [d, d] is no step of twice [d]")
+
+
+@check(
+    "numbers",
+    "Calls add up until the step",
+    f"for d in (a, b):\n    model.forward_backward([d], 'cross_entropy').result()\n{STEP}",
+)
+def calls_add_up(server: Server) -> None:
+    def apart(model: Any) -> None:
+        server.train(model, rows(0)[:2])
+        server.train(model, rows(0)[2:])
+
+    found = server.moved(apart, server.alpha)
+    server.same(found, _whole(server), "two calls differ from one with the same datums")
+
+
+def _whole(server: Server) -> Values:
+    found = server.moved(lambda m: server.train(m, rows(0)), server.alpha)
+    expect(float(np.abs(found).mean()) > MOVED / 30, "a step with a gradient moves nothing")
+    return found
+
+
+@check(
+    "numbers",
+    "A forward pass between forward_backward and step changes nothing",
+    "model.forward_backward([a], 'cross_entropy').result()\n"
+    f"model.forward([b], 'cross_entropy').result()\n{STEP}",
+)
+def forward_keeps_gradients(server: Server) -> None:
+    def between(model: Any) -> None:
+        server.train(model, rows(0))
+        server.score(model, rows(5))
+
+    found = server.moved(between, server.alpha)
+    server.same(found, _whole(server), "the forward pass changed the gradient")
+
+
+@check(
+    "numbers",
+    "A step uses the gradient up: a second one without a call moves nothing",
+    f"model.forward_backward([a], 'cross_entropy').result()\n{STEP}\n{STEP}  # moves nothing",
+)
+def step_clears_gradients(server: Server) -> None:
+    def stepped(model: Any) -> None:
+        server.train(model, rows(0))
+        server.plain_step(model, server.alpha)
+        server.train(model, rows(0), [0.0] * ROW_TOKENS)
+
+    found = server.moved(stepped, server.alpha)
+    server.same(found, _whole(server), "the gradient was still there after the step")
+
+
+@check(
+    "numbers",
+    "Weights scale the gradient; tokens of weight 0 have none",
+    f"model.forward_backward([datum(row, weights=[0.5] * n)], 'cross_entropy').result()\n{STEP}",
+)
+def weights_scale(server: Server) -> None:
+    half = server.moved(lambda m: server.train(m, rows(0), [0.5] * ROW_TOKENS), 2 * server.alpha)
+    server.same(half, _whole(server), "weights of 0.5 do not halve the gradient")
+    none = server.moved(lambda m: server.train(m, rows(0), [0.0] * ROW_TOKENS), server.alpha)
+    expect(float(np.abs(none).max()) < 1e-5, "tokens of weight 0 move the model")
+
+
+@check(
+    "numbers",
+    "Gradients are those of the losses: the change of one by the other's is symmetric",
+    "# ΔL1 after a step along the gradient of L2 = ΔL2 after a step along that of L1",
+)
+def gradients_are_symmetric(server: Server) -> None:
+    first, second = rows(0), [row[::-1] for row in rows(0)]
+    advantages = ADVANTAGES.ravel()
+
+    def change(of: str) -> float:
+        model = server.model()
+        p1, p2 = server.score(model, first), server.score(model, second)
+        if of == "second":  # along the gradient of cross_entropy on the first rows
+            server.train(model, first)
+        else:
+            q = p2.reshape(ROWS, -1)
+            data = data_of(second, logprobs=q, advantages=ADVANTAGES)
+            server.got(model.forward_backward(data, "importance_sampling"))
+        server.plain_step(model, server.alpha / 4)
+        if of == "second":
+            return -float((advantages * (server.score(model, second) - p2)).sum())
+        return -float((server.score(model, first) - p1).sum())
+
+    one, other = change("first"), change("second")
+    size = max(abs(one), abs(other))
+    expect(size > 1e-4, "the two losses do not touch the same weights; no law can be tested")
+    expect(
+        abs(one - other) <= 3 * server.tolerance * size,
+        f"the changes are {one:.4g} and {other:.4g}, and must be equal",
+    )
+
+
+@check(
+    "numbers",
+    "learning_rate and eps are honoured",
+    "model.optim_step(types.AdamParams(learning_rate=lr, beta1=0, eps=1e6)).result()",
+)
+def learning_rate_and_eps(server: Server) -> None:
+    once, model = _whole(server), server.model()
+    before = server.score(model, rows(9))
+    server.train(model, rows(0))
+    # Twice the rate and four times the epsilon: half the step.
+    server.plain_step(model, 2 * server.alpha, eps=4e6)
+    found = server.score(model, rows(9)) - before
+    server.same(2 * found, once, "a step of half the size is none")
+
+
+def _two_steps(server: Server, first: Any, second: Any, **adam: float) -> tuple[Values, Values]:
+    """Return how far each of two steps moves the logprobs of `rows(9)`."""
+    model = server.model()
+    scores = [server.score(model, rows(9))]
+    for prepare in (first, second):
+        prepare(model)
+        server.step(model, **adam)
+        scores.append(server.score(model, rows(9)))
+    return scores[1] - scores[0], scores[2] - scores[1]
+
+
+@check(
+    "numbers",
+    "beta1 is honoured: without a gradient, the next step is beta1 / (1 + beta1) of the last",
+    "adam = types.AdamParams(learning_rate=1e3, beta1=0.8, eps=1e6)  # step, zero gradient, step",
+)
+def beta1(server: Server) -> None:
+    for value in (0.8, 0.4):
+        adam = {"learning_rate": server.alpha * 1e6, "beta1": value, "eps": 1e6}
+        first, second = _two_steps(
+            server,
+            lambda m: server.train(m, rows(0)),
+            lambda m: server.train(m, rows(0), [0.0] * ROW_TOKENS),
+            **adam,
+        )
+        server.same(second, first * value / (1 + value), f"beta1={value} has another momentum", 0.1)
+
+
+@check(
+    "numbers",
+    "beta2 is honoured: after g, a gradient of 2g steps by 2·√((1 + beta2) / (4 + beta2))",
+    "adam = types.AdamParams(learning_rate=1e-5, beta1=0, beta2=0.5, eps=1e-30)",
+)
+def beta2(server: Server) -> None:
+    for value in (0.99, 0.5):
+        adam = {"learning_rate": 2e-5, "beta1": 0.0, "beta2": value, "eps": 1e-30}
+        first, second = _two_steps(
+            server,
+            lambda m: server.train(m, rows(0)),
+            lambda m: server.train(m, rows(0) * 2),
+            **adam,
+        )
+        expected = 2 * np.sqrt((1 + value) / (4 + value))
+        off = float(second @ first / (first @ first)) / expected - 1
+        expect(abs(off) < 0.05, f"beta2={value}: the second step is off by {off:+.0%}")
+
+
+@check(
+    "numbers",
+    "weight_decay is decoupled: a decay of 1 / learning_rate makes an adapter zero",
+    "model.optim_step(types.AdamParams(learning_rate=0.1, beta1=0, weight_decay=10)).result()",
+)
+def weight_decay(server: Server) -> None:
+    model, probe = server.model(), rows(9)
+    start = server.score(model, probe)
+    server.train(model, rows(0))
+    server.plain_step(model, server.alpha)
+    far = float(np.abs(server.score(model, probe) - start).mean())
+    server.train(model, rows(0), [0.0] * ROW_TOKENS)
+    server.step(model, learning_rate=0.1, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=10.0)
+    left = float(np.abs(server.score(model, probe) - start).mean())
+    expect(left < 0.01 * far, f"the adapter still moves logprobs by {left:.2g} (before: {far:.2g})")
+
+
+@check(
+    "numbers",
+    "grad_clip_norm bounds the norm of the whole gradient",
+    "model.optim_step(types.AdamParams(learning_rate=1e6, eps=1e6, grad_clip_norm=1e-3)).result()",
+)
+def clipping(server: Server) -> None:
+    def clipped(batch: list[list[int]], bound: float) -> Values:
+        model = server.model()
+        before = server.score(model, rows(9))
+        server.train(model, batch)
+        server.plain_step(model, 10 / bound * server.alpha, grad_clip_norm=bound)
+        return server.score(model, rows(9)) - before
+
+    one = clipped(rows(0), 1e-4)
+    server.same(clipped(rows(0), 2e-4), one, "the step is not proportional to the bound")
+    server.same(clipped(rows(0) * 2, 1e-4), one, "a clipped gradient still grows with the batch")
+
+
+@check(
+    "numbers",
+    "A seed decides the first weights of an adapter",
+    "a, b = (client.create_lora_training_client(MODEL, rank=8, seed=1) for _ in range(2))",
+)
+def seed_decides(server: Server) -> None:
+    whole = _whole(server)
+    server.same(_whole(server), whole, "two adapters of one seed differ")
+    other = server.moved(lambda m: server.train(m, rows(0)), server.alpha, seed=2)
+    far = float(np.linalg.norm(other - whole) / np.linalg.norm(whole))
+    expect(far > 3 * server.tolerance, "adapters of two seeds are equal: the seed is dropped")
+
+
+@check(
+    "numbers",
+    "Two models that train in turns are as each alone",
+    "for d in data:\n    for model in (one, other):\n        model.forward_backward([d], "
+    "'cross_entropy').result()",
+)
+def models_are_apart(server: Server) -> None:
+    one, other = server.model(), server.model(seed=2)
+    before = server.score(one, rows(9))
+    futures = [
+        m.forward_backward(data_of(rows(n)), "cross_entropy") for n, m in ((0, one), (6, other))
+    ]
+    for future in futures:
+        server.got(future)
+    server.plain_step(other, server.alpha)
+    server.plain_step(one, server.alpha)
+    server.same(server.score(one, rows(9)) - before, _whole(server), "the other model moved it")
+
+
+@check(
+    "numbers",
+    "A saved state restores the weights, also into a new model",
+    "path = model.save_state('two').result().path\nclient.create_training_client_from_state(path)",
+)
+def state_is_restored(server: Server) -> None:
+    model, probe = server.model(), rows(9)
+    server.train(model, rows(0))
+    server.plain_step(model, server.alpha)
+    saved = server.score(model, probe)
+    path = server.got(model.save_state("conformance-two")).path
+    server.train(model, rows(6))
+    server.plain_step(model, server.alpha)
+    if float(np.abs(server.score(model, probe) - saved).mean()) < 1e-6:
+        raise Failed("the step after the save moved nothing")
+    server.got(model.load_state(path))
+    server.same(server.score(model, probe), saved, "load_state does not restore the weights", 1e-4)
+    made = server.got(server.service.create_training_client_from_state(path))
+    server.same(server.score(made, probe), saved, "a model from the state differs", 1e-4)
+
+
+@check(
+    "numbers",
+    "load_state_with_optimizer continues the momentum, load_state does not",
+    "path = model.save_state('three').result().path\n"
+    "model.load_state_with_optimizer(path).result()",
+)
+def optimizer_is_restored(server: Server) -> None:
+    adam = {"learning_rate": server.alpha * 1e6, "beta1": 0.8, "eps": 1e6}
+    model = server.model()
+    server.train(model, rows(0))
+    server.step(model, **adam)
+    path = server.got(model.save_state("conformance-three")).path
+
+    def next_step() -> float:
+        before = server.score(model, rows(9))
+        server.train(model, rows(0), [0.0] * ROW_TOKENS)
+        server.step(model, **adam)
+        return float(np.abs(server.score(model, rows(9)) - before).mean())
+
+    own = next_step()
+    server.got(model.load_state_with_optimizer(path))
+    again = next_step()
+    expect(
+        abs(again - own) < 0.1 * own, f"the next step is {again:.2g}, and without a load {own:.2g}"
+    )
+    server.got(model.load_state(path))
+    fresh = next_step()
+    expect(fresh < 0.05 * own, "load_state keeps the momentum of the optimizer")

@@ -1,0 +1,229 @@
+"""Samples come from the weights that were asked for, by the parameters that were asked for."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from tinker import types
+
+from tinker_conformance.checks import check, expect
+from tinker_conformance.server import FAR, Server, data_of, logprobs_in, rows
+
+DRAWS = 256
+
+
+def _prompt(seed: int = 0) -> list[int]:
+    return rows(seed, 1)[0]
+
+
+def _sampler(server: Server, model: Any) -> Any:
+    return server.got(model.save_weights_and_get_sampling_client())
+
+
+def _draw(server: Server, sampler: Any, num_samples: int = 1, seed: int = 1, **params: Any) -> Any:
+    given = types.SamplingParams(**{"max_tokens": 6, "seed": seed, **params})
+    prompt = types.ModelInput.from_ints(_prompt())
+    return server.got(sampler.sample(prompt, num_samples, given)).sequences
+
+
+def _scored(server: Server, sampler: Any, row: list[int]) -> np.ndarray:
+    found = server.got(sampler.compute_logprobs(types.ModelInput.from_ints(row)))
+    return np.asarray(found[1:], np.float64)
+
+
+@check(
+    "sampling",
+    "A sampler keeps its weights while the model trains on",
+    "sampler = model.save_weights_and_get_sampling_client()\n"
+    "# train a step, then: sampler.compute_logprobs(prompt).result() is unchanged",
+)
+def samplers_are_pinned(server: Server) -> None:
+    model, row = server.model(), _prompt(9)
+    first = _sampler(server, model)
+    before = _scored(server, first, row)
+    server.train(model, rows(0))
+    server.plain_step(model, server.alpha)
+    second = _scored(server, _sampler(server, model), row)
+    server.same(
+        _scored(server, first, row), before, "the older sampler answers otherwise now", 1e-4
+    )
+    expect(float(np.abs(second - before).max()) > 1e-4, "the new sampler has the old weights")
+
+
+@check(
+    "sampling",
+    "compute_logprobs agrees with forward",
+    "print(sampler.compute_logprobs(prompt).result(), "
+    "model.forward([d], 'cross_entropy').result())",
+)
+def prompt_logprobs_agree(server: Server) -> None:
+    model, row = server.model(), _prompt()
+    server.train(model, rows(0))
+    server.plain_step(model, server.alpha)
+    found = _scored(server, _sampler(server, model), row)
+    server.same(found, server.score(model, [row]), "prompt logprobs differ from forward")
+
+
+@check(
+    "sampling",
+    "Logprobs of sampled tokens agree with forward",
+    "out = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=6)).result().sequences[0]",
+)
+def sample_logprobs_agree(server: Server) -> None:
+    model, prompt = server.model(), _prompt()
+    (one,) = _draw(server, _sampler(server, model))
+    row = [*prompt, *one.tokens]
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(row[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=row[1:], dtype="int64", shape=[len(row) - 1])
+        },
+    )
+    wanted = logprobs_in(server.got(model.forward([datum], "cross_entropy")))
+    found = np.asarray(one.logprobs, np.float64)
+    server.same(found, wanted[-len(one.tokens) :], "logprobs of samples differ from forward")
+
+
+@check(
+    "sampling",
+    "The same seed draws the same tokens, another seed others",
+    "types.SamplingParams(max_tokens=6, seed=1)",
+)
+def seeds(server: Server) -> None:
+    sampler = _sampler(server, server.model())
+    drawn = [[tuple(s.tokens) for s in _draw(server, sampler, 4, seed)] for seed in (1, 1, 2)]
+    expect(drawn[0] == drawn[1], "one seed drew two answers")
+    expect(drawn[0] != drawn[2], "two seeds drew the same answers: the seed is dropped")
+    expect(len(set(drawn[0])) > 1, "all of num_samples are equal at temperature 1")
+
+
+@check(
+    "sampling",
+    "num_samples and max_tokens are honoured",
+    "sampler.sample(prompt, 5, types.SamplingParams(max_tokens=3)).result()",
+)
+def counts(server: Server) -> None:
+    found = _draw(server, _sampler(server, server.model()), 5, max_tokens=3)
+    expect(len(found) == 5, f"{len(found)} answers for num_samples=5")
+    expect(all(len(one.tokens) <= 3 for one in found), "an answer is longer than max_tokens")
+
+
+@check(
+    "sampling",
+    "An answer ends with a stop token, and says so",
+    "types.SamplingParams(max_tokens=6, stop=[TOKEN])",
+)
+def stops(server: Server) -> None:
+    sampler = _sampler(server, server.model())
+    (whole,) = _draw(server, sampler)
+    expect(len(whole.tokens) > 1, "the answer has one token; nothing to stop")
+    token = whole.tokens[1]
+    (cut,) = _draw(server, sampler, stop=[token])
+    at = list(whole.tokens).index(token)
+    expect(list(cut.tokens) == list(whole.tokens[: at + 1]), f"{cut.tokens} with stop=[{token}]")
+    expect(cut.stop_reason == "stop", f"stop_reason is {cut.stop_reason}")
+
+
+@check(
+    "sampling",
+    "top_k=1, a tiny top_p and temperature 0 draw the likeliest token",
+    "types.SamplingParams(max_tokens=6, temperature=0)  # = top_k=1 = top_p=1e-6",
+)
+def greedy_ways(server: Server) -> None:
+    sampler = _sampler(server, server.model())
+    ways: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}]
+    found = [tuple(_draw(server, sampler, seed=n, **way)[0].tokens) for n, way in enumerate(ways)]
+    expect(len(set(found)) == 1, f"temperature 0, top_k 1, top_p 1e-6 draw {found}")
+    many = _draw(server, sampler, DRAWS, max_tokens=1)
+    likeliest = max(many, key=lambda one: one.logprobs[0])
+    (first,) = _draw(server, sampler, max_tokens=1, temperature=0.0)
+    expect(
+        first.logprobs[0] >= likeliest.logprobs[0] - 1e-4, "a likelier token than the greedy one"
+    )
+
+
+@check(
+    "sampling",
+    "Tokens are drawn as often as their logprobs say, also at another temperature",
+    "many = sampler.sample(prompt, 256, types.SamplingParams(max_tokens=1, temperature=0.5))",
+)
+def frequencies(server: Server) -> None:
+    sampler = _sampler(server, server.model())
+    plain = _draw(server, sampler, DRAWS, max_tokens=1)
+    logprobs = {one.tokens[0]: float(one.logprobs[0]) for one in plain}
+    drawn = Counter(one.tokens[0] for one in plain)
+    for token, count in drawn.items():
+        p = float(np.exp(logprobs[token]))
+        spread = float(np.sqrt(DRAWS * p * (1 - p))) + 1
+        expect(
+            abs(count - DRAWS * p) < 6 * spread,
+            f"token {token} of probability {p:.3f} was drawn {count} times of {DRAWS}",
+        )
+    # The mean logprob of draws rises as the temperature falls.
+    means = []
+    for temperature in (0.5, 2.0):
+        found = _draw(server, sampler, DRAWS, max_tokens=1, temperature=temperature)
+        rescored = [logprobs.get(one.tokens[0], min(logprobs.values())) for one in found]
+        means.append(float(np.mean(rescored)))
+    middle = float(np.mean([float(one.logprobs[0]) for one in plain]))
+    expect(
+        means[0] > middle > means[1], f"temperature 0.5, 1 and 2 draw alike: {means}, {middle:.2f}"
+    )
+
+
+@check(
+    "sampling",
+    "A checkpoint's sampler answers from that checkpoint",
+    "path = model.save_weights_for_sampler('one').result().path\n"
+    "client.create_sampling_client(model_path=path)",
+)
+def samplers_of_paths(server: Server) -> None:
+    model, row = server.model(), _prompt(9)
+    server.train(model, rows(0))
+    server.plain_step(model, FAR * server.alpha)
+    path = server.got(model.save_weights_for_sampler("conformance-four")).path
+    wanted = server.score(model, [row])
+    server.train(model, rows(6))
+    server.plain_step(model, server.alpha)
+    sampler = server.got(server.service.create_sampling_client(model_path=path))
+    server.same(_scored(server, sampler, row), wanted, "the path's sampler has other weights")
+
+
+@check(
+    "sampling",
+    "A sampler of the base model is not touched by training",
+    "client.create_sampling_client(base_model=MODEL).compute_logprobs(prompt).result()",
+)
+def base_is_untouched(server: Server) -> None:
+    row = _prompt(9)
+    base = server.offered(
+        lambda: server.service.create_sampling_client(base_model=server.base_model),
+        "a sampler of the base model",
+    )
+    before = _scored(server, base, row)
+    model = server.model()
+    server.same(server.score(model, [row]), before, "a new adapter differs from the base model")
+    server.train(model, rows(0))
+    server.plain_step(model, server.alpha)
+    _scored(server, _sampler(server, model), row)
+    server.same(_scored(server, base, row), before, "training changed the base model", 1e-4)
+
+
+@check(
+    "sampling",
+    "A loss of samples on policy has ratios of 1",
+    "data = [datum(tokens, logprobs=sampled, advantages=ones)]\n"
+    "model.forward_backward(data, 'importance_sampling').result().metrics['loss:sum']  # -n",
+)
+def on_policy_ratio(server: Server) -> None:
+    model = server.model()
+    row = _prompt()
+    found = _scored(server, _sampler(server, model), row)
+    ones = np.ones((1, len(found)))
+    data = data_of([row], logprobs=found[None], advantages=ones)
+    output = server.got(model.forward_backward(data, "importance_sampling"))
+    loss = float(output.metrics["loss:sum"])
+    expect(
+        abs(loss + len(found)) < server.tolerance * len(found),
+        f"loss:sum is {loss:.4f} for {len(found)} tokens on policy",
+    )

@@ -1,0 +1,193 @@
+"""The server under test, through the public SDK: small helpers that the checks share.
+
+Only logprobs are visible from outside. So a step is measured by how far it moves the logprobs of
+fixed rows. With an epsilon far above the gradients, Adam makes plain steps: Δθ = −α·g for a
+learning rate of α·epsilon. Such steps are linear in the gradient, which makes its laws testable.
+"""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import numpy as np
+import tinker
+from numpy.typing import NDArray
+from tinker import types
+
+from tinker_conformance.checks import Failed, Skipped, expect
+
+Values = NDArray[np.float64]
+USER_ERRORS = (
+    tinker.BadRequestError,
+    tinker.NotFoundError,
+    tinker.UnprocessableEntityError,
+    tinker.RequestFailedError,
+)
+# The SDK itself raises the last one, for numbers that do not fit.
+REFUSALS = (*USER_ERRORS, tinker.PermissionDeniedError, tinker.ConflictError, OverflowError)
+EPS = 1e6  # far above any gradient
+FAR = 50  # times that step: about a nat, more than any tolerance
+MOVED = 0.02  # mean |Δ logprob| of the steps that are measured
+ROWS, ROW_TOKENS = 4, 12
+LOWEST, HIGHEST = 20, 200  # of the tokens that are sent; no vocabulary is smaller
+
+
+class Server:
+    """A connection to a server, and rows of tokens."""
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        base_model: str | None,
+        tolerance: float,
+        timeout_s: float,
+        kill_command: str | None = None,
+    ):
+        self.base_url, self.api_key = base_url.rstrip("/"), api_key
+        self.tolerance, self.timeout_s, self.kill_command = tolerance, timeout_s, kill_command
+        httpx.get(f"{self.base_url}/api/v1/healthz", timeout=10)  # SDKs try for minutes
+        self.service = self._session()
+        self.base_model = base_model or self._first_model()
+        self._alpha: float | None = None
+
+    def _session(self) -> Any:
+        return tinker.ServiceClient(base_url=self.base_url, api_key=self.api_key)
+
+    def renew(self) -> None:
+        """End the session, which frees its models, and begin another one."""
+        with suppress(Exception):  # older versions have no end, and the server may be down
+            self.service.__exit__(None, None, None)
+        self.service = self._session()
+
+    def _first_model(self) -> str:
+        names = [m.model_name for m in self.service.get_server_capabilities().supported_models]
+        if not names or not names[0]:
+            raise Failed("get_server_capabilities lists no model; use --model")
+        return names[0]
+
+    def got(self, answer: Any) -> Any:
+        """Return the result of a call, which is a future in some versions of the SDK."""
+        return answer.result(timeout=self.timeout_s) if hasattr(answer, "result") else answer
+
+    def model(self, seed: int = 1, rank: int = 8) -> Any:
+        """Create an adapter."""
+        created = self.service.create_lora_training_client(self.base_model, rank=rank, seed=seed)
+        return self.got(created)
+
+    def refused(self, call: Callable[[], Any], what: str) -> str:
+        """Return the message of a refusal. Raises Failed if there is none, or the server breaks.
+
+        A call that the SDK itself refuses never reaches the server, and counts as refused.
+        """
+        try:
+            self.got(call())
+        except REFUSALS as error:
+            return str(error)
+        except Exception as error:
+            raise Failed(f"{what}: {type(error).__name__}: {error}"[:300]) from None
+        raise Failed(f"{what} was accepted")
+
+    def offered(self, call: Callable[[], Any], what: str) -> Any:
+        """Return a result. Raises Skipped if the server refuses the call as unknown."""
+        try:
+            return self.got(call())
+        except USER_ERRORS as e:
+            raise Skipped(f"{what} is refused: {str(e)[:160]}") from None
+
+    def kill(self) -> None:
+        """Kill the server by the user's command. Raises Skipped without one."""
+        if self.kill_command is None:
+            raise Skipped("needs --kill-command")
+        subprocess.run(self.kill_command, shell=True, check=True, timeout=600)
+
+    def score(self, model: Any, rows: "Rows") -> Values:
+        """Return the logprobs of all targets by a forward pass."""
+        return logprobs_in(self.got(model.forward(data_of(rows), "cross_entropy")))
+
+    def train(self, model: Any, rows: "Rows", weights: Sequence[float] | None = None) -> Any:
+        """Run forward_backward of cross_entropy."""
+        data = data_of(rows, weights=weights)
+        return self.got(model.forward_backward(data, "cross_entropy"))
+
+    def step(self, model: Any, **adam: float) -> Any:
+        return self.got(model.optim_step(types.AdamParams(**adam)))
+
+    def plain_step(self, model: Any, alpha: float, **adam: float) -> Any:
+        """Make a step of −alpha times the gradient."""
+        given = {"learning_rate": alpha * EPS, "beta1": 0.0, "eps": EPS, **adam}
+        return self.step(model, **given)
+
+    def moved(self, prepare: Callable[[Any], None], alpha: float, seed: int = 1) -> Values:
+        """Return how far a plain step moves the logprobs of `rows(9)`, after `prepare`."""
+        model, probe = self.model(seed), rows(9)
+        before = self.score(model, probe)
+        prepare(model)
+        self.plain_step(model, alpha)
+        return self.score(model, probe) - before
+
+    @property
+    def alpha(self) -> float:
+        """A step size at which the gradient of `rows(0)` moves logprobs by about MOVED."""
+        if self._alpha is None:
+            alpha = 1e-4
+            for _ in range(12):
+                mean = np.abs(self.moved(lambda m: self.train(m, rows(0)), alpha)).mean()
+                expect(bool(np.isfinite(mean)), "a small step makes logprobs infinite")
+                if MOVED / 3 < mean < MOVED * 3:
+                    break
+                alpha *= min(1e3, max(1e-3, MOVED / max(float(mean), 1e-9)))
+            else:
+                raise Failed("no step size moves the logprobs: are eps or learning_rate dropped?")
+            self._alpha = alpha
+        return self._alpha
+
+    def same(self, first: Values, second: Values, otherwise: str, tolerance: float = 0.0) -> None:
+        """Raise Failed unless two vectors agree relative to the size of the second."""
+        allowed = tolerance or self.tolerance
+        off = float(np.linalg.norm(first - second) / max(float(np.linalg.norm(second)), 1e-12))
+        expect(off <= allowed, f"{otherwise} (they differ by {off:.2g} of their size)")
+
+
+Rows = list[list[int]]
+
+
+def rows(seed: int, count: int = ROWS) -> Rows:
+    """Return rows of drawn tokens; the last token of each is only a target."""
+    drawn = np.random.default_rng(seed).integers(LOWEST, HIGHEST, (count, ROW_TOKENS + 1))
+    return drawn.tolist()
+
+
+def data_of(rows: Rows, weights: Sequence[float] | None = None, **fields: Any) -> list[Any]:
+    """Return datums. `fields`: values of each row."""
+    own = [1.0] * ROW_TOKENS if weights is None else list(weights)
+    found: list[Any] = []
+    for number, row in enumerate(rows):
+        inputs = {name: tensor(values[number]) for name, values in fields.items()}
+        inputs["target_tokens"] = tensor(row[1:], "int64")
+        if not fields or weights is not None:
+            inputs["weights"] = tensor(own)
+        found.append(
+            types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
+        )
+    return found
+
+
+def tensor(values: Any, dtype: Any = "float32") -> Any:
+    """Return numbers of one row as the SDK sends them."""
+    plain = np.asarray(values).tolist()
+    return types.TensorData(data=plain, dtype=dtype, shape=[len(plain)])
+
+
+def logprobs_in(output: Any) -> Values:
+    """Return the logprobs of all rows as one vector."""
+    found = [np.asarray(one["logprobs"].data, np.float64) for one in output.loss_fn_outputs]
+    return np.concatenate(found)
+
+
+def loss_in(output: Any) -> float:
+    """Return loss:sum. Raises Failed if it is missing."""
+    expect("loss:sum" in output.metrics, f"the metrics have no loss:sum: {output.metrics}")
+    return float(output.metrics["loss:sum"])

@@ -1,0 +1,182 @@
+"""The conformance kit is green on a right server, and each of its checks can turn red."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from tinker_conformance.__main__ import chosen, main
+from tinker_conformance.checks import CHECKS
+from tinker_conformance.scorecard import outcome
+from tinker_conformance.server import Server
+
+from skyrl_actors.api.app import build_app
+from skyrl_actors.api.state import ApiState
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
+from skyrl_actors.journal.journal import SqlJournal
+from tests.api.local import MODEL, LocalClient, config_for
+from tests.conformance.bigram import BigramBackend, Faulty
+
+FAULTS: dict[str, tuple[str, ...]] = {
+    "hides models": ("capabilities",),
+    "tells another rank": ("info",),
+    "returns losses": ("forward_shapes",),
+    "drops learning_rate": ("learning_rate_and_eps",),
+    "reverses rows": ("order_of_rows", "rows_are_apart"),
+    "hides checkpoints": ("checkpoint_is_listed",),
+    "forgets the rank of runs": ("training_run",),
+    "drops max_tokens": ("sampler_draws", "counts"),
+    "forgets losses": ("training_call",),
+    "averages": ("cross_entropy_is_a_sum", "gradient_is_a_sum", "calls_add_up"),
+    "drops sampling logprobs": ("importance_sampling", "ppo", "cispo", "dro", "on_policy_ratio"),
+    "last call wins": ("calls_add_up",),
+    "forward clears": ("forward_keeps_gradients",),
+    "forward adds": ("forward_keeps_gradients",),
+    "keeps gradients": ("step_clears_gradients",),
+    "drops weights": ("weights_scale", "cross_entropy_is_a_sum"),
+    "turns policy gradients": ("gradients_are_symmetric",),
+    "halves epsilon": ("learning_rate_and_eps",),
+    "drops beta1": ("beta1",),
+    "drops beta2": ("beta2",),
+    "drops weight_decay": ("weight_decay",),
+    "drops grad_clip_norm": ("clipping",),
+    "drops seeds": ("seed_decides",),
+    "draws seeds": ("seed_decides",),
+    "shares weights": ("models_are_apart",),
+    "loads nothing": ("state_is_restored",),
+    "loads no moments": ("optimizer_is_restored",),
+    "keeps moments": ("optimizer_is_restored",),
+    "samples live weights": ("samplers_are_pinned",),
+    "scores otherwise": ("prompt_logprobs_agree",),
+    "shows other logprobs": ("sample_logprobs_agree",),
+    "drops sampling seeds": ("seeds",),
+    "draws sampling seeds": ("seeds",),
+    "draws once": ("counts",),
+    "drops stops": ("stops",),
+    "drops top_k": ("greedy_ways",),
+    "drops temperature": ("frequencies", "greedy_ways"),
+    "draws evenly": ("frequencies",),
+    "opens new weights": ("samplers_of_paths",),
+    "trains the base": ("base_is_untouched",),
+    "does repeats": ("repeated_requests",),
+    "forgets results": ("results_are_kept",),
+    "loses gradients": ("killed_with_a_gradient",),
+    "computes again": ("killed_during_a_call",),
+    "loses samplers": ("killed_with_a_sampler",),
+    "accepts infinity": ("infinite_losses",),
+    "accepts all": (
+        "short_targets",
+        "weights_that_are_not_numbers",
+        "unknown_tokens",
+        "unknown_losses",
+        "bad_steps",
+        "bad_samples",
+        "names_that_are_paths",
+        "unknown_things",
+        "others_go_on",
+    ),
+}
+
+
+class Running:
+    """The server of bigrams in a thread, and the kit's connection to it."""
+
+    def __init__(self, folder: Path, base: Path):
+        self.killed = folder / "killed"
+        self.backend = BigramBackend(str(base), self.killed)
+        config = config_for(folder)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        started = threading.Event()
+
+        async def serve() -> None:
+            controller = Controller(config, self.backend, SqlJournal(config.journal, KINDS))
+            await controller.start()
+            app: Any = Faulty(
+                build_app(ApiState(config, LocalClient(controller))), lambda: self.backend.faults
+            )
+            self.server = uvicorn.Server(
+                uvicorn.Config(app, port=port, log_level="warning", lifespan="off")
+            )
+            started.set()
+            try:
+                await self.server.serve()
+            finally:
+                await controller.close()
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+        self._thread.start()
+        assert started.wait(30)
+
+    def client(self) -> Server:
+        return Server(self.url, "tml-kit", MODEL, 0.02, 10.0, f"touch {self.killed}")
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, random_base: Path) -> Iterator[Running]:
+    made = Running(tmp_path_factory.mktemp("kit"), random_base)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def server(running: Running) -> Server:
+    return running.client()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_right_server_passes(running: Running, server: Server, check: Any):
+    running.backend.faults = set()
+    row = outcome(check, server, 60)
+    assert row.result == "pass", row
+
+
+def test_each_check_can_turn_red():
+    assert {name for names in FAULTS.values() for name in names} == {c.name for c in CHECKS}
+
+
+def test_the_scorecard_is_written(
+    running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    files = {kind: tmp_path / f"card.{kind}" for kind in ("json", "html")}
+    given = ["--base-url", running.url, "--model", MODEL, "--check", "info", "--check", "beta1"]
+    running.backend.faults = {"tells another rank"}
+    written = [f"--{kind}={file}" for kind, file in files.items()]
+    assert main([*given, *written]) == 1
+    running.backend.faults = set()
+    found = json.loads(files["json"].read_text())
+    assert [(row["check"], row["result"]) for row in found["rows"]] == [
+        ("info", "FAIL"),
+        ("beta1", "pass"),
+    ]
+    assert "lora_rank is 99" in files["html"].read_text()
+    shown = capsys.readouterr().out
+    assert "numbers          1     0     0" in shown and "create_lora_training_client" in shown
+    assert main(given) == 0
+    assert main(["--base-url", running.url, "--check", "nothing"]) == 2
+    assert main(["--base-url", "http://127.0.0.1:9", "--model", "m", "--check", "info"]) == 2
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_turns_its_checks_red(running: Running, server: Server, fault: str):
+    running.backend.faults = {fault}
+    try:
+        for check in chosen(None, list(FAULTS[fault])):
+            row = outcome(check, server, 60)
+            assert row.result in ("FAIL", "ERROR"), row
+            assert row.detail and "tinker.ServiceClient" in row.reproducer
+    finally:
+        running.backend.faults = set()
+        running.killed.unlink(missing_ok=True)
