@@ -84,6 +84,7 @@ def main(given: list[str] | None = None) -> int:
         version("tinker"),
         lambda row: print(scorecard.line_of(row), flush=True),
     )
+    server.close()
     print("\n" + scorecard.summary(card))
     if asked.json:
         asked.json.write_text(card.as_json())

@@ -58,9 +58,13 @@ class Server:
 
     def renew(self) -> None:
         """End the session, which frees its models, and begin another one."""
+        self.close()
+        self.service = self._session()
+
+    def close(self) -> None:
+        """End the session."""
         with suppress(Exception):  # older versions have no end, and the server may be down
             self.service.__exit__(None, None, None)
-        self.service = self._session()
 
     def _first_model(self) -> str:
         names = [m.model_name for m in self.service.get_server_capabilities().supported_models]

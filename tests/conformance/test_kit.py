@@ -132,8 +132,11 @@ def running(tmp_path_factory: pytest.TempPathFactory, random_base: Path) -> Iter
 
 
 @pytest.fixture(scope="module")
-def server(running: Running) -> Server:
-    return running.client()
+def server(running: Running) -> Iterator[Server]:
+    made = running.client()
+    yield made
+    running.backend.faults = set()
+    made.close()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
