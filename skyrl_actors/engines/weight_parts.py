@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,20 @@ class TowerOfEngine:
     def completed(
         self, parts: Sequence[WeightManifest], streams: Streams
     ) -> tuple[tuple[WeightManifest, ...], tuple[WeightStream | None, ...]]:
-        """Return the parts to load, with the base's tower first if it must come back.
+        """Return the parts to load, with the base's tower first if they have none.
 
-        vLLM takes each tensor once in an update.
+        vLLM takes each tensor once in an update, and needs all.
         """
         given = tuple(streams) or (None,) * len(parts)
-        base = () if self._is_base or has_tower(parts) else base_parts(self._spec)
-        towers = [replace(part, tensors=tuple(filter(_of_tower, part.tensors))) for part in base]
-        before = [part for part in towers if part.tensors]
+        before = () if has_tower(parts) else self._of_base
         return (*before, *parts), ((None,) * len(before) + given)
+
+    @cached_property
+    def _of_base(self) -> tuple[WeightManifest, ...]:
+        """The base's tower; nothing for a model without one."""
+        parts = base_parts(self._spec)
+        towers = [replace(part, tensors=tuple(filter(_of_tower, part.tensors))) for part in parts]
+        return tuple(part for part in towers if part.tensors)
 
     def changed(self, version: str, parts: Sequence[WeightManifest]) -> bool:
         """Note the given parts of a version that was loaded; return whether the tower is new."""

@@ -104,6 +104,11 @@ async def test_prompts_with_images_score_as_the_trainer_scores_them(kind: str, t
         found = await of_engine(engine, other, adapter, adapter.version)
         np.testing.assert_allclose(found, scored(lora, "a", other), atol=1e-4)
         assert abs(found - scored(lora, "a", prompts[0])).max() > 1e-3
+        flat = full.export_weights("full", str(tmp_path / "flat"), "full@2", False)
+        assert not has_tower([flat])
+        await engine.load_full("full@2", (flat,))
+        found = await of_engine(engine, prompts[0], None, "full@2")
+        np.testing.assert_allclose(found, scored(full, "full", prompts[0]), atol=1e-4)
         await engine.load_full("full@1", weights)
         for prompt in prompts:
             found = await of_engine(engine, prompt, None, "full@1")
@@ -115,8 +120,13 @@ async def test_prompts_with_images_score_as_the_trainer_scores_them(kind: str, t
             found = await of_engine(engine, prompt, None, "tower@1")
             np.testing.assert_allclose(found, scored(tower, "tower", prompt), atol=1e-4)
         # These weights come without a tower, and need the base's.
-        flat = full.export_weights("full", str(tmp_path / "flat"), "full@2", False)
-        assert not has_tower([flat])
+        await engine.load_full("full@2", (flat,))
+        for prompt in prompts:
+            found = await of_engine(engine, prompt, None, "full@2")
+            np.testing.assert_allclose(found, scored(full, "full", prompt), atol=1e-4)
+        await engine.sleep(2)  # drops all weights, also the tower
+        for tag in ("weights", "kv_cache"):
+            await engine.wake(tag)
         await engine.load_full("full@2", (flat,))
         for prompt in prompts:
             found = await of_engine(engine, prompt, None, "full@2")
