@@ -9,11 +9,30 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from tinker_conformance import core, durability, hostile, numbers, sampling, scorecard
+from tinker_conformance import (
+    core,
+    durability,
+    hostile,
+    images,
+    load,
+    models,
+    numbers,
+    sampling,
+    scorecard,
+)
 from tinker_conformance.checks import CHECKS, TIERS, Check
 from tinker_conformance.server import Server
 
-MODULES = (core, numbers, sampling, durability, hostile)  # importing them fills CHECKS
+MODULES = (
+    core,
+    numbers,
+    sampling,
+    models,
+    images,
+    load,
+    durability,
+    hostile,
+)  # importing them fills CHECKS
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -35,6 +54,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one answer")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one check")
     parser.add_argument("--kill-command", help="kills the server; for checks of durability")
+    parser.add_argument("--start-command", help="starts a server that a check ended")
+    parser.add_argument("--second-api-key", help="of another tenant; for fairness between keys")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the scorecard as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the scorecard as a page")
     return parser.parse_args(given)
@@ -73,6 +94,8 @@ def main(given: list[str] | None = None) -> int:
             asked.tolerance,
             asked.timeout,
             asked.kill_command,
+            asked.start_command,
+            asked.second_api_key,
         )
     except Exception as error:
         print(f"error: {asked.base_url} cannot be tested: {error}", file=sys.stderr)

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from tinker_conformance.server import Server
 
-Tier = Literal["core", "numbers", "sampling", "durability", "hostile"]
-TIERS: tuple[Tier, ...] = ("core", "numbers", "sampling", "durability", "hostile")
+Tier = Literal["core", "numbers", "sampling", "models", "images", "load", "durability", "hostile"]
+TIERS: tuple[Tier, ...] = get_args(Tier)  # in the order of their runs: the harmless ones first
 
 
 class Failed(Exception):
@@ -25,8 +25,7 @@ class Check:
 
     tier: Tier
     title: str  # what a right server does
-    run: "Callable[[Server], None]"
-    reproducer: str  # a short script; `client` and `types` are defined by its first lines
+    run: "Callable[[Server], str | None]"  # returns what it measured
 
     @property
     def name(self) -> str:
@@ -36,11 +35,11 @@ class Check:
 CHECKS: list[Check] = []
 
 
-def check(tier: Tier, title: str, reproducer: str) -> "Callable[[Callable[[Server], None]], None]":
+def check(tier: Tier, title: str) -> "Callable[[Callable[[Server], str | None]], None]":
     """Add a function to the checks."""
 
-    def add(run: "Callable[[Server], None]") -> None:
-        CHECKS.append(Check(tier=tier, title=title, run=run, reproducer=reproducer))
+    def add(run: "Callable[[Server], str | None]") -> None:
+        CHECKS.append(Check(tier=tier, title=title, run=run))
 
     return add
 

@@ -75,13 +75,14 @@ def _call_of(model: str, seq: int) -> dict[str, Any]:
 
 
 def _loss(answer: dict[str, Any]) -> float:
-    return float(answer["metrics"]["loss:sum"])
+    if "loss:sum" in answer["metrics"]:
+        return float(answer["metrics"]["loss:sum"])
+    return float(sum(sum(one["elementwise_loss"]["data"]) for one in answer["loss_fn_outputs"]))
 
 
 @check(
     "durability",
     "A request that is sent again is not done again",
-    "# POST /api/v1/optim_step twice with the same seq_id: the model moves once",
 )
 def repeated_requests(server: Server) -> None:
     losses = []
@@ -104,7 +105,6 @@ def repeated_requests(server: Server) -> None:
 @check(
     "durability",
     "A result can be asked for again",
-    "# POST /api/v1/retrieve_future twice with the same request_id",
 )
 def results_are_kept(server: Server) -> None:
     wire = Wire(server)
@@ -127,8 +127,6 @@ def _trained(server: Server, model: Any, interrupt: Any = None) -> np.ndarray:
 @check(
     "durability",
     "Kill the server between forward_backward and optim_step: the step has the gradient",
-    "model.forward_backward([d], 'cross_entropy').result()  # then kill, then\n"
-    "model.optim_step(types.AdamParams()).result()",
 )
 def killed_with_a_gradient(server: Server) -> None:
     if server.kill_command is None:
@@ -141,7 +139,6 @@ def killed_with_a_gradient(server: Server) -> None:
 @check(
     "durability",
     "Kill the server while a call is computed: its result arrives, once",
-    "future = model.forward_backward(data, 'cross_entropy')  # then kill, then\nfuture.result()",
 )
 def killed_during_a_call(server: Server) -> None:
     if server.kill_command is None:
@@ -160,8 +157,6 @@ def killed_during_a_call(server: Server) -> None:
 @check(
     "durability",
     "Kill the server: samplers and checkpoints answer as before",
-    "sampler = model.save_weights_and_get_sampling_client()  # then kill, then\n"
-    "sampler.compute_logprobs(prompt).result()",
 )
 def killed_with_a_sampler(server: Server) -> None:
     if server.kill_command is None:

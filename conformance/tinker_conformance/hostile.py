@@ -40,7 +40,6 @@ def _refused_and_harmless(server: Server, bad: Callable[[Any], Any], what: str) 
 @check(
     "hostile",
     "Targets of another length than the input are refused, and leave the gradient as it was",
-    "datum.loss_fn_inputs['target_tokens'] = tensor([1, 2])  # for 12 input tokens",
 )
 def short_targets(server: Server) -> None:
     bad = _bad_datum(target_tokens=tensor([20, 21], "int64"), weights=tensor([1.0, 1.0]))
@@ -51,7 +50,6 @@ def short_targets(server: Server) -> None:
 @check(
     "hostile",
     "A weight that is not a number is refused, and leaves the gradient as it was",
-    "datum.loss_fn_inputs['weights'] = tensor([float('nan')] * 12)",
 )
 def weights_that_are_not_numbers(server: Server) -> None:
     bad = _bad_datum(weights=tensor([float("nan")] * ROW_TOKENS))
@@ -62,7 +60,6 @@ def weights_that_are_not_numbers(server: Server) -> None:
 @check(
     "hostile",
     "An infinite loss is refused, and leaves the gradient as it was",
-    "data = [datum(row, logprobs=[-1e30] * 12, advantages=[1.0] * 12)]  # exp(p - q) overflows",
 )
 def infinite_losses(server: Server) -> None:
     q = np.full((ROWS, ROW_TOKENS), -1e30)
@@ -74,7 +71,6 @@ def infinite_losses(server: Server) -> None:
 @check(
     "hostile",
     "A token outside of the vocabulary is refused",
-    "types.ModelInput.from_ints([20, 10**9])",
 )
 def unknown_tokens(server: Server) -> None:
     model = server.model()
@@ -89,7 +85,6 @@ def unknown_tokens(server: Server) -> None:
 @check(
     "hostile",
     "An unknown loss, and an unknown option of a known one, are refused by name",
-    "model.forward_backward(data, 'ppo', {'clip_low_treshold': 0.9})",
 )
 def unknown_losses(server: Server) -> None:
     model, values = server.model(), np.ones((ROWS, ROW_TOKENS))
@@ -105,7 +100,6 @@ def unknown_losses(server: Server) -> None:
 @check(
     "hostile",
     "Numbers of Adam that are not finite or negative are refused, and change no weight",
-    "model.optim_step(types.AdamParams(learning_rate=float('nan')))",
 )
 def bad_steps(server: Server) -> None:
     model = server.model()
@@ -124,7 +118,6 @@ def bad_steps(server: Server) -> None:
 @check(
     "hostile",
     "Sampling parameters outside of their range are refused",
-    "types.SamplingParams(max_tokens=0), types.SamplingParams(temperature=-1)",
 )
 def bad_samples(server: Server) -> None:
     sampler = server.got(server.model().save_weights_and_get_sampling_client())
@@ -143,7 +136,6 @@ def bad_samples(server: Server) -> None:
 @check(
     "hostile",
     "Names of checkpoints cannot leave their folder",
-    "model.save_state('../../outside')",
 )
 def names_that_are_paths(server: Server) -> None:
     model = server.model()
@@ -156,7 +148,6 @@ def names_that_are_paths(server: Server) -> None:
 @check(
     "hostile",
     "Unknown models, samplers and checkpoints are refused by name",
-    "client.create_training_client_from_state('tinker://none/weights/none')",
 )
 def unknown_things(server: Server) -> None:
     make = server.service
@@ -170,8 +161,6 @@ def unknown_things(server: Server) -> None:
 @check(
     "hostile",
     "A bad request of one model does not delay or fail another one",
-    "bad.forward_backward(broken, 'cross_entropy')\n"
-    "good.forward_backward(data, 'cross_entropy').result()",
 )
 def others_go_on(server: Server) -> None:
     bad, good = server.model(), server.model(seed=2)

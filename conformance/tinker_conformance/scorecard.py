@@ -7,20 +7,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from tinker_conformance.checks import TIERS, Check, Failed, Skipped
+from tinker_conformance.reproducer import script_of
 from tinker_conformance.server import Server
 
 Result = Literal["pass", "FAIL", "skip", "ERROR"]
-FIRST_LINES = """\
-import tinker
-from tinker import types
-client = tinker.ServiceClient(base_url={base_url!r}, api_key=...)
-MODEL = {model!r}
-model = client.create_lora_training_client(MODEL, rank=8, seed=1)
-"""
 STYLE = """\
 body { font: 15px/1.5 system-ui; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; }
@@ -71,8 +65,8 @@ def outcome(check: Check, server: Server, limit_s: float) -> Row:
     def run() -> None:
         try:
             server.renew()
-            check.run(server)
-            found.append(("pass", ""))
+            measured = check.run(server)
+            found.append(("pass", measured or ""))
         except Failed as failed:
             found.append(("FAIL", str(failed)))
         except Skipped as skipped:
@@ -87,7 +81,6 @@ def outcome(check: Check, server: Server, limit_s: float) -> Row:
     thread.join(limit_s)
     result, detail = found[0] if found else ("FAIL", f"no end within {limit_s:.0f} s")
     bad = result in ("FAIL", "ERROR")
-    first = FIRST_LINES.format(base_url=server.base_url, model=server.base_model)
     return Row(
         tier=check.tier,
         check=check.name,
@@ -95,7 +88,19 @@ def outcome(check: Check, server: Server, limit_s: float) -> Row:
         result=result,
         detail=detail,
         seconds=round(time.monotonic() - began, 2),
-        reproducer=first + check.reproducer if bad else "",
+        reproducer=script_of(check, server) if bad else "",
+    )
+
+
+def lost(check: Check, ended_in: str) -> Row:
+    """Return the row of a check that could not run."""
+    return Row(
+        tier=check.tier,
+        check=check.name,
+        title=check.title,
+        result="skip",
+        detail=f"the server ended in {ended_in}; --start-command starts it again",
+        seconds=0.0,
     )
 
 
@@ -106,12 +111,17 @@ def measured(
     sdk: str,
     report: Callable[[Row], None],
 ) -> Scorecard:
-    """Run checks one after another."""
+    """Run checks one after another, until the server ends and cannot be started again."""
     started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     rows: list[Row] = []
-    for one in checks:
-        rows.append(outcome(one, server, limit_s))
-        report(rows[-1])
+    ended_in = ""
+    for one in sorted(checks, key=lambda one: TIERS.index(one.tier)):
+        row = lost(one, ended_in) if ended_in else outcome(one, server, limit_s)
+        if not ended_in and not server.answers():
+            row = replace(row, result="FAIL", detail=f"the server ended. {row.detail}")
+            ended_in = "" if server.start() else one.name
+        rows.append(row)
+        report(row)
     return Scorecard(
         base_url=server.base_url,
         model=server.base_model,

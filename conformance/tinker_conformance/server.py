@@ -6,6 +6,7 @@ learning rate of α·epsilon. Such steps are linear in the gradient, which makes
 """
 
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -45,21 +46,72 @@ class Server:
         tolerance: float,
         timeout_s: float,
         kill_command: str | None = None,
+        start_command: str | None = None,
+        second_api_key: str | None = None,
     ):
         self.base_url, self.api_key = base_url.rstrip("/"), api_key
-        self.tolerance, self.timeout_s, self.kill_command = tolerance, timeout_s, kill_command
-        httpx.get(f"{self.base_url}/api/v1/healthz", timeout=10)  # SDKs try for minutes
+        self.tolerance, self.timeout_s = tolerance, timeout_s
+        self.kill_command, self.start_command = kill_command, start_command
+        self.second_api_key = second_api_key
+        self._ask_health()  # SDKs try for minutes
         self.service = self._session()
         self.base_model = base_model or self._first_model()
-        self._alpha: float | None = None
+        self.found_alpha: float | None = None
+        self._made: list[Any] = []  # models of this session
+
+    def _ask_health(self) -> None:
+        answer = httpx.get(f"{self.base_url}/api/v1/healthz", timeout=10)
+        if answer.status_code >= 500:
+            answer.raise_for_status()
+
+    def answers(self, within_s: float = 60.0) -> bool:
+        """Return whether the server answers, after a while if it was killed."""
+        ends = time.monotonic() + within_s
+        while True:
+            try:
+                self._ask_health()
+                return True
+            except httpx.HTTPError:
+                if time.monotonic() > ends:
+                    return False
+                time.sleep(1)
+
+    def start(self) -> bool:
+        """Start the server by the user's command. Return whether it answers."""
+        if self.start_command is None:
+            return False
+        subprocess.run(self.start_command, shell=True, check=True, timeout=600)
+        return self.answers()
+
+    def with_key(self, api_key: str) -> "Server":
+        """Return another connection, as the owner of another key."""
+        model, tolerance, limit = self.base_model, self.tolerance, self.timeout_s
+        return Server(self.base_url, api_key, model, tolerance, limit)
 
     def _session(self) -> Any:
         return tinker.ServiceClient(base_url=self.base_url, api_key=self.api_key)
 
     def renew(self) -> None:
-        """End the session, which frees its models, and begin another one."""
-        self.close()
-        self.service = self._session()
+        """End the session, which frees its models, and begin another one.
+
+        Older versions of the SDK cannot end a session. Its models are unloaded one by one.
+        """
+        if hasattr(self.service, "__exit__"):
+            self.close()
+            self.service = self._session()
+        else:
+            for model in self._made:
+                with suppress(Exception):  # the server may be down, or may not know the call
+                    self._unload(self.got(model.get_info()).model_id)
+        self._made.clear()
+
+    def _unload(self, model_id: str) -> None:
+        httpx.post(
+            f"{self.base_url}/api/v1/unload_model",
+            json={"model_id": model_id},
+            headers={"X-API-Key": self.api_key},
+            timeout=self.timeout_s,
+        )
 
     def close(self) -> None:
         """End the session."""
@@ -76,10 +128,12 @@ class Server:
         """Return the result of a call, which is a future in some versions of the SDK."""
         return answer.result(timeout=self.timeout_s) if hasattr(answer, "result") else answer
 
-    def model(self, seed: int = 1, rank: int = 8) -> Any:
+    def model(self, seed: int = 1, rank: int = 8, base_model: str | None = None) -> Any:
         """Create an adapter."""
-        created = self.service.create_lora_training_client(self.base_model, rank=rank, seed=seed)
-        return self.got(created)
+        base_model = base_model or self.base_model
+        created = self.service.create_lora_training_client(base_model, rank=rank, seed=seed)
+        self._made.append(self.got(created))
+        return self._made[-1]
 
     def refused(self, call: Callable[[], Any], what: str) -> str:
         """Return the message of a refusal. Raises Failed if there is none, or the server breaks.
@@ -135,7 +189,7 @@ class Server:
     @property
     def alpha(self) -> float:
         """A step size at which the gradient of `rows(0)` moves logprobs by about MOVED."""
-        if self._alpha is None:
+        if self.found_alpha is None:
             alpha = 1e-4
             for _ in range(12):
                 mean = np.abs(self.moved(lambda m: self.train(m, rows(0)), alpha)).mean()
@@ -145,8 +199,8 @@ class Server:
                 alpha *= min(1e3, max(1e-3, MOVED / max(float(mean), 1e-9)))
             else:
                 raise Failed("no step size moves the logprobs: are eps or learning_rate dropped?")
-            self._alpha = alpha
-        return self._alpha
+            self.found_alpha = alpha
+        return self.found_alpha
 
     def same(self, first: Values, second: Values, otherwise: str, tolerance: float = 0.0) -> None:
         """Raise Failed unless two vectors agree relative to the size of the second."""
@@ -192,6 +246,9 @@ def logprobs_in(output: Any) -> Values:
 
 
 def loss_in(output: Any) -> float:
-    """Return loss:sum. Raises Failed if it is missing."""
-    expect("loss:sum" in output.metrics, f"the metrics have no loss:sum: {output.metrics}")
-    return float(output.metrics["loss:sum"])
+    """Return loss:sum, or the sum of the losses of all tokens. Raises Failed without both."""
+    if "loss:sum" in output.metrics:
+        return float(output.metrics["loss:sum"])
+    found = [one.get("elementwise_loss") for one in output.loss_fn_outputs]
+    expect(None not in found, f"neither loss:sum nor elementwise_loss: {output.metrics}")
+    return float(sum(np.sum(one.data) for one in found if one is not None))

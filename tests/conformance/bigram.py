@@ -1,10 +1,12 @@
 """A server with a model of bigrams in numpy, which can have faults, for tests of the kit.
 
 HTTP application, controller and journal are real. The logits of a token are a fixed row, plus an
-adapter: base[t] + scale · B A[:, t].
+adapter: base[t] + scale · B A[:, t]. An image is read as tokens that its digest decides.
 """
 
+import asyncio
 import json
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -15,14 +17,16 @@ import numpy as np
 
 from skyrl_actors.controller.checkpoints import SAVED_BY, SPEC_FILE
 from skyrl_actors.messages.columns import Columns
+from skyrl_actors.messages.image_form import ImageForm
 from skyrl_actors.messages.model import AdamParams, CheckpointForm, LossCall, ModelSpec
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import LossOutput, SampleOutput, Sequence
 from skyrl_actors.messages.weights import SamplerWeights, WeightManifest
-from tests.api.local import AnsweringBackend
+from tests.api.local import MODEL, AnsweringBackend
 
 VOCAB = 320
+FORM = ImageForm(token=250, patch=14, merge=2, least=64, most=1 << 20)
 BASE = np.random.default_rng(0).normal(size=(VOCAB, VOCAB))
 Arrays = dict[str, np.ndarray]
 
@@ -52,6 +56,11 @@ class Bigrams:
 
     def copied(self) -> Arrays:
         return {name: x.copy() for name, x in self.weights.items()}
+
+
+def seen(digest: str, num_tokens: int) -> np.ndarray:
+    """Return the tokens that an image is read as."""
+    return 20 + np.frombuffer(bytes.fromhex(digest) * num_tokens, np.uint8)[:num_tokens] % 180
 
 
 def logits_of(weights: Arrays | None, scale: float, tokens: np.ndarray) -> np.ndarray:
@@ -98,6 +107,9 @@ class BigramBackend(AnsweringBackend):
     def _has(self, fault: str) -> bool:
         return fault in self.faults
 
+    async def start(self, epoch: int) -> Any:
+        return replace(await super().start(epoch), images=FORM)
+
     def _notice_kill(self) -> None:
         if self._killed.exists():
             self._killed.unlink()
@@ -137,7 +149,7 @@ class BigramBackend(AnsweringBackend):
     ) -> LossOutput:
         assert loss is not None
         model = self.own[spec.model_id]
-        tokens: Any = columns.tokens
+        tokens: Any = self._read(columns)
         targets: Any = columns.fields["target_tokens"]
         if self._has("mixes rows"):
             tokens = np.roll(tokens, 1)
@@ -162,6 +174,16 @@ class BigramBackend(AnsweringBackend):
             metrics={} if self._has("forgets losses") else {"loss:sum": float(values.sum())},
             widths=columns.widths,
         )
+
+    def _read(self, columns: Columns) -> np.ndarray:
+        tokens = np.array(columns.tokens)
+        for row in range(columns.num_rows):
+            for one in columns.images_of(row):
+                if not self._has("trains blind"):
+                    tokens[one.start : one.start + one.num_tokens] = seen(
+                        one.digest, one.num_tokens
+                    )
+        return tokens
 
     def _inputs(self, columns: Columns) -> dict[str, np.ndarray]:
         fields: dict[str, Any] = dict(columns.fields)
@@ -196,6 +218,8 @@ class BigramBackend(AnsweringBackend):
             model.drop_gradients()
         if self._has("turns policy gradients") and loss.name != "cross_entropy":
             slope = -slope
+        if self._has("trains small ranks") and model.weights["a"].shape[0] > 8:
+            return
         of_z = -np.exp(z) * slope[:, None]
         of_z[np.arange(len(tokens)), targets] += slope
         of_z *= model.scale
@@ -329,6 +353,12 @@ class BigramBackend(AnsweringBackend):
         count = 1 if self._has("draws once") else params.num_samples
         sequences = [self._drawn(own, scale, prompt, params, seed + i) for i in range(count)]
         logprobs = None
+        for one in pictures:
+            place = 0 if self._has("moves images") else one.place
+            read = np.array(prompt)
+            if not self._has("is blind"):
+                read[place : place + one.num_tokens] = seen(one.digest, one.num_tokens)
+            prompt = tuple(read.tolist())
         if params.prompt_logprobs:
             z = log_softmax(logits_of(own, scale, np.asarray(prompt[:-1])))
             scored = z[np.arange(len(prompt) - 1), list(prompt[1:])]
@@ -393,8 +423,16 @@ ANSWERS: dict[str, tuple[str, Change]] = {
     ),
     "tells another rank": ("/get_info", lambda a: {**a, "lora_rank": 99}),
     "hides checkpoints": ("/checkpoints", lambda a: {**a, "checkpoints": []}),
+    "serves aliases": (
+        "/get_server_capabilities",
+        lambda a: {**a, "supported_models": [*a["supported_models"], {"model_name": OTHER}]},
+    ),
     "forgets the rank of runs": ("/training_runs/", lambda a: {**a, "lora_rank": 99}),
 }
+
+
+OTHER = "other/model"  # a second name of the base model
+SECOND_KEY = "tml-two"
 
 
 RESULTS: dict[str, dict[str, Any]] = {
@@ -412,6 +450,7 @@ class Faulty:
         self._numbers: dict[str, int] = {}
         self._asked: set[str] = set()
         self._last: bytes | None = None
+        self._flooded = 0.0  # when the first key asked for training
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         faults = self._faults()
@@ -425,6 +464,9 @@ class Faulty:
             body, more = body + message.get("body", b""), message.get("more_body", False)
         if "does repeats" in faults:
             body = self._renumbered(body)
+        if "serves aliases" in faults and path.endswith("/create_model"):
+            body = body.replace(OTHER.encode(), MODEL.encode())
+        await asyncio.sleep(self._delay(path, dict(scope["headers"]), faults))
         sent = False
 
         async def again() -> Any:
@@ -460,6 +502,18 @@ class Faulty:
             }
         )
         await send({"type": "http.response.body", "body": content})
+
+    def _delay(self, path: str, headers: dict[bytes, bytes], faults: set[str]) -> float:
+        if "polls" in faults and path.endswith("/retrieve_future"):
+            return 0.2
+        if "waits in one queue" in faults and "/training_runs/" in path:
+            return 3.0
+        if path.endswith("/forward_backward"):
+            if headers.get(b"x-api-key") != SECOND_KEY.encode():
+                self._flooded = time.monotonic()
+            elif "serves in order" in faults and time.monotonic() - self._flooded < 2:
+                return 5.0
+        return 0.0
 
     def _renumbered(self, body: bytes) -> bytes:
         try:
