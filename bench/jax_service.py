@@ -133,7 +133,10 @@ def theirs(python: str, folder: Path, work: Path, adapters: int = 3) -> Iterator
     shim.chmod(0o755)
     command = [str(shim), "run", "-m", "skyrl.tinker.api"]
     command += ["--base-model", str(folder), "--backend", "jax"]
-    command += ["--backend-config", json.dumps({"max_lora_adapters": adapters, "max_lora_rank": 32})]
+    command += [
+        "--backend-config",
+        json.dumps({"max_lora_adapters": adapters, "max_lora_rank": 32}),
+    ]
     command += ["--port", str(PORTS[THEIRS]), "--database-url", f"sqlite:///{work / 'their.db'}"]
     command += ["--checkpoints-base", str(work / "their-checkpoints")]
     with (work / "their.log").open("w") as log:

@@ -9,23 +9,30 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from skyrl_actors.api.state import ApiState, state_of
-from skyrl_actors.api.tokens import owner_of_credential
+from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.errors import NotFound
+from skyrl_actors.messages.keys import Role
 from skyrl_actors.messages.paths import TinkerPath, owner_mark, owner_of
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. `owner` None: no keys are configured and all may see everything."""
+    """The sender of a request. `owner` None: no keys are required and all may see everything."""
 
     owner: str | None = None
+    role: Role = "tenant"
 
     @property
     def mark(self) -> str:
         return "" if self.owner is None else owner_mark(self.owner)
 
+    @property
+    def scope(self) -> str | None:
+        """The owner whose objects the caller may see; None: those of all."""
+        return None if self.role == "admin" else self.owner
+
     def owns(self, text: str) -> bool:
-        return self.owner is None or owner_of(text) == self.owner
+        return self.scope is None or owner_of(text) == self.scope
 
     def own(self, text: str, what: str) -> str:
         """Return the id if the caller owns it. Raises NotFound otherwise, as for an unknown id."""
@@ -45,8 +52,8 @@ async def readable(request: Request, path: TinkerPath, token: str | None = None)
     The caller may read its own paths, published ones, and those of the account of `token`.
     """
     state, caller = state_of(request), caller_of(request)
-    token_owner = owner_of_credential(state, token) if token else None
-    is_shared = token_owner is not None and owner_of(path.model_id) == token_owner
+    grant = await grant_of_credential(state, token) if token else None
+    is_shared = grant is not None and owner_of(path.model_id) == grant.owner
     if caller.owns(path.model_id) or is_shared or await is_public(state, path):
         return path
     raise NotFound(f"no checkpoint {path}")

@@ -27,7 +27,7 @@ from skyrl_actors.api.access import Caller
 from skyrl_actors.api.body_limits import limit_of
 from skyrl_actors.api.error_bodies import HOSTED, error_answer
 from skyrl_actors.api.state import ARCHIVES, ApiState, shown, state_of
-from skyrl_actors.api.tokens import owner_of_credential
+from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.errors import SkyrlActorsError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,20 @@ HOT = {
 BODY_S = 60.0  # an SDK also gives up one attempt after this time
 PATIENCE_S = 30.0  # how long a body waits for memory
 COMPRESSION = 16  # assumed ratio of zstd for token ids and floats; it can be higher
+# Requests of a read-only key beside GET: an SDK needs a session to read anything.
+READING = tuple(
+    f"/api/v1/{name}"
+    for name in (
+        "create_session",
+        "session_heartbeat",
+        "sessions/search",
+        "get_info",
+        "weights_info",
+        "retrieve_future",
+        "telemetry",
+        "auth/token",
+    )
+)
 OPEN_PATHS = (
     "/",
     "/healthz",
@@ -133,7 +147,7 @@ async def _unknown_error(request: Request, error: Exception) -> JSONResponse:
 
 
 class Guard:
-    """Refuse unknown API keys, when keys are configured, and bodies that are declared too large."""
+    """Refuse unknown API keys, where keys are required, and bodies declared too large."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -146,7 +160,12 @@ class Guard:
         headers = {
             key.decode("latin1").lower(): value.decode("latin1") for key, value in scope["headers"]
         }
-        caller = self._caller(state, headers, scope["path"])
+        try:
+            caller = await self._caller(state, headers, scope["path"])
+        except Unavailable as error:
+            text = f"API keys are not known now: {error}"
+            await error_answer(scope["path"], text, "server", 503)(scope, receive, send)
+            return
         limit = limit_of(scope["path"], state.config.limits, state.known_capabilities)
         length = headers.get("content-length", "0")
         if caller is None:
@@ -159,6 +178,9 @@ class Guard:
                 {"WWW-Authenticate": 'Bearer error="invalid_token"'},
             )
             await refusal(scope, receive, send)
+        elif caller.role == "read_only" and not is_reading(scope["method"], scope["path"]):
+            text = f"this API key is read-only: {scope['method']} {scope['path']} needs another one"
+            await error_answer(scope["path"], text, "user", 403)(scope, receive, send)
         elif not length.isdigit() or int(length) > limit:
             text = f"the body has {length} bytes; at most {limit} are allowed"
             await error_answer(scope["path"], text, "user", 413)(scope, receive, send)
@@ -183,17 +205,21 @@ class Guard:
                 lease.release()
 
     @staticmethod
-    def _caller(state: ApiState, headers: dict[str, str], path: str) -> Caller | None:
-        """Return the caller, or None when keys are configured and the request has none of them."""
-        if (
-            not state.owners
-            or path in OPEN_PATHS
-            or path.startswith((f"{ARCHIVES}/", routes_console.PREFIX))
-        ):
+    async def _caller(state: ApiState, headers: dict[str, str], path: str) -> Caller | None:
+        """Return the caller, or None when a key is required and the request has no valid one."""
+        if path in OPEN_PATHS or path.startswith((f"{ARCHIVES}/", routes_console.PREFIX)):
+            return Caller()
+        await state.credentials.refresh()
+        if not state.credentials.required:
             return Caller()
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        owner = owner_of_credential(state, given)
-        return None if owner is None else Caller(owner)
+        grant = await grant_of_credential(state, given)
+        return None if grant is None else Caller(grant.owner, grant.role)
+
+
+def is_reading(method: str, path: str) -> bool:
+    """Return whether a read-only key may make this request."""
+    return method in ("GET", "HEAD") or path in READING
 
 
 def room_for(headers: dict[str, str], limit: int) -> int:

@@ -33,7 +33,8 @@ TO_ALL = (
 class Viewer:
     """The viewer of the console.
 
-    `all`: no keys are configured. Otherwise `owner` is the key's owner, or None without a key.
+    `all`: no keys are required, or the viewer is an admin. Otherwise `owner` is the key's owner, or
+    None without a key.
     """
 
     all: bool
@@ -41,6 +42,11 @@ class Viewer:
 
     def sees(self, text: str) -> bool:
         return self.all or (self.owner is not None and owner_of(text) == self.owner)
+
+    @property
+    def scope(self) -> str | None:
+        """The owner whose objects are shown; None: those of all."""
+        return None if self.all else self.owner
 
     @property
     def is_known(self) -> bool:

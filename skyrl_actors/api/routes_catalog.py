@@ -33,12 +33,12 @@ async def training_runs(
 ) -> dict[str, Any]:
     """List training runs, newest first. `project_id`: only those of the caller's sessions in it."""
     caller, client = caller_of(request), state_of(request).client
-    found = await client.catalog.runs(caller.owner, access_scope == "accessible")
+    found = await client.catalog.runs(caller.scope, access_scope == "accessible")
     runs = _visible(found, caller, access_scope)
     if project_id is not None:
         of_project = {
             entry.note.session_id
-            for entry in await client.session_catalog.sessions(caller.owner)
+            for entry in await client.session_catalog.sessions(caller.scope)
             if entry.note.project_id == project_id
         }
         runs = [run for run in runs if run.session_id in of_project]
@@ -101,7 +101,7 @@ def _known_to(entries: Iterable[CheckpointEntry], request: Request) -> list[Chec
 async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     """List the checkpoints of all runs, newest first."""
     caller = caller_of(request)
-    found = await state_of(request).client.catalog.checkpoints(caller.owner)
+    found = await state_of(request).client.catalog.checkpoints(caller.scope)
     entries = [entry for entry in _known_to(found, request) if caller.owns(entry.run_id)]
     shown = [_checkpoint(entry) for entry in entries[offset : offset + limit]]
     return {"checkpoints": shown, "cursor": _cursor(entries, limit, offset)}

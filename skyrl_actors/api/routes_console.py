@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse, JSONResponse
 
 from skyrl_actors.api.console import Viewer, visible
 from skyrl_actors.api.state import state_of
-from skyrl_actors.api.tokens import owner_of_credential
+from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import NotFound, UserError
 from skyrl_actors.messages.narrowing import is_object, is_sequence
@@ -37,7 +37,7 @@ CHECKPOINTS = 20
 
 
 class UnknownKey(UserError):
-    """The request has an API key that is not configured."""
+    """The request has an unknown API key."""
 
     status = 401
 
@@ -56,18 +56,19 @@ class AnswerCache:
             return self._found[what][1]
 
 
-def viewer_of(request: Request) -> Viewer:
-    """Return the viewer. Raises UnknownKey for a key that is not configured."""
+async def viewer_of(request: Request) -> Viewer:
+    """Return the viewer. An admin sees everything. Raises UnknownKey for an unknown key."""
     state = state_of(request)
-    if not state.owners:
+    await state.credentials.refresh()
+    if not state.credentials.required:
         return Viewer(True)
     given = request.headers.get("x-api-key")
     if given is None:
         return Viewer(False)
-    owner = owner_of_credential(state, given)
-    if owner is None:
+    grant = await grant_of_credential(state, given)
+    if grant is None:
         raise UnknownKey("unknown API key")
-    return Viewer(False, owner)
+    return Viewer(grant.role == "admin", grant.owner)
 
 
 @router.get("/")
@@ -93,14 +94,14 @@ async def file(name: str) -> FileResponse:
 @router.get(PREFIX + "state")
 async def state(request: Request) -> JSONResponse:
     """Return the status that this viewer may see, and the viewer's newest checkpoints."""
-    viewer, own = viewer_of(request), state_of(request)
+    viewer, own = await viewer_of(request), state_of(request)
     answer_cache: AnswerCache = request.app.state.answer_cache
     shown = visible(await answer_cache.at("status", FRESH_S, own.client.once.status), viewer)
     entries: list[CheckpointEntry] = []
     if viewer.is_known:
-        of_owner = f"checkpoints of {viewer.owner}"
+        of_owner = f"checkpoints of {viewer.scope}"
         entries = await answer_cache.at(
-            of_owner, SLOW_S, lambda: own.client.catalog.checkpoints(viewer.owner)
+            of_owner, SLOW_S, lambda: own.client.catalog.checkpoints(viewer.scope)
         )
     checkpoints = [_checkpoint(entry) for entry in entries if viewer.sees(entry.run_id)][
         :CHECKPOINTS
@@ -118,7 +119,7 @@ async def state(request: Request) -> JSONResponse:
 async def runs(request: Request) -> JSONResponse:
     """List jobs' runs in `http.console`; with keys configured, only for requests with a key."""
     folder = state_of(request).config.http.console
-    if not viewer_of(request).is_known or folder is None:
+    if not (await viewer_of(request)).is_known or folder is None:
         return JSONResponse([])
     return JSONResponse(
         await request.app.state.answer_cache.at(
@@ -145,7 +146,7 @@ async def _run_folder(name: str, request: Request) -> Path:
     """Return the folder of a run that this viewer may see. Raises NotFound."""
     folder = state_of(request).config.http.console
     if (
-        not viewer_of(request).is_known
+        not (await viewer_of(request)).is_known
         or folder is None
         or name not in await asyncio.to_thread(_names, folder)
     ):

@@ -54,7 +54,7 @@ async def model(model: str, request: Request) -> dict[str, Any]:
 
 async def _models(request: Request) -> list[dict[str, Any]]:
     state, caller = state_of(request), caller_of(request)
-    found = await state.client.catalog.checkpoints(caller.owner, True)
+    found = await state.client.catalog.checkpoints(caller.scope, True)
     samplers = [
         c for c in found if c.kind == "sampler_weights" and (c.public or caller.owns(c.run_id))
     ]

@@ -1,6 +1,7 @@
 """Routes for sessions, health and capabilities."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,8 +13,9 @@ from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import token_for
 from skyrl_actors.messages.catalog import SessionLabels
 from skyrl_actors.messages.columns import MAX_DATUMS
-from skyrl_actors.messages.errors import NotFound
+from skyrl_actors.messages.errors import NotFound, Unavailable
 
+KEYS_TIMEOUT_S = 1.0  # of a request for health
 router = APIRouter()
 
 
@@ -21,9 +23,11 @@ router = APIRouter()
 async def client_config(request: Request) -> dict[str, Any]:
     """Return flags for SDKs. Older SDKs ignore them."""
     limits, flags = state_of(request).config.limits, state_of(request).config.http.sdk
+    credentials = state_of(request).credentials
+    await credentials.refresh()
     return {
         **{name: value for name, value in flags.items() if name != "sample_cancel_enabled"},
-        "pjwt_auth_enabled": bool(state_of(request).owners) and flags["pjwt_auth_enabled"],
+        "pjwt_auth_enabled": credentials.required and flags["pjwt_auth_enabled"],
         "fwdbwd_max_chunk_len": MAX_DATUMS,
         "fwdbwd_max_chunk_bytes_count": min(limits.body_bytes // 2, 32 * 2**20),
         "sample_max_concurrent_requests": limits.samples_in_flight,
@@ -42,13 +46,13 @@ async def dynamic_config(request: Request) -> dict[str, Any]:
 @router.post("/auth/token")
 async def auth_token(request: Request) -> dict[str, Any]:
     """Exchange an API key, or a token that has not expired, for a token that expires later."""
-    owner = caller_of(request).owner
-    if owner is None or not state_of(request).config.http.sdk["pjwt_auth_enabled"]:
+    caller = caller_of(request)
+    if caller.owner is None or not state_of(request).config.http.sdk["pjwt_auth_enabled"]:
         raise NotFound(
-            "this service issues no tokens (http.sdk.pjwt_auth_enabled is off, or no keys are "
-            "configured)"
+            "this service issues no tokens (http.sdk.pjwt_auth_enabled is off, or it has no keys)"
         )
-    return {"jwt": await asyncio.to_thread(token_for, state_of(request).folders.root, owner)}
+    root = state_of(request).folders.root
+    return {"jwt": await asyncio.to_thread(token_for, root, caller.owner, caller.role)}
 
 
 @router.get("/healthz")
@@ -60,17 +64,17 @@ async def healthz(request: Request) -> JSONResponse:
 async def health(state: ApiState) -> JSONResponse:
     """Answer 200 only when a request would be served now.
 
-    With keys configured the reason is cut to its first line, because this route needs no key and
+    With keys the reason is cut to its first line, because this route needs no key and
     the rest may quote log lines.
     """
     reason = await state.fault()
-    if reason is not None and state.owners:
+    if reason is None:
+        return JSONResponse({"status": "ok"})
+    with suppress(Unavailable, TimeoutError):  # without an answer, details are hidden
+        await asyncio.wait_for(state.credentials.refresh(), KEYS_TIMEOUT_S)
+    if state.credentials.hide_faults:
         reason = reason.partition("\n")[0]
-    return (
-        JSONResponse({"status": "ok"})
-        if reason is None
-        else JSONResponse({"status": "unavailable", "reason": reason}, 503)
-    )
+    return JSONResponse({"status": "unavailable", "reason": reason}, 503)
 
 
 @router.get("/get_server_capabilities")

@@ -18,7 +18,7 @@ async def _own(request: Request) -> list[SessionEntry]:
     caller = caller_of(request)
     return [
         entry
-        for entry in await state_of(request).client.session_catalog.sessions(caller.owner)
+        for entry in await state_of(request).client.session_catalog.sessions(caller.scope)
         if caller.owns(entry.note.session_id)
     ]
 

@@ -9,11 +9,12 @@ from skyrl_actors.api import codec
 from skyrl_actors.api.body_limits import SMALL_BYTES
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.cpu_bound import run_in_thread
+from skyrl_actors.api.credentials import Credentials
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.config.keys import known_keys
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.messages.errors import SkyrlActorsError
+from skyrl_actors.messages.keys import KeyTable
 from skyrl_actors.messages.results import Failure
 from skyrl_actors.transport.byte_budget import ByteBudget
 
@@ -30,14 +31,14 @@ class ApiState:
     config: ClusterConfig
     client: ControllerClient
     _capabilities: Capabilities | None = field(default=None)
-    owners: dict[str, str] = field(init=False)  # hash of an API key -> its owner
+    credentials: Credentials = field(init=False)
     body_budget: ByteBudget = field(init=False)  # for bodies that are read and decoded
     answer_budget: ByteBudget = field(init=False)  # for answers that are rendered and sent
     folders: CheckpointFolders = field(init=False)
     long_poll_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.owners = {key.digest: key.owner for key in known_keys(self.config.http.api_keys)}
+        self.credentials = Credentials(self.config.http.api_keys, self._fetch_keys)
         limit = max(BODY_MEMORY_BYTES, self.config.limits.body_bytes)
         self.body_budget, self.answer_budget = (
             ByteBudget(limit, SMALL_BYTES),
@@ -45,6 +46,9 @@ class ApiState:
         )
         self.folders = CheckpointFolders(self.config.checkpoint_dir)
         self.long_poll_s = LONG_POLL_S
+
+    async def _fetch_keys(self, version: str) -> KeyTable | None:
+        return await self.client.calls.known_keys(version)
 
     @property
     def known_capabilities(self) -> Capabilities | None:
@@ -79,7 +83,7 @@ def shown(state: ApiState, fault: Failure | Exception) -> str:
     log and in `status`.
     """
     text = fault.message if isinstance(fault, Failure) else str(fault)
-    is_whole = not state.owners or getattr(fault, "category", "server") == "user"
+    is_whole = not state.credentials.hide_faults or getattr(fault, "category", "server") == "user"
     return text if is_whole else text.partition("\n")[0]
 
 

@@ -10,27 +10,31 @@ from pathlib import Path
 import jwt
 
 from skyrl_actors.api.archives import secret_of
+from skyrl_actors.api.credentials import Grant
 from skyrl_actors.api.state import ApiState
-from skyrl_actors.config.keys import digest_of
+from skyrl_actors.messages.keys import Role
 
 VALID_S = 1800
 SECRET_FILE = ".token_secret"
 ALGORITHM = "HS256"
 
 
-def owner_of_credential(state: ApiState, credential: str) -> str | None:
-    """Return the owner of an API key or token; None if it is unknown, expired or revoked."""
+async def grant_of_credential(state: ApiState, credential: str) -> Grant | None:
+    """Return the grant of an API key or token; None if it is unknown, expired or revoked."""
     if credential.count(".") == 2 and credential.startswith("eyJ"):
-        owner = _owner_in(state.folders.root, credential)
-        return owner if owner in state.owners.values() else None
-    return state.owners.get(digest_of(credential))
+        grant = _grant_in(state.folders.root, credential)
+        if grant is None or not await state.credentials.is_granted(grant):
+            return None
+        return grant
+    return await state.credentials.grant(credential)
 
 
-def token_for(root: Path, owner: str) -> str:
+def token_for(root: Path, owner: str, role: Role = "tenant") -> str:
     """Create a token of VALID_S seconds for an owner."""
     now = int(time.time())
     claims = {
         "sub": owner,
+        "role": role,
         "org_id": "local",
         "email": f"{owner}@localhost",
         "iat": now,
@@ -45,8 +49,9 @@ def _secret(root: Path) -> bytes:
     return secret_of(root, SECRET_FILE)
 
 
-def _owner_in(root: Path, token: str) -> str | None:
+def _grant_in(root: Path, token: str) -> Grant | None:
     try:
-        return jwt.decode(token, _secret(root), [ALGORITHM], {"require": ["sub", "exp"]})["sub"]
+        claims = jwt.decode(token, _secret(root), [ALGORITHM], {"require": ["sub", "exp"]})
     except jwt.InvalidTokenError:
         return None
+    return Grant(claims["sub"], claims.get("role", "tenant"))

@@ -4,6 +4,7 @@ Run `python -m skyrl_actors.commands.cli_reference > docs/reference/cli.md`.
 """
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -29,8 +30,7 @@ def markdown() -> str:
     group: Any = typer.main.get_command(app)
     context = group.make_context("skyrl-actors", [], resilient_parsing=True)
     parts = [HEAD]
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
+    for name, command in _commands(group, context, ""):
         about = " ".join(inspect.cleandoc(command.help or "").split())
         usage = " ".join(["skyrl-actors", name, *command.collect_usage_pieces(context)])
         rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
@@ -39,6 +39,16 @@ def markdown() -> str:
         )
         parts.append(f"## {name}\n\n{about}\n\n```text\n{usage}\n```\n{table}")
     return "\n".join(parts)
+
+
+def _commands(group: Any, context: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield all commands, those of groups with the name of their group."""
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if hasattr(command, "list_commands"):
+            yield from _commands(command, context, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 def _row(parameter: Any) -> str:

@@ -1,17 +1,163 @@
-"""`key`: create an API key, and the line for http.api_keys_file."""
+"""`key`: API keys, of a running service or for http.api_keys_file.
 
+The secret is created here. Only its hash goes to the service.
+"""
+
+import asyncio
+import getpass
+import json
+import re
 import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
 
-from skyrl_actors.commands.terminal import console
-from skyrl_actors.config.keys import hashed
+from skyrl_actors.api.client import ControllerClient, find_controller
+from skyrl_actors.commands.serve import join
+from skyrl_actors.commands.terminal import console, show_rows
+from skyrl_actors.config.keys import digest_of, hashed
+from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.keys import ROLES, Role, StoredKey
+
+T = TypeVar("T")
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def make(name: str) -> None:
     """Print a new key and its hashed entry. Raises ConfigError if the name is not allowed."""
-    made = f"tml-{secrets.token_hex(24)}"
+    made = _secret()
     try:
         line = hashed(f"{name}={made}" if name else made)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     console.print(f"key   {made}\nline  {line}", soft_wrap=True, highlight=False)
+
+
+def add(name: str, role: str, expires: str | None, service: str) -> None:
+    """Add a key to a running service, and print it."""
+    secret = _secret()
+    key = _key(secret, name, role, expires)
+    others = _asked(service, lambda calls: calls.list_keys())
+    _asked(service, lambda calls: calls.add_key(key, _actor()))
+    _print_secret(secret, key)
+    if not others:
+        console.print(
+            "Until now the service accepted any key. From now on it accepts only this one, and "
+            "what was created without keys belongs to nobody."
+        )
+
+
+def rotate(name: str, grace: str, role: str | None, expires: str | None, service: str) -> None:
+    """Add a key, and end the other keys of its name and role after a time."""
+    secret, grace_s = _secret(), seconds_in(grace)
+    if role is None:
+        keys, now = _asked(service, lambda calls: calls.list_keys()), time.time()
+        roles = {old.role for old in keys if old.name == name and old.is_valid(now)}
+        if len(roles) > 1:
+            raise ConfigError(
+                f"{name} has keys of the roles {', '.join(sorted(roles))}; use --role"
+            )
+        role = next(iter(roles), "tenant")
+    key = _key(secret, name, role, expires)
+    ended = _asked(service, lambda calls: calls.rotate_key(key, grace_s, _actor()))
+    _print_secret(secret, key)
+    for old in ended:
+        console.print(f"{old.key_id} ends at {_time(old.expires_at)}", highlight=False)
+
+
+def revoke(which: str, service: str) -> None:
+    """Revoke keys of a running service."""
+    for key in _asked(service, lambda calls: calls.revoke_key(which, _actor())):
+        console.print(f"revoked {key.name or '-'} {key.key_id}", highlight=False)
+
+
+def show(as_json: bool, service: str) -> None:
+    """List the keys of a running service, without their secrets."""
+    keys = _asked(service, lambda calls: calls.list_keys())
+    if as_json:
+        print(json.dumps([{"key_id": key.key_id, **asdict(key)} for key in keys], indent=2))
+        return
+    now = time.time()
+    show_rows(
+        "keys",
+        [
+            {
+                "key_id": key.key_id,
+                "name": key.name,
+                "role": key.role,
+                "state": state_of(key, now),
+                "created": _time(key.created_at) if key.created_at else "in the config",
+                "expires": _time(key.expires_at),
+            }
+            for key in keys
+        ],
+    )
+
+
+def audit(last: int, as_json: bool, service: str) -> None:
+    """List the newest acts on keys."""
+    entries = _asked(service, lambda calls: calls.audit(last))
+    if as_json:
+        print(json.dumps([asdict(entry) for entry in entries], indent=2))
+        return
+    show_rows("audit", [{**asdict(entry), "at": _time(entry.at)} for entry in entries])
+
+
+def state_of(key: StoredKey, now: float) -> str:
+    """Return `valid`, `revoked` or `expired`."""
+    if key.is_valid(now):
+        return "valid"
+    return "expired" if key.revoked_at is None else "revoked"
+
+
+def seconds_in(text: str) -> float:
+    """Return the seconds in a duration such as 30d, 12h, 90m or 45s. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+)([smhdw])", text.strip())
+    if found is None:
+        raise ConfigError(f"{text[:40]!r} is no duration; use for example 30d, 12h, 90m or 45s")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def _secret() -> str:
+    return f"tml-{secrets.token_hex(24)}"
+
+
+def _key(secret: str, name: str, role: str, expires: str | None) -> StoredKey:
+    if role not in ROLES:
+        raise ConfigError(f"the role is {role!r}; use {', '.join(ROLES)}")
+    allowed: Role = role
+    now = time.time()
+    return StoredKey(
+        digest=digest_of(secret),
+        name=name,
+        role=allowed,
+        created_at=now,
+        expires_at=None if expires is None else now + seconds_in(expires),
+    )
+
+
+def _asked(service: str, call: Callable[[ControllerCalls], Awaitable[T]]) -> T:
+    """Make one call of a service's controller. Raises ConfigError if it does not run."""
+    join(service)
+
+    async def asked() -> Any:
+        return await call(ControllerClient(find_controller(service)).calls)
+
+    return asyncio.run(asked())
+
+
+def _actor() -> str:
+    return f"{getpass.getuser()} on {socket.gethostname()}"
+
+
+def _print_secret(secret: str, key: StoredKey) -> None:
+    until = "" if key.expires_at is None else f", expires at {_time(key.expires_at)}"
+    text = f"key  {secret}\nid   {key.key_id} ({key.name}, {key.role}{until})"
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def _time(at: float | None) -> str | None:
+    return None if at is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))

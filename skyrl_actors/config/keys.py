@@ -59,11 +59,20 @@ def hashed(entry: str) -> str:
 
 def known_keys(entries: Iterable[str]) -> tuple[KnownKey, ...]:
     """Return owner and hash of each hashed entry."""
-    parted = (entry.rpartition("=") for entry in entries)
     return tuple(
-        KnownKey(hashlib.sha256((name or digest).encode()).hexdigest()[:OWNER_DIGITS], digest)
-        for name, _, digest in parted
+        KnownKey(owner_of_name(name, digest), digest) for name, digest in map(entry_parts, entries)
     )
+
+
+def entry_parts(entry: str) -> tuple[str, str]:
+    """Return name and hash of a hashed entry."""
+    name, _, digest = entry.rpartition("=")
+    return name, digest
+
+
+def owner_of_name(name: str, digest: str) -> str:
+    """Return the owner of a key with this name, or without a name, of this hash."""
+    return hashlib.sha256((name or digest).encode()).hexdigest()[:OWNER_DIGITS]
 
 
 def entries_in(text: str) -> list[str]:

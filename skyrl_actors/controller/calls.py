@@ -15,6 +15,7 @@ from skyrl_actors.messages.catalog import (
     SessionLabels,
     SessionVerb,
 )
+from skyrl_actors.messages.keys import AuditEntry, KeyTable, StoredKey
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
@@ -82,6 +83,22 @@ class AnswerCalls(Protocol):
     ) -> tuple[list[Completion], int]: ...
 
 
+class KeyCalls(Protocol):
+    """What the `KeyStore` of the started controller serves, which documents it."""
+
+    async def known_keys(self, version: str) -> KeyTable | None: ...
+
+    async def list_keys(self) -> list[StoredKey]: ...
+
+    async def add_key(self, key: StoredKey, actor: str) -> StoredKey: ...
+
+    async def rotate_key(self, key: StoredKey, grace_s: float, actor: str) -> list[StoredKey]: ...
+
+    async def revoke_key(self, which: str, actor: str) -> list[StoredKey]: ...
+
+    async def audit(self, last: int) -> list[AuditEntry]: ...
+
+
 class ProcessCalls(Protocol):
     """What `ControllerActor` serves, also before its controller has started."""
 
@@ -94,7 +111,7 @@ class ProcessCalls(Protocol):
     async def spans(self) -> list[Span]: ...
 
 
-class ControllerCalls(ServiceCalls, AnswerCalls, ProcessCalls, Protocol):
+class ControllerCalls(ServiceCalls, AnswerCalls, KeyCalls, ProcessCalls, Protocol):
     """All methods that the controller's process serves."""
 
 

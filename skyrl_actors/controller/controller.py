@@ -18,11 +18,12 @@ from skyrl_actors.backends.backend import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission, bounds, housekeeping, overview, startup
 from skyrl_actors.controller.answers import Answers
-from skyrl_actors.controller.calls import AnswerCalls, ServiceCalls
+from skyrl_actors.controller.calls import AnswerCalls, KeyCalls, ServiceCalls
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.examine import Examiner
+from skyrl_actors.controller.key_store import KeyStore
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger, Op, Outcome
 from skyrl_actors.controller.model_capacity import ModelCapacity
@@ -53,6 +54,7 @@ FIRST_JOIN_S = 1_750_000_000
 SESSIONS_PER_KEY = 1000  # open sessions of one API key
 SWEEP_S = 300.0  # between removals of entries older than journal.retention_s
 OF_ANSWERS = methods_of(AnswerCalls)
+OF_KEYS = methods_of(KeyCalls)
 
 
 class Controller:
@@ -84,6 +86,7 @@ class Controller:
         self.folders = folders = CheckpointFolders(
             config.checkpoint_dir, wall, config.checkpoint_mirror
         )
+        self.keys = KeyStore(journal, config.http.api_keys, wall)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         self.completions = Completions()
         self._ledger = Ledger(
@@ -123,6 +126,7 @@ class Controller:
         holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
         journal_state = await self.journal.open(holder)
         self.epoch = journal_state.epoch
+        self.keys.begin(journal_state.keys)
         await self._disk.write("whole checkpoints", self.folders.align)
         able = await self.backend.start(journal_state.epoch)
         self.completions.begin(journal_state.epoch)
@@ -190,7 +194,9 @@ class Controller:
                 self._tasks.spawn(self._lanes.bring_back(model, None))
 
     def part_for(self, method: str) -> object:
-        """Return the object that serves this method of `ServiceCalls` or `AnswerCalls`."""
+        """Return the object that serves this method of the started controller."""
+        if method in OF_KEYS:
+            return self.keys
         return self.answers if method in OF_ANSWERS else self
 
     async def create_session(
@@ -344,3 +350,4 @@ class Controller:
 
 if TYPE_CHECKING:
     _: type[ServiceCalls] = Controller
+    _of_keys: type[KeyCalls] = KeyStore

@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from skyrl_actors.messages.keys import AuditEntry, StoredKey
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Failure, Result
 from skyrl_actors.messages.weights import SamplerWeights
@@ -111,6 +112,20 @@ class SnapshotDropped:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class KeyStored:
+    """An API key that was added or changed."""
+
+    key: StoredKey
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """An administrative act."""
+
+    entry: AuditEntry
+
+
 Entry = (
     Accepted
     | Answered
@@ -120,6 +135,8 @@ Entry = (
     | SamplerRetired
     | SnapshotTaken
     | SnapshotDropped
+    | KeyStored
+    | Audited
 )
 
 
@@ -168,4 +185,5 @@ class JournalState:
     # by number; unanswered, or needed to rebuild the state of a living model
     operations: tuple[Operation, ...] = ()
     snapshots: tuple[SnapshotTaken, ...] = ()  # the newest of each living model
+    keys: tuple[StoredKey, ...] = ()
     recent: frozenset[str] = frozenset()  # ids of the last answered requests

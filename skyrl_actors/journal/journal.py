@@ -22,6 +22,7 @@ from skyrl_actors.journal.entries import Entry, JournalState, Operation, Snapsho
 from skyrl_actors.journal.group_commit import GroupCommit, reason
 from skyrl_actors.journal.images import images_in, with_images
 from skyrl_actors.journal.kinds import Kinds
+from skyrl_actors.journal.loading import newest_acts
 from skyrl_actors.journal.packs import PackStore
 from skyrl_actors.journal.retention import KEEP_SNAPSHOTS, Retention
 from skyrl_actors.journal.snapshots import SnapshotFolders
@@ -35,6 +36,7 @@ from skyrl_actors.messages.errors import (
     SkyrlActorsError,
     Unavailable,
 )
+from skyrl_actors.messages.keys import AuditEntry
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
 
@@ -197,6 +199,9 @@ class SqlJournal:
 
     async def verified_snapshot(self, snapshot: SnapshotTaken) -> Path:
         return await asyncio.to_thread(self._folders.verify, snapshot)
+
+    async def audit(self, last: int) -> list[AuditEntry]:
+        return await self._read(newest_acts, self.store.engine, last)
 
     async def sweep(self) -> int:
         policy = Retention(self.config.retention_s, KEEP_SNAPSHOTS)

@@ -20,6 +20,7 @@ from skyrl_actors.journal.entries import (
 )
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.rows import operation_of
+from skyrl_actors.messages.keys import AuditEntry, StoredKey
 
 RECENT = 10_000
 LIVE = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
@@ -65,10 +66,22 @@ def load(connection: sa.Connection, kinds: Kinds, epoch: int) -> JournalState:
         ),
         operations=tuple(operations[number] for number in sorted(operations)),
         snapshots=tuple(snapshots),
+        keys=tuple(
+            StoredKey(**row) for row in connection.execute(sa.select(t.api_keys)).mappings()
+        ),
         recent=frozenset(
             row.request_id for row in connection.execute(recent) if row.answered_at is not None
         ),
     )
+
+
+def newest_acts(engine: sa.Engine, last: int) -> list[AuditEntry]:
+    """Return the newest administrative acts, oldest first."""
+    c = t.audit.c
+    query = sa.select(c.at, c.actor, c.act, c.subject).order_by(c.number.desc()).limit(last)
+    with engine.connect() as connection:
+        found = connection.execute(query).mappings().all()
+    return [AuditEntry(**row) for row in reversed(found)]
 
 
 def _creations(connection: sa.Connection, kinds: Kinds) -> list[Operation]:

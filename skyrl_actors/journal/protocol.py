@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
+from skyrl_actors.messages.keys import AuditEntry
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
 
@@ -80,6 +81,10 @@ class Journal(Protocol):
 
     async def verified_snapshot(self, snapshot: SnapshotTaken) -> Path:
         """Return a snapshot's folder. Raises Corrupt when a file is missing or changed."""
+        ...
+
+    async def audit(self, last: int) -> list[AuditEntry]:
+        """Return the newest administrative acts, oldest first."""
         ...
 
     async def sweep(self) -> int:

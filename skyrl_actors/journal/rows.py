@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
@@ -11,8 +12,10 @@ from skyrl_actors.journal.encoding import to_json
 from skyrl_actors.journal.entries import (
     Accepted,
     Answered,
+    Audited,
     Blob,
     Entry,
+    KeyStored,
     Operation,
     SamplerOpened,
     SamplerRetired,
@@ -124,6 +127,11 @@ def _statements(entry: Entry) -> list[Any]:
             .where(t.samplers.c.sampler_id == entry.sampler_id)
             .values(retired=True)
         ]
+    if isinstance(entry, KeyStored):
+        again = sa.delete(t.api_keys).where(t.api_keys.c.digest == entry.key.digest)
+        return [again, sa.insert(t.api_keys).values(**asdict(entry.key))]
+    if isinstance(entry, Audited):
+        return [sa.insert(t.audit).values(**asdict(entry.entry))]
     where = (t.snapshots.c.model_id == entry.model_id, t.snapshots.c.number == entry.number)
     drop = sa.delete(t.snapshots).where(*where)
     if isinstance(entry, SnapshotDropped):

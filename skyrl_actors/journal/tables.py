@@ -123,6 +123,27 @@ images = Table(
     Column("users", BigInteger, nullable=False),  # rows of operations; without any it is removed
 )
 
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("digest", String(80), primary_key=True),
+    Column("name", String(64), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("number", Integer, primary_key=True),
+    Column("at", Float, nullable=False),
+    Column("actor", Text, nullable=False),
+    Column("act", String(32), nullable=False),
+    Column("subject", Text, nullable=False),
+)
+
 trimmed = Table(
     "trimmed",
     metadata,

@@ -19,6 +19,7 @@ from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, LimitsConfig
 from skyrl_actors.config.load import load, to_yaml
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.images import Picture
+from skyrl_actors.messages.keys import KeyTable
 from skyrl_actors.messages.requests import SamplingParams
 from skyrl_actors.messages.results import SampleOutput, Sequence
 from skyrl_actors.messages.weights import SamplerWeights
@@ -264,11 +265,11 @@ def test_the_key_command_prints_a_key_and_its_hash(tmp_path: Path):
 
     from skyrl_actors.__main__ import app
 
-    found = CliRunner().invoke(app, ["key", "alice"])
+    found = CliRunner().invoke(app, ["key", "line", "alice"])
     key, line = (text.split()[1] for text in found.output.splitlines())
     assert key.startswith("tml-") and line.startswith("alice=sha256:") and key not in line
     assert HttpConfig(api_keys=(line,)).api_keys == HttpConfig(api_keys=(f"alice={key}",)).api_keys
-    assert CliRunner().invoke(app, ["key", "a b"]).exit_code != 0
+    assert CliRunner().invoke(app, ["key", "line", "a b"]).exit_code != 0
 
 
 @pytest.mark.parametrize(
@@ -283,8 +284,13 @@ async def test_log_lines_in_health_are_hidden_when_keys_are_configured(
         def once(self) -> "Down":
             return self
 
+        calls = once
+
         async def fault(self) -> str:
             return "rank 0 died\nlast lines of its log"
+
+        async def known_keys(self, version: str) -> KeyTable:
+            return KeyTable(version="none")
 
     state = ApiState(config_for(tmp_path, http=HttpConfig(api_keys=keys)), cast(Any, Down()))
     answer = await health(state)

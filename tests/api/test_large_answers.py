@@ -17,6 +17,7 @@ from skyrl_actors.api.app import build_app
 from skyrl_actors.api.client import ControllerClient
 from skyrl_actors.api.state import SMALL_BYTES, ApiState
 from skyrl_actors.controller.calls import ControllerCalls
+from skyrl_actors.messages.keys import KeyTable
 from skyrl_actors.messages.results import LossOutput, Ready
 from skyrl_actors.transport.byte_budget import ByteBudget
 from tests.api.local import config_for
@@ -40,6 +41,8 @@ class OneAnswer(ControllerClient):
     ) -> Any:
         if method is ControllerCalls.retrieve:
             return Ready(4 * NUMBERS)
+        if method is ControllerCalls.known_keys:
+            return KeyTable(version="none")
         assert method is ControllerCalls.fetch and arguments == ("r0", 4 * NUMBERS)
         self.fetched += 1
         return LossOutput(

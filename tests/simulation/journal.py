@@ -13,9 +13,11 @@ from skyrl_actors.journal.encoding import decode, encode
 from skyrl_actors.journal.entries import (
     Accepted,
     Answered,
+    Audited,
     Blob,
     Entry,
     JournalState,
+    KeyStored,
     Operation,
     SamplerOpened,
     SamplerRetired,
@@ -25,6 +27,7 @@ from skyrl_actors.journal.entries import (
     SnapshotTaken,
 )
 from skyrl_actors.messages.errors import Corrupt, Unavailable
+from skyrl_actors.messages.keys import AuditEntry, StoredKey
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
 
@@ -41,6 +44,8 @@ class Disk:
     samplers: dict[str, SamplerOpened] = field(default_factory=dict)
     snapshots: dict[tuple[str, int], SnapshotTaken] = field(default_factory=dict)
     files: dict[str, object] = field(default_factory=dict)  # written by ranks, by folder
+    keys: dict[str, StoredKey] = field(default_factory=dict)
+    audit: list[AuditEntry] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     full: bool = False
 
@@ -86,6 +91,10 @@ class Disk:
             self.samplers.pop(entry.sampler_id, None)
         elif isinstance(entry, SnapshotTaken):
             self.snapshots[entry.model_id, entry.number] = entry
+        elif isinstance(entry, KeyStored):
+            self.keys[entry.key.digest] = entry.key
+        elif isinstance(entry, Audited):
+            self.audit.append(entry.entry)
         elif isinstance(entry, SnapshotDropped):
             self.snapshots.pop((entry.model_id, entry.number), None)
 
@@ -140,6 +149,7 @@ class SimJournal:
             samplers=samplers,
             operations=ordered,
             snapshots=tuple(snapshots.values()),
+            keys=tuple(disk.keys.values()),
             recent=recent,
         )
 
@@ -163,6 +173,10 @@ class SimJournal:
             op for op in mine if op.effect != "none" or (op.kind == "ForwardBackward" and op.failed)
         ]
         return [op for op in changed if op.number >= since or op.kind == "CreateModel"]
+
+    async def audit(self, last: int) -> list[AuditEntry]:
+        await self._pass_time()
+        return self.disk.audit[-last:]
 
     async def trimmed(self, model_id: str) -> int:
         await self._pass_time()

@@ -1,0 +1,51 @@
+"""API keys that are kept in the journal, as hashes."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Role = Literal["tenant", "read_only", "admin"]
+ROLES: tuple[Role, ...] = get_args(Role)
+KeyAct = Literal["add", "revoke", "rotate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredKey:
+    """An API key. Its name decides the owner; keys of one name share what they create.
+
+    Times are seconds since the epoch.
+    """
+
+    digest: str  # `sha256:<hex>` of the key
+    name: str
+    role: Role
+    created_at: float
+    expires_at: float | None = None  # None: it does not expire
+    revoked_at: float | None = None
+
+    @property
+    def key_id(self) -> str:
+        """The first digits of the hash, which name the key in lists and commands."""
+        return self.digest.removeprefix("sha256:")[:10]
+
+    def is_valid(self, now: float) -> bool:
+        """Return whether the key is accepted at this time."""
+        is_expired = self.expires_at is not None and now >= self.expires_at
+        return self.revoked_at is None and not is_expired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyTable:
+    """All stored keys. Tables with the same `version` are equal."""
+
+    version: str
+    keys: tuple[StoredKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """An administrative act on a key."""
+
+    at: float  # seconds since the epoch
+    actor: str  # the user and host of the command
+    act: KeyAct
+    subject: str  # the name and id of the key, and what became of it
