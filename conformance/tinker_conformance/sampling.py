@@ -26,15 +26,6 @@ def _draw(server: Server, sampler: Any, num_samples: int = 1, seed: int = 1, **p
     return server.got(sampler.sample(prompt, num_samples, given)).sequences
 
 
-def _scored(server: Server, sampler: Any, row: list[int]) -> np.ndarray:
-    found = server.got(sampler.compute_logprobs(types.ModelInput.from_ints(row)))
-    expect(
-        len(found) == len(row),
-        f"compute_logprobs returns {len(found)} values for {len(row)} tokens; the first is None",
-    )
-    return np.asarray(found[1:], np.float64)
-
-
 @check(
     "sampling",
     "A sampler keeps its weights while the model trains on",
@@ -42,12 +33,12 @@ def _scored(server: Server, sampler: Any, row: list[int]) -> np.ndarray:
 def samplers_are_pinned(server: Server) -> None:
     model, row = server.model(), _prompt(9)
     first = _sampler(server, model)
-    before = _scored(server, first, row)
+    before = server.sampler_scores(first, row)
     server.train(model, rows(0))
     server.plain_step(model, server.alpha)
-    second = _scored(server, _sampler(server, model), row)
+    second = server.sampler_scores(_sampler(server, model), row)
     server.same(
-        _scored(server, first, row), before, "the older sampler answers otherwise now", 1e-4
+        server.sampler_scores(first, row), before, "the older sampler answers otherwise now", 1e-4
     )
     expect(float(np.abs(second - before).max()) > 1e-4, "the new sampler has the old weights")
 
@@ -60,8 +51,14 @@ def prompt_logprobs_agree(server: Server) -> None:
     model, row = server.model(), _prompt()
     server.train(model, rows(0))
     server.plain_step(model, server.alpha)
-    found = _scored(server, _sampler(server, model), row)
+    sampler = _sampler(server, model)
+    found = server.sampler_scores(sampler, row)
     server.same(found, server.score(model, [row]), "prompt logprobs differ from forward")
+    whole = server.got(sampler.compute_logprobs(types.ModelInput.from_ints(row)))
+    expect(
+        len(whole) == len(row) and whole[0] is None,
+        f"compute_logprobs returns {len(whole)} values for {len(row)} tokens; the first is None",
+    )
 
 
 @check(
@@ -153,15 +150,19 @@ def frequencies(server: Server) -> None:
             abs(count - DRAWS * p) < 6 * spread,
             f"token {token} of probability {p:.3f} was drawn {count} times of {DRAWS}",
         )
-    # The mean logprob of draws rises as the temperature falls.
+    # The mean logprob of draws rises as the temperature falls. Even a model with random weights,
+    # whose tokens are almost equally likely, shows it between these temperatures.
     means = []
-    for temperature in (0.5, 2.0):
+    for temperature in (0.1, 10.0):
         found = _draw(server, sampler, DRAWS, max_tokens=1, temperature=temperature)
         rescored = [logprobs.get(one.tokens[0], min(logprobs.values())) for one in found]
         means.append(float(np.mean(rescored)))
-    middle = float(np.mean([float(one.logprobs[0]) for one in plain]))
+    values = np.asarray([float(one.logprobs[0]) for one in plain])
+    middle, noise = float(values.mean()), 3 * float(values.std()) / DRAWS**0.5
     expect(
-        means[0] > middle > means[1], f"temperature 0.5, 1 and 2 draw alike: {means}, {middle:.2f}"
+        means[0] > middle + noise and means[0] > means[1] + noise,
+        f"temperature 0.1, 1 and 10 draw alike: mean logprobs {means[0]:.3f}, {middle:.3f}, "
+        f"{means[1]:.3f}",
     )
 
 
@@ -178,7 +179,7 @@ def samplers_of_paths(server: Server) -> None:
     server.train(model, rows(6))
     server.plain_step(model, server.alpha)
     sampler = server.got(server.service.create_sampling_client(model_path=path))
-    server.same(_scored(server, sampler, row), wanted, "the path's sampler has other weights")
+    server.same(server.sampler_scores(sampler, row), wanted, "the path's sampler has other weights")
 
 
 @check(
@@ -191,13 +192,13 @@ def base_is_untouched(server: Server) -> None:
         lambda: server.service.create_sampling_client(base_model=server.base_model),
         "a sampler of the base model",
     )
-    before = _scored(server, base, row)
+    before = server.sampler_scores(base, row)
     model = server.model()
     server.same(server.score(model, [row]), before, "a new adapter differs from the base model")
     server.train(model, rows(0))
     server.plain_step(model, server.alpha)
-    _scored(server, _sampler(server, model), row)
-    server.same(_scored(server, base, row), before, "training changed the base model", 1e-4)
+    server.sampler_scores(_sampler(server, model), row)
+    server.same(server.sampler_scores(base, row), before, "training changed the base model", 1e-4)
 
 
 @check(
@@ -207,7 +208,7 @@ def base_is_untouched(server: Server) -> None:
 def on_policy_ratio(server: Server) -> None:
     model = server.model()
     row = _prompt()
-    found = _scored(server, _sampler(server, model), row)
+    found = server.sampler_scores(_sampler(server, model), row)
     ones = np.ones((1, len(found)))
     data = data_of([row], logprobs=found[None], advantages=ones)
     output = server.got(model.forward_backward(data, "importance_sampling"))

@@ -5,6 +5,7 @@ fixed rows. With an epsilon far above the gradients, Adam makes plain steps: Δ�
 learning rate of α·epsilon. Such steps are linear in the gradient, which makes its laws testable.
 """
 
+import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,9 @@ USER_ERRORS = (
 )
 # The SDK itself raises the last one, for numbers that do not fit.
 REFUSALS = (*USER_ERRORS, tinker.PermissionDeniedError, tinker.ConflictError, OverflowError)
+# Texts of ValueErrors of the SDK: its older versions refuse what they cannot send, and report a
+# refusal of the server so.
+REFUSAL = re.compile(r"Error code: 4|not JSON compliant|validation errors? for [A-Z]")
 EPS = 1e6  # far above any gradient
 FAR = 50  # times that step: about a nat, more than any tolerance
 MOVED = 0.02  # mean |Δ logprob| of the steps that are measured
@@ -145,6 +149,8 @@ class Server:
         except REFUSALS as error:
             return str(error)
         except Exception as error:
+            if isinstance(error, ValueError) and REFUSAL.search(str(error)):
+                return str(error)
             raise Failed(f"{what}: {type(error).__name__}: {error}"[:300]) from None
         raise Failed(f"{what} was accepted")
 
@@ -160,6 +166,16 @@ class Server:
         if self.kill_command is None:
             raise Skipped("needs --kill-command")
         subprocess.run(self.kill_command, shell=True, check=True, timeout=600)
+
+    def sampler_scores(self, sampler: Any, row: Sequence[int]) -> Values:
+        """Return the logprobs of all tokens but the first.
+
+        One check asks for the entry of the first token too; the others do without.
+        """
+        found = self.got(sampler.compute_logprobs(types.ModelInput.from_ints(list(row))))
+        values = [np.nan if x is None else x for x in found[1 - len(row) :]]
+        expect(len(values) == len(row) - 1, f"{len(found)} logprobs of {len(row)} tokens")
+        return np.asarray(values, np.float64)
 
     def score(self, model: Any, rows: "Rows") -> Values:
         """Return the logprobs of all targets by a forward pass."""

@@ -18,8 +18,8 @@ CALLS: dict[tuple[str, str], str] = {
     ): "nothing is billed here; size_bytes of a checkpoint is its size",
     ("PUT", "/sessions/{session_id}/project"): "the project of a session is fixed when it opens",
     ("GET", "/sessions/{session_id}/trace_export"): "traces are not exported over HTTP",
-    ("GET", "/auth/apikey/me"): "keys have no accounts; they are configured with http.api_keys",
-    ("DELETE", "/auth/apikey/me"): "keys are removed from http.api_keys, not over HTTP",
+    ("GET", "/auth/apikey/me"): "keys have no accounts; `skyrl-actors key list` shows them",
+    ("DELETE", "/auth/apikey/me"): "keys are revoked with `skyrl-actors key revoke`, not over HTTP",
 }
 router = APIRouter(include_in_schema=False)
 

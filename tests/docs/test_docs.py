@@ -57,6 +57,11 @@ HELD_BY = {
     "skyrl-actors train configs/jobs/grpo_shapes.yaml": (
         "tests/jobs/test_commands.py: grpo_shapes.yaml"
     ),
+    "skyrl-actors key add ann --expires 30d": 'tests/service/test_stored_keys.py: "add"',
+    "skyrl-actors key list": 'tests/service/test_stored_keys.py: "list"',
+    "skyrl-actors key rotate ann --grace 24h": 'tests/service/test_stored_keys.py: "rotate"',
+    "skyrl-actors key revoke ann": 'tests/service/test_stored_keys.py: "revoke"',
+    "skyrl-actors key audit": 'tests/service/test_stored_keys.py: "audit"',
     "skyrl-actors serve configs/cpu_tiny_vl.yaml": "tests/service/test_images.py: CONFIG",
     "python -m examples.vision_sft": "tests/service/test_images.py: examples.vision_sft",
 }
@@ -72,7 +77,7 @@ HERE = (
     "skyrl-actors status",
     "skyrl-actors journal configs/cpu_tiny.yaml",
     "skyrl-actors trace trace.json",
-    "skyrl-actors key ann",
+    "skyrl-actors key line ann",
     "skyrl-actors runs",
     "skyrl-actors report runs/ppo_tiny",
     "skyrl-actors plan configs/colocated_1x8.yaml --nodes cluster.yaml --model "
