@@ -26,7 +26,7 @@ class Wire:
         answer = self._http.post(path, json=body)
         if answer.status_code in (404, 405, 415, 422):
             raise Skipped(f"{path} takes no JSON: {answer.status_code}")
-        if answer.status_code != 200:
+        if not answer.is_success:
             raise Failed(f"{path} answers {answer.status_code}: {answer.text[:200]}")
         return answer.json()
 
@@ -41,8 +41,10 @@ class Wire:
 
     def model(self) -> str:
         """Create a session and an adapter; return the name of the model."""
-        session = self.post("/create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
+        given = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", "type": "create_session"}
+        session = self.post("/create_session", given)["session_id"]
         asked = {
+            "type": "create_model",
             "session_id": session,
             "model_seq_id": 0,
             "base_model": self._server.base_model,

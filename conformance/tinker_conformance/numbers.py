@@ -295,6 +295,7 @@ def clipping(server: Server) -> None:
 )
 def seed_decides(server: Server) -> None:
     whole = _whole(server)
+    expect(not server.drops_seeds, "two adapters of one seed differ")
     server.same(_whole(server), whole, "two adapters of one seed differ")
     other = server.moved(lambda m: server.train(m, rows(0)), server.alpha, seed=2)
     far = float(np.linalg.norm(other - whole) / np.linalg.norm(whole))

@@ -7,7 +7,7 @@ import numpy as np
 from tinker import types
 
 from tinker_conformance.checks import check, expect
-from tinker_conformance.server import FAR, Server, data_of, logprobs_in, loss_in, rows
+from tinker_conformance.server import FAR, Server, data_of, logprobs_in, loss_in, rows, tensor
 
 DRAWS = 256
 
@@ -72,7 +72,8 @@ def sample_logprobs_agree(server: Server) -> None:
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(row[:-1]),
         loss_fn_inputs={
-            "target_tokens": types.TensorData(data=row[1:], dtype="int64", shape=[len(row) - 1])
+            "target_tokens": tensor(row[1:], "int64"),
+            "weights": tensor([1.0] * (len(row) - 1)),
         },
     )
     wanted = logprobs_in(server.got(model.forward([datum], "cross_entropy")))

@@ -197,6 +197,19 @@ def test_each_check_can_turn_red():
     assert {name for names in FAULTS.values() for name in names} == {c.name for c in CHECKS}
 
 
+def test_a_server_that_drops_seeds_fails_one_check_and_not_all(running: Running):
+    running.backend.faults = {"draws seeds"}
+    server = running.client()
+    try:
+        names = ["seed_decides", "gradient_is_a_sum", "calls_add_up", "learning_rate_and_eps"]
+        rows = {each.name: outcome(each, server, 60) for each in chosen(None, names)}
+        assert server.drops_seeds
+        assert [name for name, row in rows.items() if row.result != "pass"] == ["seed_decides"]
+    finally:
+        running.backend.faults = set()
+        server.close()
+
+
 def test_the_scorecard_is_written(
     running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
