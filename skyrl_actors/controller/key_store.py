@@ -4,6 +4,7 @@ The controller owns them. They are in the journal, so that they survive its rest
 replicas fetch the table when theirs is older than a second.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
@@ -14,7 +15,7 @@ from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.keys import ROLES, AuditEntry, KeyAct, KeyTable, StoredKey
 
-MOST_KEYS = 10_000  # that are stored, revoked ones included
+MOST_KEYS = 10_000  # that are valid at a time
 
 
 def table_of(keys: Iterable[StoredKey]) -> KeyTable:
@@ -41,6 +42,7 @@ class KeyStore:
         self._wall = wall
         self._keys: dict[str, StoredKey] = {}
         self._table = table_of(())
+        self._acting = asyncio.Lock()  # an act decides by what the one before it stored
 
     def begin(self, keys: Iterable[StoredKey]) -> None:
         """Take the keys that are in the journal."""
@@ -57,44 +59,49 @@ class KeyStore:
 
     async def add_key(self, key: StoredKey, actor: str) -> StoredKey:
         """Store a key. A repeat changes nothing. Raises InvalidRequest for a wrong one."""
-        if key.digest in self._keys:
-            return self._keys[key.digest]
-        self._check(key)
-        await self._store([key], "add", actor, f"{_shown(key)}, {key.role}{_until(key)}")
-        return key
+        async with self._acting:
+            if key.digest in self._keys:
+                return self._keys[key.digest]
+            self._check(key)
+            await self._store([key], "add", actor, f"{_shown(key)}, {key.role}{_until(key)}")
+            return key
 
     async def rotate_key(self, key: StoredKey, grace_s: float, actor: str) -> list[StoredKey]:
         """Store a key, and end the other valid keys of its name and role after `grace_s`.
 
         Returns the other ones as they are now. Raises NotFound if there is none.
         """
-        now, same = self._wall(), (key.name, key.role)
-        others = [old for old in self._valid(now) if (old.name, old.role) == same]
-        if not others:
-            raise NotFound(
-                f"no valid key has the name {key.name!r} and the role {key.role}; use `key add`"
-            )
-        if key.digest in self._keys:
-            return [old for old in others if old.digest != key.digest]
-        self._check(key)
-        ends = now + max(0.0, grace_s)
-        ended = [replace(old, expires_at=min(ends, old.expires_at or ends)) for old in others]
-        text = f"{_shown(key)} in place of {', '.join(old.key_id for old in ended)}"
-        await self._store([key, *ended], "rotate", actor, text)
-        return ended
+        async with self._acting:
+            now, same = self._wall(), (key.name, key.role)
+            others = [old for old in self._valid(now) if (old.name, old.role) == same]
+            if not others:
+                raise NotFound(
+                    f"no valid key has the name {key.name!r} and the role {key.role}; use `key add`"
+                )
+            if key.digest in self._keys:
+                return [old for old in others if old.digest != key.digest]
+            self._check(key)
+            ends = now + max(0.0, grace_s)
+            ended = [replace(old, expires_at=min(ends, old.expires_at or ends)) for old in others]
+            text = f"{_shown(key)} in place of {', '.join(old.key_id for old in ended)}"
+            await self._store([key, *ended], "rotate", actor, text)
+            return ended
 
     async def revoke_key(self, which: str, actor: str) -> list[StoredKey]:
         """Revoke a key by its id, or all keys of a name. Returns them.
 
         Raises NotFound if no valid key has that id or name.
         """
-        now = self._wall()
-        found = [key for key in self._valid(now) if which in (key.key_id, key.name)]
-        if not found:
-            raise NotFound(f"no valid key has the id or name {which[:80]!r}; `key list` shows all")
-        revoked = [replace(key, revoked_at=now) for key in found]
-        await self._store(revoked, "revoke", actor, ", ".join(map(_shown, revoked)))
-        return revoked
+        async with self._acting:
+            now = self._wall()
+            found = [key for key in self._valid(now) if which in (key.key_id, key.name)]
+            if not found:
+                raise NotFound(
+                    f"no valid key has the id or name {which[:80]!r}; `key list` shows all"
+                )
+            revoked = [replace(key, revoked_at=now) for key in found]
+            await self._store(revoked, "revoke", actor, ", ".join(map(_shown, revoked)))
+            return revoked
 
     async def audit(self, last: int) -> list[AuditEntry]:
         """Return the newest acts on keys, oldest first."""
@@ -115,8 +122,8 @@ class KeyStore:
             raise InvalidRequest("the key is in http.api_keys")
         if not key.is_valid(self._wall()):
             raise InvalidRequest("the key would have expired already")
-        if len(self._keys) >= MOST_KEYS:
-            raise InvalidRequest(f"{MOST_KEYS} keys are stored, which is the limit")
+        if len(self._valid(self._wall())) >= MOST_KEYS:
+            raise InvalidRequest(f"{MOST_KEYS} keys are valid, which is the limit; revoke some")
 
     async def _store(self, keys: list[StoredKey], act: KeyAct, actor: str, subject: str) -> None:
         entry = AuditEntry(at=self._wall(), actor=actor[:200], act=act, subject=subject)

@@ -1,5 +1,6 @@
 """Stored API keys: acts on them, their record, and what a restart finds."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,18 @@ async def test_rotation_ends_the_other_keys_of_the_name_after_the_grace(store: K
     assert valid == {digest_of(s) for s in ("three", "four", "tml-of-bob-123")}
     with pytest.raises(NotFound, match="no valid key has the name 'zoe' and the role tenant"):
         await store.rotate_key(key("five", name="zoe"), 0.0, "eve")
+
+
+async def test_a_rotation_does_not_undo_a_revocation_that_is_being_written(store: KeyStore):
+    await store.add_key(key("one"), "eve")
+    await store.add_key(key("two"), "eve")
+    revoked = asyncio.create_task(store.revoke_key(key("one").key_id, "eve"))
+    await asyncio.sleep(0)  # the revocation has read the keys, and is written
+    ended = await store.rotate_key(key("three"), 3600.0, "eve")
+    await revoked
+    assert [old.digest for old in ended] == [digest_of("two")]
+    valid = {k.digest for k in await store.list_keys() if k.is_valid(NOW)}
+    assert digest_of("one") not in valid and digest_of("two") in valid
 
 
 async def test_a_key_of_the_config_can_be_revoked_and_rotated(store: KeyStore):
