@@ -171,7 +171,7 @@ print(whole, cut.tokens, cut.stop_reason)  # the second ends at whole[1]: stop""
 for way in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}):
     print(draw(sampler, **way)[0].tokens)  # three equal lines""",
     "frequencies": """\
-for temperature in (0.1, 1.0, 10.0):
+for temperature in (0.1, 1.0, 2.0):
     tokens = [one.tokens[0] for one in draw(sampler, 256, max_tokens=1, temperature=temperature)]
     print(temperature, len(set(tokens)))  # more different tokens in each line""",
     "samplers_of_paths": """\
