@@ -125,7 +125,7 @@ def ours(folder: Path, work: Path, seconds: float) -> Iterator[str]:
 
 
 @contextmanager
-def theirs(python: str, folder: Path, work: Path, adapters: int = 3) -> Iterator[str]:
+def theirs(python: str, folder: Path, work: Path) -> Iterator[str]:
     # It starts its engine by `uv run`, which looks for a project; this `uv` runs the installed one.
     shim = work / "bin" / "uv"
     shim.parent.mkdir()
@@ -135,7 +135,7 @@ def theirs(python: str, folder: Path, work: Path, adapters: int = 3) -> Iterator
     command += ["--base-model", str(folder), "--backend", "jax"]
     command += [
         "--backend-config",
-        json.dumps({"max_lora_adapters": adapters, "max_lora_rank": 32}),
+        json.dumps({"max_lora_adapters": 3, "max_lora_rank": 32}),
     ]
     command += ["--port", str(PORTS[THEIRS]), "--database-url", f"sqlite:///{work / 'their.db'}"]
     command += ["--checkpoints-base", str(work / "their-checkpoints")]
