@@ -70,7 +70,8 @@ def rotate(name: str, grace: str, role: str | None, expires: str | None, service
 
 def revoke(which: str, service: str) -> None:
     """Revoke keys of a running service."""
-    for key in _asked(service, lambda calls: calls.revoke_key(which, _actor())):
+    at = time.time()
+    for key in _asked(service, lambda calls: calls.revoke_key(which, _actor(), at)):
         console.print(f"revoked {key.name or '-'} {key.key_id}", highlight=False)
 
 

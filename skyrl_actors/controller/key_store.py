@@ -87,19 +87,23 @@ class KeyStore:
             await self._store([key, *ended], "rotate", actor, text)
             return ended
 
-    async def revoke_key(self, which: str, actor: str) -> list[StoredKey]:
+    async def revoke_key(self, which: str, actor: str, at: float) -> list[StoredKey]:
         """Revoke a key by its id, or all keys of a name. Returns them.
 
-        Raises NotFound if no valid key has that id or name.
+        `at` is the time of the command; a repeat of it returns the same keys. Raises NotFound if no
+        valid key has that id or name.
         """
         async with self._acting:
-            now = self._wall()
-            found = [key for key in self._valid(now) if which in (key.key_id, key.name)]
+            named = [key for key in self._keys.values() if which in (key.key_id, key.name)]
+            if repeated := [key for key in named if key.revoked_at == at]:
+                return repeated
+            valid = self._valid(self._wall())
+            found = [key for key in valid if which and which in (key.key_id, key.name)]
             if not found:
                 raise NotFound(
                     f"no valid key has the id or name {which[:80]!r}; `key list` shows all"
                 )
-            revoked = [replace(key, revoked_at=now) for key in found]
+            revoked = [replace(key, revoked_at=at) for key in found]
             await self._store(revoked, "revoke", actor, ", ".join(map(_shown, revoked)))
             return revoked
 

@@ -53,7 +53,7 @@ async def test_the_first_key_closes_an_open_service_and_its_end_does_not_open_it
         assert await status(ann) == 200
         await asyncio.sleep(0.06)
         assert await status(anyone) == 401
-        await calls.revoke_key("ann", "eve")
+        await calls.revoke_key("ann", "eve", 2.0)
         await asyncio.sleep(0.06)
         assert await status(ann) == 401 and await status(anyone) == 401
 
@@ -129,7 +129,7 @@ async def test_a_token_ends_with_the_key_and_the_role_that_it_was_made_for(tmp_p
         assert await status(bearer) == 200
         assert (await bearer.post("/asample", json={})).status_code == 403
         await calls.add_key(stored(ANN, "ann"), "eve")  # of the same owner, in another role
-        await calls.revoke_key(stored(READER, "ann").key_id, "eve")
+        await calls.revoke_key(stored(READER, "ann").key_id, "eve", 2.0)
         await asyncio.sleep(0.06)
         assert await status(bearer) == 401 and await status(holder(anyone, ANN)) == 200
 

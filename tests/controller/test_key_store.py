@@ -72,7 +72,7 @@ async def test_the_table_has_a_new_version_after_each_change(store: KeyStore):
     await store.add_key(key("one"), "eve")
     second = await store.known_keys(first.version)
     assert second is not None and [k.name for k in second.keys] == ["ann"]
-    await store.revoke_key("ann", "eve")
+    await store.revoke_key("ann", "eve", NOW)
     third = await store.known_keys(second.version)
     assert third is not None and third.keys[0].revoked_at == NOW
 
@@ -93,10 +93,26 @@ async def test_rotation_ends_the_other_keys_of_the_name_after_the_grace(store: K
         await store.rotate_key(key("five", name="zoe"), 0.0, "eve")
 
 
+async def test_a_repeat_of_a_revocation_answers_as_the_first(store: KeyStore):
+    """Calls are repeated when the controller dies between the record and the answer."""
+    await store.add_key(key("one"), "eve")
+    first = await store.revoke_key("ann", "eve", NOW)
+    assert await store.revoke_key("ann", "eve", NOW) == first
+    assert [entry.act for entry in await store.audit(10)] == ["add", "revoke"]
+    with pytest.raises(NotFound):  # another command
+        await store.revoke_key("ann", "eve", NOW + 1)
+
+
+async def test_no_name_revokes_nothing(journal: SqlJournal):
+    nameless = KeyStore(journal, [hashed("tml-nameless-1")], lambda: NOW)
+    with pytest.raises(NotFound):
+        await nameless.revoke_key("", "eve", NOW)
+
+
 async def test_a_rotation_does_not_undo_a_revocation_that_is_being_written(store: KeyStore):
     await store.add_key(key("one"), "eve")
     await store.add_key(key("two"), "eve")
-    revoked = asyncio.create_task(store.revoke_key(key("one").key_id, "eve"))
+    revoked = asyncio.create_task(store.revoke_key(key("one").key_id, "eve", NOW))
     await asyncio.sleep(0)  # the revocation has read the keys, and is written
     ended = await store.rotate_key(key("three"), 3600.0, "eve")
     await revoked
@@ -113,10 +129,10 @@ async def test_a_key_of_the_config_can_be_revoked_and_rotated(store: KeyStore):
         digest_of("tml-of-bob-123"): False,
         digest_of("new"): True,
     }
-    (revoked,) = await store.revoke_key(key("new").key_id, "eve")
+    (revoked,) = await store.revoke_key(key("new").key_id, "eve", NOW)
     assert revoked.name == "bob"
     with pytest.raises(NotFound, match="no valid key has the id or name 'bob'; `key list`"):
-        await store.revoke_key("bob", "eve")
+        await store.revoke_key("bob", "eve", NOW + 1)
 
 
 @pytest.mark.parametrize(
