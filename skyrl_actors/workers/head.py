@@ -128,6 +128,9 @@ def _scored(
             for s in range(start, end, size)
         ]
         start = end
+    if start != len(hidden):
+        # The rest of the results would be memory that nothing was written to.
+        raise ValueError(f"segments of {start} tokens were given for {len(hidden)} tokens")
     many = targets if targets.ndim == 2 else targets[:, None]
     frozen = (
         not weight.requires_grad and not low_rank and not entropy_gradient and many.size(1) == 1

@@ -231,3 +231,9 @@ def test_the_gradient_of_a_trained_head_in_bfloat16_does_not_depend_on_the_numbe
         for chunk in (tokens, 16)
     ]
     assert errors[1] < 1.3 * errors[0] < 0.005, errors  # each product is rounded once
+
+
+def test_segments_that_leave_tokens_out_are_refused():
+    x = tensors(False, False, 0)
+    with pytest.raises(ValueError, match="segments of 9 tokens were given for 23 tokens"):
+        score(x["hidden"], x["weight"], x["targets"], [HeadSegment(num_tokens=9)])

@@ -166,28 +166,31 @@ def test_the_check_leaves_the_network_unchanged(tmp_path: Path, caplog: pytest.L
     assert all(parameter.grad is None for parameter in made.module.parameters())
 
 
+def scored(
+    made: Network, tokens: torch.Tensor, positions: torch.Tensor, blocks: tuple[Block, ...]
+) -> torch.Tensor:
+    inputs = PassInputs(
+        tokens=tokens[: len(positions)],
+        positions=positions,
+        blocks=blocks,
+        segments=(Segment(len(positions), {}, 1.0),),
+        targets=tokens[: len(positions)],
+        counted=None,
+    )
+    with made.in_use(inputs.segments), torch.no_grad():
+        return made.predict(inputs)[0]
+
+
 def test_rows_are_limited_to_the_original_length_of_a_long_rope(
     tmp_path: Path,
 ):
     base = make("phi3-longrope", tmp_path / "base")
     assert worker_for(base).setup("127.0.0.1", 0).max_context_tokens == 32
     made, rows = network(base), (Block(0, 1, 10), Block(10, 1, 40))
-    short, both = (
-        torch.cat([torch.arange(block.length) for block in blocks]) for blocks in (rows[:1], rows)
-    )
+    cases = [
+        (torch.cat([torch.arange(block.length) for block in blocks]), blocks)
+        for blocks in (rows[:1], rows)
+    ]
     tokens = torch.arange(50) % 128
-    with torch.no_grad():
-        alone, packed = (
-            made.predict(
-                PassInputs(
-                    tokens=tokens[: len(at)],
-                    positions=at,
-                    blocks=blocks,
-                    segments=(Segment(len(at), {}, 1.0),),
-                    targets=tokens[: len(at)],
-                    counted=None,
-                )
-            )[0][:10]
-            for at, blocks in ((short, rows[:1]), (both, rows))
-        )
+    alone, packed = (scored(made, tokens, at, blocks)[:10] for at, blocks in cases)
     assert not torch.allclose(alone, packed, atol=1e-3)  # a row of 40 tokens beside it
