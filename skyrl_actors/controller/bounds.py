@@ -1,5 +1,7 @@
 """Build the controller's bounded tables from the limits of the config (pure)."""
 
+from collections.abc import Callable
+
 from skyrl_actors.config.limits import LimitsConfig
 from skyrl_actors.controller.payloads import PayloadMemory
 from skyrl_actors.controller.queue import RequestQueue
@@ -12,10 +14,13 @@ RESULT_TTL_S = 30.0  # in memory; the journal keeps answers longer
 ALWAYS_OPEN = 16  # open requests that each key may have, whatever other keys have
 
 
-def queue_of(limits: LimitsConfig) -> RequestQueue:
-    """Return an empty queue that bounds open requests and their bytes."""
-    requests = Shares(limit=limits.open_requests, floor=ALWAYS_OPEN)
-    payload_bytes = Shares(limit=limits.queued_bytes, floor=limits.body_bytes)
+def queue_of(limits: LimitsConfig, weight: Callable[[str], float] = lambda _: 1.0) -> RequestQueue:
+    """Return an empty queue that bounds open requests and their bytes.
+
+    `weight` returns the weight of an owner.
+    """
+    requests = Shares(limit=limits.open_requests, floor=ALWAYS_OPEN, weight=weight)
+    payload_bytes = Shares(limit=limits.queued_bytes, floor=limits.body_bytes, weight=weight)
     return RequestQueue(requests, payload_bytes)
 
 

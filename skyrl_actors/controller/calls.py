@@ -20,6 +20,7 @@ from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
+from skyrl_actors.messages.usage import OwnerQuota, Quota, Usage
 from skyrl_actors.observe.spans import Span
 from skyrl_actors.transport.protocols import Deferred
 
@@ -99,6 +100,18 @@ class KeyCalls(Protocol):
     async def audit(self, last: int) -> list[AuditEntry]: ...
 
 
+class UsageCalls(Protocol):
+    """What the `QuotaStore` of the started controller serves, which documents it."""
+
+    async def list_quotas(self) -> list[OwnerQuota]: ...
+
+    async def set_quota(self, which: str, quota: Quota, actor: str) -> OwnerQuota: ...
+
+    async def usage(self, since: float, until: float, owner: str | None) -> list[Usage]: ...
+
+    async def owner_names(self) -> dict[str, str]: ...
+
+
 class ProcessCalls(Protocol):
     """What `ControllerActor` serves, also before its controller has started."""
 
@@ -111,7 +124,7 @@ class ProcessCalls(Protocol):
     async def spans(self) -> list[Span]: ...
 
 
-class ControllerCalls(ServiceCalls, AnswerCalls, KeyCalls, ProcessCalls, Protocol):
+class ControllerCalls(ServiceCalls, AnswerCalls, KeyCalls, UsageCalls, ProcessCalls, Protocol):
     """All methods that the controller's process serves."""
 
 

@@ -321,6 +321,10 @@ class CheckpointFolders:
             checkpoint for run in self.runs(owner, published) for checkpoint in run.checkpoints
         )
 
+    def num_bytes(self, owner: str) -> int:
+        """Return the bytes of all checkpoints of an owner."""
+        return sum(checkpoint.num_bytes for checkpoint in self.checkpoints(owner))
+
     def _run_folders(self, owner: str | None = None) -> list[Path]:
         folders = (self.root / name for name in self._index.names(owner))
         return [folder for folder in folders if (folder / RUN_FILE).is_file()]

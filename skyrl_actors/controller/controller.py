@@ -18,7 +18,7 @@ from skyrl_actors.backends.backend import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission, bounds, housekeeping, overview, startup
 from skyrl_actors.controller.answers import Answers
-from skyrl_actors.controller.calls import AnswerCalls, KeyCalls, ServiceCalls
+from skyrl_actors.controller.calls import AnswerCalls, KeyCalls, ServiceCalls, UsageCalls
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.disk import Disk
@@ -26,8 +26,11 @@ from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.key_store import KeyStore
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger, Op, Outcome
+from skyrl_actors.controller.metering import Metering
 from skyrl_actors.controller.model_capacity import ModelCapacity
 from skyrl_actors.controller.named_samplers import NamedSamplers
+from skyrl_actors.controller.quota_store import QuotaStore
+from skyrl_actors.controller.quotas import Quotas
 from skyrl_actors.controller.readiness import Readiness
 from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.router_replay import RouterReplay
@@ -55,6 +58,7 @@ SESSIONS_PER_KEY = 1000  # open sessions of one API key
 SWEEP_S = 300.0  # between removals of entries older than journal.retention_s
 OF_ANSWERS = methods_of(AnswerCalls)
 OF_KEYS = methods_of(KeyCalls)
+OF_USAGE = methods_of(UsageCalls)
 
 
 class Controller:
@@ -75,7 +79,8 @@ class Controller:
         self.journal = journal
         self.tenants = TenantTable()
         self.sweep_s = SWEEP_S
-        self.queue = bounds.queue_of(config.limits)
+        self.quotas = Quotas(wall)
+        self.queue = bounds.queue_of(config.limits, self.quotas.weight)
         self.results = bounds.results_of()
         self.started_at = wall()
         self.readiness = Readiness(backend, journal)
@@ -87,6 +92,8 @@ class Controller:
             config.checkpoint_dir, wall, config.checkpoint_mirror
         )
         self.keys = KeyStore(journal, config.http.api_keys, wall)
+        self.usage = QuotaStore(journal, self.keys, self.quotas, wall)
+        self._meter = Metering(self.quotas, wall)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         self.completions = Completions()
         self._ledger = Ledger(
@@ -95,13 +102,16 @@ class Controller:
             results=self.results,
             memory=bounds.payloads_of(),
             completions=self.completions,
+            meter=self._meter,
             wall=wall,
         )
         self._disk = Disk()
         self._replayer = Replayer(config, backend, journal, self.tenants, folders, self._disk)
         self._examiner = Examiner()
         self._tasks = Tasks()
-        self._capacity = ModelCapacity(config, self.tenants, self.finish_session, self._tasks.spawn)
+        self._capacity = ModelCapacity(
+            config, self.tenants, self.finish_session, self._tasks.spawn, self.quotas
+        )
         self._context = VerbContext(
             config=config,
             backend=backend,
@@ -111,6 +121,7 @@ class Controller:
             capacity=self._capacity,
             past=self._replayer,
             routes=RouterReplay(config, self.tenants, journal, self._tasks),
+            quotas=self.quotas,
         )
         self._samples = Samples(self._ledger, self._context, self._replayer, self._tasks)
         self._lanes = Lanes(self._ledger, self._context, self._replayer, self._samples, self._tasks)
@@ -127,8 +138,10 @@ class Controller:
         journal_state = await self.journal.open(holder)
         self.epoch = journal_state.epoch
         self.keys.begin(journal_state.keys)
+        await self.usage.begin(journal_state.quotas)
         await self._disk.write("whole checkpoints", self.folders.align)
         able = await self.backend.start(journal_state.epoch)
+        self._meter.base_model = able.base_model
         self.completions.begin(journal_state.epoch)
         unanswered = await startup.load_tables(
             journal_state, self._ledger, self.tenants, self._replayer
@@ -197,6 +210,8 @@ class Controller:
         """Return the object that serves this method of the started controller."""
         if method in OF_KEYS:
             return self.keys
+        if method in OF_USAGE:
+            return self.usage
         return self.answers if method in OF_ANSWERS else self
 
     async def create_session(
@@ -307,6 +322,8 @@ class Controller:
 
     async def catalog(self, verb: CatalogVerb, *arguments: Any) -> Any:
         """Call a method of `CheckpointFolders` on a thread."""
+        if verb == "copy":
+            await self._context.check_storage(arguments[1].model_id)
         return await self._disk.catalog(self.folders, verb, *arguments)
 
     async def session_catalog(self, verb: SessionVerb, *arguments: Any) -> Any:
@@ -351,3 +368,4 @@ class Controller:
 if TYPE_CHECKING:
     _: type[ServiceCalls] = Controller
     _of_keys: type[KeyCalls] = KeyStore
+    _of_usage: type[UsageCalls] = QuotaStore

@@ -9,11 +9,11 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
 
-from skyrl_actors.config.keys import HASH, NAME, entry_parts
+from skyrl_actors.config.keys import HASH, NAME, entry_parts, owner_of_name
 from skyrl_actors.journal.entries import Audited, KeyStored
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
-from skyrl_actors.messages.keys import ROLES, AuditEntry, KeyAct, KeyTable, StoredKey
+from skyrl_actors.messages.keys import ROLES, Act, AuditEntry, KeyTable, StoredKey
 
 MOST_KEYS = 10_000  # that are valid at a time
 
@@ -107,6 +107,18 @@ class KeyStore:
             await self._store(revoked, "revoke", actor, ", ".join(map(_shown, revoked)))
             return revoked
 
+    def owner_named(self, which: str) -> tuple[str, str]:
+        """Return owner and name of a valid key by its name or id. Raises NotFound."""
+        for key in self._valid(self._wall()):
+            if which and which in (key.key_id, key.name):
+                return owner_of_name(key.name, key.digest), key.name or key.key_id
+        raise NotFound(f"no valid key has the id or name {which[:80]!r}; `key list` shows all")
+
+    def names(self) -> dict[str, str]:
+        """Return the names of owners. An owner without a name has the id of its key."""
+        known = (self._configured | self._keys).values()
+        return {owner_of_name(key.name, key.digest): key.name or key.key_id for key in known}
+
     async def audit(self, last: int) -> list[AuditEntry]:
         """Return the newest acts on keys, oldest first."""
         return await self._journal.audit(last)
@@ -129,7 +141,7 @@ class KeyStore:
         if len(self._valid(self._wall())) >= MOST_KEYS:
             raise InvalidRequest(f"{MOST_KEYS} keys are valid, which is the limit; revoke some")
 
-    async def _store(self, keys: list[StoredKey], act: KeyAct, actor: str, subject: str) -> None:
+    async def _store(self, keys: list[StoredKey], act: Act, actor: str, subject: str) -> None:
         entry = AuditEntry(at=self._wall(), actor=actor[:200], act=act, subject=subject)
         await self._journal.write(*map(KeyStored, keys), Audited(entry))
         self.begin((self._keys | {key.digest: key for key in keys}).values())

@@ -12,6 +12,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from skyrl_actors import clock
 from skyrl_actors.controller.completions import Completions
@@ -20,7 +21,7 @@ from skyrl_actors.controller.queue import KEPT_PER_STREAM, RequestQueue
 from skyrl_actors.controller.recall import Recall
 from skyrl_actors.controller.waiters import ResultTable
 from skyrl_actors.journal import encoding
-from skyrl_actors.journal.entries import Accepted, Answered, Effect, Entry, Operation
+from skyrl_actors.journal.entries import Accepted, Answered, Effect, Entry, Operation, Used
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import (
     Corrupt,
@@ -30,10 +31,12 @@ from skyrl_actors.messages.errors import (
     Unavailable,
     UserError,
 )
+from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import Request, Sample
 from skyrl_actors.messages.results import Failure, Result, without_routes
 from skyrl_actors.messages.sizes import size_of
+from skyrl_actors.messages.usage import Usage
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
@@ -52,6 +55,7 @@ class Op:
     model_id: str | None  # the model in whose queue it is; None for a sample
     request: Request | None
     header: Operation | None = None
+    session_id: str | None = None
     seq_id: int | None = None  # the client's sequence number within the stream
     after: int = -1  # the operation whose state this one runs on; set when it runs
     accepted: float = field(default_factory=time.monotonic)  # after a restart: when it was resumed
@@ -94,6 +98,16 @@ def cost_of(request: Request) -> tuple[int, int]:
     return params.num_samples, len(request.prompt) + params.num_samples * params.max_tokens
 
 
+class Meter(Protocol):
+    """Admits requests, and counts what they used; `metering.Metering` implements it."""
+
+    def admit(self, owner: str, request: Request, num_open: int) -> None: ...
+
+    def used(self, op: Op, outcome: Outcome) -> Usage: ...
+
+    def answered(self, usage: Usage) -> None: ...
+
+
 class Ledger:
     """The open operations, and the only writer of their acceptance and their answers."""
 
@@ -105,6 +119,7 @@ class Ledger:
         results: ResultTable,
         memory: PayloadMemory,
         completions: Completions,
+        meter: Meter,
         wall: Callable[[], float] = clock.now,
     ):
         self.journal = journal
@@ -112,6 +127,7 @@ class Ledger:
         self.results = results
         self.memory = memory
         self.completions = completions
+        self.meter = meter
         self.recall = Recall(journal, queue, completions)
         self.wall = wall
         self.ops: dict[str, Op] = {}
@@ -140,10 +156,14 @@ class Ledger:
             stream=stream,
             model_id=model_id,
             request=request,
+            session_id=session_id,
             seq_id=seq_id,
             num_bytes=size_of(request),
             cost=cost_of(request),
         )
+        if bounded:
+            owner = owner_of(op.request_id)
+            self.meter.admit(owner, request, self.queue.held(owner))
         self.queue.reserve(op.request_id, stream, seq_id, digest, model_id, bounded, op.num_bytes)
         self.next_number += 1
         self.ops[op.request_id] = op
@@ -219,6 +239,7 @@ class Ledger:
             model_id=model_id,
             request=None,
             header=header,
+            session_id=header.session_id,
             seq_id=header.seq_id,
             num_bytes=num_bytes,
         )
@@ -262,7 +283,9 @@ class Ledger:
             answered_at=self.wall(),
             step=step,
         )
-        await self.write_until_stored(answered, *outcome.entries)
+        usage = self.meter.used(op, outcome)
+        await self.write_until_stored(answered, Used(usage), *outcome.entries)
+        self.meter.answered(usage)
         del self.ops[op.request_id]
         self._answered[op.request_id] = None
         if len(self._answered) > KEPT_PER_STREAM:

@@ -16,6 +16,7 @@ from typing import Any
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import check_count
+from skyrl_actors.controller.quotas import Quotas
 from skyrl_actors.controller.tenants import TenantTable
 from skyrl_actors.messages.errors import CapacityError, InvalidRequest, SkyrlActorsError
 from skyrl_actors.messages.model import ModelSpec
@@ -78,12 +79,14 @@ class ModelCapacity:
         tenants: TenantTable,
         end_session: Callable[[str], Awaitable[None]],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        quotas: Quotas,
     ):
         self.session_silent_s = SESSION_SILENT_S
         self._config = config
         self._tenants = tenants
         self._end_session = end_session
         self._spawn = spawn
+        self._quotas = quotas
         self._able: Capabilities | None = None
         self._held: dict[str, Held] = {}
         self._waiting: dict[str, WaitingCreate] = {}
@@ -106,16 +109,18 @@ class ModelCapacity:
         return model_id in self._held
 
     def check_key(self, model_id: str) -> None:
-        """Raise CapacityError when this API key has `limits.models_per_key` models already.
+        """Raise CapacityError when this API key has as many models as it may have.
 
         Before that, silent sessions of the key are ended.
         """
         owner = owner_of(model_id)
+        own = self._quotas.of(owner).models
+        most = self._config.limits.models_per_key if own is None else own
         while True:
             models = self._tenants.models.values()
             alive = [m.spec.model_id for m in models if not self._is_leaving(m.session_id)]
             try:
-                return check_count(alive, model_id, self._config.limits.models_per_key, "models")
+                return check_count(alive, model_id, most, "models")
             except CapacityError:
                 held = {m.session_id for m in models if owner_of(m.session_id) == owner}
                 silent = next((s for s in self._silent() if s in held), None)

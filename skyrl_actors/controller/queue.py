@@ -42,6 +42,10 @@ class RequestQueue:
     def num_open(self) -> int:
         return len(self._open)
 
+    def held(self, owner: str) -> int:
+        """Return the number of open requests of an owner."""
+        return self._requests.held(owner)
+
     def lengths(self) -> dict[str, int]:
         """Return the number of waiting requests by model."""
         return {model_id: len(waiting) for model_id, waiting in self._waiting.items() if waiting}

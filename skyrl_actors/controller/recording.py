@@ -30,7 +30,7 @@ def record_metrics(counts: Counts, op: Op, outcome: Outcome, roles: dict[str, st
     if tag != "ok" or request is None:
         return
     tenant = owner_of(op.request_id) or NOBODY
-    for metric, value in verb_of(request).tokens(request, result).items():
+    for metric, value in verb_of(request).usage(request, result).items():
         role = {"role": roles.get(op.model_id, "policy")} if op.model_id else {}
         counts.add(metric, value, **role, tenant=tenant)
 

@@ -88,7 +88,8 @@ class Samples:
         named(op.request_id, sampler.sampler_id)
         try:
             tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
-            async with self._slots.hold(tenant, *op.cost) as place:
+            weight = self.context.quotas.weight(owner_of(op.request_id))
+            async with self._slots.hold(tenant, *op.cost, weight) as place:
                 request = await self.ledger.request_of(op)
                 assert isinstance(request, rq.Sample)
                 op.begun = time.monotonic()

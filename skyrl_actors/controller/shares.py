@@ -1,12 +1,14 @@
 """Bound the part of a resource that one API key may take (pure).
 
-The bound of a key is the amount that is free. A key that takes all it can leaves half to the next
-key, which leaves half of that, and so on. The bound of a key rises when others release units.
-Source: dynamic thresholds with factor 1 of Choudhury and Hahne, "Dynamic queue length thresholds
-for shared-memory packet switches", IEEE/ACM Transactions on Networking 6(2), 1998.
+The bound of a key is the amount that is free, times the key's weight. A key of weight 1 that takes
+all it can leaves half to the next key, which leaves half of that, and so on. The bound of a key
+rises when others release units. Source: dynamic thresholds, with the weight as the factor, of
+Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", IEEE/ACM
+Transactions on Networking 6(2), 1998.
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 
 class Shares:
@@ -16,9 +18,10 @@ class Shares:
     `limit`.
     """
 
-    def __init__(self, *, limit: int, floor: int):
+    def __init__(self, *, limit: int, floor: int, weight: Callable[[str], float] = lambda _: 1.0):
         self.limit = limit
         self.floor = floor
+        self._weight = weight
         self.taken = 0
         self._of_owner: Counter[str] = Counter()
 
@@ -36,7 +39,7 @@ class Shares:
             return True
         if not owner or not held:  # without API keys all clients are one owner
             return amount <= free
-        return held + amount <= free
+        return held + amount <= free * self._weight(owner) and amount <= free
 
     def take(self, owner: str, amount: int) -> None:
         """Take units for an owner, whether there is room or not."""

@@ -1,8 +1,8 @@
 """Bound the sampled sequences in the engines, and share them fairly between tenants.
 
-Start-time fair queueing with equal weights: each tenant has a clock that advances by the tokens it
-was given. The tenant with the earliest clock is admitted first. A tenant without requests earns no
-credit for that time.
+Start-time fair queueing: each tenant has a clock that advances by the tokens that it was given,
+divided by its weight. The tenant with the earliest clock is admitted first. A tenant without
+requests earns no credit for that time.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ class Place:
 
     sequences: int
     tokens: int
+    weight: float = 1.0
 
 
 @dataclass(slots=True)
@@ -35,10 +36,11 @@ class Waiter:
 class Tenant:
     """The requests of one tenant.
 
-    `clock` counts the tokens given to it, and starts at the clock of the tenant served last.
+    `clock` counts the tokens given to it, divided by its weight. It starts at the clock of the
+    tenant that was served last.
     """
 
-    clock: int = 0
+    clock: float = 0.0
     held: int = 0
     waiting: deque[Waiter] = field(default_factory=deque[Waiter])
 
@@ -52,19 +54,21 @@ class FairSlots:
     def __init__(self, limit: int):
         self._limit = limit
         self._used = 0
-        self._now = 0  # the clock of the tenant that was served last
+        self._now = 0.0  # the clock of the tenant that was served last
         self._tenants: dict[str, Tenant] = {}
 
     @asynccontextmanager
-    async def hold(self, name: str, sequences: int, tokens: int) -> AsyncGenerator[Place]:
+    async def hold(
+        self, name: str, sequences: int, tokens: int, weight: float = 1.0
+    ) -> AsyncGenerator[Place]:
         """Wait for admission of a request of tenant `name`, and hold its place."""
-        place = Place(sequences, tokens)
+        place = Place(sequences, tokens, weight)
         tenant = self._tenant(name)
         await self._take(name, tenant, place)
         try:
             yield place
         finally:
-            tenant.clock += place.tokens - tokens  # the admission charged the maximum
+            tenant.clock += (place.tokens - tokens) / weight  # the admission charged the maximum
             self._give(name, tenant, place)
 
     def _tenant(self, name: str) -> Tenant:
@@ -81,7 +85,7 @@ class FairSlots:
             await waiter.ready
         except asyncio.CancelledError:
             if waiter.ready.done() and not waiter.ready.cancelled():
-                tenant.clock -= place.tokens
+                tenant.clock -= place.tokens / place.weight
                 self._give(name, tenant, place)
             else:
                 if waiter in tenant.waiting:
@@ -107,7 +111,7 @@ class FairSlots:
             self._now = max(self._now, tenant.clock)
             self._used += place.sequences
             tenant.held += 1
-            tenant.clock += place.tokens
+            tenant.clock += place.tokens / place.weight
             waiter.ready.set_result(None)
 
     def _give(self, name: str, tenant: Tenant, place: Place) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from skyrl_actors.messages.keys import AuditEntry, StoredKey
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Failure, Result
+from skyrl_actors.messages.usage import OwnerQuota, Usage
 from skyrl_actors.messages.weights import SamplerWeights
 
 Effect = Literal["applied", "dropped", "none"]
@@ -126,6 +127,20 @@ class Audited:
     entry: AuditEntry
 
 
+@dataclass(frozen=True, slots=True)
+class QuotaSet:
+    """The limits of an owner from now on."""
+
+    quota: OwnerQuota
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What an answered request used. It is added to the session's total of the hour."""
+
+    usage: Usage
+
+
 Entry = (
     Accepted
     | Answered
@@ -137,6 +152,8 @@ Entry = (
     | SnapshotDropped
     | KeyStored
     | Audited
+    | QuotaSet
+    | Used
 )
 
 
@@ -186,4 +203,5 @@ class JournalState:
     operations: tuple[Operation, ...] = ()
     snapshots: tuple[SnapshotTaken, ...] = ()  # the newest of each living model
     keys: tuple[StoredKey, ...] = ()
+    quotas: tuple[OwnerQuota, ...] = ()
     recent: frozenset[str] = frozenset()  # ids of the last answered requests

@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from skyrl_actors import clock
 from skyrl_actors.config.cluster import JournalConfig
 from skyrl_actors.journal import opening, stored_images
+from skyrl_actors.journal import usage as stored_usage
 from skyrl_actors.journal.encoding import decode
 from skyrl_actors.journal.entries import Entry, JournalState, Operation, SnapshotTaken
 from skyrl_actors.journal.group_commit import GroupCommit, reason
@@ -39,6 +40,7 @@ from skyrl_actors.messages.errors import (
 from skyrl_actors.messages.keys import AuditEntry
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
+from skyrl_actors.messages.usage import Usage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -202,6 +204,9 @@ class SqlJournal:
 
     async def audit(self, last: int) -> list[AuditEntry]:
         return await self._read(newest_acts, self.store.engine, last)
+
+    async def usage(self, since: float, until: float, owner: str | None = None) -> list[Usage]:
+        return await self._read(stored_usage.read, self.store.engine, since, until, owner)
 
     async def sweep(self) -> int:
         policy = Retention(self.config.retention_s, KEEP_SNAPSHOTS)

@@ -21,6 +21,7 @@ from skyrl_actors.journal.entries import (
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.rows import operation_of
 from skyrl_actors.messages.keys import AuditEntry, StoredKey
+from skyrl_actors.messages.usage import OwnerQuota, Quota
 
 RECENT = 10_000
 LIVE = sa.select(t.sessions.c.session_id).where(t.sessions.c.ended_at.is_(None))
@@ -68,6 +69,10 @@ def load(connection: sa.Connection, kinds: Kinds, epoch: int) -> JournalState:
         snapshots=tuple(snapshots),
         keys=tuple(
             StoredKey(**row) for row in connection.execute(sa.select(t.api_keys)).mappings()
+        ),
+        quotas=tuple(
+            OwnerQuota(owner=row.owner, name=row.name, quota=Quota(**json.loads(row.quota)))
+            for row in connection.execute(sa.select(t.quotas))
         ),
         recent=frozenset(
             row.request_id for row in connection.execute(recent) if row.answered_at is not None

@@ -7,6 +7,7 @@ from skyrl_actors.journal.entries import Entry, JournalState, Operation, Snapsho
 from skyrl_actors.messages.keys import AuditEntry
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
+from skyrl_actors.messages.usage import Usage
 
 
 class Journal(Protocol):
@@ -85,6 +86,13 @@ class Journal(Protocol):
 
     async def audit(self, last: int) -> list[AuditEntry]:
         """Return the newest administrative acts, oldest first."""
+        ...
+
+    async def usage(self, since: float, until: float, owner: str | None = None) -> list[Usage]:
+        """Return the usage of hours that begin from `since` to before `until`, oldest first.
+
+        `owner` None: that of all.
+        """
         ...
 
     async def sweep(self) -> int:

@@ -17,14 +17,18 @@ from skyrl_actors.journal.entries import (
     Entry,
     KeyStored,
     Operation,
+    QuotaSet,
     SamplerOpened,
     SamplerRetired,
     SessionEnded,
     SessionOpened,
     SnapshotDropped,
     SnapshotTaken,
+    Used,
 )
 from skyrl_actors.journal.images import images_in, without_images
+from skyrl_actors.journal.usage import ADD, added_up
+from skyrl_actors.messages.usage import Usage
 
 ACCEPT = sa.insert(t.operations)
 ANSWER = sa.update(t.operations).where(t.operations.c.number == sa.bindparam("of"))
@@ -33,17 +37,20 @@ ANSWER = sa.update(t.operations).where(t.operations.c.number == sa.bindparam("of
 def statements(entries: Sequence[Entry], blobs: Iterator[Blob]) -> list[tuple[Any, Any]]:
     """Return the statements to execute, each with its parameters."""
     accepted, answered = list[dict[str, Any]](), list[dict[str, Any]]()
-    others: list[Entry] = []
+    used, others = list[Usage](), list[Entry]()
     for entry in entries:
         if isinstance(entry, Accepted):
             accepted.append(accepted_row(entry, next(blobs)))
         elif isinstance(entry, Answered):
             answered.append(answered_row(entry, next(blobs)))
+        elif isinstance(entry, Used):
+            used.append(entry.usage)
         else:
             others.append(entry)
     found: list[tuple[Any, Any]] = [
         *([(ACCEPT, accepted)] if accepted else []),
         *([(ANSWER, answered)] if answered else []),
+        *([(ADD, added_up(used))] if used else []),
     ]
     return found + [(statement, None) for entry in others for statement in _statements(entry)]
 
@@ -99,7 +106,7 @@ def answered_row(entry: Answered, blob: Blob) -> dict[str, Any]:
 
 
 def _statements(entry: Entry) -> list[Any]:
-    assert not isinstance(entry, Accepted | Answered)
+    assert not isinstance(entry, Accepted | Answered | Used)
     if isinstance(entry, SessionOpened):
         values = {
             "session_id": entry.session_id,
@@ -130,6 +137,11 @@ def _statements(entry: Entry) -> list[Any]:
     if isinstance(entry, KeyStored):
         again = sa.delete(t.api_keys).where(t.api_keys.c.digest == entry.key.digest)
         return [again, sa.insert(t.api_keys).values(**asdict(entry.key))]
+    if isinstance(entry, QuotaSet):
+        row = {"owner": entry.quota.owner, "name": entry.quota.name}
+        again = sa.delete(t.quotas).where(t.quotas.c.owner == entry.quota.owner)
+        text = json.dumps(asdict(entry.quota.quota))
+        return [again, sa.insert(t.quotas).values(**row, quota=text)]
     if isinstance(entry, Audited):
         return [sa.insert(t.audit).values(**asdict(entry.entry))]
     where = (t.snapshots.c.model_id == entry.model_id, t.snapshots.c.number == entry.number)

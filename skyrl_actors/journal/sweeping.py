@@ -12,7 +12,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from skyrl_actors.journal import loading, stored_images
+from skyrl_actors.journal import loading, stored_images, usage
 from skyrl_actors.journal import tables as t
 from skyrl_actors.journal.entries import SnapshotDropped
 from skyrl_actors.journal.kinds import Kinds
@@ -67,6 +67,7 @@ class Sweeper:
         for model_id in self._live_models():
             yield from self._model(model_id)
         yield self._retired_samplers()
+        yield Swept(usage.forget(self._store.engine, self._now))
         yield from self._orphans()
 
     def _ended_sessions(self) -> Iterator[Swept]:

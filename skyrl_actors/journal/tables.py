@@ -16,6 +16,8 @@ from sqlalchemy import (
     text,
 )
 
+from skyrl_actors.messages.usage import COUNTED
+
 PROJECT = "skyrl-actors"
 metadata = MetaData()
 LAST_NUMBER = "last_number"
@@ -142,6 +144,24 @@ audit = Table(
     Column("actor", Text, nullable=False),
     Column("act", String(32), nullable=False),
     Column("subject", Text, nullable=False),
+)
+
+quotas = Table(
+    "quotas",
+    metadata,
+    Column("owner", String(16), primary_key=True),
+    Column("name", String(64), nullable=False),
+    Column("quota", Text, nullable=False),  # a Quota as JSON
+)
+
+usage_hours = Table(
+    "usage_hours",
+    metadata,
+    Column("hour", BigInteger, primary_key=True, autoincrement=False),
+    Column("owner", String(16), primary_key=True),
+    Column("session_id", String(128), primary_key=True),
+    Column("base_model", Text, primary_key=True),
+    *(Column(name, BigInteger, nullable=False) for name in COUNTED),
 )
 
 trimmed = Table(

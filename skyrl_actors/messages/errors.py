@@ -5,7 +5,8 @@ SkyrlActorsError
 │   ├── InvalidRequest    a field is missing, mismatched, out of range or unknown
 │   ├── NotFound          an id or a tinker path that does not exist
 │   ├── Conflict          a sequence number used with another body, or a name that is taken
-│   └── CapacityError     a limit is reached; free an object or raise the limit in the config
+│   ├── CapacityError     a limit is reached; free an object or raise the limit in the config
+│   └── QuotaUsed         the API key has used what it may use in this period
 ├── ConfigError           a setting or an argument that cannot work, found before work begins
 └── InternalError         a fault of the service or the machine; the request itself was valid
     ├── StateLost         ranks that held a model's state, or an engine, died, hang or stopped
@@ -65,6 +66,12 @@ class CapacityError(UserError):
     """A limit is reached. The request can succeed after something is freed."""
 
     status = 429
+
+
+class QuotaUsed(UserError):
+    """The API key has used what it may use in this period. SDKs pause for up to an hour."""
+
+    status = 402
 
 
 class ConfigError(SkyrlActorsError):

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 Role = Literal["tenant", "read_only", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
-KeyAct = Literal["add", "revoke", "rotate"]
+Act = Literal["add", "revoke", "rotate", "limit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class KeyTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """An administrative act on a key."""
+    """An administrative act."""
 
     at: float  # seconds since the epoch
     actor: str  # the user and host of the command
-    act: KeyAct
-    subject: str  # the name and id of the key, and what became of it
+    act: Act
+    subject: str  # what was changed, for example the name and id of a key

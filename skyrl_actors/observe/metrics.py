@@ -75,6 +75,22 @@ _ALL = (
         panel="Throughput",
     ),
     Metric(
+        name="prompt_tokens",
+        kind="counter",
+        description="tokens of the prompts of samples, by tenant",
+        unit="tokens",
+        tags=("tenant",),
+        panel="Throughput",
+    ),
+    Metric(
+        name="checkpoints",
+        kind="counter",
+        description="saved checkpoints and exports, by role and tenant",
+        unit="short",
+        tags=("role", "tenant"),
+        panel="Throughput",
+    ),
+    Metric(
         name="sampled_tokens",
         kind="counter",
         description="sampled tokens, by tenant",

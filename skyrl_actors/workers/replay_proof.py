@@ -70,7 +70,7 @@ def replayed(network: Network, routes: Tensor) -> Tensor:
         tokens=tokens.to(network.device),
         positions=torch.arange(start, start + TOKENS, device=network.device),
         blocks=(Block(0, 1, TOKENS * size),),
-        segments=(Segment(TOKENS, {}, 1.0),),
+        segments=(Segment(TOKENS * size, {}, 1.0),),  # of all ranks
         targets=tokens.to(network.device),
         counted=None,
         routes=(routes + 1).to(torch.int16).to(network.device),

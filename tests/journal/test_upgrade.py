@@ -122,7 +122,7 @@ async def test_a_newer_journal_is_refused(config: JournalConfig):
     with pytest.raises(
         ConfigError,
         match="version 0042, written by a newer skyrl-actors, "
-        "and this one supports versions up to 0005",
+        "and this one supports versions up to 0006",
     ):
         await SqlJournal(config, KINDS).open("x")
 

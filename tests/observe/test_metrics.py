@@ -227,6 +227,7 @@ def test_a_service_exports_its_metrics(service: Service, tmp_path: Path):
             loss_fn_inputs={"target_tokens": [2, 3, 4]},
         )
         model.forward_backward([datum], "cross_entropy").result()
+        model.save_state("one").result()
         model.save_weights_and_get_sampling_client().result().sample(
             types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=4)
         ).result()

@@ -19,17 +19,21 @@ from skyrl_actors.journal.entries import (
     JournalState,
     KeyStored,
     Operation,
+    QuotaSet,
     SamplerOpened,
     SamplerRetired,
     SessionEnded,
     SessionOpened,
     SnapshotDropped,
     SnapshotTaken,
+    Used,
 )
+from skyrl_actors.journal.usage import totals
 from skyrl_actors.messages.errors import Corrupt, Unavailable
 from skyrl_actors.messages.keys import AuditEntry, StoredKey
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
+from skyrl_actors.messages.usage import OwnerQuota, Usage
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Disk:
     files: dict[str, object] = field(default_factory=dict)  # written by ranks, by folder
     keys: dict[str, StoredKey] = field(default_factory=dict)
     audit: list[AuditEntry] = field(default_factory=list)
+    quotas: dict[str, OwnerQuota] = field(default_factory=dict)
+    usage: list[Usage] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     full: bool = False
 
@@ -95,6 +101,10 @@ class Disk:
             self.keys[entry.key.digest] = entry.key
         elif isinstance(entry, Audited):
             self.audit.append(entry.entry)
+        elif isinstance(entry, QuotaSet):
+            self.quotas[entry.quota.owner] = entry.quota
+        elif isinstance(entry, Used):
+            self.usage.append(entry.usage)
         elif isinstance(entry, SnapshotDropped):
             self.snapshots.pop((entry.model_id, entry.number), None)
 
@@ -150,6 +160,7 @@ class SimJournal:
             operations=ordered,
             snapshots=tuple(snapshots.values()),
             keys=tuple(disk.keys.values()),
+            quotas=tuple(disk.quotas.values()),
             recent=recent,
         )
 
@@ -177,6 +188,14 @@ class SimJournal:
     async def audit(self, last: int) -> list[AuditEntry]:
         await self._pass_time()
         return self.disk.audit[-last:]
+
+    async def usage(self, since: float, until: float, owner: str | None = None) -> list[Usage]:
+        await self._pass_time()
+        return totals(
+            one
+            for one in self.disk.usage
+            if since <= one.hour < until and owner in (None, one.owner)
+        )
 
     async def trimmed(self, model_id: str) -> int:
         await self._pass_time()

@@ -372,6 +372,7 @@ async def check(world: World, tenants: list[Tenant]) -> None:
         assert found == truth, f"{tenant.spec.model_id}: {found} instead of {truth}"
     for _ in range(100):  # queued requests of ended sessions are answered in the background
         if all(op.answered_at is not None for op in world.disk.operations.values()):
+            check_usage(world.disk)
             return
         await asyncio.sleep(0.1)
     raise AssertionError("an accepted request was never answered")
@@ -440,3 +441,10 @@ def run_many(seeds: range) -> list[int]:
 
 if __name__ == "__main__":
     main()
+
+
+def check_usage(disk: Disk) -> None:
+    """Check that each answered request is in the usage once, whatever died in between."""
+    answered = [op for op in disk.operations.values() if op.answered_at is not None]
+    assert sum(usage.requests for usage in disk.usage) == len(answered)
+    assert sum(usage.failed for usage in disk.usage) == sum(op.failed for op in answered)

@@ -66,7 +66,10 @@ class ForwardBackwardVerb(ModelVerb[ForwardBackward]):
         if op.failure is not None and not is_forward_only:
             model.incomplete = op.failure
 
-    def tokens(self, request: ForwardBackward, result: Result) -> Mapping[str, int]:
+    def input_tokens(self, request: ForwardBackward) -> int:
+        return request.columns.num_tokens
+
+    def usage(self, request: ForwardBackward, result: Result) -> Mapping[str, int]:
         return {"trained_tokens": request.columns.num_tokens}
 
 

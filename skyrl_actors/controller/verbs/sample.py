@@ -52,10 +52,14 @@ class SampleVerb(Verb[Sample]):
             raise NotFound(change_text(sampler, "saved again"))
         return Outcome(output)
 
-    def tokens(self, request: Sample, result: Result) -> Mapping[str, int]:
+    def input_tokens(self, request: Sample) -> int:
+        return len(request.prompt)
+
+    def usage(self, request: Sample, result: Result) -> Mapping[str, int]:
         if not isinstance(result, SampleOutput):
             return {}
-        return {"sampled_tokens": sum(len(one.tokens) for one in result.sequences)}
+        sampled = sum(len(one.tokens) for one in result.sequences)
+        return {"prompt_tokens": len(request.prompt), "sampled_tokens": sampled}
 
 
 def check_sample(request: Sample, config: ClusterConfig, capabilities: Capabilities) -> None:

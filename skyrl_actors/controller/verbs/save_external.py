@@ -1,5 +1,7 @@
 """Save weights in the format of Hugging Face or peft."""
 
+from collections.abc import Mapping
+
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.ledger import Op, Outcome
@@ -23,6 +25,9 @@ class SaveExternalVerb(ModelVerb[SaveExternal]):
     ) -> SaveExternal:
         check_ttl(request.ttl_seconds)
         return request
+
+    def usage(self, request: SaveExternal, result: rs.Result) -> Mapping[str, int]:
+        return {"checkpoints": 1}
 
     async def execute(self, op: Op, request: SaveExternal, context: VerbContext) -> Outcome:
         model = context.ready_model(request.model_id)

@@ -1,5 +1,7 @@
 """Save weights for sampling."""
 
+from collections.abc import Mapping
+
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import check_metadata
@@ -35,6 +37,9 @@ class SaveForSamplerVerb(ModelVerb[SaveForSampler]):
         check_metadata(request.user_metadata)
         return request
 
+    def usage(self, request: SaveForSampler, result: rs.Result) -> Mapping[str, int]:
+        return {} if request.name is None else {"checkpoints": 1}
+
     async def execute(self, op: Op, request: SaveForSampler, context: VerbContext) -> Outcome:
         model = context.ready_model(request.model_id)
         if request.name is None:
@@ -56,6 +61,7 @@ class SaveForSamplerVerb(ModelVerb[SaveForSampler]):
     ) -> Outcome:
         if request.sampler_id is None:
             raise InternalError("save_for_sampler needs a name or a sampler id")
+        context.check_samplers(request.sampler_id)
         weights = await context.backend.save_for_sampler(
             model.spec, op.reading, f"{request.model_id}@{model.versions + 1}"
         )

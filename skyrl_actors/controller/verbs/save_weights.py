@@ -1,5 +1,7 @@
 """Save a training checkpoint."""
 
+from collections.abc import Mapping
+
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import check_metadata
@@ -25,6 +27,9 @@ class SaveWeightsVerb(ModelVerb[SaveWeights]):
         check_ttl(request.ttl_seconds)
         check_metadata(request.user_metadata)
         return request
+
+    def usage(self, request: SaveWeights, result: rs.Result) -> Mapping[str, int]:
+        return {"checkpoints": 1}
 
     async def execute(self, op: Op, request: SaveWeights, context: VerbContext) -> Outcome:
         model = context.ready_model(request.model_id)

@@ -32,11 +32,15 @@ async def save(
     user_metadata: Mapping[str, str],
     ttl_seconds: int | None,
 ) -> Path:
-    """Write a checkpoint, unless this request has written it already. Return its folder."""
+    """Write a checkpoint, unless this request has written it already. Return its folder.
+
+    Raises CapacityError when the API key's quota of bytes is used.
+    """
     folder, is_saved = await context.disk.read(
         context.folders.to_save, path, overwrite, op.request_id
     )
     if not is_saved:
+        await context.check_storage(path.model_id)
         await context.backend.save_checkpoint(
             model.spec, op.reading, str(folder), form=form, mark=op.request_id
         )

@@ -10,17 +10,20 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from skyrl_actors.backends.backend import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller.admission import check_count
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.ledger import Op, Outcome
 from skyrl_actors.controller.model_capacity import ModelCapacity
 from skyrl_actors.controller.progress import Progress
+from skyrl_actors.controller.quotas import Quotas
 from skyrl_actors.controller.router_replay import RouterReplay
 from skyrl_actors.controller.tenants import Model, TenantTable
 from skyrl_actors.journal.entries import Effect, Operation
 from skyrl_actors.journal.protocol import Journal
-from skyrl_actors.messages.errors import Corrupt, InvalidRequest
+from skyrl_actors.messages.errors import CapacityError, Corrupt, InvalidRequest
 from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.precondition import OpPrecondition
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
@@ -50,6 +53,7 @@ class VerbContext:
     capacity: ModelCapacity
     past: Past
     routes: RouterReplay
+    quotas: Quotas
 
     def ready_model(self, model_id: str) -> Model:
         """Return a live model whose creation succeeded. Raises NotFound or InvalidRequest."""
@@ -57,6 +61,25 @@ class VerbContext:
         if not model.ready:
             raise InvalidRequest(f"model {model_id} was not created: its create request failed")
         return model
+
+    def check_samplers(self, sampler_id: str) -> None:
+        """Raise CapacityError when the API key of a new sampler has as many as it may have."""
+        most = self.quotas.of(owner_of(sampler_id)).samplers
+        if most is not None:
+            check_count(self.tenants.samplers, sampler_id, most, "samplers")
+
+    async def check_storage(self, model_id: str) -> None:
+        """Raise CapacityError when checkpoints of the model's API key have all their bytes."""
+        owner = owner_of(model_id)
+        most = self.quotas.of(owner).checkpoint_bytes
+        if most is None:
+            return
+        used = await self.disk.read(self.folders.num_bytes, owner)
+        if used >= most:
+            raise CapacityError(
+                f"the checkpoints of this API key have {used} bytes and may have {most} "
+                "(checkpoint_bytes); delete some first, or save with ttl_seconds"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +136,12 @@ class Verb(Generic[R]):
         """
         return request
 
-    def tokens(self, request: R, result: Result) -> Mapping[str, int]:
-        """Return the metrics that count the tokens of a successful request."""
+    def input_tokens(self, request: R) -> int:
+        """Return the tokens that a request brings."""
+        return 0
+
+    def usage(self, request: R, result: Result) -> Mapping[str, int]:
+        """Return what a successful request used, by fields of `Usage`. They are metrics too."""
         return {}
 
 

@@ -1,0 +1,46 @@
+"""Count what each answered request used, for quotas and for the usage of keys."""
+
+from collections.abc import Callable, Mapping
+
+from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.quotas import Quotas
+from skyrl_actors.controller.verbs import verb_of
+from skyrl_actors.messages.paths import owner_of
+from skyrl_actors.messages.requests import Request
+from skyrl_actors.messages.results import Failure
+from skyrl_actors.messages.usage import HOUR_S, Usage
+
+
+class Metering:
+    """Admits requests by the quotas of their keys. `base_model` is that of new usage."""
+
+    def __init__(self, quotas: Quotas, wall: Callable[[], float]):
+        self.quotas = quotas
+        self.base_model = ""
+        self._wall = wall
+
+    def admit(self, owner: str, request: Request, num_open: int) -> None:
+        """Raise CapacityError or QuotaUsed if the key may not send this request now."""
+        self.quotas.admit(owner, verb_of(request).input_tokens(request), num_open)
+
+    def answered(self, usage: Usage) -> None:
+        """Count usage that is in the journal."""
+        self.quotas.answered(usage)
+
+    def used(self, op: Op, outcome: Outcome) -> Usage:
+        """Return what a request used that is being answered. A failed one has used no tokens."""
+        result, request = outcome.result, op.request
+        is_failed = isinstance(result, Failure)
+        counted: Mapping[str, int] = (
+            {} if is_failed or request is None else verb_of(request).usage(request, result)
+        )
+        now = int(self._wall())
+        return Usage(
+            hour=now - now % HOUR_S,
+            owner=owner_of(op.request_id) or owner_of(op.session_id or ""),
+            session_id=op.session_id or "",
+            base_model=self.base_model,
+            requests=1,
+            failed=int(is_failed),
+            **counted,
+        )

@@ -1,0 +1,283 @@
+"""Quotas of API keys: rates, the day, open requests, weights, and what a restart keeps."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, HttpConfig, JournalConfig
+from skyrl_actors.config.keys import hashed, owner_of_name
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.quotas import Quotas
+from skyrl_actors.controller.shares import Shares
+from skyrl_actors.controller.verbs import KINDS
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.errors import CapacityError, InvalidRequest, NotFound, QuotaUsed
+from skyrl_actors.messages.model import LoraSpec, ModelSpec
+from skyrl_actors.messages.usage import ALL_KEYS, DAY_S, HOUR_S, OwnerQuota, Quota, Usage
+from tests.fakes import FakeBackend
+
+NOON = 20_000 * DAY_S + DAY_S // 2
+ANN, BOB = owner_of_name("ann", ""), owner_of_name("bob", "")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = float(NOON)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def quotas(clock: Clock, owner: str = ANN, **limits: Any) -> Quotas:
+    made = Quotas(clock)
+    made.set(OwnerQuota(owner=owner, name="ann", quota=Quota(**limits)))
+    return made
+
+
+def used(owner: str = ANN, hour: int = NOON, **counts: int) -> Usage:
+    return Usage(hour=hour, owner=owner, session_id="s", base_model="m", **counts)
+
+
+def admitted(made: Quotas, tokens: int = 0, tries: int = 1000) -> int:
+    for number in range(tries):
+        try:
+            made.admit(ANN, tokens, 0)
+        except CapacityError:
+            return number
+    return tries
+
+
+def test_requests_of_a_minute_are_bounded_and_come_back_evenly():
+    clock = Clock()
+    made = quotas(clock, requests_per_minute=60)
+    assert admitted(made) == 60
+    with pytest.raises(CapacityError, match=r"its 60 requests per minute .*try again in 1\.0 s"):
+        made.admit(ANN, 0, 0)
+    made.admit(BOB, 0, 0)  # has no quota
+    clock.now += 5.5
+    assert admitted(made) in (5, 6)
+    clock.now += 3600
+    assert admitted(made) == 60
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 500), st.integers(0, 500)), max_size=60))
+def test_tokens_exceed_the_rate_by_one_request_at_most(
+    events: list[tuple[float, int, int]],
+):
+    """Of requests one after another, with sampled tokens that are known only at the end."""
+    clock = Clock()
+    made, began, total, last = quotas(clock, tokens_per_minute=600), clock.now, 0, 0
+    for pause_s, prompt, sampled in events:
+        clock.now += pause_s
+        try:
+            made.admit(ANN, prompt, 0)
+        except CapacityError:
+            continue
+        allowed = 600 + (clock.now - began) * 10
+        assert total <= allowed + 1e-6
+        made.answered(used(prompt_tokens=prompt, sampled_tokens=sampled))
+        last = prompt + sampled
+        total += last
+    assert total <= 600 + (clock.now - began) * 10 + last + 1e-6
+
+
+def test_a_request_larger_than_a_minute_allows_is_admitted_and_paid_off():
+    clock = Clock()
+    made = quotas(clock, tokens_per_minute=100)
+    made.admit(ANN, 1000, 0)
+    with pytest.raises(CapacityError, match="tokens per minute"):
+        made.admit(ANN, 1, 0)
+    clock.now += 60 * 9 + 1
+    made.admit(ANN, 1, 0)
+
+
+def test_tokens_of_the_day_end_at_midnight():
+    clock = Clock()
+    made = quotas(clock, tokens_per_day=100)
+    made.answered(used(trained_tokens=60))
+    made.answered(used(prompt_tokens=30, sampled_tokens=9))
+    made.answered(used(BOB, trained_tokens=500))
+    made.admit(ANN, 1000, 0)
+    made.answered(used(sampled_tokens=1))
+    with pytest.raises(QuotaUsed, match=r"used 100 tokens today and may use 100 .*in 12\.0 h"):
+        made.admit(ANN, 0, 0)
+    clock.now += DAY_S / 2
+    made.admit(ANN, 0, 0)
+    assert made.today(ANN) == 0
+
+
+def test_a_clock_that_goes_back_gives_no_tokens():
+    clock = Clock()
+    made = quotas(clock, requests_per_minute=2)
+    assert admitted(made) == 2
+    clock.now -= 3600
+    assert admitted(made) == 0
+    clock.now += 29
+    assert admitted(made) == 1
+
+
+def test_keys_without_a_quota_have_that_of_all_keys():
+    clock = Clock()
+    made = quotas(clock, ALL_KEYS, open_requests=1, weight=2.0)
+    with pytest.raises(CapacityError, match="1 requests of this API key are open"):
+        made.admit(BOB, 0, 1)
+    made.set(OwnerQuota(owner=BOB, name="bob", quota=Quota()))
+    made.admit(BOB, 0, 1)
+    assert (made.weight(ANN), made.weight(BOB), made.weight("")) == (2.0, 1.0, 1.0)
+    made.admit("", 0, 1)  # without API keys there are no quotas
+
+
+def test_a_changed_limit_counts_at_once():
+    clock = Clock()
+    made = quotas(clock, requests_per_minute=1)
+    assert admitted(made) == 1
+    made.set(OwnerQuota(owner=ANN, name="ann", quota=Quota(requests_per_minute=5)))
+    assert admitted(made) == 5
+    made.set(OwnerQuota(owner=ANN, name="ann", quota=Quota()))
+    assert admitted(made) == 1000
+
+
+@pytest.mark.parametrize(("weight", "held"), [(1.0, 50), (3.0, 75), (0.25, 20)])
+def test_a_key_of_a_weight_holds_that_part_beside_what_is_free(weight: float, held: int):
+    shares = Shares(limit=100, floor=0, weight=lambda _: weight)
+    shares.take("a", 1)  # a key without units may take all free ones
+    while shares.has_room("a", 1):
+        shares.take("a", 1)
+    assert shares.held("a") == held
+
+
+# With a controller and a journal
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def controller_on(folder: Path, clock: Clock) -> Controller:
+    config = ClusterConfig(
+        base_model=TinyBase(name="tiny"),
+        http=HttpConfig(api_keys=(hashed("ann=tml-of-ann-123"), hashed("bob=tml-of-bob-123"))),
+        checkpoint_dir=folder / "checkpoints",
+    )
+    journal = SqlJournal(JournalConfig(folder=folder / "journal"), KINDS, clock)
+    return Controller(config, FakeBackend(), journal, clock)
+
+
+async def sampled(controller: Controller, session: str, number: int, tokens: int) -> rs.Result:
+    sampler = await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
+    request = rq.Sample(
+        sampler_id=sampler.sampler_id,
+        prompt=(1, 2, 3),
+        params=rq.SamplingParams(max_tokens=tokens, seed=1),
+        seq_id=number,
+    )
+    name = f"r{number}k{session[-10:]}"
+    await controller.submit(request, name)
+    result = await controller.answers.whole(name, 5)
+    assert result is not None
+    return result
+
+
+async def session_of(controller: Controller, owner: str, name: str = "s1") -> str:
+    return await controller.create_session(f"{name}k{owner}")
+
+
+async def test_usage_is_added_with_each_answer_and_kept(tmp_path: Path, clock: Clock):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    session = await session_of(controller, ANN)
+    first = await sampled(controller, session, 0, 4)
+    clock.now += HOUR_S
+    second = await sampled(controller, session, 1, 6)
+    assert isinstance(first, rs.SampleOutput) and isinstance(second, rs.SampleOutput)
+    lengths = [len(one.sequences[0].tokens) for one in (first, second)]
+    await controller.close()
+    again = controller_on(tmp_path, clock)
+    await again.start()
+    found = await again.usage.usage(0, clock.now + 1, ANN)
+    hours = [(one.hour, one.requests, one.prompt_tokens, one.sampled_tokens) for one in found]
+    assert hours == [(NOON, 1, 3, lengths[0]), (NOON + HOUR_S, 1, 3, lengths[1])]
+    assert {(one.session_id, one.base_model) for one in found} == {(session, "tiny")}
+    assert await again.usage.usage(0, clock.now, BOB) == []
+    assert again.quotas.today(ANN) == 6 + sum(lengths)
+    await again.close()
+
+
+async def test_the_quota_of_a_name_holds_after_a_restart(tmp_path: Path, clock: Clock):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    quota = Quota(tokens_per_day=4, weight=2.0)
+    stored = await controller.usage.set_quota("ann", quota, "eve")
+    assert await controller.usage.set_quota("ann", quota, "eve") == stored  # a repeat
+    session = await session_of(controller, ANN)
+    await sampled(controller, session, 0, 4)
+    await controller.close()
+    again = controller_on(tmp_path, clock)
+    await again.start()
+    assert await again.usage.list_quotas() == [stored]
+    with pytest.raises(QuotaUsed):
+        await sampled(again, session, 1, 4)
+    await sampled(again, await session_of(again, BOB, "s2"), 0, 4)
+    acts = [(entry.act, entry.subject) for entry in await again.keys.audit(10)]
+    assert acts == [("limit", "ann: tokens_per_day 4, weight 2")]
+    await again.close()
+
+
+async def test_models_samplers_and_checkpoints_are_bounded(tmp_path: Path, clock: Clock):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    quota = Quota(models=1, samplers=1, checkpoint_bytes=1)
+    await controller.usage.set_quota("ann", quota, "eve")
+    session = await session_of(controller, ANN)
+
+    async def answer(request: rq.Request) -> rs.Result:
+        found = await controller.answers.whole(await controller.submit(request), 5)
+        assert found is not None
+        return found
+
+    spec = ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4))
+    await answer(rq.CreateModel(spec=spec, session_id=session))
+    other = replace(spec, model_id=f"{session}:train:1")
+    with pytest.raises(CapacityError, match="1 models of this API key"):
+        await controller.submit(rq.CreateModel(spec=other, session_id=session))
+    await controller.open_sampler(f"{session}:sample:0", session, "tiny", None)
+    with pytest.raises(CapacityError, match="1 samplers of this API key"):
+        await controller.open_sampler(f"{session}:sample:1", session, "tiny", None)
+    unnamed = await answer(
+        rq.SaveForSampler(model_id=spec.model_id, sampler_id=f"{session}:sample:2")
+    )
+    assert isinstance(unnamed, rs.Failure) and "1 samplers of this API key" in unnamed.message
+    assert isinstance(await answer(rq.SaveWeights(model_id=spec.model_id, name="one")), rs.Saved)
+    refused = await answer(rq.SaveWeights(model_id=spec.model_id, name="two"))
+    assert isinstance(refused, rs.Failure) and refused.category == "user"
+    assert "may have 1 (checkpoint_bytes)" in refused.message
+    await controller.close()
+
+
+@pytest.mark.parametrize(
+    ("which", "quota", "said"),
+    [
+        ("zoe", Quota(), "no valid key has the id or name 'zoe'"),
+        ("ann", Quota(requests_per_minute=0), "requests_per_minute is 0; use 1 to"),
+        ("ann", Quota(models=-1), "models is -1; use 0 to"),
+        ("ann", Quota(weight=0.0), "the weight is 0.0; use more than 0"),
+        ("ann", Quota(weight=float("nan")), "the weight is nan"),
+    ],
+)
+async def test_a_wrong_quota_is_refused(
+    which: str, quota: Quota, said: str, tmp_path: Path, clock: Clock
+):
+    controller = controller_on(tmp_path, clock)
+    await controller.start()
+    with pytest.raises((InvalidRequest, NotFound), match=said):
+        await controller.usage.set_quota(which, quota, "eve")
+    assert await controller.usage.list_quotas() == [] and await controller.keys.audit(9) == []
+    await controller.close()
