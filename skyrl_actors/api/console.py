@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_actors.config.keys import owner_of_name
 from skyrl_actors.messages.paths import owner_of
 
 TO_ALL = (
@@ -20,6 +21,7 @@ TO_ALL = (
     "open_requests",
     "recoveries",
     "counts",
+    "mode",
     "phase",
     "phase_seconds",
     "phase_timeline",
@@ -42,6 +44,12 @@ class Viewer:
 
     def sees(self, text: str) -> bool:
         return self.all or (self.owner is not None and owner_of(text) == self.owner)
+
+    def is_tenant(self, name: str) -> bool:
+        """Return whether counts of this name are shown: a key's name, or without one its owner."""
+        return self.all or (
+            self.owner is not None and self.owner in (name, owner_of_name(name, ""))
+        )
 
     @property
     def scope(self) -> str | None:
@@ -91,8 +99,6 @@ def visible(status: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
             for m in models
             if viewer.sees(m["model_id"])
         ],
-        "tenants": {
-            name: counts for name, counts in tenants.items() if viewer.all or name == viewer.owner
-        },
+        "tenants": {name: counts for name, counts in tenants.items() if viewer.is_tenant(name)},
         "key": "none needed" if viewer.all else "given" if viewer.is_known else "missing",
     }

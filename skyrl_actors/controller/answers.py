@@ -7,6 +7,7 @@ from skyrl_actors.controller.calls import AnswerCalls
 from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.readiness import Readiness
 from skyrl_actors.controller.replies import Replies
+from skyrl_actors.controller.service_mode import PAUSED
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.messages.errors import InternalError
 from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
@@ -23,6 +24,7 @@ class Answers:
         self._backend = context.backend
         self._tenants = context.tenants
         self._capacity = context.capacity
+        self._mode = context.admin.mode
         self._ledger = ledger
         self._results = ledger.results
         self._readiness = readiness
@@ -103,6 +105,8 @@ class Answers:
         """Return the reason why an answer is not ready."""
         if (no_room := self._capacity.reason(request_id)) is not None:
             return Waiting("paused_capacity", no_room)
+        if self._mode.is_paused:
+            return Waiting("paused_capacity", PAUSED)
         state = self._readiness.pause()
         return Waiting() if state is None else Waiting.paused(state)
 

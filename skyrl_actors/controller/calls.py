@@ -15,8 +15,9 @@ from skyrl_actors.messages.catalog import (
     SessionLabels,
     SessionVerb,
 )
-from skyrl_actors.messages.keys import AuditEntry, KeyTable, StoredKey
+from skyrl_actors.messages.keys import Act, AuditEntry, KeyTable, StoredKey
 from skyrl_actors.messages.model import ModelSpec
+from skyrl_actors.messages.operating import Mode, OpenRequest
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
@@ -97,8 +98,6 @@ class KeyCalls(Protocol):
 
     async def revoke_key(self, which: str, actor: str, at: float) -> list[StoredKey]: ...
 
-    async def audit(self, last: int) -> list[AuditEntry]: ...
-
 
 class UsageCalls(Protocol):
     """What the `QuotaStore` of the started controller serves, which documents it."""
@@ -110,6 +109,28 @@ class UsageCalls(Protocol):
     async def usage(self, since: float, until: float, owner: str | None) -> list[Usage]: ...
 
     async def owner_names(self) -> dict[str, str]: ...
+
+
+class OperatorCalls(Protocol):
+    """What the `Operators` of the started controller serve, which document it."""
+
+    async def list_requests(self, owner: str | None, most: int) -> list[OpenRequest]: ...
+
+    async def end_session(self, session_id: str, actor: str) -> None: ...
+
+    async def cancel_request(self, request_id: str, actor: str) -> bool: ...
+
+    async def set_mode(self, mode: Mode, actor: str) -> Mode: ...
+
+
+class AuditCalls(Protocol):
+    """What the `AuditLog` of the started controller serves, which documents it."""
+
+    async def note_access(self, act: Act, owner: str, path: str) -> None: ...
+
+    async def audit(
+        self, last: int, since: float = 0.0, until: float | None = None
+    ) -> list[AuditEntry]: ...
 
 
 class ProcessCalls(Protocol):
@@ -124,7 +145,16 @@ class ProcessCalls(Protocol):
     async def spans(self) -> list[Span]: ...
 
 
-class ControllerCalls(ServiceCalls, AnswerCalls, KeyCalls, UsageCalls, ProcessCalls, Protocol):
+class ControllerCalls(
+    ServiceCalls,
+    AnswerCalls,
+    KeyCalls,
+    UsageCalls,
+    OperatorCalls,
+    AuditCalls,
+    ProcessCalls,
+    Protocol,
+):
     """All methods that the controller's process serves."""
 
 

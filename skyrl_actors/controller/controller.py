@@ -10,29 +10,38 @@ import logging
 import os
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from skyrl_actors import clock
 from skyrl_actors.backends.backend import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller import admission, bounds, housekeeping, overview, startup
+from skyrl_actors.controller.administration import Administration
 from skyrl_actors.controller.answers import Answers
-from skyrl_actors.controller.calls import AnswerCalls, KeyCalls, ServiceCalls, UsageCalls
+from skyrl_actors.controller.audit_log import AuditLog
+from skyrl_actors.controller.calls import (
+    AnswerCalls,
+    AuditCalls,
+    KeyCalls,
+    OperatorCalls,
+    ServiceCalls,
+    UsageCalls,
+)
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.examine import Examiner
 from skyrl_actors.controller.key_store import KeyStore
 from skyrl_actors.controller.lanes import Lanes
-from skyrl_actors.controller.ledger import Ledger, Op, Outcome
+from skyrl_actors.controller.ledger import Ledger
 from skyrl_actors.controller.metering import Metering
 from skyrl_actors.controller.model_capacity import ModelCapacity
 from skyrl_actors.controller.named_samplers import NamedSamplers
+from skyrl_actors.controller.operators import Operators
 from skyrl_actors.controller.quota_store import QuotaStore
-from skyrl_actors.controller.quotas import Quotas
 from skyrl_actors.controller.readiness import Readiness
 from skyrl_actors.controller.replay import Replayer
+from skyrl_actors.controller.resumption import Resumption
 from skyrl_actors.controller.router_replay import RouterReplay
 from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.session_catalog import SessionCatalog
@@ -45,10 +54,9 @@ from skyrl_actors.journal.entries import SessionEnded, SessionOpened
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages import requests as rq
 from skyrl_actors.messages.catalog import CatalogVerb, SessionLabels, SessionNote, SessionVerb
-from skyrl_actors.messages.errors import InternalError, InvalidRequest, NotFound
+from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.model import ModelSpec
 from skyrl_actors.messages.paths import TinkerPath, checked_id
-from skyrl_actors.messages.results import Failure
 from skyrl_actors.transport.protocols import methods_of
 
 log = logging.getLogger(__name__)
@@ -56,9 +64,6 @@ log = logging.getLogger(__name__)
 FIRST_JOIN_S = 1_750_000_000
 SESSIONS_PER_KEY = 1000  # open sessions of one API key
 SWEEP_S = 300.0  # between removals of entries older than journal.retention_s
-OF_ANSWERS = methods_of(AnswerCalls)
-OF_KEYS = methods_of(KeyCalls)
-OF_USAGE = methods_of(UsageCalls)
 
 
 class Controller:
@@ -79,8 +84,8 @@ class Controller:
         self.journal = journal
         self.tenants = TenantTable()
         self.sweep_s = SWEEP_S
-        self.quotas = Quotas(wall)
-        self.queue = bounds.queue_of(config.limits, self.quotas.weight)
+        self.admin = Administration(config, journal, wall)
+        self.queue = bounds.queue_of(config.limits, self.admin.quotas.weight)
         self.results = bounds.results_of()
         self.started_at = wall()
         self.readiness = Readiness(backend, journal)
@@ -91,9 +96,7 @@ class Controller:
         self.folders = folders = CheckpointFolders(
             config.checkpoint_dir, wall, config.checkpoint_mirror
         )
-        self.keys = KeyStore(journal, config.http.api_keys, wall)
-        self.usage = QuotaStore(journal, self.keys, self.quotas, wall)
-        self._meter = Metering(self.quotas, wall)
+        self._meter = Metering(self.admin, wall)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         self.completions = Completions()
         self._ledger = Ledger(
@@ -110,7 +113,7 @@ class Controller:
         self._examiner = Examiner()
         self._tasks = Tasks()
         self._capacity = ModelCapacity(
-            config, self.tenants, self.finish_session, self._tasks.spawn, self.quotas
+            config, self.tenants, self.finish_session, self._tasks.spawn, self.admin.quotas
         )
         self._context = VerbContext(
             config=config,
@@ -121,24 +124,41 @@ class Controller:
             capacity=self._capacity,
             past=self._replayer,
             routes=RouterReplay(config, self.tenants, journal, self._tasks),
-            quotas=self.quotas,
+            admin=self.admin,
         )
+        self._build_parts()
+
+    def _build_parts(self) -> None:
+        """Build the objects that act on the tables."""
         self._samples = Samples(self._ledger, self._context, self._replayer, self._tasks)
         self._lanes = Lanes(self._ledger, self._context, self._replayer, self._samples, self._tasks)
-        self._named_samplers = NamedSamplers(self._context, journal, self._samples.retire)
+        self._named_samplers = NamedSamplers(self._context, self.journal, self._samples.retire)
         self._submission = Submission(
             self._context, self._ledger, self._lanes, self._samples, self._examiner, self._replayer
         )
+        self._resumption = Resumption(
+            self._context, self._ledger, self._lanes, self._samples, self._tasks
+        )
         self._session_end = SessionEnd(self._context, self._ledger, self._lanes, self._samples)
+        self.operators = Operators(
+            self._context, self._ledger, self._lanes, self._samples, self.finish_session
+        )
         self.answers = Answers(self._context, self._ledger, self.readiness)
+        parts: tuple[tuple[type, object], ...] = (
+            (AnswerCalls, self.answers),
+            (KeyCalls, self.admin.keys),
+            (UsageCalls, self.admin.usage),
+            (AuditCalls, self.admin.log),
+            (OperatorCalls, self.operators),
+        )
+        self._parts = {method: part for calls, part in parts for method in methods_of(calls)}
 
     async def start(self) -> Capabilities:
         """Open the journal, attach to ranks and engines that run, and resume open requests."""
         holder = f"service {self.config.name!r} (process {os.getpid()} on {os.uname().nodename})"
         journal_state = await self.journal.open(holder)
         self.epoch = journal_state.epoch
-        self.keys.begin(journal_state.keys)
-        await self.usage.begin(journal_state.quotas)
+        await self.admin.begin(journal_state)
         await self._disk.write("whole checkpoints", self.folders.align)
         able = await self.backend.start(journal_state.epoch)
         self._meter.base_model = able.base_model
@@ -151,7 +171,7 @@ class Controller:
         # Only once the tables are complete: before, a model would be restored to an older position.
         self.backend.on_lost = self._bring_back_role
         self.readiness.capabilities = able
-        await self._resume(unanswered, able)
+        await self._resumption.run(unanswered, able)
         timeout_s = self.config.limits.session_timeout_s
         retention_s = self.config.journal.retention_s
         self._tasks.spawn(
@@ -165,42 +185,6 @@ class Controller:
         )
         return able
 
-    async def _resume(self, unanswered: list[Op], able: Capabilities) -> None:
-        """Free unloaded models, restore live ones, then run unanswered operations."""
-        residents = await self.backend.residents()
-        for model_id in residents.keys() - self.tenants.models.keys():
-            for role in able.roles:
-                with suppress(InternalError):  # restarted ranks do not hold it
-                    await self.backend.delete_model(
-                        ModelSpec(model_id=model_id, base_model=able.base_model, role=role)
-                    )
-        self._capacity.begin(able, residents)
-        for sampler in list(self.tenants.samplers.values()):
-            if sampler.session_id is not None and sampler.session_id not in self.tenants.sessions:
-                await self._samples.retire(sampler)
-        for model_id, model in self.tenants.models.items():
-            if model.ready:
-                self._tasks.spawn(self._lanes.bring_back(model, residents.get(model_id, -1)))
-        for op in unanswered:
-            session_id = op.header.session_id if op.header else None
-            if session_id is not None and session_id not in self.tenants.sessions:
-                if op.model_id is not None:
-                    self.queue.drain(op.model_id)
-                text = f"session {session_id} was finished before this ran"
-                self._tasks.spawn(self._ledger.answer(op, Outcome(Failure(text, "user"))))
-            elif op.model_id is None:
-                self._tasks.spawn(self._resume_sample(op))
-            elif (
-                op.model_id not in self.tenants.models or not self.tenants.models[op.model_id].ready
-            ):
-                self._lanes.start_next(op.model_id)
-
-    async def _resume_sample(self, op: Op) -> None:
-        try:
-            self._samples.start(op, self.tenants.sampler(op.stream))
-        except NotFound as error:
-            await self._ledger.answer(op, Outcome(Failure.of(error)))
-
     def _bring_back_role(self, role: str) -> None:
         for model in self.tenants.models.values():
             if model.spec.role == role and model.ready and not self._closing:
@@ -208,11 +192,7 @@ class Controller:
 
     def part_for(self, method: str) -> object:
         """Return the object that serves this method of the started controller."""
-        if method in OF_KEYS:
-            return self.keys
-        if method in OF_USAGE:
-            return self.usage
-        return self.answers if method in OF_ANSWERS else self
+        return self._parts.get(method, self)
 
     async def create_session(
         self,
@@ -224,6 +204,7 @@ class Controller:
         self.readiness.check_started()
         session_id = checked_id(session_id or f"s{uuid.uuid4().hex[:16]}", "session id")
         if session_id not in self.tenants.sessions:
+            self.admin.mode.check_accepts()
             admission.check_count(self.tenants.sessions, session_id, SESSIONS_PER_KEY, "sessions")
             admission.check_metadata(labels.user_metadata)
             admission.check_tags(labels.tags)
@@ -274,7 +255,7 @@ class Controller:
 
     async def cancel_sample(self, request_id: str) -> None:
         """Cancel a sample that is not answered yet. Unknown ids and other verbs are ignored."""
-        self._samples.cancel(request_id)
+        self._samples.cancel(request_id, "cancelled by its client")
 
     async def join_sampler(self, sampler_id: str) -> int:
         """Return a number that no other copy of this sampler's client has.
@@ -338,13 +319,14 @@ class Controller:
             "ready": self.readiness.capabilities is not None,
             "fault": self.readiness.fault(),
             "epoch": self.epoch,
+            "mode": self.admin.mode.mode,
         }
         uptime_s = round(self.wall() - self.started_at, 1)
         mine |= self._capacity.status()
         return {
             **mine,
             "uptime_s": uptime_s,
-            **overview.of(self.tenants, self.queue, self._replayer),
+            **overview.of(self.tenants, self.queue, self._replayer, self.admin.keys.label),
             **backend,
         }
 
@@ -369,3 +351,5 @@ if TYPE_CHECKING:
     _: type[ServiceCalls] = Controller
     _of_keys: type[KeyCalls] = KeyStore
     _of_usage: type[UsageCalls] = QuotaStore
+    _of_operators: type[OperatorCalls] = Operators
+    _of_audit: type[AuditCalls] = AuditLog

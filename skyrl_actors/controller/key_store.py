@@ -41,12 +41,16 @@ class KeyStore:
         self._configured = {key.digest: key for key in configured_keys(configured)}
         self._wall = wall
         self._keys: dict[str, StoredKey] = {}
+        self._names: dict[str, str] = {}
         self._table = table_of(())
+        self.begin(())
         self._acting = asyncio.Lock()  # an act decides by what the one before it stored
 
     def begin(self, keys: Iterable[StoredKey]) -> None:
         """Take the keys that are in the journal."""
         self._keys = {key.digest: key for key in keys}
+        known = (self._configured | self._keys).values()
+        self._names = {owner_of_name(key.name, ""): key.name for key in known if key.name}
         self._table = table_of(self._keys.values())
 
     async def known_keys(self, version: str) -> KeyTable | None:
@@ -111,17 +115,16 @@ class KeyStore:
         """Return owner and name of a valid key by its name or id. Raises NotFound."""
         for key in self._valid(self._wall()):
             if which and which in (key.key_id, key.name):
-                return owner_of_name(key.name, key.digest), key.name or key.key_id
+                return owner_of_name(key.name, key.digest), key.name
         raise NotFound(f"no valid key has the id or name {which[:80]!r}; `key list` shows all")
 
     def names(self) -> dict[str, str]:
-        """Return the names of owners. An owner without a name has the id of its key."""
-        known = (self._configured | self._keys).values()
-        return {owner_of_name(key.name, key.digest): key.name or key.key_id for key in known}
+        """Return the names of owners that have one."""
+        return dict(self._names)
 
-    async def audit(self, last: int) -> list[AuditEntry]:
-        """Return the newest acts on keys, oldest first."""
-        return await self._journal.audit(last)
+    def label(self, owner: str) -> str:
+        """Return the name of an owner. One without a name is its own label."""
+        return self._names.get(owner, owner)
 
     def _valid(self, now: float) -> list[StoredKey]:
         return [key for key in (self._configured | self._keys).values() if key.is_valid(now)]

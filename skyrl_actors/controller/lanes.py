@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 
-from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome, failed
+from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger
+from skyrl_actors.controller.operations import Op, Outcome, failed
 from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.recording import record_metrics, record_span
 from skyrl_actors.controller.replay import Replayer
@@ -61,11 +62,32 @@ class Lanes:
         COUNTS.watch("open_requests", lambda: self.queue.num_open)
         COUNTS.watch("recoveries", lambda: replayer.recoveries)
 
+    def cancel(self, op: Op, why: str) -> None:
+        """Let a request that does not run yet fail when it is the next of its model."""
+        op.cancelled = why
+        assert op.model_id is not None
+        if op.kind is not None and model_verb(op.kind).creates_model:
+            self.capacity.withdraw(op.model_id, why)
+        self.start_next(op.model_id)
+
+    def start_all(self) -> None:
+        """Start the next request of every model."""
+        for model_id in self.queue.lengths():
+            self.start_next(model_id)
+
     def start_next(self, model_id: str) -> None:
-        """Start the model's next request, if none runs and one is confirmed."""
+        """Start the model's next request, if none runs, one is confirmed and nothing is paused."""
+        head = self.queue.head(model_id)
+        if self.context.admin.mode.is_paused and head and not self._ends(self.ledger.ops[head]):
+            return
         request_id = self.queue.next(model_id)
         if request_id is not None:
             self.tasks.spawn(self._run(self.ledger.ops[request_id], model_id))
+
+    def _ends(self, op: Op) -> bool:
+        """Return whether a request only ends something, which a pause does not delay."""
+        ends_model = op.kind is not None and model_verb(op.kind).ends_model
+        return ends_model or op.cancelled is not None
 
     async def _run(self, op: Op, model_id: str) -> None:
         named(op.request_id, model_id)
@@ -92,6 +114,8 @@ class Lanes:
     async def _outcome(self, op: Op, progress: Progress) -> Outcome:
         try:
             request = await self.ledger.request_of(op)
+            if op.cancelled:
+                raise UserError(op.cancelled)
             if await verb_of_model(request).prepare(op, request, self.context):
                 op.begun = time.monotonic()
             return await self._attempts(op, request, progress)
@@ -174,6 +198,7 @@ class Lanes:
             op,
             outcome,
             {name: model.spec.role for name, model in self.tenants.models.items()},
+            self.context.admin.keys.label,
         )
 
     def _fold(self, op: Op, outcome: Outcome, model: Model) -> None:

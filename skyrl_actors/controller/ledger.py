@@ -7,95 +7,34 @@ until they are written.
 
 import asyncio
 import logging
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from skyrl_actors import clock
 from skyrl_actors.controller.completions import Completions
+from skyrl_actors.controller.operations import Op, Outcome, accepted, cost_of, storable
 from skyrl_actors.controller.payloads import PayloadMemory
 from skyrl_actors.controller.queue import KEPT_PER_STREAM, RequestQueue
 from skyrl_actors.controller.recall import Recall
 from skyrl_actors.controller.waiters import ResultTable
-from skyrl_actors.journal import encoding
-from skyrl_actors.journal.entries import Accepted, Answered, Effect, Entry, Operation, Used
+from skyrl_actors.journal.entries import Answered, Entry, Operation, Used
 from skyrl_actors.journal.protocol import Journal
 from skyrl_actors.messages.errors import (
     Corrupt,
-    InternalError,
     InvalidRequest,
     SkyrlActorsError,
     Unavailable,
-    UserError,
 )
 from skyrl_actors.messages.paths import owner_of
-from skyrl_actors.messages.precondition import OpPrecondition
-from skyrl_actors.messages.requests import Request, Sample
-from skyrl_actors.messages.results import Failure, Result, without_routes
+from skyrl_actors.messages.requests import Request
+from skyrl_actors.messages.results import without_routes
 from skyrl_actors.messages.sizes import size_of
 from skyrl_actors.messages.usage import Usage
 
 log = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Op:
-    """An accepted request that is not answered.
-
-    `request` is None while it is in the journal only; it is read when it runs.
-    """
-
-    number: int
-    request_id: str
-    stream: str
-    model_id: str | None  # the model in whose queue it is; None for a sample
-    request: Request | None
-    header: Operation | None = None
-    session_id: str | None = None
-    seq_id: int | None = None  # the client's sequence number within the stream
-    after: int = -1  # the operation whose state this one runs on; set when it runs
-    accepted: float = field(default_factory=time.monotonic)  # after a restart: when it was resumed
-    begun: float | None = None  # when it started, on the same clock
-    num_bytes: int = 0  # size of the payload
-    # Sequences and maximum tokens of a sample. After a restart the request is not read, so (1, 1).
-    cost: tuple[int, int] = (1, 1)
-
-    @property
-    def kind(self) -> str | None:
-        """The name of the request's class, or None when the journal has lost the request."""
-        if self.request is not None:
-            return type(self.request).__name__
-        return self.header.kind if self.header else None
-
-    @property
-    def precondition(self) -> OpPrecondition:
-        return OpPrecondition(self.number, self.after, self.request_id)
-
-    @property
-    def reading(self) -> OpPrecondition:
-        """The precondition of a verb that does not change the state."""
-        return OpPrecondition(None, self.after, self.request_id)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of an operation. `entries` become durable together with the answer."""
-
-    result: Result
-    effect: Effect = "none"
-    entries: tuple[Entry, ...] = ()
-
-
-def cost_of(request: Request) -> tuple[int, int]:
-    """Return the sequences and the maximum tokens of a sample, (1, 1) for other requests."""
-    if not isinstance(request, Sample):
-        return 1, 1
-    params = request.params
-    return params.num_samples, len(request.prompt) + params.num_samples * params.max_tokens
 
 
 class Meter(Protocol):
@@ -171,19 +110,7 @@ class Ledger:
         self._accepting[op.request_id] = written
         refused: SkyrlActorsError | None = Unavailable("the request was not accepted")
         try:
-            await self.journal.write(
-                Accepted(
-                    number=op.number,
-                    request_id=op.request_id,
-                    stream=stream,
-                    seq_id=seq_id,
-                    digest=int(digest),
-                    model_id=model_id,
-                    session_id=session_id,
-                    accepted_at=self.wall(),
-                    request=request,
-                )
-            )
+            await self.journal.write(accepted(op, digest, self.wall()))
             refused = None
         except (Unavailable, InvalidRequest) as error:  # the database can refuse a value
             refused = error
@@ -274,7 +201,7 @@ class Ledger:
 
     async def answer(self, op: Op, outcome: Outcome, step: int | None = None) -> None:
         """Make an answer durable, then visible. Waits while the journal cannot write."""
-        outcome = _storable(outcome)
+        outcome = storable(outcome)
         answered = Answered(
             number=op.number,
             request_id=op.request_id,
@@ -306,27 +233,3 @@ class Ledger:
                 log.warning("waiting for the journal: %s", error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _storable(outcome: Outcome) -> Outcome:
-    """Replace an answer that cannot be stored by a failure. Its effect on the model stays."""
-    try:
-        encoding.check(outcome.result)
-        return outcome
-    except InvalidRequest as error:
-        log.error("an answer cannot be stored: %s", error)
-        return replace(
-            outcome, result=Failure.of(InternalError(f"the answer cannot be stored: {error}"))
-        )
-
-
-def failed(op: Op, error: Exception) -> Outcome:
-    """Return the outcome of a fault, and log one that is not the client's."""
-    if not isinstance(error, UserError):
-        log.error(
-            "request %s failed: %s",
-            op.request_id,
-            error,
-            exc_info=not isinstance(error, SkyrlActorsError),
-        )
-    return Outcome(Failure.of(error))

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from skyrl_actors.controller.ledger import Op, Outcome
-from skyrl_actors.controller.quotas import Quotas
+from skyrl_actors.controller.administration import Administration
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.verbs import verb_of
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.requests import Request
@@ -14,18 +14,19 @@ from skyrl_actors.messages.usage import HOUR_S, Usage
 class Metering:
     """Admits requests by the quotas of their keys. `base_model` is that of new usage."""
 
-    def __init__(self, quotas: Quotas, wall: Callable[[], float]):
-        self.quotas = quotas
+    def __init__(self, admin: Administration, wall: Callable[[], float]):
+        self._admin = admin
         self.base_model = ""
         self._wall = wall
 
     def admit(self, owner: str, request: Request, num_open: int) -> None:
-        """Raise CapacityError or QuotaUsed if the key may not send this request now."""
-        self.quotas.admit(owner, verb_of(request).input_tokens(request), num_open)
+        """Raise CapacityError, QuotaUsed or Unavailable if it cannot be accepted now."""
+        self._admin.mode.check_accepts()
+        self._admin.quotas.admit(owner, verb_of(request).input_tokens(request), num_open)
 
     def answered(self, usage: Usage) -> None:
         """Count usage that is in the journal."""
-        self.quotas.answered(usage)
+        self._admin.quotas.answered(usage)
 
     def used(self, op: Op, outcome: Outcome) -> Usage:
         """Return what a request used that is being answered. A failed one has used no tokens."""

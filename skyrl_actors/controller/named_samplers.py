@@ -66,6 +66,7 @@ class NamedSamplers:
     ) -> Sampler:
         if session_id is not None:
             self._tenants.session(session_id)
+            self._context.admin.mode.check_accepts()
             self._context.check_samplers(sampler_id)
         sampler = await self._pinned(sampler_id, session_id, base_model, path)
         if (

@@ -1,19 +1,26 @@
 """The tables of sessions, models and queues as `status` shows them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_actors.controller.queue import RequestQueue
+from skyrl_actors.controller.recording import NOBODY
 from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.tenants import TenantTable
+from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.observe.counts import COUNTS, Tags
 
 SHOWN = 20  # number of the newest durations
 COUNTED = ("trained_tokens", "sampled_tokens", "operations")
 
 
-def of(tenants: TenantTable, queue: RequestQueue, replayer: Replayer) -> dict[str, Any]:
-    """Return sessions, models, queues, counts and durations as JSON values."""
+def of(
+    tenants: TenantTable, queue: RequestQueue, replayer: Replayer, label: Callable[[str], str]
+) -> dict[str, Any]:
+    """Return sessions, models, queues, counts and durations as JSON values.
+
+    `label` returns the name of an owner.
+    """
     return {
         "sessions": len(tenants.sessions),
         "samplers": len(tenants.samplers),
@@ -22,6 +29,7 @@ def of(tenants: TenantTable, queue: RequestQueue, replayer: Replayer) -> dict[st
         "models": [
             {
                 "model_id": m.spec.model_id,
+                "tenant": _tenant(m.spec.model_id, label),
                 "role": m.spec.role,
                 "lora_rank": m.spec.lora.rank if m.spec.lora else 0,
                 "steps": m.steps,
@@ -36,8 +44,13 @@ def of(tenants: TenantTable, queue: RequestQueue, replayer: Replayer) -> dict[st
     }
 
 
+def _tenant(model_id: str, label: Callable[[str], str]) -> str:
+    owner = owner_of(model_id)
+    return label(owner) if owner else NOBODY
+
+
 def counted(totals: Mapping[tuple[str, Tags], float]) -> dict[str, Any]:
-    """Return totals since this controller started, in all and by API key ("-": without a key)."""
+    """Return totals since this controller started, in all and by tenant: the name of a key."""
     counts = dict.fromkeys(COUNTED, 0.0)
     tenants: dict[str, dict[str, float]] = {}
     for (metric, tags), value in totals.items():

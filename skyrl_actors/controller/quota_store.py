@@ -60,7 +60,7 @@ class QuotaStore:
         return await self._journal.usage(since, until, owner)
 
     async def owner_names(self) -> dict[str, str]:
-        """Return the names of all owners that have or had a key."""
+        """Return the names of all owners that have or had a key with a name."""
         return self._keys.names()
 
 

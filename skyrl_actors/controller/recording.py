@@ -2,8 +2,9 @@
 
 import re
 import time
+from collections.abc import Callable
 
-from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.verbs import verb_of
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.results import Failure
@@ -13,8 +14,17 @@ from skyrl_actors.observe.spans import Span, Spans
 NOBODY = "-"  # the tenant of requests without an API key
 
 
-def record_metrics(counts: Counts, op: Op, outcome: Outcome, roles: dict[str, str]) -> None:
-    """Count an operation, its times and its tokens. `roles` maps live model ids to roles."""
+def record_metrics(
+    counts: Counts,
+    op: Op,
+    outcome: Outcome,
+    roles: dict[str, str],
+    label: Callable[[str], str] = str,
+) -> None:
+    """Count an operation, its times and its tokens.
+
+    `roles` maps live model ids to roles. `label` returns the name of an owner.
+    """
     request, result = op.request, outcome.result
     verb = _snake(type(request).__name__) if request is not None else "unread"
     tag = (
@@ -29,7 +39,8 @@ def record_metrics(counts: Counts, op: Op, outcome: Outcome, roles: dict[str, st
     counts.add("run_seconds", ended - begun, verb=verb)
     if tag != "ok" or request is None:
         return
-    tenant = owner_of(op.request_id) or NOBODY
+    owner = owner_of(op.request_id)
+    tenant = label(owner) if owner else NOBODY
     for metric, value in verb_of(request).usage(request, result).items():
         role = {"role": roles.get(op.model_id, "policy")} if op.model_id else {}
         counts.add(metric, value, **role, tenant=tenant)

@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome, failed
+from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger
+from skyrl_actors.controller.operations import Op, Outcome, failed
 from skyrl_actors.controller.recording import record_metrics, record_span
 from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.slots import FairSlots
@@ -55,17 +56,18 @@ class Samples:
         self._sampling: dict[str, asyncio.Task[None]] = {}
         # By version: retired samplers that still have unanswered samples.
         self._leaving: Counter[str] = Counter()
-        self._cancelled: set[str] = set()
+        self._cancelled: dict[str, str] = {}  # request id -> why
 
     def start(self, op: Op, sampler: Sampler) -> None:
         """Start a sample. It counts as a user of its sampler until it is answered."""
         sampler.users += 1
         self._sampling[op.request_id] = self.tasks.spawn(self._run(op, sampler))
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, why: str) -> None:
+        """Let a sample fail that is not answered yet. Unknown ids are ignored."""
         task = self._sampling.get(request_id)
         if task is not None:
-            self._cancelled.add(request_id)
+            self._cancelled[request_id] = why
             task.cancel()
 
     async def add_sampler(self, entry: SamplerOpened) -> None:
@@ -87,8 +89,9 @@ class Samples:
     async def _run(self, op: Op, sampler: Sampler) -> None:
         named(op.request_id, sampler.sampler_id)
         try:
+            await self.context.admin.mode.until_started()
             tenant = owner_of(op.request_id) or sampler.session_id or sampler.sampler_id
-            weight = self.context.quotas.weight(owner_of(op.request_id))
+            weight = self.context.admin.quotas.weight(owner_of(op.request_id))
             async with self._slots.hold(tenant, *op.cost, weight) as place:
                 request = await self.ledger.request_of(op)
                 assert isinstance(request, rq.Sample)
@@ -101,7 +104,7 @@ class Samples:
             if op.request_id not in self._cancelled:
                 raise
             asyncio.current_task().uncancel()  # type: ignore[union-attr]
-            outcome = Outcome(Failure("cancelled by its client", "user", "Cancelled"))
+            outcome = Outcome(Failure(self._cancelled[op.request_id], "user", "Cancelled"))
         except Exception as error:  # noqa: BLE001  every fault becomes an answer
             outcome = failed(op, error)
         if isinstance(outcome.result, SampleOutput):
@@ -112,8 +115,8 @@ class Samples:
                 outcome.result.version,
             )
         del self._sampling[op.request_id]  # from here on it can no longer be cancelled
-        self._cancelled.discard(op.request_id)
-        record_metrics(COUNTS, op, outcome, {})
+        self._cancelled.pop(op.request_id, None)
+        record_metrics(COUNTS, op, outcome, {}, self.context.admin.keys.label)
         await self.ledger.answer(op, outcome)
         record_span(SPANS, op, outcome, time.monotonic())
         self.completions.note(

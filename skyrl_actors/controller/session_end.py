@@ -4,7 +4,8 @@ import asyncio
 from dataclasses import replace
 
 from skyrl_actors.controller.lanes import Lanes
-from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger, Op, Outcome
+from skyrl_actors.controller.ledger import LONGEST_PAUSE_S, Ledger
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.messages import requests as rq

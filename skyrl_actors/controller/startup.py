@@ -4,7 +4,8 @@ import asyncio
 import logging
 
 from skyrl_actors.controller.completions import EPOCH_BITS
-from skyrl_actors.controller.ledger import Ledger, Op
+from skyrl_actors.controller.ledger import Ledger
+from skyrl_actors.controller.operations import Op
 from skyrl_actors.controller.progress import Progress
 from skyrl_actors.controller.replay import Replayer
 from skyrl_actors.controller.tenants import Model, Sampler, TenantSession, TenantTable

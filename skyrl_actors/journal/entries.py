@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skyrl_actors.messages.keys import AuditEntry, StoredKey
+from skyrl_actors.messages.operating import Mode
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Failure, Result
 from skyrl_actors.messages.usage import OwnerQuota, Usage
@@ -135,6 +136,13 @@ class QuotaSet:
 
 
 @dataclass(frozen=True, slots=True)
+class ModeSet:
+    """What the service does with requests from now on."""
+
+    mode: Mode
+
+
+@dataclass(frozen=True, slots=True)
 class Used:
     """What an answered request used. It is added to the session's total of the hour."""
 
@@ -153,6 +161,7 @@ Entry = (
     | KeyStored
     | Audited
     | QuotaSet
+    | ModeSet
     | Used
 )
 
@@ -204,4 +213,5 @@ class JournalState:
     snapshots: tuple[SnapshotTaken, ...] = ()  # the newest of each living model
     keys: tuple[StoredKey, ...] = ()
     quotas: tuple[OwnerQuota, ...] = ()
+    mode: Mode = "running"
     recent: frozenset[str] = frozenset()  # ids of the last answered requests

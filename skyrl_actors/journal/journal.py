@@ -202,8 +202,10 @@ class SqlJournal:
     async def verified_snapshot(self, snapshot: SnapshotTaken) -> Path:
         return await asyncio.to_thread(self._folders.verify, snapshot)
 
-    async def audit(self, last: int) -> list[AuditEntry]:
-        return await self._read(newest_acts, self.store.engine, last)
+    async def audit(
+        self, last: int, since: float = 0.0, until: float | None = None
+    ) -> list[AuditEntry]:
+        return await self._read(newest_acts, self.store.engine, last, since, until)
 
     async def usage(self, since: float, until: float, owner: str | None = None) -> list[Usage]:
         return await self._read(stored_usage.read, self.store.engine, since, until, owner)

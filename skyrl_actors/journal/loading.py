@@ -21,6 +21,7 @@ from skyrl_actors.journal.entries import (
 from skyrl_actors.journal.kinds import Kinds
 from skyrl_actors.journal.rows import operation_of
 from skyrl_actors.messages.keys import AuditEntry, StoredKey
+from skyrl_actors.messages.operating import MODES, Mode
 from skyrl_actors.messages.usage import OwnerQuota, Quota
 
 RECENT = 10_000
@@ -74,16 +75,29 @@ def load(connection: sa.Connection, kinds: Kinds, epoch: int) -> JournalState:
             OwnerQuota(owner=row.owner, name=row.name, quota=Quota(**json.loads(row.quota)))
             for row in connection.execute(sa.select(t.quotas))
         ),
+        mode=_mode(connection),
         recent=frozenset(
             row.request_id for row in connection.execute(recent) if row.answered_at is not None
         ),
     )
 
 
-def newest_acts(engine: sa.Engine, last: int) -> list[AuditEntry]:
-    """Return the newest administrative acts, oldest first."""
+def _mode(connection: sa.Connection) -> Mode:
+    query = sa.select(t.info.c.value).where(t.info.c.key == t.MODE)
+    found = connection.execute(query).scalar()
+    modes: dict[str, Mode] = {mode: mode for mode in MODES}
+    return modes.get(found or "", "running")
+
+
+def newest_acts(
+    engine: sa.Engine, last: int, since: float, until: float | None
+) -> list[AuditEntry]:
+    """Return the newest acts from `since` to before `until`, oldest first."""
     c = t.audit.c
-    query = sa.select(c.at, c.actor, c.act, c.subject).order_by(c.number.desc()).limit(last)
+    query = sa.select(c.at, c.actor, c.act, c.subject).where(c.at >= since)
+    if until is not None:
+        query = query.where(c.at < until)
+    query = query.order_by(c.number.desc()).limit(last)
     with engine.connect() as connection:
         found = connection.execute(query).mappings().all()
     return [AuditEntry(**row) for row in reversed(found)]

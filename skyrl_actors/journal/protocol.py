@@ -84,8 +84,10 @@ class Journal(Protocol):
         """Return a snapshot's folder. Raises Corrupt when a file is missing or changed."""
         ...
 
-    async def audit(self, last: int) -> list[AuditEntry]:
-        """Return the newest administrative acts, oldest first."""
+    async def audit(
+        self, last: int, since: float = 0.0, until: float | None = None
+    ) -> list[AuditEntry]:
+        """Return the newest acts from `since` to before `until`, oldest first."""
         ...
 
     async def usage(self, since: float, until: float, owner: str | None = None) -> list[Usage]:

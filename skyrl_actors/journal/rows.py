@@ -16,6 +16,7 @@ from skyrl_actors.journal.entries import (
     Blob,
     Entry,
     KeyStored,
+    ModeSet,
     Operation,
     QuotaSet,
     SamplerOpened,
@@ -142,6 +143,9 @@ def _statements(entry: Entry) -> list[Any]:
         again = sa.delete(t.quotas).where(t.quotas.c.owner == entry.quota.owner)
         text = json.dumps(asdict(entry.quota.quota))
         return [again, sa.insert(t.quotas).values(**row, quota=text)]
+    if isinstance(entry, ModeSet):
+        again = sa.delete(t.info).where(t.info.c.key == t.MODE)
+        return [again, sa.insert(t.info).values(key=t.MODE, value=entry.mode)]
     if isinstance(entry, Audited):
         return [sa.insert(t.audit).values(**asdict(entry.entry))]
     where = (t.snapshots.c.model_id == entry.model_id, t.snapshots.c.number == entry.number)

@@ -20,6 +20,7 @@ from skyrl_actors.messages.usage import COUNTED
 
 PROJECT = "skyrl-actors"
 metadata = MetaData()
+MODE = "mode"
 LAST_NUMBER = "last_number"
 """Key in `journal_info`: no later operation gets this number or a lower one."""
 

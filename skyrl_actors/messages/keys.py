@@ -5,7 +5,21 @@ from typing import Literal, get_args
 
 Role = Literal["tenant", "read_only", "admin"]
 ROLES: tuple[Role, ...] = get_args(Role)
-Act = Literal["add", "revoke", "rotate", "limit"]
+Act = Literal[
+    "add",
+    "revoke",
+    "rotate",
+    "limit",
+    "end",
+    "cancel",
+    "pause",
+    "drain",
+    "resume",
+    "publish",
+    "unpublish",
+    "read",
+]
+"""Acts on keys, sessions, requests and the service, and on published checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +60,6 @@ class AuditEntry:
     """An administrative act."""
 
     at: float  # seconds since the epoch
-    actor: str  # the user and host of the command
+    actor: str  # the user and host of a command, or the name of a key
     act: Act
     subject: str  # what was changed, for example the name and id of a key

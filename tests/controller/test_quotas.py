@@ -202,12 +202,12 @@ async def test_usage_is_added_with_each_answer_and_kept(tmp_path: Path, clock: C
     await controller.close()
     again = controller_on(tmp_path, clock)
     await again.start()
-    found = await again.usage.usage(0, clock.now + 1, ANN)
+    found = await again.admin.usage.usage(0, clock.now + 1, ANN)
     hours = [(one.hour, one.requests, one.prompt_tokens, one.sampled_tokens) for one in found]
     assert hours == [(NOON, 1, 3, lengths[0]), (NOON + HOUR_S, 1, 3, lengths[1])]
     assert {(one.session_id, one.base_model) for one in found} == {(session, "tiny")}
-    assert await again.usage.usage(0, clock.now, BOB) == []
-    assert again.quotas.today(ANN) == 6 + sum(lengths)
+    assert await again.admin.usage.usage(0, clock.now, BOB) == []
+    assert again.admin.quotas.today(ANN) == 6 + sum(lengths)
     await again.close()
 
 
@@ -215,18 +215,18 @@ async def test_the_quota_of_a_name_holds_after_a_restart(tmp_path: Path, clock: 
     controller = controller_on(tmp_path, clock)
     await controller.start()
     quota = Quota(tokens_per_day=4, weight=2.0)
-    stored = await controller.usage.set_quota("ann", quota, "eve")
-    assert await controller.usage.set_quota("ann", quota, "eve") == stored  # a repeat
+    stored = await controller.admin.usage.set_quota("ann", quota, "eve")
+    assert await controller.admin.usage.set_quota("ann", quota, "eve") == stored  # a repeat
     session = await session_of(controller, ANN)
     await sampled(controller, session, 0, 4)
     await controller.close()
     again = controller_on(tmp_path, clock)
     await again.start()
-    assert await again.usage.list_quotas() == [stored]
+    assert await again.admin.usage.list_quotas() == [stored]
     with pytest.raises(QuotaUsed):
         await sampled(again, session, 1, 4)
     await sampled(again, await session_of(again, BOB, "s2"), 0, 4)
-    acts = [(entry.act, entry.subject) for entry in await again.keys.audit(10)]
+    acts = [(entry.act, entry.subject) for entry in await again.admin.log.audit(10)]
     assert acts == [("limit", "ann: tokens_per_day 4, weight 2")]
     await again.close()
 
@@ -235,7 +235,7 @@ async def test_models_samplers_and_checkpoints_are_bounded(tmp_path: Path, clock
     controller = controller_on(tmp_path, clock)
     await controller.start()
     quota = Quota(models=1, samplers=1, checkpoint_bytes=1)
-    await controller.usage.set_quota("ann", quota, "eve")
+    await controller.admin.usage.set_quota("ann", quota, "eve")
     session = await session_of(controller, ANN)
 
     async def answer(request: rq.Request) -> rs.Result:
@@ -278,6 +278,9 @@ async def test_a_wrong_quota_is_refused(
     controller = controller_on(tmp_path, clock)
     await controller.start()
     with pytest.raises((InvalidRequest, NotFound), match=said):
-        await controller.usage.set_quota(which, quota, "eve")
-    assert await controller.usage.list_quotas() == [] and await controller.keys.audit(9) == []
+        await controller.admin.usage.set_quota(which, quota, "eve")
+    assert (
+        await controller.admin.usage.list_quotas() == []
+        and await controller.admin.log.audit(9) == []
+    )
     await controller.close()

@@ -18,7 +18,7 @@ import tinker
 from ray._common.utils import get_default_ray_temp_dir
 from tinker import types
 
-from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.recording import record_metrics
 from skyrl_actors.messages.columns import Example, columns_from
 from skyrl_actors.messages.model import LossCall

@@ -18,6 +18,7 @@ from skyrl_actors.journal.entries import (
     Entry,
     JournalState,
     KeyStored,
+    ModeSet,
     Operation,
     QuotaSet,
     SamplerOpened,
@@ -31,6 +32,7 @@ from skyrl_actors.journal.entries import (
 from skyrl_actors.journal.usage import totals
 from skyrl_actors.messages.errors import Corrupt, Unavailable
 from skyrl_actors.messages.keys import AuditEntry, StoredKey
+from skyrl_actors.messages.operating import Mode
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Result
 from skyrl_actors.messages.usage import OwnerQuota, Usage
@@ -51,6 +53,7 @@ class Disk:
     keys: dict[str, StoredKey] = field(default_factory=dict)
     audit: list[AuditEntry] = field(default_factory=list)
     quotas: dict[str, OwnerQuota] = field(default_factory=dict)
+    mode: Mode = "running"
     usage: list[Usage] = field(default_factory=list)
     damaged: set[str] = field(default_factory=set)
     full: bool = False
@@ -103,6 +106,8 @@ class Disk:
             self.audit.append(entry.entry)
         elif isinstance(entry, QuotaSet):
             self.quotas[entry.quota.owner] = entry.quota
+        elif isinstance(entry, ModeSet):
+            self.mode = entry.mode
         elif isinstance(entry, Used):
             self.usage.append(entry.usage)
         elif isinstance(entry, SnapshotDropped):
@@ -161,6 +166,7 @@ class SimJournal:
             snapshots=tuple(snapshots.values()),
             keys=tuple(disk.keys.values()),
             quotas=tuple(disk.quotas.values()),
+            mode=disk.mode,
             recent=recent,
         )
 
@@ -185,9 +191,12 @@ class SimJournal:
         ]
         return [op for op in changed if op.number >= since or op.kind == "CreateModel"]
 
-    async def audit(self, last: int) -> list[AuditEntry]:
+    async def audit(
+        self, last: int, since: float = 0.0, until: float | None = None
+    ) -> list[AuditEntry]:
         await self._pass_time()
-        return self.disk.audit[-last:]
+        found = [one for one in self.disk.audit if since <= one.at < (until or 1e99)]
+        return found[-last:]
 
     async def usage(self, since: float, until: float, owner: str | None = None) -> list[Usage]:
         await self._pass_time()

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import LARGEST_INT, check_metadata
-from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.tenants import Model
 from skyrl_actors.controller.verbs.verb import (
     AnsweredOp,

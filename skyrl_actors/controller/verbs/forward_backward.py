@@ -8,7 +8,7 @@ import numpy as np
 from skyrl_actors import losses
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.tenants import Model
 from skyrl_actors.controller.verbs.verb import (
     AnsweredOp,

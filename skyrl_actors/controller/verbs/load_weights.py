@@ -5,7 +5,7 @@ from pathlib import Path
 
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.verbs.verb import ModelVerb, ReplayedOp, VerbContext
 from skyrl_actors.messages import results as rs
 from skyrl_actors.messages.errors import Corrupt, InvalidRequest

@@ -4,7 +4,7 @@ import math
 
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.tenants import Model
 from skyrl_actors.controller.verbs.verb import (
     AnsweredOp,

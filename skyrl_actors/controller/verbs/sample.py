@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
 from skyrl_actors.controller.admission import LARGEST_INT
-from skyrl_actors.controller.ledger import Outcome
+from skyrl_actors.controller.operations import Outcome
 from skyrl_actors.controller.pinning import change_of, change_text
 from skyrl_actors.controller.tenants import Sampler
 from skyrl_actors.controller.verbs.verb import Verb, VerbContext

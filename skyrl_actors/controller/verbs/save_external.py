@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from skyrl_actors.backends.backend import Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
-from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.verbs.saving import check_ttl, save
 from skyrl_actors.controller.verbs.verb import ModelVerb, VerbContext
 from skyrl_actors.messages import results as rs

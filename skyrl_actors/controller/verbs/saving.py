@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from skyrl_actors.controller.ledger import Op
+from skyrl_actors.controller.operations import Op
 from skyrl_actors.controller.tenants import Model
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.messages.catalog import LONGEST_TTL_S

@@ -1,6 +1,6 @@
 """Delete a model."""
 
-from skyrl_actors.controller.ledger import Op, Outcome
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.tenants import Model
 from skyrl_actors.controller.verbs.verb import AnsweredOp, ModelTables, ModelVerb, VerbContext
 from skyrl_actors.messages import results as rs

@@ -10,13 +10,13 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from skyrl_actors.backends.backend import Backend, Capabilities
 from skyrl_actors.config.cluster import ClusterConfig
+from skyrl_actors.controller.administration import Administration
 from skyrl_actors.controller.admission import check_count
 from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.disk import Disk
-from skyrl_actors.controller.ledger import Op, Outcome
 from skyrl_actors.controller.model_capacity import ModelCapacity
+from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.progress import Progress
-from skyrl_actors.controller.quotas import Quotas
 from skyrl_actors.controller.router_replay import RouterReplay
 from skyrl_actors.controller.tenants import Model, TenantTable
 from skyrl_actors.journal.entries import Effect, Operation
@@ -53,7 +53,7 @@ class VerbContext:
     capacity: ModelCapacity
     past: Past
     routes: RouterReplay
-    quotas: Quotas
+    admin: Administration
 
     def ready_model(self, model_id: str) -> Model:
         """Return a live model whose creation succeeded. Raises NotFound or InvalidRequest."""
@@ -64,14 +64,14 @@ class VerbContext:
 
     def check_samplers(self, sampler_id: str) -> None:
         """Raise CapacityError when the API key of a new sampler has as many as it may have."""
-        most = self.quotas.of(owner_of(sampler_id)).samplers
+        most = self.admin.quotas.of(owner_of(sampler_id)).samplers
         if most is not None:
             check_count(self.tenants.samplers, sampler_id, most, "samplers")
 
     async def check_storage(self, model_id: str) -> None:
         """Raise CapacityError when checkpoints of the model's API key have all their bytes."""
         owner = owner_of(model_id)
-        most = self.quotas.of(owner).checkpoint_bytes
+        most = self.admin.quotas.of(owner).checkpoint_bytes
         if most is None:
             return
         used = await self.disk.read(self.folders.num_bytes, owner)

@@ -1,0 +1,38 @@
+"""Whether the service accepts requests, and whether it starts them. Operators change it."""
+
+import asyncio
+
+from skyrl_actors.messages.errors import Unavailable
+from skyrl_actors.messages.operating import Mode
+
+PAUSED = "paused: an operator has paused the service; requests are kept and run later"
+
+
+class ServiceMode:
+    """The mode of one controller. The journal keeps it over a restart."""
+
+    def __init__(self) -> None:
+        self.mode: Mode = "running"
+        self._starts = asyncio.Event()
+        self._starts.set()
+
+    def set(self, mode: Mode) -> None:
+        """Use a mode from now on."""
+        self.mode = mode
+        if mode == "paused":
+            self._starts.clear()
+        else:
+            self._starts.set()
+
+    @property
+    def is_paused(self) -> bool:
+        return self.mode == "paused"
+
+    def check_accepts(self) -> None:
+        """Raise Unavailable while the service is drained. SDKs retry for minutes."""
+        if self.mode == "draining":
+            raise Unavailable("the service is being drained and accepts nothing new; try again")
+
+    async def until_started(self) -> None:
+        """Wait while the service is paused."""
+        await self._starts.wait()
