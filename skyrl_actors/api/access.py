@@ -54,7 +54,10 @@ async def readable(request: Request, path: TinkerPath, token: str | None = None)
     state, caller = state_of(request), caller_of(request)
     grant = await grant_of_credential(state, token) if token else None
     is_shared = grant is not None and owner_of(path.model_id) == grant.owner
-    if caller.owns(path.model_id) or is_shared or await is_public(state, path):
+    if caller.owns(path.model_id) or is_shared:
+        return path
+    if await is_public(state, path):
+        await state.client.calls.note_access("read", caller.owner or "", str(path))
         return path
     raise NotFound(f"no checkpoint {path}")
 

@@ -146,6 +146,8 @@ def _errors() -> str:
         "Conflict": "a sequence number that was used with another body, "
         "or a name that is in use (not 409, which SDKs would retry for minutes)",
         "CapacityError": "a limit is reached; retry after the time in Retry-After",
+        "QuotaUsed": "the API key has used its tokens of the day; SDKs pause for up to an hour "
+        "(429 on OpenAI's routes)",
     }
     rows = [
         (f"{400 if cls.status == 409 else cls.status}", f"`{name}`", meanings[name])

@@ -22,6 +22,7 @@ from skyrl_actors.api import (
     routes_service,
     routes_sessions,
     routes_training,
+    routes_usage,
 )
 from skyrl_actors.api.access import Caller
 from skyrl_actors.api.body_limits import limit_of
@@ -76,6 +77,7 @@ def build_app(state: ApiState | None = None) -> FastAPI:
         routes_files,
         routes_catalog,
         routes_sessions,
+        routes_usage,
         not_served,
     ):
         app.include_router(module.router, prefix="/api/v1")

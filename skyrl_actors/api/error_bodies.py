@@ -17,6 +17,8 @@ CODES = {
     503: "service_unavailable",
 }
 
+STATUSES = {402: 429, 422: 400}  # those of this service, and OpenAI's
+
 
 def without_prefix(path: str) -> str:
     """Return the path of an OpenAI route as it is below `/v1`; other paths as they are."""
@@ -35,9 +37,10 @@ def error_answer(
     # The text may quote a part of the request that is not valid Unicode.
     text = text.encode(errors="backslashreplace").decode()
     body: dict[str, Any] = {"detail": text, "category": category}
+    is_quota = status == 402
     if without_prefix(path).startswith("/v1/"):
-        status = 400 if status == 422 else status
+        status = STATUSES.get(status, status)
         kind = "server_error" if category == "server" else "invalid_request_error"
-        code = CODES.get(status)
+        code = "insufficient_quota" if is_quota else CODES.get(status)
         body = {"error": {"message": text, "type": kind, "param": param, "code": code}}
     return JSONResponse(body, status, dict(headers) if headers else None)

@@ -7,15 +7,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 CALLS: dict[tuple[str, str], str] = {
-    (
-        "GET",
-        "/audit",
-    ): "there is no audit log; skyrl-actors journal lists the operations of every model",
-    ("GET", "/billing/usage/events"): "nothing is billed here",
-    (
-        "GET",
-        "/billing/usage/checkpoints/current",
-    ): "nothing is billed here; size_bytes of a checkpoint is its size",
     ("PUT", "/sessions/{session_id}/project"): "the project of a session is fixed when it opens",
     ("GET", "/sessions/{session_id}/trace_export"): "traces are not exported over HTTP",
     ("GET", "/auth/apikey/me"): "keys have no accounts; `skyrl-actors key list` shows them",

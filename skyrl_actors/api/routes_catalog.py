@@ -110,14 +110,19 @@ async def checkpoints(request: Request, limit: Limit = 100, offset: Offset = 0) 
 @router.post("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def publish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
     """Allow every API key to read a checkpoint."""
-    await state_of(request).client.catalog.set_public(_own_path(run_id, checkpoint, request), True)
-    return {}
+    return await _set_public(_own_path(run_id, checkpoint, request), True, request)
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint:path}/publish")
 async def unpublish(run_id: str, checkpoint: str, request: Request) -> dict[str, Any]:
     """Allow only the owner to read a checkpoint."""
-    await state_of(request).client.catalog.set_public(_own_path(run_id, checkpoint, request), False)
+    return await _set_public(_own_path(run_id, checkpoint, request), False, request)
+
+
+async def _set_public(path: TinkerPath, public: bool, request: Request) -> dict[str, Any]:
+    client, owner = state_of(request).client, caller_of(request).owner or ""
+    await client.catalog.set_public(path, public)
+    await client.calls.note_access("publish" if public else "unpublish", owner, str(path))
     return {}
 
 
