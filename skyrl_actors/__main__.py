@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from skyrl_actors.commands import operator_commands
 from skyrl_actors.messages.errors import SkyrlActorsError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ Target = Annotated[
         "or a YAML file, for example configs/cpu_tiny.yaml",
     ),
 ]
+Name = operator_commands.Name
 Pinned = Annotated[
     Path | None,
     typer.Option("--config", help="with a MODEL: a YAML file whose keys the layout keeps"),
@@ -153,12 +155,10 @@ def serve(
         run(service_file(target, config, overrides or [], write), [], block)
 
 
-Name = Annotated[str, typer.Option(help="the service's name in its config")]
-
-
 @app.command(rich_help_panel="Service")
 def status(
-    name: Name = "skyrl-actors", json: Annotated[bool, typer.Option(help="print JSON")] = False
+    name: Name = "skyrl-actors",
+    json: Annotated[bool, typer.Option(help="print JSON")] = False,
 ) -> None:
     """Show models, phase, groups, engines and queue of a running service."""
     from skyrl_actors.commands.serve import status as run
@@ -178,96 +178,6 @@ def trace(
     from skyrl_actors.commands.trace import run
 
     run(name, output)
-
-
-key_app = typer.Typer(
-    no_args_is_help=True, help="Add, list, rotate and revoke API keys while a service runs."
-)
-app.add_typer(key_app, name="key", rich_help_panel="Service")
-KeyName = Annotated[
-    str, typer.Argument(help="name of the owner; keys of one name share what they create")
-]
-KeyRole = Annotated[
-    str,
-    typer.Option(
-        help="tenant; read_only, which reads what the name owns; or admin, which sees everything"
-    ),
-]
-Expires = Annotated[str | None, typer.Option(help="after this time, for example 30d or 12h")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-
-
-@key_app.command("add")
-def key_add(
-    owner: KeyName,
-    role: KeyRole = "tenant",
-    expires: Expires = None,
-    name: Name = "skyrl-actors",
-) -> None:
-    """Add a key to a running service, and print it. It works within a second."""
-    from skyrl_actors.commands.keys import add
-
-    add(owner, role, expires, name)
-
-
-@key_app.command("list")
-def key_list(as_json: AsJson = False, name: Name = "skyrl-actors") -> None:
-    """List the keys of a running service, without their secrets."""
-    from skyrl_actors.commands.keys import show
-
-    show(as_json, name)
-
-
-@key_app.command("rotate")
-def key_rotate(
-    owner: KeyName,
-    grace: Annotated[str, typer.Option(help="how long the old keys stay valid")] = "24h",
-    role: Annotated[str | None, typer.Option(help="default: that of the old keys")] = None,
-    expires: Expires = None,
-    name: Name = "skyrl-actors",
-) -> None:
-    """Add a key, and end the other keys of the same name and role after a while."""
-    from skyrl_actors.commands.keys import rotate
-
-    rotate(owner, grace, role, expires, name)
-
-
-@key_app.command("revoke")
-def key_revoke(
-    which: Annotated[str, typer.Argument(help="the id of a key, or a name for all keys of it")],
-    name: Name = "skyrl-actors",
-) -> None:
-    """Refuse a key from now on, also one of the config. It takes a second at most."""
-    from skyrl_actors.commands.keys import revoke
-
-    revoke(which, name)
-
-
-@key_app.command("audit")
-def key_audit(
-    last: Annotated[int, typer.Option(help="number of newest acts to list", min=1)] = 50,
-    as_json: AsJson = False,
-    name: Name = "skyrl-actors",
-) -> None:
-    """List who added, rotated and revoked which keys."""
-    from skyrl_actors.commands.keys import audit
-
-    audit(last, as_json, name)
-
-
-@key_app.command("line")
-def key_line(
-    owner: Annotated[
-        str,
-        typer.Argument(
-            help="name of the owner, who keeps models and checkpoints when the key is replaced"
-        ),
-    ] = "",
-) -> None:
-    """Create a key for http.api_keys_file, and print it with its line. No service is needed."""
-    from skyrl_actors.commands.keys import make
-
-    make(owner)
 
 
 @app.command(rich_help_panel="Service")
@@ -345,6 +255,9 @@ def doctor(
 
     if not run(port, name):
         raise typer.Exit(1)
+
+
+operator_commands.add_to(app)
 
 
 def use_ray_token(create: bool = True) -> None:

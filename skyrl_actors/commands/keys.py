@@ -3,27 +3,16 @@
 The secret is created here. Only its hash goes to the service.
 """
 
-import asyncio
-import getpass
 import json
-import re
 import secrets
-import socket
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
 
-from skyrl_actors.api.client import ControllerClient, find_controller
-from skyrl_actors.commands.serve import join
+from skyrl_actors.commands.asking import actor, asked, seconds_in, time_text
 from skyrl_actors.commands.terminal import console, show_rows
 from skyrl_actors.config.keys import digest_of, hashed
-from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages.errors import ConfigError
 from skyrl_actors.messages.keys import ROLES, Role, StoredKey
-
-T = TypeVar("T")
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def make(name: str) -> None:
@@ -40,8 +29,8 @@ def add(name: str, role: str, expires: str | None, service: str) -> None:
     """Add a key to a running service, and print it."""
     secret = _secret()
     key = _key(secret, name, role, expires)
-    others = _asked(service, lambda calls: calls.list_keys())
-    _asked(service, lambda calls: calls.add_key(key, _actor()))
+    others = asked(service, lambda calls: calls.list_keys())
+    asked(service, lambda calls: calls.add_key(key, actor()))
     _print_secret(secret, key)
     if not others:
         console.print(
@@ -54,7 +43,7 @@ def rotate(name: str, grace: str, role: str | None, expires: str | None, service
     """Add a key, and end the other keys of its name and role after a time."""
     secret, grace_s = _secret(), seconds_in(grace)
     if role is None:
-        keys, now = _asked(service, lambda calls: calls.list_keys()), time.time()
+        keys, now = asked(service, lambda calls: calls.list_keys()), time.time()
         roles = {old.role for old in keys if old.name == name and old.is_valid(now)}
         if len(roles) > 1:
             raise ConfigError(
@@ -62,22 +51,22 @@ def rotate(name: str, grace: str, role: str | None, expires: str | None, service
             )
         role = next(iter(roles), "tenant")
     key = _key(secret, name, role, expires)
-    ended = _asked(service, lambda calls: calls.rotate_key(key, grace_s, _actor()))
+    ended = asked(service, lambda calls: calls.rotate_key(key, grace_s, actor()))
     _print_secret(secret, key)
     for old in ended:
-        console.print(f"{old.key_id} ends at {_time(old.expires_at)}", highlight=False)
+        console.print(f"{old.key_id} ends at {time_text(old.expires_at)}", highlight=False)
 
 
 def revoke(which: str, service: str) -> None:
     """Revoke keys of a running service."""
     at = time.time()
-    for key in _asked(service, lambda calls: calls.revoke_key(which, _actor(), at)):
+    for key in asked(service, lambda calls: calls.revoke_key(which, actor(), at)):
         console.print(f"revoked {key.name or '-'} {key.key_id}", highlight=False)
 
 
 def show(as_json: bool, service: str) -> None:
     """List the keys of a running service, without their secrets."""
-    keys = _asked(service, lambda calls: calls.list_keys())
+    keys = asked(service, lambda calls: calls.list_keys())
     if as_json:
         print(json.dumps([{"key_id": key.key_id, **asdict(key)} for key in keys], indent=2))
         return
@@ -90,8 +79,8 @@ def show(as_json: bool, service: str) -> None:
                 "name": key.name,
                 "role": key.role,
                 "state": state_of(key, now),
-                "created": _time(key.created_at) if key.created_at else "in the config",
-                "expires": _time(key.expires_at),
+                "created": time_text(key.created_at) if key.created_at else "in the config",
+                "expires": time_text(key.expires_at),
             }
             for key in keys
         ],
@@ -100,11 +89,11 @@ def show(as_json: bool, service: str) -> None:
 
 def audit(last: int, as_json: bool, service: str) -> None:
     """List the newest acts on keys."""
-    entries = _asked(service, lambda calls: calls.audit(last))
+    entries = asked(service, lambda calls: calls.audit(last))
     if as_json:
         print(json.dumps([asdict(entry) for entry in entries], indent=2))
         return
-    show_rows("audit", [{**asdict(entry), "at": _time(entry.at)} for entry in entries])
+    show_rows("audit", [{**asdict(entry), "at": time_text(entry.at)} for entry in entries])
 
 
 def state_of(key: StoredKey, now: float) -> str:
@@ -112,14 +101,6 @@ def state_of(key: StoredKey, now: float) -> str:
     if key.is_valid(now):
         return "valid"
     return "expired" if key.revoked_at is None else "revoked"
-
-
-def seconds_in(text: str) -> float:
-    """Return the seconds in a duration such as 30d, 12h, 90m or 45s. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+)([smhdw])", text.strip())
-    if found is None:
-        raise ConfigError(f"{text[:40]!r} is no duration; use for example 30d, 12h, 90m or 45s")
-    return float(found[1]) * UNITS[found[2]]
 
 
 def _secret() -> str:
@@ -140,25 +121,7 @@ def _key(secret: str, name: str, role: str, expires: str | None) -> StoredKey:
     )
 
 
-def _asked(service: str, call: Callable[[ControllerCalls], Awaitable[T]]) -> T:
-    """Make one call of a service's controller. Raises ConfigError if it does not run."""
-    join(service)
-
-    async def asked() -> Any:
-        return await call(ControllerClient(find_controller(service)).calls)
-
-    return asyncio.run(asked())
-
-
-def _actor() -> str:
-    return f"{getpass.getuser()} on {socket.gethostname()}"
-
-
 def _print_secret(secret: str, key: StoredKey) -> None:
-    until = "" if key.expires_at is None else f", expires at {_time(key.expires_at)}"
+    until = "" if key.expires_at is None else f", expires at {time_text(key.expires_at)}"
     text = f"key  {secret}\nid   {key.key_id} ({key.name}, {key.role}{until})"
     console.print(text, soft_wrap=True, highlight=False)
-
-
-def _time(at: float | None) -> str | None:
-    return None if at is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))

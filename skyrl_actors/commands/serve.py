@@ -330,8 +330,9 @@ def status(name: str, as_json: bool) -> None:
         print(json.dumps(content, indent=2))
         return
     console.print(
-        f"[bold]{content['name']}[/bold]  up {content['uptime_s']:.0f} s  phase "
-        f"{content.get('phase', 'starting')}  at {content['url']}  sessions {content['sessions']}  "
+        f"[bold]{content['name']}[/bold]  {content.get('mode', '')}  up "
+        f"{content['uptime_s']:.0f} s  phase {content.get('phase', 'starting')}  "
+        f"at {content['url']}  sessions {content['sessions']}  "
         f"samplers {content['samplers']}  open requests {content['open_requests']}"
     )
     show_rows("models", content["models"])

@@ -59,6 +59,10 @@ class QuotaStore:
         """
         return await self._journal.usage(since, until, owner)
 
+    async def owner_named(self, which: str) -> str:
+        """Return the owner of a valid key by its name or id. Raises NotFound."""
+        return self._keys.owner_named(which)[0]
+
     async def owner_names(self) -> dict[str, str]:
         """Return the names of all owners that have or had a key with a name."""
         return self._keys.names()
