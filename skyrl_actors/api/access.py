@@ -10,9 +10,15 @@ from fastapi import Request
 
 from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import grant_of_credential
-from skyrl_actors.messages.errors import NotFound
+from skyrl_actors.messages.errors import NotFound, UserError
 from skyrl_actors.messages.keys import Role
 from skyrl_actors.messages.paths import TinkerPath, owner_mark, owner_of
+
+
+class NotAllowed(UserError):
+    """The role of the API key does not allow this request."""
+
+    status = 403
 
 
 @dataclass(frozen=True, slots=True)

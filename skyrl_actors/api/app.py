@@ -149,7 +149,7 @@ async def _unknown_error(request: Request, error: Exception) -> JSONResponse:
 
 
 class Guard:
-    """Refuse unknown API keys, where keys are required, and bodies declared too large."""
+    """Refuse unknown API keys, pages of other sites, and bodies declared too large."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -180,6 +180,9 @@ class Guard:
                 {"WWW-Authenticate": 'Bearer error="invalid_token"'},
             )
             await refusal(scope, receive, send)
+        elif is_of_another_site(scope["method"], headers):
+            text = f"a page of another site may not send {scope['method']} {scope['path']}"
+            await error_answer(scope["path"], text, "user", 403)(scope, receive, send)
         elif caller.role == "read_only" and not is_reading(scope["method"], scope["path"]):
             text = f"this API key is read-only: {scope['method']} {scope['path']} needs another one"
             await error_answer(scope["path"], text, "user", 403)(scope, receive, send)
@@ -217,6 +220,16 @@ class Guard:
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         grant = await grant_of_credential(state, given)
         return None if grant is None else Caller(grant.owner, grant.role)
+
+
+def is_of_another_site(method: str, headers: dict[str, str]) -> bool:
+    """Return whether a browser sends this for a page that this service did not serve.
+
+    Browsers name the origin of a request (https://www.w3.org/TR/fetch-metadata/); SDKs do not.
+    Such a page could otherwise act on a service that needs no key.
+    """
+    site = headers.get("sec-fetch-site", "none")
+    return method not in ("GET", "HEAD", "OPTIONS") and site not in ("none", "same-origin")
 
 
 def is_reading(method: str, path: str) -> bool:

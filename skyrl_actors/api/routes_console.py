@@ -3,20 +3,25 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import plotly
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, JSONResponse
+from pydantic import BaseModel
 
+from skyrl_actors.api.access import NotAllowed
 from skyrl_actors.api.console import Viewer, visible
-from skyrl_actors.api.state import state_of
+from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import NotFound, UserError
 from skyrl_actors.messages.narrowing import is_object, is_sequence
+from skyrl_actors.messages.operating import Mode
+from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.observe.figures import phase_periods
 from skyrl_actors.observe.runs import METRICS, SAMPLES, last_samples, listed, rows_in
 
@@ -34,6 +39,8 @@ POLICY = (
 FRESH_S, SLOW_S = 1.0, 8.0  # how old shared answers may be, however many pages are open
 ROWS = 2000  # of a run's curves
 CHECKPOINTS = 20
+SHOWN = 20  # sessions, requests and failures
+MODES_OF: dict[str, Mode] = {"pause": "paused", "drain": "draining", "resume": "running"}
 
 
 class UnknownKey(UserError):
@@ -51,9 +58,14 @@ class AnswerCache:
 
     async def at(self, what: str, fresh_s: float, look: Callable[[], Awaitable[T]]) -> T:
         async with self._locks.setdefault(what, asyncio.Lock()):
-            if what not in self._found or time.monotonic() - self._found[what][0] >= fresh_s:
-                self._found[what] = time.monotonic(), await look()
-            return self._found[what][1]
+            known = self._found.get(what)
+            if known is None or time.monotonic() - known[0] >= fresh_s:
+                known = self._found[what] = time.monotonic(), await look()
+            return known[1]
+
+    def forget(self) -> None:
+        """Read everything again, because something was changed."""
+        self._found.clear()
 
 
 async def viewer_of(request: Request) -> Viewer:
@@ -113,6 +125,78 @@ async def state(request: Request) -> JSONResponse:
     ]
     more = {"at": at, "phase_timeline": phases, "checkpoints": checkpoints}
     return JSONResponse(finite({**shown, **more}))
+
+
+@router.get(PREFIX + "operating")
+async def operating(request: Request) -> JSONResponse:
+    """Return the last 24 hours, and the viewer's sessions, open requests and failures."""
+    viewer, own = await viewer_of(request), state_of(request)
+    answer_cache: AnswerCache = request.app.state.answer_cache
+    calls = own.client.calls
+    points = await answer_cache.at("history", SLOW_S, calls.history)
+    shown: dict[str, Any] = {"history": [asdict(point) for point in points]}
+    if viewer.is_known:
+        scope = viewer.scope
+        parts = await answer_cache.at(f"operating of {scope}", FRESH_S, lambda: _parts(own, scope))
+        shown |= parts
+    return JSONResponse(finite({"may_act": viewer.all, **shown}))
+
+
+async def _parts(state: ApiState, scope: str | None) -> dict[str, Any]:
+    calls = state.client.calls
+    names = await calls.owner_names()
+    sessions = await state.client.session_catalog.sessions(scope)
+    return {
+        "sessions": [
+            {
+                "session_id": entry.note.session_id,
+                "tenant": _named(entry.note.session_id, names),
+                "opened": entry.note.created_at,
+                "models": len(entry.run_ids),
+            }
+            for entry in sessions
+            if entry.status == "active"
+        ][:SHOWN],
+        "requests": [
+            {**asdict(one), "tenant": names.get(one.owner, one.owner)}
+            for one in await calls.list_requests(scope, SHOWN)
+        ],
+        "failures": [
+            {**asdict(one), "tenant": names.get(one.owner, one.owner)}
+            for one in await calls.list_failures(scope, SHOWN)
+        ],
+    }
+
+
+def _named(text: str, names: Mapping[str, str]) -> str:
+    owner = owner_of(text)
+    return names.get(owner, owner)
+
+
+class Act(BaseModel, extra="forbid"):
+    """An act of an operator: what is done, and to which session or request."""
+
+    act: Literal["end", "cancel", "pause", "drain", "resume"]
+    of: str = ""
+
+
+@router.post(PREFIX + "acts")
+async def act(body: Act, request: Request) -> JSONResponse:
+    """Do what an operator asks for; for admins, or for everybody while no keys are required."""
+    viewer, calls = await viewer_of(request), state_of(request).client.calls
+    if not viewer.all:
+        raise NotAllowed("acts of operators need a key of the role admin")
+    names = await calls.owner_names()
+    who = f"key of {names.get(viewer.owner, viewer.owner)}" if viewer.owner else "without a key"
+    actor = f"{who}, in the console"
+    if body.act == "end":
+        await calls.end_session(body.of, actor)
+    elif body.act == "cancel":
+        await calls.cancel_request(body.of, actor)
+    else:
+        await calls.set_mode(MODES_OF[body.act], actor)
+    request.app.state.answer_cache.forget()
+    return JSONResponse({})
 
 
 @router.get(PREFIX + "runs")

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 
-from skyrl_actors.api.access import caller_of
+from skyrl_actors.api.access import NotAllowed, caller_of
 from skyrl_actors.api.routes_catalog import iso
 from skyrl_actors.api.state import state_of
 from skyrl_actors.messages.catalog import CheckpointEntry, SessionEntry
-from skyrl_actors.messages.errors import InvalidRequest, UserError
+from skyrl_actors.messages.errors import InvalidRequest
 from skyrl_actors.messages.keys import AuditEntry
 from skyrl_actors.messages.paths import owner_of
 from skyrl_actors.messages.usage import HOUR_S, Usage
@@ -36,12 +36,6 @@ RESOURCES = {
     **dict.fromkeys(OF_CHECKPOINTS, "checkpoint"),
 }
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-
-
-class NotAllowed(UserError):
-    """Only a key of the role admin may make this request."""
-
-    status = 403
 
 
 @router.get("/billing/usage/events")

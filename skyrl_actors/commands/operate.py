@@ -11,7 +11,7 @@ from skyrl_actors.commands.serve import join, read_status
 from skyrl_actors.commands.terminal import console, note, show_rows
 from skyrl_actors.controller.calls import ControllerCalls
 from skyrl_actors.messages.catalog import SessionEntry
-from skyrl_actors.messages.operating import Mode, OpenRequest
+from skyrl_actors.messages.operating import FailedRequest, Mode, OpenRequest
 from skyrl_actors.messages.paths import owner_of
 
 POLL_S = 1.0
@@ -69,9 +69,7 @@ def requests(tenant: str | None, last: int, as_json: bool, service: str) -> None
 
     async def found(calls: ControllerCalls) -> tuple[list[OpenRequest], dict[str, str]]:
         names = await calls.owner_names()
-        owners = {name: owner for owner, name in names.items()}
-        owner = None if tenant is None else owners.get(tenant, tenant)
-        return await calls.list_requests(owner, last), names
+        return await calls.list_requests(_owner(tenant, names), last), names
 
     open_requests, names = asked(service, found)
     rows = [
@@ -87,6 +85,35 @@ def requests(tenant: str | None, last: int, as_json: bool, service: str) -> None
         for one in open_requests
     ]
     _print("open requests", rows, as_json)
+
+
+def failures(tenant: str | None, last: int, as_json: bool, service: str) -> None:
+    """List failed requests, newest first."""
+
+    async def found(calls: ControllerCalls) -> tuple[list[FailedRequest], dict[str, str]]:
+        names = await calls.owner_names()
+        return await calls.list_failures(_owner(tenant, names), last), names
+
+    failed, names = asked(service, found)
+    rows = [
+        {
+            "at": time_text(one.at),
+            "tenant": names.get(one.owner, one.owner),
+            "kind": one.kind,
+            "of": one.target,
+            "fault of": one.category,
+            "message": one.message,
+            "request": one.request_id,
+        }
+        for one in failed
+    ]
+    _print("failures", rows, as_json)
+
+
+def _owner(tenant: str | None, names: dict[str, str]) -> str | None:
+    """Return the owner of a name, or the text itself, which may be an owner."""
+    owners = {name: owner for owner, name in names.items()}
+    return None if tenant is None else owners.get(tenant, tenant)
 
 
 def end(session: str, service: str) -> None:

@@ -191,6 +191,18 @@ def requests(
     run(tenant, last, as_json, name)
 
 
+def failures(
+    tenant: Tenant = None,
+    last: Annotated[int, typer.Option(help="number of newest failures to list", min=1)] = 50,
+    as_json: AsJson = False,
+    name: Name = "skyrl-actors",
+) -> None:
+    """List requests that failed since the controller started, newest first."""
+    from skyrl_actors.commands.operate import failures as run
+
+    run(tenant, last, as_json, name)
+
+
 def end(
     session: Annotated[str, typer.Argument(help="the id of a session")],
     yes: Yes = False,
@@ -250,5 +262,5 @@ def resume(name: Name = "skyrl-actors") -> None:
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.add_typer(key_app, name="key", rich_help_panel=PANEL)
-    for command in (usage, sessions, models, requests, end, cancel, pause, drain, resume):
+    for command in (usage, sessions, models, requests, failures, end, cancel, pause, drain, resume):
         app.command(rich_help_panel=PANEL)(command)

@@ -3,7 +3,7 @@
 const EVERY_MS = 2000, KEPT_S = 300, LONG_MS = 10000;
 const COLOURS = { TRAIN: "#2f6fde", STEP: "#7c5cff", SYNC: "#e08b00", SAMPLE: "#11a36a", IDLE: "#98a2b3", HEALING: "#c5303a" };
 const history = [];  // {at, trained, sampled, open}
-let chosen = null, runsRead = 0, key = sessionStorage.getItem("key") || "";
+let chosen = null, runsRead = 0, operatingRead = 0, key = sessionStorage.getItem("key") || "";
 
 const at = (id) => document.getElementById(id);
 const number = (x, digits = 3) => x === null || x === undefined ? "" : Number(x).toLocaleString("en", { maximumSignificantDigits: digits });
@@ -12,8 +12,10 @@ const ago = (seconds) => seconds < 120 ? `${Math.round(seconds)} s` : seconds < 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const seen = (seconds) => new Date(seconds * 1000);
 
-async function ask(path) {
-  const answer = await fetch(path, { headers: key ? { "X-API-Key": key } : {}, cache: "no-store" });
+async function ask(path, sent) {
+  const headers = { ...(key ? { "X-API-Key": key } : {}), ...(sent ? { "Content-Type": "application/json" } : {}) };
+  const how = sent ? { method: "POST", body: JSON.stringify(sent) } : {};
+  const answer = await fetch(path, { headers, cache: "no-store", ...how });
   const body = await answer.json();
   if (answer.status === 401) {  // another may be given
     key = "";
@@ -151,6 +153,58 @@ function drawTables(state) {
   ], state.checkpoints || [], missing ? unseen : "no checkpoints");
 }
 
+// Acts are asked for once more, and shown at once.
+async function perform(act, of, question) {
+  if (!confirm(question)) return;
+  try {
+    await ask("/console/acts", { act, of });
+    operatingRead = 0;
+    await look();
+  } catch (error) {
+    said(error);
+  }
+}
+
+function button(text, act, of, question) {
+  const made = Object.assign(document.createElement("button"), { type: "button", textContent: text });
+  made.onclick = () => perform(act, of, question);
+  return made;
+}
+
+async function drawOperating(state) {
+  const now = await ask("/console/operating"), acts = now.may_act;
+  at("operate-part").hidden = now.sessions === undefined;
+  at("operate").hidden = !acts;
+  at("mode").textContent = state.mode === "running" ? "" : state.mode;
+  const points = now.history || [];
+  at("day-part").hidden = points.length < 3;
+  if (points.length >= 3) drawDay(points);
+  if (now.sessions === undefined) return;
+  const act = (text, what, of, question) => acts ? [["", (row) => button(text, what, row[of], `${question} ${row[of]}?`)]] : [];
+  table("sessions", [
+    ["session", (s) => s.session_id], ["tenant", (s) => s.tenant || "without a key"], ["open for", (s) => ago(state.at - s.opened)],
+    ["models", (s) => number(s.models), "number"], ...act("End", "end", "session_id", "Free the models and samplers of"),
+  ], now.sessions, "no sessions are open");
+  table("open", [
+    ["request", (r) => r.request_id], ["kind", (r) => r.kind], ["of", (r) => r.target], ["tenant", (r) => r.tenant || "without a key"],
+    ["state", (r) => r.is_running ? "running" : "waiting"], ["for", (r) => ago(r.age_s)], ...act("Cancel", "cancel", "request_id", "Let fail:"),
+  ], now.requests, "nothing is open");
+  table("failures", [
+    ["when", (f) => `${ago(state.at - f.at)} ago`], ["tenant", (f) => f.tenant || "without a key"], ["kind", (f) => f.kind], ["of", (f) => f.target],
+    ["fault of", (f) => f.category], ["message", (f) => f.message],
+  ], now.failures, "nothing has failed");
+}
+
+function drawDay(points) {
+  const times = points.slice(1).map((point) => seen(point.at));
+  const rate = (name) => points.slice(1).map((now, i) => Math.max(0, now[name] - points[i][name]) * 60 / Math.max(now.at - points[i].at, 1e-3));
+  chart(at("day"), [
+    { x: times, y: rate("trained_tokens"), name: "trained", mode: "lines", line: { color: COLOURS.TRAIN } },
+    { x: times, y: rate("sampled_tokens"), name: "sampled", mode: "lines", line: { color: COLOURS.SAMPLE } },
+    { x: times, y: rate("failed"), name: "failed", mode: "lines", line: { color: COLOURS.HEALING } },
+  ]);
+}
+
 async function drawRuns() {
   const rows = await ask("/console/runs");
   table("runs", [
@@ -207,8 +261,8 @@ async function look() {
     at("name").textContent = state.name;
     at("phase").textContent = state.phase || "no backend";
     at("phase").style.color = COLOURS[state.phase] || "";
-    const well = state.ready && !state.fault;
-    at("health").textContent = well ? "ready" : state.fault || "starting";
+    const well = state.ready && !state.fault && state.mode === "running";
+    at("health").textContent = well ? "ready" : state.fault || (state.ready ? state.mode : "starting");
     at("health").className = `pill ${well ? "good" : "bad"}`;
     at("uptime").textContent = `up ${ago(state.uptime_s)}, controller ${state.epoch}`;
     at("key-form").hidden = state.key === "none needed";
@@ -216,6 +270,10 @@ async function look() {
     drawPhases(state);
     drawHistory(state);
     drawTables(state);
+    if (Date.now() - operatingRead > LONG_MS / 2) {
+      operatingRead = Date.now();
+      await drawOperating(state);
+    }
     if (Date.now() - runsRead > LONG_MS) {
       runsRead = Date.now();
       await drawRuns();
@@ -253,7 +311,10 @@ at("key-form").onsubmit = (event) => {
   key = at("key").value.trim();
   sessionStorage.setItem("key", key);
   at("key").value = "";
-  runsRead = 0;
+  runsRead = operatingRead = 0;
   look();
 };
+for (const one of document.querySelectorAll("[data-act]")) {
+  one.onclick = () => perform(one.dataset.act, "", `${one.textContent} the service?`);
+}
 follow();

@@ -7,6 +7,7 @@ from skyrl_actors.controller.audit_log import AuditLog
 from skyrl_actors.controller.key_store import KeyStore
 from skyrl_actors.controller.quota_store import QuotaStore
 from skyrl_actors.controller.quotas import Quotas
+from skyrl_actors.controller.recent import Recent
 from skyrl_actors.controller.service_mode import ServiceMode
 from skyrl_actors.journal.entries import JournalState
 from skyrl_actors.journal.protocol import Journal
@@ -21,6 +22,7 @@ class Administration:
         self.quotas = Quotas(wall)
         self.usage = QuotaStore(journal, self.keys, self.quotas, wall)
         self.mode = ServiceMode()
+        self.recent = Recent(wall)
 
     async def begin(self, journal_state: JournalState) -> None:
         """Take what is in the journal."""

@@ -17,7 +17,7 @@ from skyrl_actors.messages.catalog import (
 )
 from skyrl_actors.messages.keys import Act, AuditEntry, KeyTable, StoredKey
 from skyrl_actors.messages.model import ModelSpec
-from skyrl_actors.messages.operating import Mode, OpenRequest
+from skyrl_actors.messages.operating import FailedRequest, HistoryPoint, Mode, OpenRequest
 from skyrl_actors.messages.paths import TinkerPath
 from skyrl_actors.messages.requests import Request
 from skyrl_actors.messages.results import Completion, PartialSample, Ready, Result, Waiting
@@ -121,6 +121,10 @@ class OperatorCalls(Protocol):
     async def end_session(self, session_id: str, actor: str) -> None: ...
 
     async def cancel_request(self, request_id: str, actor: str) -> bool: ...
+
+    async def list_failures(self, owner: str | None, most: int) -> list[FailedRequest]: ...
+
+    async def history(self) -> list[HistoryPoint]: ...
 
     async def set_mode(self, mode: Mode, actor: str) -> Mode: ...
 

@@ -177,6 +177,7 @@ class Controller:
         self._tasks.spawn(
             housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s)
         )
+        self._tasks.spawn(self.admin.recent.follow(lambda: self.queue.num_open))
         self._tasks.spawn(self._named_samplers.free_unused(timeout_s))
         self._tasks.spawn(
             housekeeping.sweep(

@@ -44,7 +44,7 @@ class Meter(Protocol):
 
     def used(self, op: Op, outcome: Outcome) -> Usage: ...
 
-    def answered(self, usage: Usage) -> None: ...
+    def answered(self, op: Op, outcome: Outcome, usage: Usage) -> None: ...
 
 
 class Ledger:
@@ -212,7 +212,7 @@ class Ledger:
         )
         usage = self.meter.used(op, outcome)
         await self.write_until_stored(answered, Used(usage), *outcome.entries)
-        self.meter.answered(usage)
+        self.meter.answered(op, outcome, usage)
         del self.ops[op.request_id]
         self._answered[op.request_id] = None
         if len(self._answered) > KEPT_PER_STREAM:

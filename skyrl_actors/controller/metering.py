@@ -24,8 +24,10 @@ class Metering:
         self._admin.mode.check_accepts()
         self._admin.quotas.admit(owner, verb_of(request).input_tokens(request), num_open)
 
-    def answered(self, usage: Usage) -> None:
-        """Count usage that is in the journal."""
+    def answered(self, op: Op, outcome: Outcome, usage: Usage) -> None:
+        """Count the usage of an answer that is in the journal."""
+        if isinstance(outcome.result, Failure):
+            self._admin.recent.note_failure(op, outcome.result)
         self._admin.quotas.answered(usage)
 
     def used(self, op: Op, outcome: Outcome) -> Usage:

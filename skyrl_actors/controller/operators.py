@@ -15,7 +15,7 @@ from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import ModeSet
 from skyrl_actors.messages.errors import InvalidRequest, NotFound
 from skyrl_actors.messages.keys import Act
-from skyrl_actors.messages.operating import MODES, Mode, OpenRequest
+from skyrl_actors.messages.operating import MODES, FailedRequest, HistoryPoint, Mode, OpenRequest
 from skyrl_actors.messages.paths import owner_of
 
 ACTS: dict[Mode, Act] = {"running": "resume", "paused": "pause", "draining": "drain"}
@@ -48,6 +48,7 @@ class Operators:
         self._capacity = context.capacity
         self._mode = context.admin.mode
         self._log = context.admin.log
+        self._recent = context.admin.recent
         self._journal = ledger.journal
         self._ledger = ledger
         self._lanes = lanes
@@ -104,6 +105,14 @@ class Operators:
         if request_id not in self._ledger.results:
             return True
         return await self._ledger.results.wait(request_id, ANSWER_S) is not None
+
+    async def list_failures(self, owner: str | None, most: int) -> list[FailedRequest]:
+        """Return the newest failures of an owner, or of all for None; the newest is first."""
+        return self._recent.failures(owner, most)
+
+    async def history(self) -> list[HistoryPoint]:
+        """Return the totals of each minute of the last 24 hours, oldest first."""
+        return self._recent.history()
 
     async def set_mode(self, mode: Mode, actor: str) -> Mode:
         """Pause, drain or resume the service. Returns the mode before."""

@@ -276,3 +276,33 @@ def test_the_page_works_in_a_browser(browser: Any, tmp_path: Path):
         assert fetched and all(
             name.startswith((url, "data:", "blob:")) for name in fetched
         )  # nothing from elsewhere
+
+
+def test_an_operator_acts_in_the_page(browser: Any, tmp_path: Path):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def text(which: str) -> str:
+        return browser.find_element(By.ID, which).text
+
+    def confirmed(selector: str) -> str:
+        browser.find_element(By.CSS_SELECTOR, selector).click()
+        asked = browser.switch_to.alert
+        question = asked.text
+        asked.accept()
+        return question
+
+    wait = WebDriverWait(browser, 30)
+    with served(tmp_path, {"console": str(tmp_path)}) as url:
+        anyone = httpx.Client(base_url=f"{url}/api/v1", timeout=20)
+        opened = anyone.post("/create_session", json={"tags": [], "sdk_version": "0.5.0"})
+        session = opened.json()["session_id"]
+        browser.get(url)
+        wait.until(lambda driver: session in text("sessions"))
+        assert confirmed("[data-act=pause]") == "Pause the service?"
+        wait.until(lambda driver: text("health") == "paused")
+        confirmed("[data-act=resume]")
+        wait.until(lambda driver: text("health") == "ready")
+        assert session in confirmed("#sessions button")
+        wait.until(lambda driver: "no sessions are open" in text("sessions"))
+        assert anyone.post("/session_heartbeat", json={"session_id": session}).status_code == 410

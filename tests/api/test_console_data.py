@@ -1,9 +1,20 @@
 """The data of the console, with the application in-process."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
-from tests.api.local import AnsweringBackend, config_for, edge
+import pytest
+
+from skyrl_actors.api import routes_console
+from skyrl_actors.config.cluster import HttpConfig
+from skyrl_actors.config.keys import digest_of
+from skyrl_actors.controller import recent
+from skyrl_actors.messages.keys import StoredKey
+from tests.api.local import MODEL, AnsweringBackend, config_for, edge, posted, resolved
+from tests.api.test_stored_keys import holder, keys_of
+
+ANN, BOB, ROOT = "tml-ann-12345", "tml-bob-12345", "tml-root-1234"
 
 
 class Phased(AnsweringBackend):
@@ -28,3 +39,73 @@ async def test_each_phase_has_its_end_and_the_last_one_lasts_until_now(tmp_path:
 async def test_a_service_without_phases_has_an_empty_timeline(tmp_path: Path):
     async with edge(config_for(tmp_path)) as http:
         assert (await http.get("http://service/console/state")).json()["phase_timeline"] == []
+
+
+PAGE = "http://service/console"
+
+
+async def test_admins_act_and_others_see_only_their_own(tmp_path: Path):
+    http = HttpConfig(api_keys=(f"ann={ANN}", f"bob={BOB}"))
+    async with edge(config_for(tmp_path, http=http)) as anyone:
+        admin = StoredKey(digest=digest_of(ROOT), name="ops", role="admin", created_at=1.0)
+        await keys_of(anyone).add_key(admin, "eve")
+        ann, bob, root = (holder(anyone, key) for key in (ANN, BOB, ROOT))
+        session = (await posted(ann, "/create_session"))["session_id"]
+        seen = {
+            name: (await http.get(f"{PAGE}/operating")).json()
+            for name, http in (("ann", ann), ("bob", bob), ("root", root), ("none", anyone))
+        }
+        assert [one["session_id"] for one in seen["root"]["sessions"]] == [session]
+        assert seen["root"]["sessions"][0]["tenant"] == "ann" and seen["root"]["may_act"]
+        assert seen["ann"]["sessions"] == seen["root"]["sessions"] and seen["bob"]["sessions"] == []
+        assert "sessions" not in seen["none"] and not seen["ann"]["may_act"]
+        act = {"act": "end", "of": session}
+        for other in (ann, bob, anyone):
+            assert (await other.post(f"{PAGE}/acts", json=act)).status_code == 403
+        assert (await root.post(f"{PAGE}/acts", json={"act": "explode"})).status_code == 422
+        assert (await root.post(f"{PAGE}/acts", json=act)).status_code == 200
+        assert (await root.get(f"{PAGE}/operating")).json()["sessions"] == []
+        assert (await root.post(f"{PAGE}/acts", json=act)).status_code == 404
+        (entry,) = [one for one in await keys_of(anyone).audit(9) if one.act == "end"]
+        assert entry.actor == "key of ops, in the console"
+
+
+async def test_failures_are_listed_for_their_tenant(tmp_path: Path):
+    http = HttpConfig(api_keys=(f"ann={ANN}", f"bob={BOB}"))
+    async with edge(config_for(tmp_path, http=http)) as anyone:
+        ann, bob = holder(anyone, ANN), holder(anyone, BOB)
+        session = (await posted(ann, "/create_session"))["session_id"]
+        await resolved(ann, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
+        model_id = f"{session}:train:0"
+        for number in (1, 2):  # the name is taken by the first
+            body = {"model_id": model_id, "path": "one", "seq_id": number}
+            request_id = (await posted(ann, "/save_weights", **body))["request_id"]
+            await ann.post("/retrieve_future", json={"request_id": request_id})
+        (failed,) = (await ann.get(f"{PAGE}/operating")).json()["failures"]
+        assert failed["tenant"] == "ann" and failed["category"] == "user"
+        assert failed["kind"] == "SaveWeights" and "exists already" in failed["message"]
+        assert (await bob.get(f"{PAGE}/operating")).json()["failures"] == []
+
+
+async def test_the_history_has_a_point_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recent, "EVERY_S", 0.01)
+    monkeypatch.setattr(routes_console, "SLOW_S", 0.0)
+    async with edge(config_for(tmp_path)) as http:
+        await asyncio.sleep(0.1)
+        points = (await http.get(f"{PAGE}/operating")).json()["history"]
+        assert len(points) > 2 and points[-1]["at"] > points[0]["at"]
+        assert points[-1].keys() >= {"trained_tokens", "sampled_tokens", "failed", "open_requests"}
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_pages_of_other_sites_cannot_act(site: str, tmp_path: Path):
+    """A page in the browser of somebody on this machine reaches the loopback address."""
+    async with edge(config_for(tmp_path)) as http:
+        sent = {"Sec-Fetch-Site": site}
+        for path in (f"{PAGE}/acts", "/create_session"):
+            body = {"act": "pause"} if path.endswith("acts") else {"tags": [], "sdk_version": "1"}
+            assert (await http.post(path, json=body, headers=sent)).status_code == 403
+        assert (await http.get(f"{PAGE}/state", headers=sent)).status_code == 200
+        own = {"Sec-Fetch-Site": "same-origin"}
+        answer = await http.post(f"{PAGE}/acts", json={"act": "pause"}, headers=own)
+        assert answer.status_code == 200
