@@ -207,6 +207,57 @@ def journal(
     run(config, overrides or [], model, last, json)
 
 
+@app.command(rich_help_panel=operator_commands.PANEL)
+def backup(
+    config: Config,
+    target: Annotated[Path, typer.Argument(help="a new folder for the copy")],
+    overrides: Overrides = None,
+    since: Annotated[
+        Path | None,
+        typer.Option(help="an earlier backup on the same disk; its unchanged files are linked"),
+    ] = None,
+) -> None:
+    """Copy journal and checkpoints of a service as one consistent set, also while it runs.
+
+    The copy of a PostgreSQL database is a file in the folder, too.
+    """
+    from skyrl_actors.commands.backup import backup as run
+
+    run(config, target, overrides or [], since)
+
+
+@app.command(rich_help_panel=operator_commands.PANEL)
+def restore(
+    source: Annotated[Path, typer.Argument(metavar="BACKUP", help="the folder of a backup")],
+    config: Config,
+    overrides: Overrides = None,
+) -> None:
+    """Check a backup, and put it in the empty places that a config names.
+
+    A backup can be restored to SQLite or, with `journal.url`, to an empty PostgreSQL database.
+    """
+    from skyrl_actors.commands.backup import restore as run
+
+    run(source, config, overrides or [])
+
+
+@app.command(rich_help_panel=operator_commands.PANEL)
+def check(
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="BACKUP|CONFIG", help="the folder of a backup, or a service's YAML file"
+        ),
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Read every record of a journal and every checkpoint, and list what is damaged."""
+    from skyrl_actors.commands.backup import check as run
+
+    if not run(target, overrides or []):
+        raise typer.Exit(1)
+
+
 @app.command(rich_help_panel="Before you start")
 def plan(
     target: Target,

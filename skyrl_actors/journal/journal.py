@@ -216,6 +216,8 @@ class SqlJournal:
         freed = 0
         try:
             while True:
+                if opening.is_held(self.folder, self.wall()):
+                    return freed
                 began = time.monotonic()
                 step = await self._writer.between(lambda: next(steps, None))
                 if step is None:

@@ -26,6 +26,7 @@ MARKER = "journal.json"
 DATABASE = "journal.db"
 LOCK = "journal.lock"
 EPOCH = "journal.epoch"
+HOLD = "journal.hold"  # the time until which nothing is swept
 STATEMENT_MS = 15_000  # longest time the database may take for one statement
 PACKS, SNAPSHOTS = "packs", "snapshots"
 OWN = {
@@ -37,6 +38,7 @@ OWN = {
     f"{DATABASE}-journal",
     LOCK,
     EPOCH,
+    HOLD,
     PACKS,
     SNAPSHOTS,
 }
@@ -67,6 +69,12 @@ def connect(url: URL) -> sa.Engine:
             connection.execute(f"PRAGMA {pragma}")
 
     return engine
+
+
+def connect_unchanged(database: Path) -> sa.Engine:
+    """Create an engine that reads an SQLite file which nobody writes, and never changes it."""
+    address = f"{database.resolve().as_uri()}?immutable=1"
+    return sa.create_engine("sqlite://", creator=lambda: sqlite3.connect(address, uri=True))
 
 
 def _bounded(url: URL) -> dict[str, Any]:
@@ -110,6 +118,14 @@ def last_epoch(folder: Path) -> int:
 def note_epoch(folder: Path, epoch: int) -> None:
     """Record an epoch in the folder, so that a restored older database is detected."""
     write_durably(folder / EPOCH, str(epoch))
+
+
+def is_held(folder: Path, now: float) -> bool:
+    """Return whether a backup forbids sweeps of this journal."""
+    try:
+        return float((folder / HOLD).read_text()) > now
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def check_folder(folder: Path) -> None:
@@ -204,6 +220,14 @@ def migrate(engine: sa.Engine, folder: Path, has_marker: bool, only_check: bool 
         _run_migrations(connection)
     with engine.begin() as connection:
         return _identity(connection, folder)
+
+
+def create(engine: sa.Engine) -> None:
+    """Create the tables of this version in an empty database. Raises ConfigError otherwise."""
+    with engine.begin() as connection:
+        if names := sa.inspect(connection).get_table_names():
+            raise ConfigError(f"{engine.url} is not empty: it has the table {min(names)}")
+        _run_migrations(connection)
 
 
 def _scripts() -> ScriptDirectory:

@@ -1,0 +1,181 @@
+"""Copy a journal's database while a service writes it, and check a journal.
+
+A copy is always an SQLite database, so that a backup can be restored to either kind of database.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from skyrl_actors.config.cluster import JournalConfig
+from skyrl_actors.journal import opening
+from skyrl_actors.journal import tables as t
+from skyrl_actors.journal.entries import Blob, SnapshotTaken
+from skyrl_actors.journal.packs import PackStore
+from skyrl_actors.journal.snapshots import SnapshotFolders
+from skyrl_actors.messages.errors import ConfigError, Corrupt
+from skyrl_actors.storage.files import write_durably
+
+log = logging.getLogger(__name__)
+ROWS = 1000  # copied at a time
+HELD_S = 600.0
+
+
+class Hold:
+    """A note in the journal's folder that stops sweeps: nothing that a row names is removed.
+
+    It ends by itself after `HELD_S`, in case its process dies.
+    """
+
+    def __init__(self, folder: Path):
+        self._file = folder / opening.HOLD
+        self._renewed = 0.0
+        self.renew()
+
+    def renew(self) -> None:
+        """Hold for longer. Cheap; to be called often."""
+        if time.monotonic() - self._renewed > HELD_S / 10:
+            write_durably(self._file, str(time.time() + HELD_S))
+            self._renewed = time.monotonic()
+
+    def release(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+
+@contextmanager
+def held(folder: Path) -> Generator[Hold]:
+    """Stop the sweeps of a journal."""
+    hold = Hold(folder)
+    try:
+        yield hold
+    finally:
+        hold.release()
+
+
+def copy_rows(source: sa.Engine, target: sa.Engine, progress: Callable[[int], None]) -> int:
+    """Copy all rows as they are at one time into an empty database, and return their number.
+
+    Raises ConfigError if the versions differ. `progress` is called with the rows so far.
+    """
+    opening.create(target)
+    with source.connect() as reading, target.begin() as writing:
+        _begin_reading(reading)
+        _check_versions(reading, writing)
+        copied = 0
+        for table in t.metadata.sorted_tables:
+            writing.execute(sa.delete(table))
+            rows = reading.execution_options(yield_per=ROWS).execute(sa.select(table))
+            for part in rows.mappings().partitions(ROWS):
+                writing.execute(sa.insert(table), [dict(row) for row in part])
+                copied += len(part)
+                progress(copied)
+        _set_sequences(writing)
+        return copied
+
+
+def _begin_reading(connection: sa.Connection) -> None:
+    """Let all queries of this connection see the same state."""
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql("BEGIN")
+    else:
+        connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+
+
+def _check_versions(source: sa.Connection, target: sa.Connection) -> None:
+    query = sa.text(f"SELECT version_num FROM {opening.VERSION_TABLE}")
+    theirs, ours = source.execute(query).scalar(), target.execute(query).scalar()
+    if theirs != ours:
+        raise ConfigError(
+            f"the journal has version {theirs} and this program {ours}; serve it once with this "
+            "program, or use the program that wrote it"
+        )
+
+
+def _set_sequences(connection: sa.Connection) -> None:
+    """Let numbers that PostgreSQL gives continue after the copied ones."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(
+            sa.text(
+                "SELECT setval(pg_get_serial_sequence('audit', 'number'), "
+                "(SELECT COALESCE(MAX(number), 0) + 1 FROM audit), false)"
+            )
+        )
+
+
+def value_of(engine: sa.Engine, key: str) -> str | None:
+    """Return a value of the journal's table of facts, such as `journal_id` or `epoch`."""
+    with engine.connect() as connection:
+        return connection.execute(sa.select(t.info.c.value).where(t.info.c.key == key)).scalar()
+
+
+def named_files(engine: sa.Engine) -> tuple[list[str], list[str]]:
+    """Return the names of the packs and of the snapshot folders that rows refer to."""
+    with engine.connect() as connection:
+        packs = connection.execute(sa.select(t.packs.c.name)).scalars().all()
+        folders = connection.execute(sa.select(t.snapshots.c.folder)).scalars().all()
+    return sorted(packs), sorted(set(folders))
+
+
+def faults(engine: sa.Engine, folder: Path, progress: Callable[[int], None]) -> Iterator[str]:
+    """Check every record, image and snapshot that rows refer to, and yield what is wrong.
+
+    `progress` is called with the number of checked records.
+    """
+    packs, checked = PackStore(folder / opening.PACKS), 0
+    with engine.connect() as connection:
+        _begin_reading(connection)
+        if connection.dialect.name == "sqlite":
+            found = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
+            if found != "ok":
+                yield f"the database is damaged: {found}"
+        for what, blob in _blobs(connection):
+            try:
+                packs.read(blob)
+            except (Corrupt, OSError) as error:
+                yield f"{what}: {error}"
+            checked += 1
+            progress(checked)
+        snapshots = SnapshotFolders(folder / opening.SNAPSHOTS)
+        for row in connection.execute(sa.select(t.snapshots)).mappings():
+            try:
+                snapshots.verify(SnapshotTaken(**row))
+            except Corrupt as error:
+                yield str(error)
+
+
+def _blobs(connection: sa.Connection) -> Iterator[tuple[str, Blob]]:
+    """Yield every record with a description, in the order of packs."""
+    column: Any = t.operations.c
+    streaming = connection.execution_options(yield_per=ROWS)
+    for name in ("payload", "result"):
+        pack = column[f"{name}_pack"]
+        query = sa.select(
+            column.number,
+            pack,
+            column[f"{name}_offset"],
+            column[f"{name}_length"],
+            column[f"{name}_digest"],
+        ).where(pack.is_not(None))
+        for number, *place in streaming.execute(query.order_by(pack)):
+            yield f"the {name} of operation {number}", _blob(place)
+    images = t.images.c
+    query = sa.select(images.pack, images.start, images.length, images.digest)
+    for place in streaming.execute(query):
+        yield f"image {place.digest}", _blob(place)
+
+
+def _blob(place: Any) -> Blob:
+    pack, offset, length, digest = place
+    return Blob(pack=pack, offset=offset, length=length, digest=digest)
+
+
+def engine_of(config: JournalConfig) -> tuple[sa.Engine, Path]:
+    """Return the database and the folder of a journal's config."""
+    folder = config.folder.expanduser().resolve()
+    return opening.connect(opening.database_url(folder, config.url)), folder

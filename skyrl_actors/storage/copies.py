@@ -1,0 +1,90 @@
+"""Copies of files with a manifest: sizes and SHA-256 digests, by which a copy can be checked."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.storage.files import fsync, write_durably
+
+MANIFEST = "backup.json"
+FORMAT = 1
+CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FileCopy:
+    """A copied file: its size, and the SHA-256 of its content."""
+
+    num_bytes: int
+    digest: str
+
+
+def copied(source: Path, target: Path, previous: Path | None = None) -> FileCopy:
+    """Copy a file durably. Raises OSError.
+
+    `previous`: an older copy of this file, which never changes; it is linked instead of copied.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    size = source.stat().st_size
+    if previous is not None and previous.is_file() and previous.stat().st_size == size:
+        os.link(previous, target)
+        return described(target)
+    whole, size = hashlib.sha256(), 0
+    with source.open("rb") as reading, target.open("xb") as writing:
+        while content := reading.read(CHUNK_BYTES):
+            whole.update(content)
+            writing.write(content)
+            size += len(content)
+        writing.flush()
+        os.fsync(writing.fileno())
+    shutil.copystat(source, target)
+    return FileCopy(size, whole.hexdigest())
+
+
+def described(file: Path) -> FileCopy:
+    """Return size and digest of a file. Raises OSError."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileCopy(file.stat().st_size, digest)
+
+
+def write_manifest(folder: Path, files: Mapping[str, FileCopy], about: Mapping[str, Any]) -> None:
+    """Write the manifest, which completes a copy. `about` is kept with it."""
+    for place in {(folder / name).parent for name in files}:
+        fsync(place)
+    listed = {name: [copy.num_bytes, copy.digest] for name, copy in sorted(files.items())}
+    write_durably(
+        folder / MANIFEST, json.dumps({"format": FORMAT, **about, "files": listed}, indent=1)
+    )
+
+
+def read_manifest(folder: Path) -> tuple[dict[str, FileCopy], dict[str, Any]]:
+    """Return the files of a copy, and what was kept with them. Raises ConfigError."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no complete backup: {error}") from None
+    if content.get("format") != FORMAT:
+        raise ConfigError(
+            f"{folder} is a backup of format {content.get('format')}; this version reads {FORMAT}"
+        )
+    files = {name: FileCopy(*given) for name, given in content.pop("files").items()}
+    return files, content
+
+
+def faults(folder: Path, files: Mapping[str, FileCopy]) -> Iterator[str]:
+    """Check each file of a copy, and yield what is wrong."""
+    for name, wanted in files.items():
+        try:
+            found = described(folder / name)
+        except OSError as error:
+            yield f"{name} cannot be read: {error}"
+            continue
+        if found != wanted:
+            yield f"{name} was changed"

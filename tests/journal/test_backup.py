@@ -1,0 +1,273 @@
+"""A backup of a running service is consistent, complete and can be restored and checked."""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_actors.commands import backup as command
+from skyrl_actors.commands.backup import backup, check, restore
+from skyrl_actors.config.base_models import TinyBase
+from skyrl_actors.config.cluster import ClusterConfig, JournalConfig
+from skyrl_actors.config.keys import digest_of, owner_of_name
+from skyrl_actors.controller.controller import Controller
+from skyrl_actors.controller.verbs import KINDS
+from skyrl_actors.journal import copying, opening
+from skyrl_actors.journal.journal import SqlJournal
+from skyrl_actors.messages import requests as rq
+from skyrl_actors.messages import results as rs
+from skyrl_actors.messages.errors import ConfigError
+from skyrl_actors.messages.keys import StoredKey
+from skyrl_actors.messages.model import AdamParams, LoraSpec, ModelSpec
+from skyrl_actors.messages.usage import Quota
+from tests.fakes import FakeBackend
+
+CONFIG = Path(__file__).parent.parent.parent / "configs" / "cpu_tiny.yaml"
+ANN = owner_of_name("ann", "")
+
+
+class SavingBackend(FakeBackend):
+    """Writes a small file as a checkpoint."""
+
+    async def save_checkpoint(self, spec: ModelSpec, *arguments: Any, **named: Any) -> None:
+        await super().save_checkpoint(spec, *arguments, **named)
+        folder = Path(arguments[1])
+        (folder / "note.txt").write_text(spec.model_id)
+
+
+def overrides(journal: JournalConfig, folder: Path) -> list[str]:
+    found = [f"journal.folder={journal.folder}", f"checkpoint_dir={folder / 'checkpoints'}"]
+    return found + ([f"journal.url={journal.url}"] if journal.url else [])
+
+
+def in_folder(folder: Path) -> list[str]:
+    return overrides(JournalConfig(folder=folder / "journal"), folder)
+
+
+def controller_on(journal: JournalConfig, folder: Path) -> Controller:
+    wanted = ClusterConfig(
+        base_model=TinyBase(name="tiny"), journal=journal, checkpoint_dir=folder / "checkpoints"
+    )
+    return Controller(wanted, SavingBackend(), SqlJournal(journal, KINDS))
+
+
+@pytest.fixture
+async def controller(config: JournalConfig, tmp_path: Path) -> AsyncIterator[Controller]:
+    made = controller_on(config, tmp_path)
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def answered(controller: Controller, request: rq.Request, name: str | None = None) -> Any:
+    return await controller.answers.whole(await controller.submit(request, name), 10)
+
+
+async def model_in(controller: Controller) -> str:
+    session = await controller.create_session()
+    spec = ModelSpec(model_id=f"{session}:train:0", base_model="tiny", lora=LoraSpec(rank=4))
+    created = await answered(controller, rq.CreateModel(spec=spec, session_id=session))
+    assert isinstance(created, rs.ModelCreated)
+    return spec.model_id
+
+
+def step(model_id: str, number: int) -> rq.OptimStep:
+    return rq.OptimStep(model_id, AdamParams(learning_rate=1e-3), number)
+
+
+async def test_a_backup_of_a_running_service_continues_elsewhere(
+    config: JournalConfig, controller: Controller, tmp_path: Path
+):
+    """Requests are answered before, during and after the copy."""
+    key = StoredKey(digest=digest_of("tml-1"), name="ann", role="tenant", created_at=1.0)
+    await controller.admin.keys.add_key(key, "eve")
+    await controller.admin.usage.set_quota("ann", Quota(models=3), "eve")
+    model_id = await model_in(controller)
+    assert isinstance(
+        await answered(controller, rq.SaveWeights(model_id=model_id, name="one")), rs.Saved
+    )
+    for number in range(1, 6):
+        await answered(controller, step(model_id, number), f"r{number}")
+    copy = tmp_path / "copy"
+    copying_now = asyncio.create_task(
+        asyncio.to_thread(backup, CONFIG, copy, overrides(config, tmp_path), None)
+    )
+    number = 5
+    while not copying_now.done():
+        number += 1
+        await answered(controller, step(model_id, number), f"r{number}")
+    await copying_now
+    assert check(copy, []) and not (config.folder / opening.HOLD).exists()
+
+    elsewhere = JournalConfig(folder=tmp_path / "elsewhere" / "journal")
+    restore(copy, CONFIG, overrides(elsewhere, tmp_path / "elsewhere"))
+    again = controller_on(elsewhere, tmp_path / "elsewhere")
+    await again.start()
+    steps = again.tenants.models[model_id].steps
+    assert 5 <= steps <= number
+    assert isinstance(await again.answers.whole(f"r{steps}", 1), rs.StepDone)
+    assert [one.quota.models for one in await again.admin.usage.list_quotas()] == [3]
+    assert (await again.admin.keys.list_keys())[0].name == "ann"
+    (run,) = again.folders.runs()
+    assert [one.name for one in run.checkpoints] == ["one"]
+    assert isinstance(await answered(again, step(model_id, 1000)), rs.StepDone)
+    await again.admin.keys.revoke_key("ann", "eve", 5.0)  # the numbers of acts continue
+    assert [one.act for one in await again.admin.log.audit(9)] == ["add", "limit", "revoke"]
+    await again.close()
+
+
+async def test_a_backup_is_restored_to_an_empty_postgresql_database(
+    tmp_path: Path, request: pytest.FixtureRequest
+):
+    """So a service can move from SQLite to PostgreSQL."""
+    sqlite = JournalConfig(folder=tmp_path / "journal")
+    first = controller_on(sqlite, tmp_path)
+    await first.start()
+    model_id = await model_in(first)
+    await answered(first, step(model_id, 1), "r1")
+    await first.admin.keys.add_key(
+        StoredKey(digest=digest_of("tml-1"), name="ann", role="tenant", created_at=1.0), "eve"
+    )
+    await first.close()
+    backup(CONFIG, tmp_path / "copy", overrides(sqlite, tmp_path), None)
+
+    import sqlalchemy as sa
+
+    uri: str = request.getfixturevalue("postgres")
+    server = sa.create_engine(opening.database_url(tmp_path, uri), isolation_level="AUTOCOMMIT")
+    with server.connect() as connection:
+        connection.execute(sa.text("CREATE DATABASE moved"))
+    moved = JournalConfig(
+        folder=tmp_path / "moved" / "journal", url=uri.replace("/postgres?", "/moved?")
+    )
+    restore(tmp_path / "copy", CONFIG, overrides(moved, tmp_path / "moved"))
+    again = controller_on(moved, tmp_path / "moved")
+    await again.start()
+    assert again.tenants.models[model_id].steps == 1
+    assert isinstance(await again.answers.whole("r1", 1), rs.StepDone)
+    await again.admin.keys.revoke_key("ann", "eve", 5.0)
+    await again.close()
+    assert check(CONFIG, overrides(moved, tmp_path / "moved"))
+    with server.connect() as connection:
+        connection.execute(sa.text("DROP DATABASE moved WITH (FORCE)"))
+    server.dispose()
+
+
+@pytest.fixture
+async def stopped(tmp_path: Path) -> JournalConfig:
+    """A journal of a stopped service, with a checkpoint."""
+    journal = JournalConfig(folder=tmp_path / "journal")
+    made = controller_on(journal, tmp_path)
+    await made.start()
+    model_id = await model_in(made)
+    await answered(made, step(model_id, 1))
+    await answered(made, rq.SaveWeights(model_id=model_id, name="one"))
+    await made.close()
+    return journal
+
+
+def test_the_next_backup_links_what_never_changes(stopped: JournalConfig, tmp_path: Path):
+    options = overrides(stopped, tmp_path)
+    backup(CONFIG, tmp_path / "one", options, None)
+    backup(CONFIG, tmp_path / "two", options, tmp_path / "one")
+    packs = sorted((tmp_path / "two" / "journal" / "packs").iterdir())
+    assert packs and all(pack.stat().st_nlink == 2 for pack in packs)
+    assert check(tmp_path / "two", [])
+
+
+def test_damage_is_found(
+    stopped: JournalConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = overrides(stopped, tmp_path)
+    backup(CONFIG, tmp_path / "copy", options, None)
+    assert check(CONFIG, options)
+    for folder in (tmp_path / "copy" / "journal", stopped.folder):
+        pack = next((folder / "packs").iterdir())
+        content = bytearray(pack.read_bytes())
+        content[len(content) // 2] ^= 1
+        pack.write_bytes(content)
+    capsys.readouterr()
+    assert not check(tmp_path / "copy", [])
+    assert "was changed" in capsys.readouterr().out
+    assert not check(CONFIG, options)
+    assert "of operation" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="the backup is damaged: journal/packs/"):
+        restore(tmp_path / "copy", CONFIG, in_folder(tmp_path / "n"))
+
+
+def test_a_missing_pack_is_named_and_nothing_is_left(stopped: JournalConfig, tmp_path: Path):
+    pack = next((stopped.folder / "packs").iterdir())
+    pack.unlink()
+    with pytest.raises(ConfigError, match=f"packs/{pack.name} is missing"):
+        backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
+    assert not (stopped.folder / opening.HOLD).exists()
+
+
+def test_an_interrupted_backup_leaves_nothing(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "write_manifest", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
+    assert not (stopped.folder / opening.HOLD).exists()
+
+
+def test_wrong_places_are_refused(stopped: JournalConfig, tmp_path: Path):
+    options = overrides(stopped, tmp_path)
+    backup(CONFIG, tmp_path / "copy", options, None)
+    with pytest.raises(ConfigError, match="exists already"):
+        backup(CONFIG, tmp_path / "copy", options, None)
+    with pytest.raises(ConfigError, match="is no journal"):
+        backup(CONFIG, tmp_path / "b", in_folder(tmp_path / "x"), None)
+    with pytest.raises(ConfigError, match="is no complete backup"):
+        restore(stopped.folder, CONFIG, options)
+    with pytest.raises(ConfigError, match="is not empty; restore into empty folders"):
+        restore(tmp_path / "copy", CONFIG, options)
+
+
+async def test_nothing_is_swept_while_a_backup_runs(
+    config: JournalConfig, controller: Controller, monkeypatch: pytest.MonkeyPatch
+):
+    model_id = await model_in(controller)
+    await answered(controller, step(model_id, 1))
+    await controller.finish_session(model_id.split(":")[0])
+    journal = controller.journal
+    assert isinstance(journal, SqlJournal)
+    later = journal.wall() + 2 * journal.config.retention_s
+    monkeypatch.setattr(journal, "wall", lambda: later)
+    packs = len(os.listdir(config.folder / "packs"))
+    monkeypatch.setattr(copying.time, "time", lambda: later)
+    with copying.held(config.folder):
+        assert await journal.sweep() == 0
+        assert len(os.listdir(config.folder / "packs")) == packs
+    assert await journal.sweep() > 0
+
+
+def test_a_checkpoint_that_is_saved_again_meanwhile_is_copied_whole(
+    stopped: JournalConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (note,) = (tmp_path / "checkpoints").rglob("note.txt")
+    real, raced = command.copied, threading.Event()
+
+    def slow(source: Path, target: Path, previous: Path | None = None) -> Any:
+        found = real(source, target, previous)
+        if source == note and not raced.is_set():
+            raced.set()
+            note.write_text("the second")
+            (note.parent / "saved_by").write_text("another request")
+        return found
+
+    monkeypatch.setattr(command, "copied", slow)
+    backup(CONFIG, tmp_path / "copy", overrides(stopped, tmp_path), None)
+    assert raced.is_set() and check(tmp_path / "copy", [])
+    (copy,) = (tmp_path / "copy").rglob("note.txt")
+    assert copy.read_text() == "the second"
