@@ -160,10 +160,14 @@ def status(
     name: Name = "skyrl-actors",
     json: Annotated[bool, typer.Option(help="print JSON")] = False,
 ) -> None:
-    """Show models, phase, groups, engines and queue of a running service."""
+    """Show models, phase, groups, engines and queue of a running service.
+
+    The exit code is 1 while it does not serve requests.
+    """
     from skyrl_actors.commands.serve import status as run
 
-    run(name, json)
+    if not run(name, json):
+        raise typer.Exit(1)
 
 
 @app.command(rich_help_panel="Service")

@@ -19,7 +19,7 @@ HEAD = """# Command line
 | exit code | meaning |
 |---|---|
 | 0 | success |
-| 1 | a check of `doctor` failed |
+| 1 | `doctor` or `check` found a fault, a service does not serve (`status`), or `drain` timed out |
 | 2 | wrong arguments, a wrong config, or no such service |
 | 130 | interrupted; everything that the command started has been stopped |
 """

@@ -16,6 +16,7 @@ import psutil
 import ray
 from ray import serve
 from ray.serve import context
+from rich.markup import escape
 
 from skyrl_actors import remote
 from skyrl_actors.api.client import ControllerClient, find_controller
@@ -323,12 +324,20 @@ def read_spans(name: str) -> list[Span]:
     return asyncio.run(ControllerClient(find_controller(name)).once.spans())
 
 
-def status(name: str, as_json: bool) -> None:
-    """Print the status of a service, as tables or JSON. Raises ConfigError if it does not run."""
+def status(name: str, as_json: bool) -> bool:
+    """Print the status of a service, as tables or JSON. Return whether it serves requests.
+
+    Raises ConfigError if it does not run.
+    """
     content = read_status(name)
+    fault, warning = content.get("fault"), content.get("warning")
     if as_json:
         print(json.dumps(content, indent=2))
-        return
+        return fault is None
+    if fault is not None:
+        console.print(f"[bold red]NOT SERVING: {escape(fault)}[/bold red]")
+    if warning is not None:
+        console.print(f"[yellow]{escape(warning)}[/yellow]")
     console.print(
         f"[bold]{content['name']}[/bold]  {content.get('mode', '')}  up "
         f"{content['uptime_s']:.0f} s  phase {content.get('phase', 'starting')}  "
@@ -341,6 +350,7 @@ def status(name: str, as_json: bool) -> None:
     show_rows(
         "queued requests", [{"model_id": m, "requests": n} for m, n in content["queued"].items()]
     )
+    return fault is None
 
 
 def _row_of(role: str, group: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,23 @@ class LimitsConfig(FrozenConfig):
         description="payloads of open requests in the journal folder; "
         "divided between keys in the same way as open_requests",
     )
+    low_free_bytes: int = Field(
+        default=10 * 2**30,
+        ge=0,
+        description="free space of journal.folder or checkpoint_dir below which `status` warns",
+    )
+    scarce_free_bytes: int = Field(
+        default=2 * 2**30,
+        ge=0,
+        description="free space below which the API key whose checkpoints have the most bytes "
+        "gets 429",
+    )
+    full_free_bytes: int = Field(
+        default=256 * 2**20,
+        ge=0,
+        description="free space below which all new requests get 503; "
+        "the rest is for answers of accepted ones",
+    )
     route_bytes: int = Field(
         default=4 * 2**30,
         ge=2**20,

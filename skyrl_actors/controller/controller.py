@@ -31,6 +31,7 @@ from skyrl_actors.controller.checkpoints import CheckpointFolders
 from skyrl_actors.controller.completions import Completions
 from skyrl_actors.controller.disk import Disk
 from skyrl_actors.controller.examine import Examiner
+from skyrl_actors.controller.free_space import FreeSpace
 from skyrl_actors.controller.key_store import KeyStore
 from skyrl_actors.controller.lanes import Lanes
 from skyrl_actors.controller.ledger import Ledger
@@ -88,7 +89,6 @@ class Controller:
         self.queue = bounds.queue_of(config.limits, self.admin.quotas.weight)
         self.results = bounds.results_of()
         self.started_at = wall()
-        self.readiness = Readiness(backend, journal)
         self.epoch = 0
         self.wall = wall
         self._closing = False
@@ -96,7 +96,13 @@ class Controller:
         self.folders = folders = CheckpointFolders(
             config.checkpoint_dir, wall, config.checkpoint_mirror
         )
-        self._meter = Metering(self.admin, wall)
+        self._space = FreeSpace(
+            {"journal": config.journal.folder, "checkpoints": folders.root},
+            config.limits,
+            folders.checkpoints,
+        )
+        self.readiness = Readiness(backend, journal, self._space)
+        self._meter = Metering(self.admin, self._space, wall)
         self._sessions = SessionCatalog(self.tenants, folders, wall)
         self.completions = Completions()
         self._ledger = Ledger(
@@ -177,6 +183,7 @@ class Controller:
         self._tasks.spawn(
             housekeeping.free_silent_sessions(self.tenants, self.finish_session, timeout_s)
         )
+        self._tasks.spawn(self._space.follow(self._disk))
         self._tasks.spawn(self.admin.recent.follow(lambda: self.queue.num_open))
         self._tasks.spawn(self._named_samplers.free_unused(timeout_s))
         self._tasks.spawn(
@@ -321,6 +328,8 @@ class Controller:
             "fault": self.readiness.fault(),
             "epoch": self.epoch,
             "mode": self.admin.mode.mode,
+            "disk": self._space.status(),
+            "warning": self._space.warning(),
         }
         uptime_s = round(self.wall() - self.started_at, 1)
         mine |= self._capacity.status()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from skyrl_actors.controller.administration import Administration
+from skyrl_actors.controller.free_space import FreeSpace
 from skyrl_actors.controller.operations import Op, Outcome
 from skyrl_actors.controller.verbs import verb_of
 from skyrl_actors.messages.paths import owner_of
@@ -14,14 +15,16 @@ from skyrl_actors.messages.usage import HOUR_S, Usage
 class Metering:
     """Admits requests by the quotas of their keys. `base_model` is that of new usage."""
 
-    def __init__(self, admin: Administration, wall: Callable[[], float]):
+    def __init__(self, admin: Administration, space: FreeSpace, wall: Callable[[], float]):
         self._admin = admin
+        self._space = space
         self.base_model = ""
         self._wall = wall
 
     def admit(self, owner: str, request: Request, num_open: int) -> None:
         """Raise CapacityError, QuotaUsed or Unavailable if it cannot be accepted now."""
         self._admin.mode.check_accepts()
+        self._space.check(owner)
         self._admin.quotas.admit(owner, verb_of(request).input_tokens(request), num_open)
 
     def answered(self, op: Op, outcome: Outcome, usage: Usage) -> None:

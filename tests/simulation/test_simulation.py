@@ -17,7 +17,7 @@ from tests.simulation import clock
 from tests.simulation.world import run_many, run_seed
 
 SEEDS = 150
-MUTANT_SEEDS = 120
+MUTANT_SEEDS = 300
 REPAIRED = ColocatedPhaseLock._healed
 LONGEST_S = 250.0  # virtual time; without a mutant none of these seeds takes that long
 
