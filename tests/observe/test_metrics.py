@@ -135,6 +135,24 @@ def test_docs_and_dashboard_match_the_registry():
     )
 
 
+ALERTS = ROOT / "configs" / "prometheus"
+
+
+def test_alerts_use_metrics_of_the_registry():
+    exported = {f"{name}_total" if m.kind == "counter" else name for name, m in REGISTRY.items()}
+    named = set(re.findall(rf"ray_{PREFIX}(\w+)", (ALERTS / "alerts.yml").read_text()))
+    assert len(named) > 5 and named <= exported
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)"
+)
+def test_alerts_fire_when_they_should():
+    command = ["promtool", "test", "rules", str(ALERTS / "alerts_test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def exported() -> str:
     """Return the metrics of all Ray agents of this machine, read as Prometheus reads them."""
     session = Path(get_default_ray_temp_dir(), "session_latest").resolve()
