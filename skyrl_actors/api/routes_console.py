@@ -15,13 +15,14 @@ from pydantic import BaseModel
 
 from skyrl_actors.api.access import NotAllowed
 from skyrl_actors.api.console import Viewer, visible
+from skyrl_actors.api.routes_files import signed_links
 from skyrl_actors.api.state import ApiState, state_of
 from skyrl_actors.api.tokens import grant_of_credential
 from skyrl_actors.messages.catalog import CheckpointEntry
 from skyrl_actors.messages.errors import NotFound, UserError
 from skyrl_actors.messages.narrowing import is_object, is_sequence
 from skyrl_actors.messages.operating import Mode
-from skyrl_actors.messages.paths import owner_of
+from skyrl_actors.messages.paths import owner_of, parse_path
 from skyrl_actors.observe.figures import phase_periods
 from skyrl_actors.observe.runs import METRICS, SAMPLES, last_samples, listed, rows_in
 
@@ -171,6 +172,17 @@ async def _parts(state: ApiState, scope: str | None) -> dict[str, Any]:
 def _named(text: str, names: Mapping[str, str]) -> str:
     owner = owner_of(text)
     return names.get(owner, owner)
+
+
+@router.get(PREFIX + "link")
+async def link(path: str, request: Request) -> JSONResponse:
+    """Return a signed link to the archive of a checkpoint that this viewer may see."""
+    viewer, where = await viewer_of(request), parse_path(path)
+    if not viewer.sees(where.model_id) or where.kind == "steps":
+        raise NotFound(f"no checkpoint {where}")
+    await state_of(request).client.calls.checkpoint_spec(where)  # raises without one
+    (found,), _ = await signed_links(request, where, [""])
+    return JSONResponse({"url": found})
 
 
 class Act(BaseModel, extra="forbid"):

@@ -23,7 +23,9 @@ from skyrl_actors.messages.paths import TinkerPath, model_id_for, parse_path
 router = APIRouter()
 
 
-async def _links(request: Request, path: TinkerPath, files: list[str]) -> tuple[list[str], int]:
+async def signed_links(
+    request: Request, path: TinkerPath, files: list[str]
+) -> tuple[list[str], int]:
     """Return signed links to files of a checkpoint ("" is all of them), and when they expire."""
     expires = int(time.time()) + archives.VALID_S
     secret = await asyncio.to_thread(archives.secret_of, state_of(request).folders.root)
@@ -51,7 +53,7 @@ async def archive(run_id: str, checkpoint: str, request: Request) -> Response:
     """
     path = await readable(request, checkpoint_path(run_id, checkpoint))
     await state_of(request).client.calls.checkpoint_spec(path)
-    (link,), expires = await _links(request, path, [""])
+    (link,), expires = await signed_links(request, path, [""])
     return Response(
         status_code=302, headers={"Location": link, "Expires": formatdate(expires, usegmt=True)}
     )
@@ -65,7 +67,7 @@ async def external_weights_urls(run_id: str, checkpoint: str, request: Request) 
         raise InvalidRequest(f"{path} is not an export; create one with save_weights_external")
     files = await asyncio.to_thread(state_of(request).folders.files_for_others, path)
     names = [file.name for file in files]
-    links, expires = await _links(request, path, names)
+    links, expires = await signed_links(request, path, names)
     return {
         "urls": dict(zip(names, links, strict=True)),
         "expires": datetime.fromtimestamp(expires, UTC).isoformat(),

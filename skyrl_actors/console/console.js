@@ -145,11 +145,12 @@ function drawTables(state) {
   ], state.models || [], missing ? unseen : "no models are open");
   table("tenants", [
     ["tenant", ([name]) => name === "-" ? "without a key" : name], ["tokens trained", ([, t]) => number(t.trained_tokens || 0, 6), "number"],
-    ["tokens sampled", ([, t]) => number(t.sampled_tokens || 0, 6), "number"],
+    ["tokens sampled", ([, t]) => number(t.sampled_tokens || 0, 6), "number"], ["open requests", ([, t]) => number(t.open_requests || 0), "number"],
   ], Object.entries(state.tenants || {}), missing ? unseen : "nobody asked for anything yet");
   table("checkpoints", [
     ["path", (c) => c.path], ["kind", (c) => c.kind], ["size", (c) => c.bytes ? `${number(c.bytes / 2 ** 20)} MiB` : "", "number"],
     ["made", (c) => `${ago(state.at - c.time)} ago`], ["kept", (c) => c.expires_at ? `for ${ago(c.expires_at - state.at)}` : "until deleted"],
+    ["", (c) => fetched(c.path)],
   ], state.checkpoints || [], missing ? unseen : "no checkpoints");
 }
 
@@ -168,6 +169,18 @@ async function perform(act, of, question) {
 function button(text, act, of, question) {
   const made = Object.assign(document.createElement("button"), { type: "button", textContent: text });
   made.onclick = () => perform(act, of, question);
+  return made;
+}
+
+function fetched(path) {
+  const made = Object.assign(document.createElement("button"), { type: "button", textContent: "Download" });
+  made.onclick = async () => {
+    try {
+      location.assign((await ask(`/console/link?path=${encodeURIComponent(path)}`)).url);
+    } catch (error) {
+      said(error);
+    }
+  };
   return made;
 }
 

@@ -37,7 +37,9 @@ def of(
             }
             for m in tenants.models.values()
         ],
-        **counted(COUNTS.read()),
+        **counted(
+            COUNTS.read(), {label(o) if o else NOBODY: n for o, n in queue.open_by_owner().items()}
+        ),
         "recoveries": replayer.recoveries,
         "recovery_s": [round(s, 3) for s in replayer.recovery_s[-SHOWN:]],
         "snapshot_s": [round(s, 3) for s in replayer.snapshot_s[-SHOWN:]],
@@ -49,8 +51,13 @@ def _tenant(model_id: str, label: Callable[[str], str]) -> str:
     return label(owner) if owner else NOBODY
 
 
-def counted(totals: Mapping[tuple[str, Tags], float]) -> dict[str, Any]:
-    """Return totals since this controller started, in all and by tenant: the name of a key."""
+def counted(
+    totals: Mapping[tuple[str, Tags], float], open_requests: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return totals since this controller started, in all and by tenant: the name of a key.
+
+    `open_requests`: those of each tenant.
+    """
     counts = dict.fromkeys(COUNTED, 0.0)
     tenants: dict[str, dict[str, float]] = {}
     for (metric, tags), value in totals.items():
@@ -60,4 +67,6 @@ def counted(totals: Mapping[tuple[str, Tags], float]) -> dict[str, Any]:
         if tenant := dict(tags).get("tenant"):
             own = tenants.setdefault(tenant, {})
             own[metric] = own.get(metric, 0.0) + value
+    for tenant, number in open_requests.items():
+        tenants.setdefault(tenant, {})["open_requests"] = number
     return {"counts": counts, "tenants": tenants}

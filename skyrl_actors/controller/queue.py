@@ -46,6 +46,10 @@ class RequestQueue:
         """Return the number of open requests of an owner."""
         return self._requests.held(owner)
 
+    def open_by_owner(self) -> dict[str, int]:
+        """Return the number of open requests by owner."""
+        return self._requests.by_owner()
+
     def lengths(self) -> dict[str, int]:
         """Return the number of waiting requests by model."""
         return {model_id: len(waiting) for model_id, waiting in self._waiting.items() if waiting}

@@ -29,6 +29,10 @@ class Shares:
         """Return the units that an owner has."""
         return self._of_owner[owner]
 
+    def by_owner(self) -> dict[str, int]:
+        """Return the units of all owners that have some."""
+        return dict(self._of_owner)
+
     def has_room(self, owner: str, amount: int) -> bool:
         """Return whether an owner may take `amount` more.
 

@@ -109,3 +109,24 @@ async def test_pages_of_other_sites_cannot_act(site: str, tmp_path: Path):
         own = {"Sec-Fetch-Site": "same-origin"}
         answer = await http.post(f"{PAGE}/acts", json={"act": "pause"}, headers=own)
         assert answer.status_code == 200
+
+
+async def test_a_checkpoint_can_be_downloaded_by_its_owner(tmp_path: Path):
+    http = HttpConfig(api_keys=(f"ann={ANN}", f"bob={BOB}"))
+    async with edge(config_for(tmp_path, http=http)) as anyone:
+        ann, bob = holder(anyone, ANN), holder(anyone, BOB)
+        session = (await posted(ann, "/create_session"))["session_id"]
+        await resolved(ann, "/create_model", session_id=session, model_seq_id=0, base_model=MODEL)
+        model_id = f"{session}:train:0"
+        await resolved(ann, "/save_weights", model_id=model_id, path="one", seq_id=1)
+        named = {"path": f"tinker://{model_id}/weights/one"}
+        local = {"Host": "localhost:8000"}
+        link = await ann.get(f"{PAGE}/link", params=named, headers=local)
+        assert link.status_code == 200 and "signature=" in link.json()["url"]
+        path = link.json()["url"].split("localhost:8000")[1]
+        archive = await anyone.get(f"http://service{path}")
+        assert archive.status_code == 200 and archive.content
+        assert (await bob.get(f"{PAGE}/link", params=named)).status_code == 404
+        assert (await anyone.get(f"{PAGE}/link", params=named)).status_code == 404
+        named["path"] += "2"
+        assert (await ann.get(f"{PAGE}/link", params=named)).status_code == 404
