@@ -216,6 +216,7 @@ HEAVY = {
         "backends/training_parts.py",
         "backends/exporter.py",
         "commands/cluster.py",
+        "commands/logs.py",
         "commands/serve.py",
         "commands/train.py",
         "placement/reserve.py",

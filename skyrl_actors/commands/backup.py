@@ -224,10 +224,11 @@ def restore(source: Path, config: Path, overrides: Sequence[str]) -> None:
             copy.dispose()
     finally:
         engine.dispose()
+    command = " ".join(["skyrl-actors serve", str(config), *overrides])
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(about["made_at"]))
     console.print(
         f"restored {about['service']} as it was at {made} to {folder} and "
-        f"{places[CHECKPOINTS]}; start it with `skyrl-actors serve {config}`"
+        f"{places[CHECKPOINTS]}; start it with `{command}`"
     )
 
 

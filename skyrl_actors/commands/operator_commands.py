@@ -203,6 +203,23 @@ def failures(
     run(tenant, last, as_json, name)
 
 
+def logs(
+    part: Annotated[
+        str, typer.Argument(help="controller, engine:0, policy:0, critic:0 and so on")
+    ] = "controller",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="print new lines, too")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="number of newest lines")] = 100,
+    printed: Annotated[
+        bool, typer.Option("--printed", help="what the process printed, instead of its log")
+    ] = False,
+    name: Name = "skyrl-actors",
+) -> None:
+    """Print the log of one part of a running service, on whatever machine it is."""
+    from skyrl_actors.commands.logs import show
+
+    show(part, follow, lines, printed, name)
+
+
 def end(
     session: Annotated[str, typer.Argument(help="the id of a session")],
     yes: Yes = False,
@@ -259,8 +276,35 @@ def resume(name: Name = "skyrl-actors") -> None:
     set_mode("running", name)
 
 
+COMMANDS = (
+    usage,
+    sessions,
+    models,
+    requests,
+    failures,
+    logs,
+    end,
+    cancel,
+    pause,
+    drain,
+    resume,
+)
+
+
 def add_to(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.add_typer(key_app, name="key", rich_help_panel=PANEL)
-    for command in (usage, sessions, models, requests, failures, end, cancel, pause, drain, resume):
+    for command in (
+        usage,
+        sessions,
+        models,
+        requests,
+        failures,
+        logs,
+        end,
+        cancel,
+        pause,
+        drain,
+        resume,
+    ):
         app.command(rich_help_panel=PANEL)(command)

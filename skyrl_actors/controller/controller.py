@@ -341,7 +341,8 @@ class Controller:
         }
 
     async def close(self) -> None:
-        """Stop, and end the ranks and engines."""
+        """Stop, and end the ranks and engines. A service that was drained for this accepts again."""
+        await self.operators.end_drain()
         await self._end(self.backend.close)
 
     async def abandon(self) -> None:

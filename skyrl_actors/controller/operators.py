@@ -5,6 +5,7 @@ Every act is in the audit log.
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol
 
 from skyrl_actors.controller.lanes import Lanes
@@ -13,7 +14,7 @@ from skyrl_actors.controller.operations import Op
 from skyrl_actors.controller.samples import Samples
 from skyrl_actors.controller.verbs.verb import VerbContext
 from skyrl_actors.journal.entries import ModeSet
-from skyrl_actors.messages.errors import InvalidRequest, NotFound
+from skyrl_actors.messages.errors import InvalidRequest, NotFound, SkyrlActorsError
 from skyrl_actors.messages.keys import Act
 from skyrl_actors.messages.operating import MODES, FailedRequest, HistoryPoint, Mode, OpenRequest
 from skyrl_actors.messages.paths import owner_of
@@ -125,6 +126,12 @@ class Operators:
             self._mode.set(mode)
             self._lanes.start_all()
         return before
+
+    async def end_drain(self) -> None:
+        """Let the next controller accept requests, if this one was drained before its end."""
+        if self._mode.mode == "draining":
+            with suppress(SkyrlActorsError):  # the journal may be what is wrong
+                await self._journal.write(ModeSet("running"))
 
     def _counts(self) -> str:
         return f"{len(self._tenants.sessions)} sessions, {len(self._ledger.ops)} open requests"

@@ -213,6 +213,22 @@ async def test_a_drained_service_completes_and_accepts_nothing_new(controller: C
     assert drained == ("drain", "1 sessions, 1 open requests")
 
 
+async def test_a_drain_ends_with_the_service_and_not_with_a_crash(tmp_path: Path):
+    async def mode_after(end: str) -> str:
+        controller = controller_on(tmp_path)
+        await controller.start()
+        await controller.operators.set_mode("draining", "eve")
+        await (controller.close() if end == "stop" else controller.abandon())
+        again = controller_on(tmp_path)
+        await again.start()
+        mode = again.admin.mode.mode
+        await again.close()
+        return mode
+
+    assert await mode_after("crash") == "draining"
+    assert await mode_after("stop") == "running"
+
+
 async def test_reads_of_a_published_checkpoint_are_recorded_once_an_hour(controller: Controller):
     log = controller.admin.log
     for _ in range(3):

@@ -21,7 +21,32 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n)?^```sh\n(.*?)^```", re.M | re.S)
 # Which test runs a command of the docs, as "file: text that the file contains", or why no test runs
 # it.
+OPERATING = (
+    "key limit",
+    "key limit ann --tokens-per-day 5000000 --requests-per-minute 600",
+    "key limit '*' --open-requests 500",
+    "key limit ann --weight 2",
+    "usage",
+    "usage --by session --csv",
+    "sessions",
+    "models",
+    "requests --tenant ann",
+    "failures",
+    "logs engine:0 -f",
+    "pause",
+    "drain",
+    "resume",
+)
 HELD_BY = {
+    **{
+        f"skyrl-actors {command}": "tests/service/test_operating.py: "
+        + f'"{shlex.split(command.removeprefix("key "))[0]}"'
+        for command in OPERATING
+    },
+    "skyrl-actors backup configs/cpu_tiny.yaml backups/monday": (
+        "tests/journal/test_backup.py: backup"
+    ),
+    "skyrl-actors check backups/monday": "tests/journal/test_backup.py: check",
     "tinker-conformance --base-url http://127.0.0.1:8000 --api-key tml-local "
     "--html scorecard.html": "tests/conformance/test_kit.py: main",
     "make demo": 'tests/jobs/test_commands.py: "demo"',

@@ -101,6 +101,20 @@ def test_an_operator_is_in_control(served: tuple[str, str]):
     ]
     assert sum(one.token_count for one in trained) == 6
 
+    assert listed(name, "failures", "--tenant", "ann") == []
+    rest = client.create_rest_client()
+    saved = model.save_state("one").result().path
+    with pytest.raises(tinker.TinkerError, match="exists already"):
+        model.save_state("one").result()
+    (failed,) = listed(name, "failures")
+    assert failed["tenant"] == "ann" and failed["fault of"] == "user"
+    assert saved in [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints]
+
+    assert "training groups ready" in cli(name, "logs")
+    assert "vLLM" in cli(name, "logs", "engine:0", "-n", "1000")
+    odd = run_cli("logs", "engine:7", "--name", name)
+    assert odd.returncode == 2 and "it has controller, engine:0, policy:0" in odd.stderr
+
     cli(name, "end", session["session"], "--yes")
     assert listed(name, "sessions") == [] and listed(name, "models") == []
     acts = [act["act"] for act in listed(name, "key", "audit")]
