@@ -341,7 +341,7 @@ class Controller:
         }
 
     async def close(self) -> None:
-        """Stop, and end the ranks and engines. A service that was drained for this accepts again."""
+        """Stop, and end the ranks and engines. The next service accepts requests."""
         await self.operators.end_drain()
         await self._end(self.backend.close)
 
